@@ -1,0 +1,118 @@
+"""Every stream, as data. The code runs on this table, docs/wire.md is generated from it, a golden test freezes it.
+
+Nothing else may name a subject, a stream, a consumer or a bucket.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+from broker import wire
+from broker.errors import ConfigError
+
+
+class Kind(Enum):
+    """How a stream delivers."""
+
+    WORK_QUEUE = "work queue: each message to one consumer, kept until acknowledged"
+    LOG = "log: read in order from any position, kept until trimmed"
+    LAST_VALUE = "last value: only the newest message of a key is kept"
+    REQUEST = "request/reply: not kept, retried by the asker"
+    BEST_EFFORT = "best effort: plain publish, lost when nobody listens"
+    KV = "key-value: last value of each key, compare-and-swap"
+
+
+@dataclass(frozen=True)
+class Stream:
+    """One row of the table.
+
+    Attributes:
+        name: short name, the second part of the subject.
+        kind: how it delivers.
+        messages: what it carries.
+        key: what the last part of the subject means, empty when there is none.
+        writer: who writes.
+        reader: who reads.
+        kept: until when, in words.
+        ttl_s: seconds after which a key-value entry expires, 0 never.
+        max_bytes: most bytes kept, 0 unbounded.
+    """
+
+    name: str
+    kind: Kind
+    messages: tuple[type[wire.Message], ...]
+    key: str
+    writer: str
+    reader: str
+    kept: str
+    ttl_s: float = 0.0
+    max_bytes: int = 0
+
+    def subject(self, run: str, key: str = "") -> str:
+        """The subject for one run and key, for example ``rl.demo.tickets.lake``."""
+        return f"rl.{token(run, 'run')}.{self.name}" + (f".{token(key, self.name)}" if self.key else "")
+
+    def all_subjects(self, run: str) -> str:
+        """The subject pattern that matches every key."""
+        return f"rl.{token(run, 'run')}.{self.name}" + (".*" if self.key else "")
+
+    def stream_name(self, run: str) -> str:
+        """JetStream's name of the stream (or of the bucket, for KV)."""
+        return f"rl_{token(run, 'run')}_{self.name}" if self.kind is not Kind.KV else f"rl_{self.name}"
+
+
+TICKETS: Final = Stream("tickets", Kind.WORK_QUEUE, (wire.Ticket,), "domain", "learner", "envhub", "until acknowledged")
+EPISODES: Final = Stream("episodes", Kind.WORK_QUEUE, (wire.Group,), "pool", "envhub, rewardhub", "rewardhub", "until acknowledged")
+SAMPLES: Final = Stream(
+    "samples", Kind.LOG, (wire.Group, wire.Closed), "", "rewardhub, envhub, learner", "learner", "until every kept checkpoint covers it"
+)
+EVALTICKETS: Final = Stream("evaltickets", Kind.WORK_QUEUE, (wire.EvalTicket,), "domain", "learner", "envhub", "until acknowledged")
+EVALS: Final = Stream(
+    "evals", Kind.LOG, (wire.Group, wire.Closed), "", "rewardhub, envhub", "learner", "the run's life, bounded", max_bytes=1 << 30
+)
+WEIGHTS: Final = Stream("weights", Kind.LAST_VALUE, (wire.WeightsOffer,), "", "learner", "rollout", "last value")
+WEIGHTSYNC: Final = Stream("weightsync", Kind.REQUEST, (wire.WeightsJoin, wire.WeightsSession), "epoch", "rollout", "learner", "not")
+GENERATE: Final = Stream(
+    "generate", Kind.REQUEST, (wire.GenerateRequest, wire.AbortRequest, wire.GenerateReply), "server", "envhub", "rollout", "not"
+)
+METRICS: Final = Stream("metrics", Kind.BEST_EFFORT, (wire.Metrics,), "process", "all", "whoever watches", "not")
+DEAD: Final = Stream("dead", Kind.LOG, (wire.DeadLetter,), "stream", "all", "operator", "until purged", max_bytes=1 << 30)
+CONTROL: Final = Stream("control", Kind.KV, (wire.DesiredState,), "run", "operator", "all", "last value")
+PRESENCE: Final = Stream("presence", Kind.KV, (wire.Presence,), "run.role.id", "all", "all", "5 s", ttl_s=5.0)
+RUNS: Final = Stream("runs", Kind.KV, (wire.RunSpec,), "run", "learner", "all who join", "last value")
+
+STREAMS: Final[tuple[Stream, ...]] = (
+    TICKETS,
+    EPISODES,
+    SAMPLES,
+    EVALTICKETS,
+    EVALS,
+    WEIGHTS,
+    WEIGHTSYNC,
+    GENERATE,
+    METRICS,
+    DEAD,
+    CONTROL,
+    PRESENCE,
+    RUNS,
+)
+
+ACK_WAIT_S: Final = 4.0  # redelivery after this long without an in-progress mark
+IN_PROGRESS_EVERY_S: Final = 1.0
+MAX_DELIVERIES: Final = 20  # a hub that sees a ticket for this many times closes it
+
+_TOKEN = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+def token(value: str, what: str) -> str:
+    """A value that may stand between the dots of a subject.
+
+    Raises:
+        ConfigError: it holds anything but letters, digits, ``_`` and ``-``, or is longer than 64.
+    """
+    if not _TOKEN.fullmatch(value):
+        raise ConfigError(what, value, "use 1-64 letters, digits, '_' or '-'")
+    return value

@@ -1,0 +1,34 @@
+"""The section ``model``: which weights and tokenizer, or the small model that is made here."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveInt
+
+from broker.config import Section
+
+
+class TinyModel(Section):
+    """A small model of a real architecture with random weights and a tokenizer of its own."""
+
+    hidden_size: PositiveInt = 128
+    num_layers: PositiveInt = 3
+    num_heads: PositiveInt = 2
+    num_kv_heads: PositiveInt = 2
+    head_dim: PositiveInt = 64
+    intermediate_size: PositiveInt = 384
+    vocab: Literal["chars", "bpe"] = "chars"
+    vocab_size: PositiveInt = 512  # of a bpe vocabulary
+    corpus: str | None = None  # text file that a bpe vocabulary is trained on
+    max_position_embeddings: PositiveInt = 4096
+
+
+class ModelSection(Section):
+    """A Hugging Face folder or hub name, or None for the small model made in the run's folder."""
+
+    path: str | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    trust_remote_code: bool = False
+    seed: Annotated[int, Field(ge=0)] = 0
+    tiny: TinyModel = TinyModel()
