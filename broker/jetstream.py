@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Final, TypeVar
+
+from nats.aio.msg import Msg
 
 from broker import wire
-from broker.streams import Stream
+from broker.errors import LostState, RequestFailed, UserError, WireError
+from broker.kv import KeyValue, kv_prefix, kv_stream_name
+from broker.link import ApiError, Disconnected, Link, NoResponders, Subscribed
+from broker.marks import Marks
+from broker.reader import bounds, follow
+from broker.store import EXPECTED_LAST_SEQ, MESSAGE_ID, store
+from broker.streams import DEAD, METRICS, STREAMS, Kind, Stream
+from broker.work import Delivery, WorkQueue, decode, ticket_of
+
+__all__ = ["Bus", "Delivery", "KeyValue", "LogRecord", "WorkQueue"]
+
+log = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=wire.Message)
 
+MAX_IN_FLIGHT: Final = 1024  # unconfirmed publishes of one process
+HEADER_BYTES: Final = 512  # room for headers beside the largest message
+DUPLICATE_WINDOW_S: Final = 120.0
+DEAD_BYTES: Final = 1 << 20
+STREAM_EXISTS: Final = 10058
+NO_ROOM: Final = (10047, 10028)
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, slots=True)
 class LogRecord:
     """One entry of a log; exactly one of ``message`` and ``error`` is set."""
 
@@ -23,64 +45,22 @@ class LogRecord:
     data: bytes
 
 
-class Delivery:
-    """One message of a work queue, ours until acknowledged; in-progress marks are sent for it meanwhile.
+class Bus:
+    """One process's connection to the broker, for one run. Reconnects for ever; publishes wait while disconnected.
 
-    The marks come from a thread with a connection of its own, so that a busy event loop cannot starve them; they stop
-    when the event loop has not turned for ``Bus.hang_after_s``.
+    Attributes:
+        run: the run; may be set once after ``connect`` when its name had to be found first.
+        name: who this is, in the broker's lists and in dead letters.
+        hang_after_s: in-progress marks stop when the event loop has not turned for this long.
+        link: the connection below, for what crosses the broker without being stored.
     """
 
-    message: wire.Message | None  # None when it did not decode
-    error: str
-    ticket: int
-    seq: int
-    num_delivered: int
-    data: bytes
-
-    async def ack(self) -> None:
-        """Done for good; confirmed by the broker."""
-        raise NotImplementedError
-
-    async def nak(self, delay_s: float = 0.0) -> None:
-        """Hand back for someone else, after a delay."""
-        raise NotImplementedError
-
-
-class WorkQueue:
-    """The one durable consumer of a work-queue subject, shared by everyone who fetches from it."""
-
-    async def fetch(self, limit: int, timeout_s: float) -> list[Delivery]:
-        """Up to ``limit`` messages; an empty list after ``timeout_s``. Survives reconnects."""
-        raise NotImplementedError
-
-
-class KeyValue:
-    """One KV bucket, typed by its row in the table. Keys are full keys, for example ``demo.rollout.r1``."""
-
-    async def get(self, key: str) -> tuple[wire.Message, int] | None:
-        """Message and revision, or None."""
-        raise NotImplementedError
-
-    async def put(self, key: str, message: wire.Message) -> int: ...
-    async def create(self, key: str, message: wire.Message) -> int | None:
-        """The revision, or None when the key exists."""
-        raise NotImplementedError
-
-    async def update(self, key: str, message: wire.Message, revision: int) -> int | None:
-        """Compare-and-swap: the new revision, or None when the key moved on."""
-        raise NotImplementedError
-
-    async def delete(self, key: str) -> None: ...
-    def watch(self, prefix: str) -> AsyncIterator[tuple[str, wire.Message | None, int]]:
-        """(key, message or None when deleted, revision) of every key with the prefix, now and from now on."""
-        raise NotImplementedError
-
-
-class Bus:
-    """One process's connection to the broker, for one run. Reconnects for ever; publishes wait while disconnected."""
-
-    run: str
-    hang_after_s: float = 30.0
+    def __init__(self, link: Link, run: str) -> None:
+        self.run, self.link, self.name = run, link, link.name
+        self.hang_after_s = 30.0
+        self._marks = Marks(link.url, link.name, lambda: self.hang_after_s)
+        self._in_flight = asyncio.Semaphore(MAX_IN_FLIGHT)
+        self._queues: dict[tuple[str, str], asyncio.Task[WorkQueue]] = {}
 
     @classmethod
     async def connect(cls, url: str, run: str, *, name: str, deadline_s: float | None = None) -> Bus:
@@ -89,11 +69,63 @@ class Bus:
         Raises:
             BrokerUnreachable: no answer within ``deadline_s`` (None: for ever).
         """
-        raise NotImplementedError
+        link = Link(url, name)
+        await link.open(deadline_s)
+        if link.max_payload < wire.MAX_PAYLOAD_BYTES + HEADER_BYTES:
+            log.warning(
+                "the broker takes messages of %d bytes only; larger groups are closed (set max_payload: 9MB there)", link.max_payload
+            )
+        return cls(link, run)
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Stop the marks and disconnect; whoever still waits for the broker gets Disconnected, readers end."""
+        for task in self._queues.values():
+            task.cancel()
+        await self._marks.close()
+        await self.link.close()
+
+    # ---------------------------------------------------------------------------------------- streams
+
     async def ensure_streams(self) -> None:
-        """Create this run's streams and buckets; does nothing for those that exist."""
+        """Create this run's streams and buckets; does nothing for those that exist.
+
+        Raises:
+            UserError: no JetStream, or no room for another run.
+        """
+        configs = [config for stream in STREAMS if (config := _stream_config(stream, self.run))]
+        await asyncio.gather(*(self._ensure_stream(config) for config in configs))
+
+    async def delete_streams(self) -> None:
+        """Remove this run's streams with all that is in them, and its keys."""
+        for stream in STREAMS:
+            config = _stream_config(stream, self.run)
+            if config is None:
+                continue
+            if stream.kind is not Kind.KV:
+                await self._delete_stream(config["name"])
+            else:
+                bucket = await self.key_value(stream)
+                for key in await bucket.keys():
+                    if key == self.run or key.startswith(f"{self.run}."):
+                        await bucket.delete(key)
+
+    async def _ensure_stream(self, config: dict[str, Any]) -> None:
+        try:
+            await self.link.api(f"STREAM.CREATE.{config['name']}", config)
+        except ApiError as error:
+            if error.err_code in NO_ROOM:
+                raise UserError(f"the broker at {self.link.where} has no room for run {self.run}: {error.description}") from None
+            if error.err_code != STREAM_EXISTS:  # exists with other settings, for example of an operator
+                raise
+
+    async def _delete_stream(self, name: str) -> None:
+        try:
+            await self.link.api(f"STREAM.DELETE.{name}")
+        except ApiError as error:
+            if error.code != 404:
+                raise
+
+    # ---------------------------------------------------------------------------------------- publish
 
     async def publish(
         self,
@@ -111,37 +143,207 @@ class Bus:
 
         Raises:
             WireError: the message breaks its own rules; nothing was sent.
+            LostState: the broker has no such stream.
         """
-        raise NotImplementedError
+        data = wire.encode(message)
+        if len(data) + HEADER_BYTES > self.link.max_payload:
+            raise WireError(f"{type(message).__name__} is {len(data)} bytes, the broker's limit is {self.link.max_payload}")
+        headers = {MESSAGE_ID: message_id or f"{self.link.inbox}.{self.link.next_token()}"}
+        if ticket:
+            headers[wire.TICKET_HEADER] = str(ticket)
+        if expected_last_seq is not None:
+            headers[EXPECTED_LAST_SEQ] = str(expected_last_seq)
+        async with self._in_flight:
+            return await store(self.link, stream.stream_name(self.run), stream.subject(self.run, key), data, headers)
 
     async def last_seq(self, stream: Stream) -> int:
         """Sequence of the newest message ever stored, 0 when none."""
-        raise NotImplementedError
+        return (await bounds(self.link, stream.stream_name(self.run)))[1]
+
+    async def first_seq(self, stream: Stream) -> int:
+        """Sequence of the oldest message kept; one past the newest when there is none."""
+        return (await bounds(self.link, stream.stream_name(self.run)))[0]
 
     async def depth(self, stream: Stream) -> dict[str, int]:
         """For a work queue, messages per key not yet acknowledged; for a log, {'': messages kept}."""
-        raise NotImplementedError
+        body = {"subjects_filter": stream.all_subjects(self.run)} if stream.key else None
+        state = (await self.link.api(f"STREAM.INFO.{stream.stream_name(self.run)}", body))["state"]
+        if stream.kind is not Kind.WORK_QUEUE:
+            return {"": int(state["messages"])}
+        return {subject.rpartition(".")[2]: int(count) for subject, count in (state.get("subjects") or {}).items()}
 
-    async def work_queue(self, stream: Stream, key: str) -> WorkQueue: ...
-    def read_log(self, stream: Stream, start_seq: int) -> AsyncIterator[LogRecord]:
-        """Every record from ``start_seq`` on, in order, without gaps, across reconnects; waits at the end."""
-        raise NotImplementedError
+    async def trim(self, stream: Stream, before_seq: int) -> None:
+        """Delete every message with a sequence below ``before_seq``."""
+        if before_seq > 1:
+            await self.link.api(f"STREAM.PURGE.{stream.stream_name(self.run)}", {"seq": before_seq})
 
-    def watch_last(self, stream: Stream) -> AsyncIterator[wire.Message]:
+    # ------------------------------------------------------------------------------------------- read
+
+    async def work_queue(self, stream: Stream, key: str) -> WorkQueue:
+        """The queue of one key; the same object each time."""
+        task = self._queues.get((stream.name, key))
+        if task is None or (task.done() and (task.cancelled() or task.exception())):
+            task = self._queues[stream.name, key] = asyncio.create_task(self._open_queue(stream, key))
+        return await asyncio.shield(task)
+
+    async def _open_queue(self, stream: Stream, key: str) -> WorkQueue:
+        queue = WorkQueue(self.link, self._marks, stream, self.run, key)
+        await queue.open()
+        return queue
+
+    async def read_log(self, stream: Stream, start_seq: int) -> AsyncIterator[LogRecord]:
+        """Every record from ``start_seq`` on, in order, without gaps, across reconnects; waits at the end.
+
+        A log with a size limit may have lost its oldest records; reading then starts at the oldest kept.
+
+        Raises:
+            LostState: the log ends before ``start_seq - 1``, or has lost records it should have kept.
+        """
+        name = stream.stream_name(self.run)
+        following = max(start_seq, 1)
+
+        async def start() -> dict[str, Any]:
+            first, last = await bounds(self.link, name)
+            if last < following - 1:
+                raise LostState(f"{name} ends at {last}, but {following - 1} had been read from it; the broker lost its store")
+            if first > following and not stream.max_bytes:
+                raise LostState(f"{name} starts at {first}, but {following} is still to be read; it was trimmed too far")
+            return {"deliver_policy": "by_start_sequence", "opt_start_seq": following}
+
+        async for entry in follow(self.link, name, start):
+            if entry.seq < following:
+                continue
+            following = entry.seq + 1
+            message, error = decode(entry.data, stream.messages)
+            yield LogRecord(entry.seq, message, error, ticket_of(entry.headers), entry.data)
+
+    async def watch_last(self, stream: Stream) -> AsyncIterator[wire.Message]:
         """The newest value now and every newer one; intermediate values may be skipped."""
-        raise NotImplementedError
+        newest = 0
 
-    async def trim(self, stream: Stream, before_seq: int) -> None: ...
-    async def key_value(self, stream: Stream) -> KeyValue: ...
+        async def start() -> dict[str, Any]:
+            return {"deliver_policy": "last_per_subject", "filter_subject": stream.all_subjects(self.run)}
+
+        async for entry in follow(self.link, stream.stream_name(self.run), start):
+            if entry.seq == newest:
+                continue
+            newest = entry.seq
+            message, error = decode(entry.data, stream.messages)
+            if message is None:
+                await self.dead_letter(stream, seq=entry.seq, ticket=0, reason=error, data=entry.data)
+            else:
+                yield message
+
+    async def key_value(self, stream: Stream) -> KeyValue:
+        """The bucket of a KV row; shared by all runs, its keys begin with the run."""
+
+        async def malformed(key: str, seq: int, reason: str, data: bytes) -> None:
+            log.warning("%s %s: %s", stream.name, key, reason)
+            if key == self.run or key.startswith(f"{self.run}."):
+                await self.dead_letter(stream, seq=seq, ticket=0, reason=f"{key}: {reason}", data=data)
+
+        config = _stream_config(stream, self.run or "any")
+        assert config is not None, f"{stream.name} is not stored"
+        await self._ensure_stream(config)
+        return KeyValue(self.link, stream, stream.stream_name(self.run or "any"), malformed)
+
     async def dead_letter(self, stream: Stream, *, seq: int, ticket: int, reason: str, data: bytes) -> None:
-        """Put bytes nobody could use where the operator finds them."""
+        """Put bytes nobody could use where the operator finds them; once, however many readers stumble over them."""
+        letter = wire.DeadLetter(
+            stream=stream.name, sequence=seq, ticket=ticket, reason=" ".join(reason.split()), by=self.name, data=data[:DEAD_BYTES]
+        )
+        await self.publish(DEAD, letter, key=stream.name, ticket=ticket, message_id=f"dead.{stream.name}.{seq}" if seq else "")
 
-    async def publish_metrics(self, metrics: wire.Metrics) -> None: ...
-    def watch_metrics(self) -> AsyncIterator[wire.Metrics]: ...
+    # --------------------------------------------------------------------------------------- unstored
+
+    async def publish_metrics(self, metrics: wire.Metrics) -> None:
+        """Best effort: lost while disconnected or when nobody listens."""
+        try:
+            await self.link.send(METRICS.subject(self.run, metrics.id), wire.encode(metrics))
+        except Disconnected:
+            log.debug("metrics not sent")
+
+    async def watch_metrics(self) -> AsyncIterator[wire.Metrics]:
+        """Metrics of every process of the run from now on."""
+        queue: asyncio.Queue[Msg] = asyncio.Queue()
+        subscribed = await self.link.subscribe(METRICS.all_subjects(self.run), queue.put)
+        try:
+            while True:
+                message = await queue.get()
+                decoded, error = decode(message.data, METRICS.messages)
+                if isinstance(decoded, wire.Metrics):
+                    yield decoded
+                else:
+                    await self.dead_letter(METRICS, seq=0, ticket=0, reason=error, data=message.data)
+        finally:
+            await subscribed.close()
+
     async def request(self, stream: Stream, key: str, message: wire.Message, *, timeout_s: float, reply: type[M]) -> M:
         """Request/reply over the broker's core; best effort.
 
         Raises:
             RequestFailed: nobody listens, no answer in time, or an answer that does not decode.
         """
-        raise NotImplementedError
+        subject = stream.subject(self.run, key)
+        try:
+            answer = await self.link.call(subject, wire.encode(message), timeout_s=timeout_s)
+            return wire.decode(answer.data, reply)
+        except NoResponders:
+            raise RequestFailed(f"{subject}: nobody listens") from None
+        except TimeoutError:
+            raise RequestFailed(f"{subject}: no answer within {timeout_s:g} s") from None
+        except (Disconnected, WireError) as error:
+            raise RequestFailed(f"{subject}: {error}") from None
+
+    async def respond(self, stream: Stream, key: str, handle: Callable[[wire.Message], Awaitable[wire.Message | None]]) -> Subscribed:
+        """Answer requests, each in a task of its own, until the returned subscription is closed.
+
+        ``None`` answers nothing. A request that does not decode goes to the dead letters; its asker times out.
+        """
+        tasks: set[asyncio.Task[None]] = set()
+
+        async def answer(request: Msg) -> None:
+            message, error = decode(request.data, stream.messages)
+            if message is None:
+                await self.dead_letter(stream, seq=0, ticket=0, reason=error, data=request.data)
+                return
+            reply = await handle(message)
+            if reply is not None and request.reply:
+                try:
+                    await self.link.send(request.reply, wire.encode(reply))
+                except Disconnected:
+                    log.debug("%s: no connection to answer on; the asker asks again", stream.name)
+
+        async def receive(request: Msg) -> None:
+            task = asyncio.create_task(answer(request))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+
+        return await self.link.subscribe(stream.subject(self.run, key), receive)
+
+
+def _stream_config(stream: Stream, run: str) -> dict[str, Any] | None:
+    """JetStream's configuration of a row of the table, None for rows that are not stored. Durations are nanoseconds."""
+    if stream.kind in (Kind.REQUEST, Kind.BEST_EFFORT):
+        return None
+    name = stream.stream_name(run)
+    config: dict[str, Any] = {
+        "name": name,
+        "subjects": [stream.all_subjects(run)],
+        "storage": "file",
+        "retention": "limits",
+        "discard": "old" if stream.max_bytes else "new",
+        "max_bytes": stream.max_bytes or -1,
+        "duplicate_window": int(DUPLICATE_WINDOW_S * 1e9),
+        "num_replicas": 1,
+    }
+    if stream.kind is Kind.WORK_QUEUE:
+        config["retention"] = "workqueue"
+    elif stream.kind is Kind.LAST_VALUE:
+        config |= {"max_msgs_per_subject": 1, "discard": "old"}
+    elif stream.kind is Kind.KV:
+        config |= {"name": kv_stream_name(name), "subjects": [f"{kv_prefix(name)}>"], "max_msgs_per_subject": 1, "allow_rollup_hdrs": True}
+        if stream.ttl_s:
+            age = int(stream.ttl_s * 1e9)
+            config |= {"storage": "memory", "max_age": age, "duplicate_window": age}  # gone with the broker, as it should
+    return config

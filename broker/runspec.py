@@ -2,10 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import difflib
+import hashlib
+import importlib
+import json
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from broker.config import Section
+import msgspec
+import pydantic
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from broker import wire
+from broker.config import DomainSection, Section
+from broker.errors import ConfigError, UserError, WireError
+from broker.jetstream import Bus
+from broker.streams import CONTROL, RUNS, token
+
+log = logging.getLogger(__name__)
 
 # Section -> "module:attribute" of its pydantic model. Resolved lazily, so that no role imports another's code to run.
 # A value for `domains` is a mapping of names to DomainSection.
@@ -30,14 +51,94 @@ CHECKS: Final[tuple[str, ...]] = ("learner.config:check", "rollout.config:check"
 
 S = TypeVar("S", bound=Section)
 
+SAY_EVERY_S: Final = 5.0
+POLL_S: Final = 0.25
+
+_KEY = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*")
+
+
+# ------------------------------------------------------------------------------------------------------- load
+
 
 def load(path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Read a YAML file with what it inherits (key ``inherit``: file name or list, relative to it), apply ``key=value`` overrides.
 
+    Later files win over earlier ones, the file over what it inherits, overrides over all. Mappings are merged, lists replaced.
+
     Raises:
         UserError: missing or malformed file, override that is no key=value.
     """
-    raise NotImplementedError
+    config = _read(_find(path), ())
+    for override in overrides:
+        _override(config, override)
+    try:
+        plain = OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{path}: {_one_line(error)}") from None
+    return {str(key): value for key, value in plain.items()} if isinstance(plain, dict) else {}
+
+
+def _find(path: str) -> Path:
+    """The file relative to the working folder, else the one of that name among the configurations that come with the package."""
+    if Path(path).is_file():
+        return Path(path)
+    shipped = Path(str(resources.files("configs")))
+    name = path.removeprefix("configs/")
+    for candidate in (shipped / name, shipped / f"{name}.yaml"):
+        if not Path(path).is_absolute() and candidate.is_file():
+            return candidate
+    names = sorted(str(file.relative_to(shipped)) for file in shipped.rglob("*.yaml"))
+    raise UserError(f"{path}: no such file; the package brings {', '.join(names)}")
+
+
+def _read(path: Path, inheriting: tuple[Path, ...]) -> DictConfig:
+    path = path.resolve()
+    if path in inheriting:
+        raise UserError(f"{path}: inherits itself through {' -> '.join(file.name for file in (*inheriting, path))}")
+    try:
+        own = OmegaConf.load(path)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    except (YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
+        raise UserError(f"{path}: {_one_line(error)}") from None
+    if not isinstance(own, DictConfig):
+        raise UserError(f"{path}: expected a mapping of sections at the top")
+    parents = own.pop("inherit", [])
+    names = [parents] if isinstance(parents, str) else list(parents)
+    merged = OmegaConf.create({})
+    for name in names:
+        parent = path.parent / str(name)
+        if not parent.is_file():
+            raise UserError(f"{path}: inherit: {name!r}: no such file {parent}")
+        merged = _merge(merged, _read(parent, (*inheriting, path)), path)
+    return _merge(merged, own, path)
+
+
+def _merge(base: DictConfig, top: DictConfig, path: Path) -> DictConfig:
+    try:
+        merged = OmegaConf.merge(base, top)
+    except (OmegaConfBaseException, ValueError, TypeError) as error:
+        raise UserError(f"{path}: {_one_line(error)}") from None
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def _override(config: DictConfig, override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not _KEY.fullmatch(key):
+        raise UserError(f"override {override!r} is not allowed; write key=value, for example train.steps=50")
+    try:
+        value = OmegaConf.create(f"value: {text}" if text.strip() else "value: ''").value
+        OmegaConf.update(config, key, value, merge=True, force_add=True)
+    except (OmegaConfBaseException, YAMLError, ValueError, TypeError, AttributeError, IndexError) as error:
+        raise UserError(f"override {override!r} is not allowed; {_one_line(error)}") from None
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+# --------------------------------------------------------------------------------------------------- validate
 
 
 def validate(config: dict[str, Any]) -> dict[str, Any]:
@@ -46,7 +147,13 @@ def validate(config: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: names the first bad key (``train.lr``), its value and what is allowed; unknown keys suggest the nearest.
     """
-    raise NotImplementedError
+    for name in config:
+        if name not in SECTIONS:
+            raise ConfigError(name, config[name], _unknown(name, SECTIONS, ""))
+    checked = {name: _dump_section(name, config.get(name)) for name in SECTIONS}
+    for check in CHECKS:
+        _attribute(check)(checked)
+    return checked
 
 
 def section(config: dict[str, Any], name: str, model: type[S]) -> S:
@@ -54,6 +161,185 @@ def section(config: dict[str, Any], name: str, model: type[S]) -> S:
     return model.model_validate(config.get(name) or {})
 
 
-def domains(config: dict[str, Any]) -> dict[str, Any]:
-    """The domains of a validated config by name, as DomainSection."""
-    raise NotImplementedError
+def domains(config: dict[str, Any]) -> dict[str, DomainSection]:
+    """The domains of a validated config by name."""
+    return {name: DomainSection.model_validate(value) for name, value in (config.get("domains") or {}).items()}
+
+
+def _dump_section(name: str, value: Any) -> dict[str, Any]:
+    model = _attribute(SECTIONS[name])
+    value = {} if value is None else value
+    if not isinstance(value, dict):
+        raise ConfigError(name, value, "expected a mapping")
+    if name != "domains":
+        return _dump(name, value, model)
+    return {token(str(key), "domains"): _dump(f"domains.{key}", entry, model) for key, entry in value.items()}
+
+
+def _dump(where: str, value: Any, model: type[Section]) -> dict[str, Any]:
+    """Validate strictly, as JSON: a quoted number is no number, but a list may fill a tuple."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError):
+        raise ConfigError(where, value, "only mappings, lists, strings, numbers, booleans and null") from None
+    try:
+        checked = model.model_validate_json(text, strict=True)
+    except pydantic.ValidationError as error:
+        raise _config_error(where, model, error) from None
+    dumped: dict[str, Any] = checked.model_dump(mode="json")
+    return dumped
+
+
+def _config_error(where: str, model: type[Section], error: pydantic.ValidationError) -> ConfigError:
+    """The first problem; unknown keys before all others, for a misspelt key also leaves a missing one."""
+    problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
+    problem = problems[0]
+    location = [str(part) for part in problem["loc"]]
+    key = ".".join((where, *location))
+    if problem["type"] == "extra_forbidden":
+        return ConfigError(key, problem["input"], _unknown(location[-1], _keys_at(model, location[:-1]), ".".join((where, *location[:-1]))))
+    if problem["type"] == "missing":
+        return ConfigError(key, None, "it must be given")
+    message = problem["msg"]
+    return ConfigError(key, problem["input"], message[0].lower() + message[1:])
+
+
+def _keys_at(model: Any, location: Sequence[str]) -> Sequence[str]:
+    """The keys that a section knows below a location such as ``rewards.0``."""
+    for part in location:
+        field = model.model_fields.get(part) if hasattr(model, "model_fields") else None
+        if field is not None:
+            model = _inner(field.annotation)
+    return list(model.model_fields) if hasattr(model, "model_fields") else []
+
+
+def _inner(annotation: Any) -> Any:
+    """The section inside an annotation: ``Reward`` of ``list[Reward]`` or of ``Reward | None``."""
+    if hasattr(annotation, "model_fields"):
+        return annotation
+    return next(
+        (inner for argument in getattr(annotation, "__args__", ()) if hasattr(inner := _inner(argument), "model_fields")), annotation
+    )
+
+
+def _unknown(name: str, names: Mapping[str, object] | Sequence[str], where: str) -> str:
+    prefix = f"{where}." if where else ""
+    close = difflib.get_close_matches(name, list(names), n=1)
+    return f"unknown key, did you mean {prefix + close[0]!r}?" if close else f"unknown key, known here: {', '.join(names)}"
+
+
+def _attribute(target: str) -> Any:
+    module, _, attribute = target.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+# --------------------------------------------------------------------------------------------- publish, wait
+
+
+async def publish_runspec(bus: Bus, spec: wire.RunSpec) -> int:
+    """Write the RunSpec under the next epoch by compare-and-swap; that epoch.
+
+    Whoever held the run before is fenced by it. The ``epoch`` in ``spec`` is replaced.
+
+    Raises:
+        UserError: the run exists and was written by another wire version.
+    """
+    runs = await bus.key_value(RUNS)
+    while True:
+        found = await runs.get_bytes(spec.run)
+        epoch = 1 if found is None else _decode(spec.run, found[0]).epoch + 1
+        mine = msgspec.structs.replace(spec, epoch=epoch)
+        revision = await (runs.create(spec.run, mine) if found is None else runs.update(spec.run, mine, found[1]))
+        if revision is not None:
+            return epoch
+
+
+async def wait_for_runspec(bus: Bus, run: str) -> wire.RunSpec:
+    """The RunSpec of a run, as soon as there is one; says every few seconds that it waits.
+
+    Raises:
+        UserError: written by another wire version, or it does not decode.
+    """
+    runs = await bus.key_value(RUNS)
+    waited_s = 0.0
+    while True:
+        found = await runs.get_bytes(run)
+        if found is not None:
+            return _decode(run, found[0])
+        if waited_s % SAY_EVERY_S < POLL_S:
+            log.info("waiting for the learner to start run %s", run)
+        await asyncio.sleep(POLL_S)
+        waited_s += POLL_S
+
+
+async def find_runs(bus: Bus) -> dict[str, str]:
+    """Every run on the broker with its desired state; ``running`` where the operator never said anything."""
+    runs, control = await bus.key_value(RUNS), await bus.key_value(CONTROL)
+    states: dict[str, str] = {}
+    for run in await runs.keys():
+        desired = await control.get(run)
+        states[run] = desired[0].state if desired and isinstance(desired[0], wire.DesiredState) else "running"
+    return states
+
+
+async def discover_run(bus: Bus) -> str:
+    """The name of the only run that is not stopped; waits until there is one and says so every few seconds.
+
+    Raises:
+        UserError: there are several; names them.
+    """
+    waited_s = 0.0
+    while True:
+        active = sorted(run for run, state in (await find_runs(bus)).items() if state != "stopped")
+        if len(active) == 1:
+            return active[0]
+        if active:
+            raise UserError(f"several runs on this broker: {', '.join(active)}; choose one with --run or RL_RUN")
+        if waited_s % SAY_EVERY_S < POLL_S:
+            log.info("waiting for a run to start on the broker")
+        await asyncio.sleep(POLL_S)
+        waited_s += POLL_S
+
+
+def _decode(run: str, data: bytes) -> wire.RunSpec:
+    """Look at the wire version first: a newer RunSpec may hold fields that this one cannot read."""
+    try:
+        raw = msgspec.msgpack.decode(data)
+        version = raw.get("wire_version") if isinstance(raw, dict) else None
+    except msgspec.DecodeError:
+        version = None
+    if isinstance(version, int) and version != wire.WIRE_VERSION:
+        raise UserError(
+            f"run {run} speaks wire version {version}, this program {wire.WIRE_VERSION}; install the version that started the run"
+        )
+    try:
+        return wire.decode(data, wire.RunSpec)
+    except WireError as error:
+        raise UserError(f"the RunSpec of run {run} does not decode: {error}") from None
+
+
+# ----------------------------------------------------------------------------------------------- data digests
+
+
+def digest_file(path: str) -> str:
+    """Hex BLAKE2b of a data file's content.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+
+
+def check_digests(digests: Mapping[str, str]) -> None:
+    """Refuse data files that differ from the ones the run was started with.
+
+    Raises:
+        UserError: a file is missing or has other content; names it.
+    """
+    for path, expected in digests.items():
+        if (found := digest_file(path)) != expected:
+            raise UserError(f"{path}: content differs from the run's (digest {found}, expected {expected})")

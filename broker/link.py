@@ -1,0 +1,304 @@
+"""One connection to the broker that never gives up, and calls over it that know when their answer is lost.
+
+A call made before a disconnection and unanswered at it fails at once with ``Disconnected``; whoever made it waits for
+``connected`` and repeats it. So a retry starts when the broker is back, not when some timeout has passed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+import msgspec
+import nats.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+
+from broker.errors import BrokerUnreachable, RlearnerError, UserError
+
+log = logging.getLogger(__name__)
+
+SAY_EVERY_S: Final = 3.0
+CALL_TIMEOUT_S: Final = 5.0
+NO_JETSTREAM_AFTER_S: Final = 10.0
+
+Callback = Callable[[Msg], Awaitable[None]]
+
+
+class Disconnected(RlearnerError):
+    """The connection broke before the answer came; it may or may not have been done."""
+
+
+class NoResponders(RlearnerError):
+    """Nobody listens on that subject."""
+
+
+class ApiError(RlearnerError):
+    """JetStream refused a request; ``err_code`` is its own number, ``code`` the HTTP-like class."""
+
+    def __init__(self, code: int, err_code: int, description: str) -> None:
+        super().__init__(f"{description} ({err_code})")
+        self.code, self.err_code, self.description = code, err_code, description
+
+
+class Error(msgspec.Struct):
+    """The error part of every JetStream answer."""
+
+    code: int
+    err_code: int = 0
+    description: str = ""
+
+
+class Subscribed:
+    """A subscription that outlives the client it was made on."""
+
+    def __init__(self, link: Link, subject: str, callback: Callback, queue: str) -> None:
+        self._link, self.subject, self.callback, self.queue = link, subject, callback, queue
+        self._inner: Subscription | None = None
+
+    async def attach(self, client: Client) -> None:
+        self._inner = await client.subscribe(
+            self.subject, self.queue, self.callback, pending_msgs_limit=0, pending_bytes_limit=0
+        )  # no limits: the client would drop what exceeds them
+
+    async def close(self) -> None:
+        self._link.forget(self)
+        inner, self._inner = self._inner, None
+        if inner is not None:
+            try:
+                await inner.unsubscribe()
+            except nats.errors.Error:
+                log.debug("%s: the connection went before its subscription", self.subject)
+
+
+class Link:
+    """A connection with calls, subscriptions and JetStream's management API."""
+
+    def __init__(self, url: str, name: str) -> None:
+        self.url, self.name = url, name
+        self.connected = asyncio.Event()
+        self.on_disconnect: set[Callable[[], None]] = set()
+        self._client = Client()
+        self._closing = False
+        self._said = 0.0
+        self._error = ""
+        self.inbox = f"_INBOX.{secrets.token_hex(8)}"
+        self._tokens = itertools.count(1)
+        self._calls: dict[str, asyncio.Future[Msg]] = {}
+        self._subscribed: set[Subscribed] = set()
+        self._reopening: asyncio.Task[None] | None = None
+
+    # ------------------------------------------------------------------------------------------- life
+
+    async def open(self, deadline_s: float | None = None) -> None:
+        """Connect, trying for ever or until the deadline.
+
+        Raises:
+            BrokerUnreachable: no answer before the deadline.
+        """
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._connect()
+        except TimeoutError:
+            await self._abandon()
+            raise BrokerUnreachable(f"no broker answered at {self.where} within {deadline_s:g} s ({self._error})") from None
+        except (ValueError, nats.errors.Error) as error:
+            await self._abandon()
+            raise BrokerUnreachable(f"{self.where} is no address of a broker: {error}") from None
+        await self.subscribe(f"{self.inbox}.*", self._on_reply)
+
+    async def close(self) -> None:
+        """Flush and disconnect for good; outstanding calls fail with Disconnected."""
+        self._closing = True
+        if self._reopening is not None:
+            self._reopening.cancel()
+        await self._abandon()
+        self._drop_calls()
+        self.connected.set()  # wakes those who wait in ``ready``
+
+    async def ready(self) -> None:
+        """Wait until there is a connection.
+
+        Raises:
+            Disconnected: it was closed for good.
+        """
+        await self.connected.wait()
+        if self._closing:
+            raise Disconnected("the connection was closed")
+
+    @property
+    def where(self) -> str:
+        """The address without a password."""
+        return self.url.rpartition("@")[2] if "@" in self.url else self.url
+
+    def next_token(self) -> str:
+        """Unique on this link; for inboxes and message ids."""
+        return str(next(self._tokens))
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._closing
+
+    @property
+    def max_payload(self) -> int:
+        """Most bytes the broker takes in one message, headers included."""
+        return self._client.max_payload
+
+    async def _connect(self) -> None:
+        self._client = Client()
+        await self._client.connect(
+            self.url.split(","),
+            name=self.name,
+            error_cb=self._on_error,
+            disconnected_cb=self._on_disconnected,
+            reconnected_cb=self._on_connected,
+            closed_cb=self._on_closed,
+            max_reconnect_attempts=-1,
+            reconnect_time_wait=0.25,  # type: ignore[arg-type]  # declared int, used as seconds of a sleep
+            connect_timeout=5,
+            ping_interval=5,
+            max_outstanding_pings=2,
+            flush_timeout=10.0,
+            skip_subject_validation=True,
+        )
+        for subscribed in list(self._subscribed):
+            await subscribed.attach(self._client)
+        await self._on_connected()
+
+    async def _abandon(self) -> None:
+        try:
+            await self._client.close()
+        except (OSError, nats.errors.Error, AssertionError):  # AssertionError: it had not begun to connect
+            log.debug("closing a connection that was not open")
+
+    async def _on_connected(self) -> None:
+        if self._said:
+            log.info("connected to the broker at %s again", self.where)
+        self._said = 0.0
+        self.connected.set()
+
+    async def _on_disconnected(self) -> None:
+        self.connected.clear()
+        self._drop_calls()
+        for callback in list(self.on_disconnect):
+            callback()
+
+    async def _on_closed(self) -> None:
+        """The client gives up for good after some errors of the server; we do not."""
+        if not self._closing and self._reopening is None:
+            self._reopening = asyncio.create_task(self._reopen())
+
+    async def _reopen(self) -> None:
+        await asyncio.sleep(0.5)
+        await self._connect()
+        self._reopening = None
+
+    async def _on_error(self, error: Exception) -> None:
+        self._error = str(error) or type(error).__name__
+        now = time.monotonic()
+        if not self.connected.is_set() and not self._closing and now - self._said >= SAY_EVERY_S:
+            self._said = now
+            log.warning("no broker at %s (%s); trying again", self.where, self._error)
+
+    # ------------------------------------------------------------------------------------------ calls
+
+    async def send(self, subject: str, payload: bytes, *, reply: str = "", headers: dict[str, str] | None = None) -> None:
+        """Publish without any confirmation.
+
+        Raises:
+            Disconnected: there is no connection now.
+        """
+        if not self.connected.is_set():
+            raise Disconnected(f"no connection to {self.where}")
+        try:
+            await self._client.publish(subject, payload, reply, headers)
+        except nats.errors.MaxPayloadError:
+            raise
+        except (nats.errors.Error, OSError) as error:
+            raise Disconnected(str(error)) from None
+
+    async def call(self, subject: str, payload: bytes, *, headers: dict[str, str] | None = None, timeout_s: float = CALL_TIMEOUT_S) -> Msg:
+        """Publish and wait for the one answer.
+
+        Raises:
+            Disconnected: the connection is down, or broke before the answer came.
+            NoResponders: nobody listens there.
+            TimeoutError: no answer in time.
+        """
+        token = self.next_token()
+        future: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
+        timer = asyncio.get_running_loop().call_later(timeout_s, _expire, future)
+        self._calls[token] = future
+        try:
+            await self.send(subject, payload, reply=f"{self.inbox}.{token}", headers=headers)
+            answer = await future
+        finally:
+            timer.cancel()
+            self._calls.pop(token, None)
+        if answer.headers is not None and answer.headers.get("Status") == "503":
+            raise NoResponders(subject)
+        return answer
+
+    async def _on_reply(self, message: Msg) -> None:
+        future = self._calls.get(message.subject.rpartition(".")[2])
+        if future is not None and not future.done():
+            future.set_result(message)
+
+    def _drop_calls(self) -> None:
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(Disconnected(f"lost the connection to {self.where}"))
+
+    async def subscribe(self, subject: str, callback: Callback, queue: str = "") -> Subscribed:
+        """Call back with every message from now on, across reconnects, in order, one at a time."""
+        subscribed = Subscribed(self, subject, callback, queue)
+        self._subscribed.add(subscribed)
+        await subscribed.attach(self._client)
+        return subscribed
+
+    def forget(self, subscribed: Subscribed) -> None:
+        """Do not restore it on the next connection."""
+        self._subscribed.discard(subscribed)
+
+    # -------------------------------------------------------------------------------------- JetStream
+
+    async def api(self, request: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """One idempotent request of JetStream's management API, repeated until it is answered.
+
+        Raises:
+            ApiError: refused.
+            UserError: the broker runs without JetStream.
+        """
+        payload = json.dumps(body).encode() if body else b""
+        started = time.monotonic()
+        while True:
+            await self.ready()
+            try:
+                answer = json.loads((await self.call(f"$JS.API.{request}", payload)).data)
+            except (Disconnected, TimeoutError):
+                started = time.monotonic()
+                continue
+            except NoResponders:
+                if time.monotonic() - started > NO_JETSTREAM_AFTER_S:
+                    raise UserError(f"the broker at {self.where} runs without JetStream; start nats-server with -js") from None
+                await asyncio.sleep(0.2)
+                continue
+            if "error" not in answer:
+                return dict(answer)
+            error = msgspec.convert(answer["error"], Error)
+            if error.code != 503:  # 503: no leader yet, or JetStream is still starting
+                raise ApiError(error.code, error.err_code, error.description)
+            await asyncio.sleep(0.2)
+
+
+def _expire(future: asyncio.Future[Msg]) -> None:
+    if not future.done():
+        future.set_exception(TimeoutError())

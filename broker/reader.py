@@ -1,0 +1,143 @@
+"""Reading a stream in order: an ephemeral consumer that is replaced, at the right place, whenever anything went missing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from nats.aio.msg import Msg
+
+from broker.link import Disconnected, Link
+from broker.work import delivery_numbers
+
+log = logging.getLogger(__name__)
+
+BATCH: Final = 256
+BATCH_BYTES: Final = 32 * 1024 * 1024
+EXPIRES_S: Final = 20.0
+HEARTBEAT_S: Final = 3.0
+SILENCE_S: Final = 10.0  # without even a heartbeat: the pull is lost
+FORGET_AFTER_S: Final = 60.0
+GOES_ON: Final = ("404", "408")  # the pull is over, the consumer is fine
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One stored message as read."""
+
+    seq: int
+    subject: str
+    headers: dict[str, str] | None
+    data: bytes
+
+
+async def follow(link: Link, stream_name: str, start: Callable[[], Awaitable[dict[str, Any]]]) -> AsyncIterator[Entry]:
+    """Entries in order, now and from now on.
+
+    Args:
+        link: the connection; when it is closed for good, the iteration ends.
+        stream_name: JetStream's name of the stream.
+        start: where to begin, as fields of a consumer's configuration; asked again each time the consumer is replaced.
+    """
+    while not link.closed:
+        attachment = _Attachment(link, stream_name)
+        try:
+            await attachment.open(await start())
+            async for entry in attachment.entries():
+                yield entry
+        except Disconnected:
+            if link.closed:
+                return
+        finally:
+            await attachment.close()
+
+
+class _Attachment:
+    """One ephemeral consumer with its inbox; ends at the first sign that something is missing."""
+
+    def __init__(self, link: Link, stream_name: str) -> None:
+        self._link, self._stream_name = link, stream_name
+        self._queue: asyncio.Queue[Msg | None] = asyncio.Queue()
+        self._inbox = f"{link.inbox}.{link.next_token()}"
+        self._consumer = ""
+        self._close: Callable[[], Awaitable[None]] | None = None
+
+    async def open(self, start: dict[str, Any]) -> None:
+        self._link.on_disconnect.add(self._lost)
+        subscribed = await self._link.subscribe(f"{self._inbox}.*", self._queue.put)
+        self._close = subscribed.close
+        config = {
+            "ack_policy": "none",
+            "max_ack_pending": -1,
+            "mem_storage": True,
+            "num_replicas": 1,
+            "inactive_threshold": int(FORGET_AFTER_S * 1e9),
+            **start,
+        }
+        answer = await self._link.api(f"CONSUMER.CREATE.{self._stream_name}", {"stream_name": self._stream_name, "config": config})
+        self._consumer = str(answer["name"])
+
+    async def close(self) -> None:
+        self._link.on_disconnect.discard(self._lost)
+        if self._close is not None:
+            await self._close()
+        if self._consumer and self._link.connected.is_set():
+            try:
+                await self._link.send(f"$JS.API.CONSUMER.DELETE.{self._stream_name}.{self._consumer}", b"")
+            except Disconnected:
+                log.debug("the broker forgets the consumer by itself")
+
+    def _lost(self) -> None:
+        self._queue.put_nowait(None)
+
+    async def entries(self) -> AsyncIterator[Entry]:
+        pull, wanted, delivered = 0, 0, 0
+        while True:
+            if not wanted:
+                pull, wanted = pull + 1, BATCH
+                await self._ask(pull)
+            message = await self._next()
+            if message is None:
+                return
+            if message.headers and not message.reply and (status := message.headers.get("Status")):
+                if status == "100" or not message.subject.endswith(f".{pull}"):
+                    continue
+                if status not in GOES_ON and "Bytes" not in message.headers.get("Description", ""):
+                    log.debug("%s: consumer gone: %s", self._stream_name, message.headers)
+                    await asyncio.sleep(0.1)
+                    return
+                wanted = 0
+                continue
+            _, seq, consumer_seq = delivery_numbers(message.reply)
+            if consumer_seq != delivered + 1:
+                log.warning("%s: a message got lost on the way; reading again", self._stream_name)
+                return
+            delivered, wanted = consumer_seq, wanted - 1
+            yield Entry(seq, message.subject, message.headers, message.data)
+
+    async def _ask(self, pull: int) -> None:
+        request = {"batch": BATCH, "max_bytes": BATCH_BYTES, "expires": int(EXPIRES_S * 1e9), "idle_heartbeat": int(HEARTBEAT_S * 1e9)}
+        await self._link.send(
+            f"$JS.API.CONSUMER.MSG.NEXT.{self._stream_name}.{self._consumer}", json.dumps(request).encode(), reply=f"{self._inbox}.{pull}"
+        )
+
+    async def _next(self) -> Msg | None:
+        if not self._queue.empty():
+            return self._queue.get_nowait()
+        try:
+            async with asyncio.timeout(SILENCE_S):
+                return await self._queue.get()
+        except TimeoutError:
+            log.warning("%s: no sign of life from the broker for %g s; reading again", self._stream_name, SILENCE_S)
+            return None
+
+
+async def bounds(link: Link, stream_name: str) -> tuple[int, int]:
+    """(first kept, last ever stored) sequence of a stream; (last + 1, last) when it is empty."""
+    state = (await link.api(f"STREAM.INFO.{stream_name}"))["state"]
+    first, last = int(state["first_seq"]), int(state["last_seq"])
+    return (first, last) if state["messages"] else (last + 1, last)

@@ -1,0 +1,101 @@
+"""Plug-ins by name: a registry's own table, an entry point, a dotted path or a file."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Mapping
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from broker.errors import ConfigError
+
+
+def resolve(kind: str, name: str, table: Mapping[str, str]) -> Any:
+    """The object behind a plug-in's name.
+
+    Args:
+        kind: what is looked up, for example ``engines``; names the entry-point group ``rlearner.<kind>``.
+        name: a name of the table, ``package.module:attribute``, ``path/to/file.py:attribute``, or an entry point's name.
+        table: the registry, name to ``module:attribute``; nothing is imported before it is asked for.
+
+    Raises:
+        ConfigError: an unknown name (the known ones are listed), a module or file that is missing or fails to import,
+            or one that lacks the attribute.
+    """
+    if name in table:
+        return _load(kind, name, table[name])
+    if point := _entry_point(kind, name):
+        return _load(kind, name, point.value)
+    if ":" in name:
+        return _load(kind, name, name)
+    raise ConfigError(kind, name, _known(kind, name, table))
+
+
+def known(kind: str, table: Mapping[str, str]) -> list[str]:
+    """Every name that ``resolve`` takes, sorted: the table's and the installed entry points'."""
+    return sorted({*table, *(point.name for point in entry_points(group=f"rlearner.{kind}"))})
+
+
+def _entry_point(kind: str, name: str) -> EntryPoint | None:
+    return next(iter(entry_points(group=f"rlearner.{kind}", name=name)), None)
+
+
+def _known(kind: str, name: str, table: Mapping[str, str]) -> str:
+    names = known(kind, table)
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"{hint}known: {', '.join(names) or 'none'}; or 'package.module:attribute', or 'file.py:attribute'"
+
+
+def _load(kind: str, name: str, target: str) -> Any:
+    where, _, attribute = target.rpartition(":")
+    if not where or not attribute:
+        raise ConfigError(kind, name, "write 'package.module:attribute' or 'file.py:attribute'")
+    module = _from_file(kind, name, Path(where)) if where.endswith(".py") else _from_path(kind, name, where)
+    found: Any = module
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise ConfigError(kind, name, f"{where} has no {attribute!r}")
+        found = getattr(found, part)
+    return found
+
+
+def _from_path(kind: str, name: str, module: str) -> ModuleType:
+    here = str(Path.cwd())
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)  # last, so that a user's folder never shadows a package of ours
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        missing = error.name or module
+        if module == missing or module.startswith(missing + "."):
+            raise ConfigError(kind, name, f"there is no module {module!r}") from None
+        raise ConfigError(kind, name, f"it needs the package {missing!r}, which is not installed") from None
+    except Exception as error:
+        raise ConfigError(kind, name, f"{module} fails to import: {type(error).__name__}: {error}") from error
+
+
+def _from_file(kind: str, name: str, path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ConfigError(kind, name, f"there is no file {path}")
+    path = path.resolve()
+    module_name = f"rlearner_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(kind, name, f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # before it runs: dataclasses and pickles of worker processes look it up
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[module_name]
+        raise ConfigError(kind, name, f"{path} fails to import: {type(error).__name__}: {error}") from error
+    return module

@@ -1,0 +1,90 @@
+"""Storing one message: published until the broker has confirmed it, and stored once however often that takes."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import logging
+import time
+from typing import Final
+
+import msgspec
+
+from broker.errors import LostState, RlearnerError
+from broker.link import SAY_EVERY_S, ApiError, Disconnected, Error, Link, NoResponders
+
+log = logging.getLogger(__name__)
+
+MESSAGE_ID: Final = "Nats-Msg-Id"
+EXPECTED_LAST_SEQ: Final = "Nats-Expected-Last-Sequence"
+EXPECTED_LAST_KEY_SEQ: Final = "Nats-Expected-Last-Subject-Sequence"
+WRONG_LAST_SEQUENCE: Final = (10071, 10164)
+NO_MESSAGE: Final = 10037
+CONFIRM_WITHIN_S: Final = 10.0
+NO_STREAM_AFTER_S: Final = 10.0
+
+
+class PubAck(msgspec.Struct):
+    """What the broker answers to a publish."""
+
+    error: Error | None = None
+    seq: int = 0
+
+
+_PUB_ACK: Final = msgspec.json.Decoder(PubAck)
+
+
+async def store(link: Link, stream_name: str, subject: str, data: bytes, headers: dict[str, str]) -> int | None:
+    """Publish to a stream until it is confirmed; its sequence, or None when an expected sequence did not match.
+
+    The headers must hold a message id: a repetition within two minutes is then not stored again.
+
+    Raises:
+        LostState: no stream takes that subject.
+        RlearnerError: the broker refuses it for good.
+        Disconnected: the link was closed meanwhile.
+    """
+    attempts, since = 0, time.monotonic()
+    while True:
+        await link.ready()
+        attempts += 1
+        try:
+            answer = await link.call(subject, data, headers=headers, timeout_s=CONFIRM_WITHIN_S)
+        except Disconnected:
+            since = time.monotonic()
+            continue
+        except TimeoutError:
+            log.warning("%s: no confirmation within %g s; sending again", subject, CONFIRM_WITHIN_S)
+            continue
+        except NoResponders:
+            if time.monotonic() - since > NO_STREAM_AFTER_S:
+                raise LostState(f"the broker at {link.where} has no stream for {subject}; it was purged, or lost its store") from None
+            await asyncio.sleep(0.1)
+            continue
+        ack = _PUB_ACK.decode(answer.data)
+        if ack.error is None:
+            return ack.seq
+        if ack.error.err_code in WRONG_LAST_SEQUENCE:
+            return await _already_stored(link, stream_name, subject, headers) if attempts > 1 else None
+        if ack.error.code not in (429, 500, 503):
+            raise RlearnerError(f"{subject}: the broker refuses the message: {ack.error.description} ({ack.error.err_code})")
+        if (waited := time.monotonic() - since) > SAY_EVERY_S:
+            log.warning("%s: the broker cannot store: %s; trying again after %.0f s", subject, ack.error.description, waited)
+        await asyncio.sleep(0.25)
+
+
+async def _already_stored(link: Link, stream_name: str, subject: str, headers: dict[str, str]) -> int | None:
+    """After a lost confirmation, a wrong last sequence may be of our own making: is the message there under our id?
+
+    The sequence check comes before the duplicate check on newer servers, after it on older ones.
+    """
+    expected = headers.get(EXPECTED_LAST_SEQ)
+    query = {"last_by_subj": subject} if expected is None else {"seq": int(expected) + 1}
+    try:
+        found = (await link.api(f"STREAM.MSG.GET.{stream_name}", query))["message"]
+    except ApiError as error:
+        if error.err_code == NO_MESSAGE:
+            return None
+        raise
+    lines = base64.b64decode(found.get("hdrs", "")).decode().split("\r\n")
+    return int(found["seq"]) if f"{MESSAGE_ID}: {headers[MESSAGE_ID]}" in lines else None

@@ -1,0 +1,260 @@
+"""Work queues: fetch what is there, own it until acknowledged, hand back what nobody waits for any more."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections import deque
+from typing import Any, Final
+
+from nats.aio.msg import Msg
+
+from broker import wire
+from broker.errors import LostState, WireError
+from broker.link import ApiError, Disconnected, Link, NoResponders, Subscribed
+from broker.marks import Marks
+from broker.streams import ACK_WAIT_S, Stream
+
+log = logging.getLogger(__name__)
+
+ACK: Final = b"+ACK"
+LONGEST_PULL_S: Final = 30.0
+GRACE_S: Final = 1.0  # beyond a pull's own expiry, before it counts as lost
+CONFIRM_WITHIN_S: Final = 5.0
+CONFIRM_TRIES: Final = 3
+MAX_WAITING_PULLS: Final = 8192  # hubs that may wait at one queue
+STREAM_NOT_FOUND: Final = 10059
+
+
+class Delivery:
+    """One message of a work queue, ours until acknowledged; in-progress marks are sent for it meanwhile.
+
+    The marks come from a thread with a connection of its own, so that a busy event loop cannot starve them; they stop
+    when the event loop has not turned for ``Bus.hang_after_s``.
+
+    Attributes:
+        message: the decoded message, None when it did not decode.
+        error: why it did not decode, else empty.
+        ticket: from the TICKET_HEADER, 0 if absent or no number.
+        seq: its sequence in the stream.
+        num_delivered: how many times it was delivered to anyone, 1 = first.
+        data: the bytes as they came.
+    """
+
+    __slots__ = ("_link", "_marks", "_subject", "data", "error", "message", "num_delivered", "seq", "ticket")
+
+    def __init__(self, link: Link, marks: Marks, types: tuple[type[wire.Message], ...], message: Msg) -> None:
+        self._link, self._marks, self._subject = link, marks, message.reply
+        self.num_delivered, self.seq, _ = delivery_numbers(message.reply)
+        self.ticket = ticket_of(message.headers)
+        self.data = message.data
+        self.message, self.error = decode(message.data, types)
+
+    async def ack(self) -> None:
+        """Done for good; confirmed by the broker. Any number may be awaited at once."""
+        try:
+            await self._settle(ACK)
+        finally:
+            self._marks.release(self._subject)  # after the confirmation: while the broker is away, it is still ours
+
+    async def nak(self, delay_s: float = 0.0) -> None:
+        """Hand back for someone else, after a delay."""
+        self._marks.release(self._subject)
+        await self._settle(nak_payload(delay_s))
+
+    async def _settle(self, payload: bytes) -> None:
+        """Without a confirmation it comes again, which is allowed: at-least-once."""
+        for _ in range(CONFIRM_TRIES):
+            try:
+                while True:
+                    await self._link.ready()
+                    try:
+                        await self._link.call(self._subject, payload, timeout_s=CONFIRM_WITHIN_S)
+                        return
+                    except Disconnected:
+                        continue
+            except TimeoutError:
+                continue
+            except NoResponders:
+                break
+        log.warning("message %d: the broker did not confirm %s; it may be delivered again", self.seq, payload.decode())
+
+
+class WorkQueue:
+    """The one durable consumer of a work-queue subject, shared by everyone who fetches from it."""
+
+    def __init__(self, link: Link, marks: Marks, stream: Stream, run: str, key: str) -> None:
+        self._link, self._marks, self._types = link, marks, stream.messages
+        self._stream_name, self._consumer, self._filter = stream.stream_name(run), key, stream.subject(run, key)
+        self._inbox = f"{link.inbox}.{link.next_token()}"
+        self._subscribed: Subscribed | None = None
+        self._fetching = asyncio.Lock()
+        self._pull = 0  # number of the current pull
+        self._wanted = 0  # messages the current pull still waits for, 0 when there is none
+        self._arrived: deque[Msg] = deque()
+        self._ended = ""  # status that ended the current pull
+        self._changed = asyncio.Event()
+        self._handing_back: set[asyncio.Task[None]] = set()
+
+    async def open(self) -> None:
+        """Create the consumer if need be and listen."""
+        self._marks.start()
+        await self._ensure()
+        self._subscribed = await self._link.subscribe(f"{self._inbox}.*", self._on_message)
+        self._link.on_disconnect.add(self._on_disconnect)
+
+    async def close(self) -> None:
+        """Stop listening; deliveries in hand stay ours."""
+        self._link.on_disconnect.discard(self._on_disconnect)
+        if self._subscribed is not None:
+            await self._subscribed.close()
+
+    async def fetch(self, limit: int, timeout_s: float) -> list[Delivery]:
+        """Up to ``limit`` messages; an empty list after ``timeout_s``. Survives reconnects.
+
+        Returns as soon as there is one, with whatever else is there. Cancelled, it hands back what had arrived.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        async with self._fetching:
+            while True:
+                left_s = deadline - loop.time()
+                if messages := await self._pull_once(limit, max(left_s, 0.001)):
+                    return [Delivery(self._link, self._marks, self._types, message) for message in messages]
+                if deadline - loop.time() <= 0:
+                    return []
+
+    async def _pull_once(self, limit: int, left_s: float) -> list[Msg]:
+        if not self._link.connected.is_set():
+            await _wait(self._link.connected, left_s)
+            await asyncio.sleep(0)
+            return []
+        expires_s = min(left_s, LONGEST_PULL_S)
+        self._pull += 1
+        self._wanted, self._ended = limit, ""
+        # no_wait with an expiry is one-shot: the broker waits for a first message and then sends only what is there, so
+        # that no request stays behind to claim messages for someone who has stopped asking.
+        request = {"batch": limit, "expires": int(expires_s * 1e9), "no_wait": True}
+        try:
+            await self._link.send(
+                f"$JS.API.CONSUMER.MSG.NEXT.{self._stream_name}.{self._consumer}",
+                json.dumps(request).encode(),
+                reply=f"{self._inbox}.{self._pull}",
+            )
+            until = asyncio.get_running_loop().time() + expires_s + GRACE_S
+            while self._wanted and not self._ended:
+                self._changed.clear()
+                if not await _wait(self._changed, until - asyncio.get_running_loop().time()):
+                    break
+        except Disconnected:
+            return []
+        except BaseException:
+            self._hand_back(self._take())
+            raise
+        finally:
+            self._wanted = 0
+        messages = self._take()
+        if not messages:
+            await self._recover()
+        return messages
+
+    def _take(self) -> list[Msg]:
+        messages = list(self._arrived)
+        self._arrived.clear()
+        return messages
+
+    async def _recover(self) -> None:
+        """After a pull that gave nothing: nothing was there, or the consumer is not."""
+        if self._ended == "503":
+            await asyncio.sleep(0.2)
+            await self._ensure()
+        elif self._ended not in ("404", "408", "disconnected", ""):
+            await asyncio.sleep(0.2)
+
+    async def _on_message(self, message: Msg) -> None:
+        status = message.headers.get("Status") if message.headers and not message.reply else None
+        if status is not None:
+            if message.subject == f"{self._inbox}.{self._pull}" and status != "100":
+                self._ended = status
+                self._changed.set()
+            return
+        if not self._wanted:
+            self._hand_back([message])  # of a pull that was given up
+            return
+        self._marks.hold(message.reply)
+        self._arrived.append(message)
+        self._wanted -= 1
+        if not self._wanted:
+            self._changed.set()
+
+    def _on_disconnect(self) -> None:
+        self._ended = "disconnected"
+        self._changed.set()
+
+    def _hand_back(self, messages: list[Msg]) -> None:
+        for message in messages:
+            self._marks.release(message.reply)
+            task = asyncio.create_task(self._hand_back_one(message.reply))
+            self._handing_back.add(task)
+            task.add_done_callback(self._handing_back.discard)
+
+    async def _hand_back_one(self, ack_subject: str) -> None:
+        try:
+            await self._link.send(ack_subject, nak_payload(0.0))
+        except Disconnected:
+            log.debug("not handed back; the broker delivers it again by itself")
+
+    async def _ensure(self) -> None:
+        config: dict[str, Any] = {
+            "durable_name": self._consumer,
+            "filter_subject": self._filter,
+            "ack_policy": "explicit",
+            "ack_wait": int(ACK_WAIT_S * 1e9),
+            "deliver_policy": "all",
+            "max_ack_pending": -1,  # the default of 1,000 stalls a fleet without a word
+            "max_deliver": -1,  # the hub closes a ticket that comes too often; the broker never forgets one
+            "max_waiting": MAX_WAITING_PULLS,
+        }
+        name = self._stream_name
+        try:
+            await self._link.api(f"CONSUMER.DURABLE.CREATE.{name}.{self._consumer}", {"stream_name": name, "config": config})
+        except ApiError as error:
+            if error.err_code == STREAM_NOT_FOUND:
+                raise LostState(f"the broker at {self._link.where} has no stream {name}; it was purged, or lost its store") from None
+            raise
+
+
+def delivery_numbers(ack_subject: str) -> tuple[int, int, int]:
+    """(times delivered, stream sequence, consumer sequence) from a message's acknowledgement subject."""
+    tokens = ack_subject.split(".")
+    first = 4 if len(tokens) == 9 else 6  # longer with a JetStream domain and account in it
+    return int(tokens[first]), int(tokens[first + 1]), int(tokens[first + 2])
+
+
+def ticket_of(headers: dict[str, str] | None) -> int:
+    """The number in the TICKET_HEADER, 0 if absent or none."""
+    text = headers.get(wire.TICKET_HEADER, "") if headers else ""
+    return int(text) if text.isascii() and text.isdigit() else 0
+
+
+def decode(data: bytes, types: tuple[type[wire.Message], ...]) -> tuple[wire.Message | None, str]:
+    """The message or why it is none."""
+    try:
+        return wire.decode(data, *types), ""
+    except WireError as error:
+        return None, str(error)
+
+
+def nak_payload(delay_s: float) -> bytes:
+    """Negative acknowledgement, with a delay in nanoseconds if there is one."""
+    return b"-NAK" + (b" " + json.dumps({"delay": int(delay_s * 1e9)}).encode() if delay_s > 0 else b"")
+
+
+async def _wait(event: asyncio.Event, timeout_s: float) -> bool:
+    try:
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True

