@@ -1,0 +1,16 @@
+"""The registry of engines: one file and one line each. Looked up by ``broker.registry.resolve("engines", name, ENGINES)``."""
+
+from __future__ import annotations
+
+from typing import Final
+
+ENGINES: Final[dict[str, str]] = {
+    "hf": "rollout.engines.hf:HFEngine",
+    "random": "rollout.engines.random:RandomEngine",
+}
+
+# What may stand in ``rollout.engine_args``, as pydantic models that import nothing heavy.
+ENGINE_ARGS: Final[dict[str, str]] = {
+    "hf": "rollout.engines.args:HFArgs",
+    "random": "rollout.engines.args:RandomArgs",
+}

@@ -1,0 +1,82 @@
+"""Which GPUs a process may see: ``4-7``, ``0,2``, ``cpu`` or ``auto``, checked and set before torch loads."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, MutableMapping
+from pathlib import Path
+from typing import Final, Literal
+
+from broker.errors import UserError
+
+PROC: Final = Path("/proc/driver/nvidia/gpus")  # one folder per GPU of the kernel driver
+SMI_TIMEOUT_S: Final = 20.0
+Device = Literal["cpu", "cuda", "auto"]
+
+
+def parse(spec: str) -> list[int]:
+    """The GPU numbers in a list of numbers and ranges: ``0,2`` gives [0, 2], ``4-7`` gives [4, 5, 6, 7].
+
+    Raises:
+        UserError: anything else, a range that runs backwards, a number named twice.
+    """
+    numbers: list[int] = []
+    for part in spec.split(","):
+        match = re.fullmatch(r"\s*(\d{1,4})(?:\s*-\s*(\d{1,4}))?\s*", part)
+        if match is None:
+            raise UserError(f"--gpus {spec!r} is not allowed; write a list such as 0,2 or a range such as 4-7, or cpu, or auto")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise UserError(f"--gpus {spec!r}: the range {first}-{last} runs backwards")
+        numbers.extend(range(first, last + 1))
+    twice = sorted({n for n in numbers if numbers.count(n) > 1})
+    if twice:
+        raise UserError(f"--gpus {spec!r} names GPU {twice[0]} twice")
+    return numbers
+
+
+def existing() -> list[int]:
+    """The numbers of this machine's NVIDIA GPUs as nvidia-smi counts them; asks the driver, never torch."""
+    smi = shutil.which("nvidia-smi")
+    if smi is not None:
+        try:
+            answer = subprocess.run(
+                [smi, "--query-gpu=index", "--format=csv,noheader"], capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            pass  # a broken tool says nothing about the hardware: ask the driver's own folder
+        else:
+            if answer.returncode == 0:
+                return sorted(int(line) for line in answer.stdout.split() if line.isdigit())
+    return list(range(sum(1 for _ in PROC.iterdir()))) if PROC.is_dir() else []
+
+
+def select(spec: str, environ: MutableMapping[str, str] = os.environ, found: Callable[[], list[int]] = existing) -> Device:
+    """Restrict this process to the GPUs asked for; call it before torch is imported.
+
+    ``auto`` takes what the environment already allows. Numbers are the machine's own, in PCI order, whatever
+    CUDA_VISIBLE_DEVICES held before.
+
+    Returns:
+        ``cpu``, ``cuda`` (GPUs were asked for by number: their absence is an error), or ``auto``.
+
+    Raises:
+        UserError: a spec that does not parse, or a GPU that does not exist (names it and those that do).
+    """
+    if spec == "auto":
+        return "auto"
+    if spec == "cpu":
+        environ["CUDA_VISIBLE_DEVICES"] = ""
+        return "cpu"
+    asked, there = parse(spec), found()
+    missing = [n for n in asked if n not in there]
+    if missing:
+        names = f"GPU{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+        have = f"it has {', '.join(map(str, there))}" if there else "it has no NVIDIA GPU"
+        raise UserError(f"--gpus {spec}: {names} not on this machine; {have}")
+    environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # CUDA's own order is by speed; nvidia-smi's is this one
+    environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, asked))
+    return "cuda"

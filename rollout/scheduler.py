@@ -1,0 +1,273 @@
+"""Which request runs next, and in which KV slot: a pure state machine without I/O or clock.
+
+- The longest expected output goes first, so that the long tail leaves the critical path; a request that has spent half
+  its time waiting goes before all others, so that short ones never starve.
+- A request waits until the version served is at least its ``min_version``.
+- A finished conversation's slot is kept idle. A later request of that conversation takes it and keeps as many leading
+  tokens as are equal. Idle slots are given up least recently used first, those that a waiting request wants last.
+- New weights drop every idle slot, and a slot that was running then is not kept when it finishes, unless its KV was rebuilt.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, OrderedDict
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+Tokens = npt.NDArray[np.int32]
+
+WAITING: Final = -1  # Job.slot of a request that is queued
+ENDED: Final = -2  # Job.slot of a request that left
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """One request.
+
+    Attributes:
+        tokens: the whole context, shape (n,).
+        expected_tokens: expected output length; the longest go first.
+        min_version: it does not run on older weights.
+        submitted, deadline: on the caller's clock, seconds.
+        slot: where it runs; WAITING or ENDED otherwise.
+    """
+
+    request_id: str
+    conversation_id: str
+    tokens: Tokens
+    expected_tokens: int
+    min_version: int
+    submitted: float
+    deadline: float
+    slot: int = WAITING
+
+    @property
+    def urgent_at(self) -> float:
+        """When half of its time is spent."""
+        return (self.submitted + self.deadline) / 2
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Run this job in this slot; the KV of its first ``reused`` tokens is there already."""
+
+    job: Job
+    slot: int
+    reused: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Idle:
+    conversation_id: str
+    tokens: Tokens  # whose KV the slot holds
+
+
+@dataclass(eq=False, slots=True)
+class _Queue:
+    """The waiting jobs that may run, by two orders at once; a job taken by one order is skipped by the other."""
+
+    longest: list[tuple[int, int, Job]] = field(default_factory=list)
+    oldest: list[tuple[float, int, Job]] = field(default_factory=list)
+    pushed: int = 0
+
+    def push(self, job: Job) -> None:
+        self.pushed += 1
+        heapq.heappush(self.longest, (-job.expected_tokens, self.pushed, job))
+        heapq.heappush(self.oldest, (job.urgent_at, self.pushed, job))
+
+    def pop(self, now: float) -> Job | None:
+        for heap, most in ((self.oldest, now), (self.longest, float("inf"))):
+            while heap and (heap[0][2].slot != WAITING or heap[0][0] <= most):
+                job = heapq.heappop(heap)[2]
+                if job.slot == WAITING:
+                    return job
+        return None
+
+
+class Scheduler:
+    """Queue, slots and prefixes of one engine.
+
+    Args:
+        num_slots: KV slots; at least 1.
+        max_running: jobs at once, at most ``num_slots``.
+        prefix_cache: whether finished conversations keep their slot.
+        version: policy version served, -1 for none.
+    """
+
+    def __init__(self, *, num_slots: int, max_running: int, prefix_cache: bool = True, version: int = -1) -> None:
+        if not 1 <= max_running <= num_slots:
+            raise ValueError(f"max_running={max_running} must be between 1 and num_slots={num_slots}")
+        self.num_slots, self.max_running, self.prefix_cache = num_slots, max_running, prefix_cache
+        self.version = version
+        self._jobs: dict[str, Job] = {}
+        self._running: dict[int, Job] = {}
+        self._queue = _Queue()
+        self._held: list[Job] = []  # waiting for a version
+        self._deadlines: list[tuple[float, int, Job]] = []
+        self._order = 0
+        self._free = list(range(num_slots))
+        self._idle: OrderedDict[int, _Idle] = OrderedDict()  # least recently used first
+        self._idle_of: dict[str, int] = {}  # conversation to its idle slot
+        self._wanted: Counter[str] = Counter()  # conversations of waiting jobs
+        self._stale: set[int] = set()  # running slots whose KV is of older weights
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._jobs) - len(self._running)
+
+    @property
+    def running(self) -> list[Job]:
+        """The running jobs, by slot."""
+        return [self._running[slot] for slot in sorted(self._running)]
+
+    def job(self, request_id: str) -> Job | None:
+        """A waiting or running job."""
+        return self._jobs.get(request_id)
+
+    def submit(self, job: Job) -> None:
+        """Queue a job.
+
+        Raises:
+            ValueError: its request_id is already here.
+        """
+        if job.request_id in self._jobs:
+            raise ValueError(f"request_id {job.request_id!r} is already running or waiting")
+        job.slot = WAITING
+        self._jobs[job.request_id] = job
+        self._wanted[job.conversation_id] += 1
+        self._order += 1
+        heapq.heappush(self._deadlines, (job.deadline, self._order, job))
+        self._enqueue(job)
+
+    def admit(self, now: float) -> list[Start]:
+        """Every job that starts now, in the order of priority."""
+        started: list[Start] = []
+        while len(self._running) < self.max_running:
+            job = self._queue.pop(now)
+            if job is None:
+                break
+            started.append(self._start(job))
+        return started
+
+    def expire(self, now: float) -> list[Job]:
+        """Jobs whose deadline has come: waiting ones are gone from here, running ones are the caller's to ``finish``."""
+        due: list[Job] = []
+        while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][2].slot == ENDED):
+            job = heapq.heappop(self._deadlines)[2]
+            if job.slot == ENDED:
+                continue
+            due.append(job)
+            if job.slot == WAITING:
+                self._leave(job)
+        return due
+
+    def abort(self, request_id: str) -> Job | None:
+        """A waiting job is gone from here; a running one (``slot`` >= 0) is the caller's to ``finish``; None if unknown."""
+        job = self._jobs.get(request_id)
+        if job is not None and job.slot == WAITING:
+            self._leave(job)
+        return job
+
+    def next_deadline(self) -> float | None:
+        """When ``expire`` has something to do next."""
+        while self._deadlines and self._deadlines[0][2].slot == ENDED:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def finish(self, slot: int, tokens: Tokens | None) -> None:
+        """The job in a slot ended; ``tokens`` are those whose KV the slot now holds, None when they are of no use."""
+        job = self._running.pop(slot)
+        del self._jobs[job.request_id]
+        job.slot = ENDED
+        stale = slot in self._stale
+        self._stale.discard(slot)
+        if self.prefix_cache and tokens is not None and len(tokens) and not stale:
+            self._forget(self._idle_of.get(job.conversation_id))
+            self._idle[slot] = _Idle(job.conversation_id, tokens)
+            self._idle_of[job.conversation_id] = slot
+        else:
+            heapq.heappush(self._free, slot)
+
+    def update(self, version: int, *, weights_changed: bool = True) -> list[Job]:
+        """A new version is served from now on.
+
+        Returns:
+            Running jobs that may not go on, since the new version is below their ``min_version`` (a learner that went back
+            to a checkpoint); the caller finishes them.
+        """
+        self.version = version
+        if weights_changed:
+            for slot in list(self._idle):
+                self._forget(slot)
+            self._stale.update(self._running)
+        waiting = [job for job in self._jobs.values() if job.slot == WAITING]
+        self._queue, self._held = _Queue(), []
+        for job in waiting:
+            self._enqueue(job)
+        return [job for job in self.running if job.min_version > version]
+
+    def refreshed(self, slot: int) -> None:
+        """The running slot's KV is rebuilt from the newest weights."""
+        self._stale.discard(slot)
+
+    def _enqueue(self, job: Job) -> None:
+        if job.min_version <= self.version and self.version >= 0:
+            self._queue.push(job)
+        else:
+            self._held.append(job)
+
+    def _leave(self, job: Job) -> None:
+        del self._jobs[job.request_id]
+        if job.slot == WAITING:
+            self._unwant(job)
+        job.slot = ENDED
+        if job in self._held:
+            self._held.remove(job)
+
+    def _unwant(self, job: Job) -> None:
+        self._wanted[job.conversation_id] -= 1
+        if not self._wanted[job.conversation_id]:
+            del self._wanted[job.conversation_id]
+
+    def _start(self, job: Job) -> Start:
+        slot = self._idle_of.get(job.conversation_id)
+        reused = 0
+        if slot is not None:
+            reused = common_prefix(self._idle[slot].tokens, job.tokens[:-1])  # the last token must run: it gives the first logits
+            self._forget(slot)
+        elif not self._free:
+            self._forget(self._victim())
+        if slot is None:
+            slot = self._free[0]
+        self._free.remove(slot)
+        heapq.heapify(self._free)
+        self._unwant(job)
+        self._running[slot] = job
+        job.slot = slot
+        return Start(job, slot, reused)
+
+    def _victim(self) -> int:
+        unwanted = (slot for slot, idle in self._idle.items() if idle.conversation_id not in self._wanted)
+        return next(unwanted, next(iter(self._idle)))
+
+    def _forget(self, slot: int | None) -> None:
+        """Make an idle slot free."""
+        if slot is not None:
+            idle = self._idle.pop(slot)
+            del self._idle_of[idle.conversation_id]
+            heapq.heappush(self._free, slot)
+
+
+def common_prefix(a: Tokens, b: Tokens) -> int:
+    """How many leading tokens are equal."""
+    n = min(len(a), len(b))
+    different = np.flatnonzero(a[:n] != b[:n])
+    return int(different[0]) if different.size else n
