@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ipaddress
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+
+from broker.errors import ConfigError
+from broker.streams import token
 
 
 class Section(BaseModel):
@@ -13,10 +17,30 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+def _token(value: str) -> str:
+    try:
+        return token(value, "name")
+    except ConfigError as error:
+        raise ValueError(error.allowed) from None
+
+
+def _loopback(value: str) -> str:
+    try:
+        loopback = value == "localhost" or ipaddress.ip_address(value).is_loopback
+    except ValueError:
+        loopback = False
+    if not loopback:
+        raise ValueError("only a loopback address such as 127.0.0.1, because traffic is neither encrypted nor authenticated yet")
+    return value
+
+
+Token = Annotated[str, AfterValidator(_token)]  # may stand between the dots of a subject
+
+
 class RunSection(Section):
     """Names the run and its folder ``<dir>/<name>``."""
 
-    name: str | None = None  # None: the config file's name and the time
+    name: Token | None = None  # None: the config file's name and the time
     dir: str = "runs"
     seed: Annotated[int, Field(ge=0)] = 0
 
@@ -25,7 +49,7 @@ class BrokerSection(Section):
     """How the processes talk."""
 
     channel: Literal["zmq", "nats"] = "zmq"
-    bind: str = "127.0.0.1"
+    bind: Annotated[str, AfterValidator(_loopback)] = "127.0.0.1"
     sync_always: bool = False  # fsync every message before it is confirmed
     store_max_gib: PositiveFloat = 8.0
 
@@ -46,7 +70,7 @@ class Reward(Section):
 
     name: str  # a name of the registry in rewardhub/rewards, or a dotted path or file path to a function
     weight: float = 1.0
-    pool: str = "default"  # which reward hubs may compute it
+    pool: Token = "default"  # which reward hubs may compute it
     args: dict[str, Any] = {}
 
 
@@ -64,3 +88,18 @@ class DomainSection(Section):
     deadline_s: PositiveFloat = 600.0  # per group
     sampling: Sampling = Sampling()
     rewards: list[Reward] = []
+
+
+def check(config: dict[str, Any]) -> None:
+    """What the sections here cannot say alone.
+
+    Raises:
+        ConfigError: a group smaller than its smallest size, or no room for a turn in the context.
+    """
+    for name, domain in config["domains"].items():
+        smallest, size = domain["min_group_size"], domain["group_size"]
+        if smallest is not None and smallest > size:
+            raise ConfigError(f"domains.{name}.min_group_size", smallest, f"at most group_size, which is {size}")
+        tokens, context = domain["sampling"]["max_tokens"], domain["max_context_tokens"]
+        if tokens >= context:
+            raise ConfigError(f"domains.{name}.sampling.max_tokens", tokens, f"below max_context_tokens, which is {context}")

@@ -60,6 +60,7 @@ class Bus:
         self.hang_after_s = 30.0
         self._marks = Marks(link.url, link.name, lambda: self.hang_after_s)
         self._in_flight = asyncio.Semaphore(MAX_IN_FLIGHT)
+        self._buckets: dict[str, KeyValue] = {}
         self._queues: dict[tuple[str, str], asyncio.Task[WorkQueue]] = {}
 
     @classmethod
@@ -236,6 +237,8 @@ class Bus:
 
     async def key_value(self, stream: Stream) -> KeyValue:
         """The bucket of a KV row; shared by all runs, its keys begin with the run."""
+        if stream.name in self._buckets:
+            return self._buckets[stream.name]
 
         async def malformed(key: str, seq: int, reason: str, data: bytes) -> None:
             log.warning("%s %s: %s", stream.name, key, reason)
@@ -245,7 +248,7 @@ class Bus:
         config = _stream_config(stream, self.run or "any")
         assert config is not None, f"{stream.name} is not stored"
         await self._ensure_stream(config)
-        return KeyValue(self.link, stream, stream.stream_name(self.run or "any"), malformed)
+        return self._buckets.setdefault(stream.name, KeyValue(self.link, stream, config["name"].removeprefix("KV_"), malformed))
 
     async def dead_letter(self, stream: Stream, *, seq: int, ticket: int, reason: str, data: bytes) -> None:
         """Put bytes nobody could use where the operator finds them; once, however many readers stumble over them."""

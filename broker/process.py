@@ -4,14 +4,41 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import Callable, Coroutine
-from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
-from typing import Any
+import logging
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, Final, TypeVar
 
-from broker import wire
+import uvloop
+
+from broker import logs, wire
+from broker.errors import ConfigError, RlearnerError, UserError
 from broker.jetstream import Bus
-from broker.presence import Roster
+from broker.presence import Announcer, Roster
+from broker.runspec import check_digests, discover_run, wait_for_runspec
+from broker.streams import CONTROL, RUNS, token
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+EXIT_USER_ERROR: Final = 2
+EXIT_SECOND_SIGNAL: Final = 130
+DEFAULT_BROKER: Final = "nats://127.0.0.1:4222"
+SAY_EVERY_S: Final = 5.0
+POLL_S: Final = 0.5
+REPORT_EVERY_S: Final = 1.0
+
+
+class Stopped(RlearnerError):
+    """Asked to stop before there was anything to undo; the process ends with exit code 0."""
 
 
 class Stop:
@@ -20,10 +47,19 @@ class Stop:
     The first asks for a drain; a second signal exits at once with 130.
     """
 
-    asked: asyncio.Event
-    reason: str
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.reason = ""
 
-    def request(self, reason: str) -> None: ...
+    def request(self, reason: str) -> None:
+        """Ask for a drain; only the first reason counts."""
+        if not self.asked.is_set():
+            self.reason = reason
+            self.asked.set()
+            log.info("stopping: %s", reason)
+
+
+# -------------------------------------------------------------------------------------------------------- main
 
 
 def main(role: str, body: Callable[[Stop], Coroutine[Any, Any, None]]) -> int:
@@ -32,16 +68,83 @@ def main(role: str, body: Callable[[Stop], Coroutine[Any, Any, None]]) -> int:
     0: done or drained. 2: UserError, printed as one line ``error: …`` on stderr without a traceback.
     1: anything else, with a traceback. Logs go to stderr, one line each: time, level, run, role, id, message, key=value.
     """
-    raise NotImplementedError
+    logs.configure()
+    logs.identify(role=role)
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            stop = Stop()
+            with _signals(stop, runner.get_loop()):
+                runner.run(body(stop))
+    except Exception as error:
+        if _find(error, Stopped):
+            return 0
+        if user_error := _find(error, UserError):
+            print(f"error: {' '.join(str(user_error).split())}", file=sys.stderr)
+            return EXIT_USER_ERROR
+        log.exception("%s: %s", type(error).__name__, error)
+        return 1
+    return 0
+
+
+@contextmanager
+def _signals(stop: Stop, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+    """The first SIGINT or SIGTERM asks for a drain, the second ends the process.
+
+    Handlers of the interpreter and not of the loop: the second signal must work although the loop stands still.
+    """
+    count = 0
+
+    def handle(number: int, _: FrameType | None) -> None:
+        nonlocal count
+        count += 1
+        if count > 1:
+            os.write(2, b"second signal, stopped at once\n")
+            os._exit(EXIT_SECOND_SIGNAL)
+        loop.call_soon_threadsafe(stop.request, signal.Signals(number).name)
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _find(error: BaseException, kind: type[T]) -> T | None:
+    """The first of that kind in an error or, since tasks fail in groups, in a group of them."""
+    if isinstance(error, kind):
+        return error
+    members = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    return next((found for member in members if (found := _find(member, kind))), None)
+
+
+# -------------------------------------------------------------------------------------------------------- join
 
 
 def add_join_options(parser: argparse.ArgumentParser) -> None:
     """--broker (RL_BROKER, nats://127.0.0.1:4222), --run (RL_RUN, else the one running), --id, --connect-deadline, --log-level."""
+    add = parser.add_argument
+    add(
+        "--broker",
+        metavar="URL",
+        default=os.environ.get("RL_BROKER") or DEFAULT_BROKER,
+        help="address of the broker (RL_BROKER, %(default)s)",
+    )
+    add("--run", metavar="NAME", default=os.environ.get("RL_RUN") or None, help="run to join (RL_RUN, else the only one running)")
+    add("--id", metavar="NAME", default=None, help="name of this process, unique in the run (made up)")
+    add("--connect-deadline", metavar="SECONDS", type=float, default=None, help="give up when no broker answers in time (never)")
+    add("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"], help="least level logged (%(default)s)")
 
 
 @dataclass
 class Member:
-    """A process that joined a run."""
+    """A process that joined a run.
+
+    Attributes:
+        spec: the newest RunSpec; replaced when the learner resumes under a new epoch.
+        running: set while the operator does not want a pause; ``await member.running.wait()`` before taking new work.
+        desired: what the operator wants: running, paused, draining or stopped.
+    """
 
     bus: Bus
     spec: wire.RunSpec
@@ -49,23 +152,167 @@ class Member:
     role: str
     stop: Stop
     roster: Roster
+    running: asyncio.Event = field(default_factory=asyncio.Event)
+    desired: str = "running"
+    _announcer: Announcer | None = None
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _failure: BaseException | None = None
+
+    def __post_init__(self) -> None:
+        self.follow(self.desired, "")
+
+    @property
+    def paused(self) -> bool:
+        """Whether the operator wants no new work to be taken."""
+        return not self.running.is_set()
 
     def announce(self, describe: Callable[[], wire.Presence]) -> None:
         """Start putting presence every second."""
+        self._announcer = Announcer(self.bus, describe)
+        self.spawn(self._announcer.serve())
 
     def poke(self) -> None:
         """Put presence now."""
+        if self._announcer is not None:
+            self._announcer.poke()
 
     def report(self, values: Callable[[], dict[str, float]], text: Callable[[], dict[str, str]] | None = None) -> None:
         """Publish metrics every second from now on."""
+        self.spawn(self._keep_reporting(values, text))
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run beside the process until it leaves; a failure asks it to stop and is raised when it does."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def follow(self, desired: str, reason: str) -> None:
+        """Take over what the operator wants.
+
+        ``draining`` stops who starts new work, the environment hubs; those who serve them stay until ``stopped``.
+        """
+        self.desired = desired
+        if desired == "paused":
+            self.running.clear()
+        else:
+            self.running.set()
+        if desired == "stopped" or (desired == "draining" and self.role == "envhub"):
+            self.stop.request(f"the run is {desired}" + (f": {reason}" if reason else ""))
+
+    async def leave(self) -> None:
+        """Undo all of it.
+
+        Raises:
+            Exception: what a part that ran beside the process failed with.
+        """
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._announcer is not None:
+            await self._announcer.close()
+        if self._failure is not None:
+            raise self._failure
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failure = self._failure or error
+            self.stop.request(f"{type(error).__name__}: {error}")
+
+    async def _keep_reporting(self, values: Callable[[], dict[str, float]], text: Callable[[], dict[str, str]] | None) -> None:
+        while True:
+            numbers = wire.Metrics(role=self.role, id=self.id, time=time.time(), values=values(), text=text() if text else {})
+            await self.bus.publish_metrics(numbers)
+            await asyncio.sleep(REPORT_EVERY_S)
 
 
-def join(role: str, options: argparse.Namespace, stop: Stop) -> AbstractAsyncContextManager[Member]:
+@asynccontextmanager
+async def join(role: str, options: argparse.Namespace, stop: Stop) -> AsyncIterator[Member]:
     """Connect, wait for the RunSpec, refuse another wire version, follow the desired state; undo all of it on exit.
 
-    Without --run it waits until exactly one run on the broker is not stopped. Ends quietly when ``stop`` is asked meanwhile.
+    Without --run it waits until exactly one run on the broker is not stopped; a run that is stopped is waited for until it
+    is resumed. Ends quietly (by Stopped, which ``main`` takes for success) when ``stop`` is asked meanwhile.
 
     Raises:
-        UserError: several runs to choose from (names them), another wire version, bad option.
+        UserError: several runs to choose from (names them), another wire version, other data files, bad option.
     """
-    raise NotImplementedError
+    logging.getLogger().setLevel(options.log_level)
+    process_id = options.id or f"{role}-{os.getpid():x}-{secrets.token_hex(2)}"
+    for name, value in (("--id", process_id), ("--run", options.run or "any")):
+        _check_option(name, value)
+    logs.identify(role=role, process_id=process_id, run=options.run)
+    async with AsyncExitStack() as stack:
+        connecting = Bus.connect(options.broker, options.run or "", name=process_id, deadline_s=options.connect_deadline)
+        bus = await _unless(stop, connecting)
+        stack.push_async_callback(bus.close)
+        bus.run = options.run or await _unless(stop, discover_run(bus))
+        logs.identify(run=bus.run)
+        spec = await _unless(stop, _wait_until_running(bus))
+        if role == "envhub":  # who reads the data sets
+            await asyncio.to_thread(check_digests, spec.data_digests)
+        await bus.ensure_streams()
+        member = Member(bus, spec, process_id, role, stop, Roster(bus))
+        stack.push_async_callback(member.leave)
+        member.spawn(member.roster.serve())
+        member.spawn(_follow_control(member))
+        member.spawn(_follow_spec(member))
+        log.info("joined run %s, epoch %d", bus.run, spec.epoch)
+        yield member
+
+
+def _check_option(name: str, value: str) -> None:
+    try:
+        token(value, name)
+    except ConfigError as error:
+        raise UserError(str(error)) from None
+
+
+async def _unless(stop: Stop, work: Coroutine[Any, Any, T]) -> T:
+    """The result, unless a stop is asked for before it is there.
+
+    Raises:
+        Stopped: it was.
+    """
+    task = asyncio.create_task(work)
+    asked = asyncio.create_task(stop.asked.wait())
+    try:
+        await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise Stopped(stop.reason)
+    finally:
+        for one in (task, asked):
+            one.cancel()
+        await asyncio.gather(task, asked, return_exceptions=True)
+
+
+async def _wait_until_running(bus: Bus) -> wire.RunSpec:
+    """The RunSpec of a run that is not stopped."""
+    control = await bus.key_value(CONTROL)
+    said = 0.0
+    while True:
+        spec = await wait_for_runspec(bus, bus.run)
+        desired = await control.get(bus.run)
+        if desired is None or not isinstance(desired[0], wire.DesiredState) or desired[0].state != "stopped":
+            return spec
+        if time.monotonic() - said > SAY_EVERY_S:
+            said = time.monotonic()
+            log.info("run %s is stopped; waiting for the learner to resume it", bus.run)
+        await asyncio.sleep(POLL_S)
+
+
+async def _follow_control(member: Member) -> None:
+    control = await member.bus.key_value(CONTROL)
+    async for key, message, _ in control.watch(member.bus.run):
+        if key == member.bus.run and isinstance(message, wire.DesiredState) and message.state != member.desired:
+            log.info("the operator wants the run to be %s", message.state)
+            member.follow(message.state, message.reason)
+
+
+async def _follow_spec(member: Member) -> None:
+    runs = await member.bus.key_value(RUNS)
+    async for key, message, _ in runs.watch(member.bus.run):
+        if key == member.bus.run and isinstance(message, wire.RunSpec) and message.epoch > member.spec.epoch:
+            log.info("the learner is back under epoch %d", message.epoch)
+            member.spec = message

@@ -47,7 +47,13 @@ SECTIONS: Final[dict[str, str]] = {
 }
 
 # Checks across sections, each a function of the resolved config that raises ConfigError.
-CHECKS: Final[tuple[str, ...]] = ("learner.config:check", "rollout.config:check", "envhub.config:check", "rewardhub.config:check")
+CHECKS: Final[tuple[str, ...]] = (
+    "broker.config:check",
+    "learner.config:check",
+    "rollout.config:check",
+    "envhub.config:check",
+    "rewardhub.config:check",
+)
 
 S = TypeVar("S", bound=Section)
 
@@ -128,7 +134,8 @@ def _override(config: DictConfig, override: str) -> None:
     if not equals or not _KEY.fullmatch(key):
         raise UserError(f"override {override!r} is not allowed; write key=value, for example train.steps=50")
     try:
-        value = OmegaConf.create(f"value: {text}" if text.strip() else "value: ''").value
+        parsed = OmegaConf.create(f"value: {text}" if text.strip() else "value: ''")
+        value = OmegaConf.to_container(parsed, resolve=False)["value"]  # type: ignore[index,call-overload]
         OmegaConf.update(config, key, value, merge=True, force_add=True)
     except (OmegaConfBaseException, YAMLError, ValueError, TypeError, AttributeError, IndexError) as error:
         raise UserError(f"override {override!r} is not allowed; {_one_line(error)}") from None
@@ -200,7 +207,7 @@ def _config_error(where: str, model: type[Section], error: pydantic.ValidationEr
         return ConfigError(key, problem["input"], _unknown(location[-1], _keys_at(model, location[:-1]), ".".join((where, *location[:-1]))))
     if problem["type"] == "missing":
         return ConfigError(key, None, "it must be given")
-    message = problem["msg"]
+    message = problem["msg"].removeprefix("Value error, ")
     return ConfigError(key, problem["input"], message[0].lower() + message[1:])
 
 

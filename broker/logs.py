@@ -1,0 +1,39 @@
+"""Logging: one line to stderr with time, level, run, role, id, the message and whatever ``extra`` was given as key=value."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Final
+
+_identity = {"run": "-", "role": "-", "id": "-"}
+_STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+class LineFormatter(logging.Formatter):
+    """``12:00:01.042 INFO run role id message key=value``; a traceback follows on lines of its own."""
+
+    default_msec_format = "%s.%03d"
+
+    def __init__(self) -> None:
+        super().__init__(datefmt=None)
+        self.default_time_format = "%H:%M:%S"
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        extras = [f"{key}={value}" for key, value in vars(record).items() if key not in _STANDARD]
+        message = " ".join(record.getMessage().splitlines())
+        return " ".join([self.formatTime(record), record.levelname, *_identity.values(), message, *extras])
+
+
+def configure(level: str = "INFO") -> None:
+    """Send everything of this process to stderr, in one format."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LineFormatter())
+    logging.basicConfig(level=level, handlers=[handler], force=True)
+    logging.captureWarnings(True)
+
+
+def identify(*, run: str | None = None, role: str | None = None, process_id: str | None = None) -> None:
+    """What stands on every line from now on; None leaves a field as it is."""
+    given = {"run": run, "role": role, "id": process_id}
+    _identity.update({key: value for key, value in given.items() if value})
