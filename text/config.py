@@ -32,3 +32,14 @@ class ModelSection(Section):
     trust_remote_code: bool = False
     seed: Annotated[int, Field(ge=0)] = 0
     tiny: TinyModel = TinyModel()
+
+
+def check_model_path(path: str, key: str = "model.path") -> None:
+    """Refuse a path that is no Hugging Face model: neither a folder with config and weights nor a hub name that resolves.
+
+    Raises:
+        ConfigError: one line with the key, the path and what is missing.
+    """
+    from text.hub import check_model
+
+    check_model(path, key)

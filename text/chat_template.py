@@ -1,0 +1,95 @@
+"""Renders a model's Jinja chat template the way transformers does, without importing transformers (which brings torch)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from broker.errors import ConfigError
+
+Chat = Sequence[Mapping[str, str]]  # [{"role": …, "content": …}, …]
+
+
+class _GenerationBlocks(Extension):
+    """Accepts ``{% generation %}…{% endgeneration %}``, which transformers uses to find assistant tokens; renders the body."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as a plain attribute
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
+
+
+def _refuse(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None, sort_keys: bool = False
+) -> str:
+    # Jinja's own filter escapes HTML characters, which would change what the model reads.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols])
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+    return environment
+
+
+class ChatTemplate:
+    """A compiled chat template of one model.
+
+    Args:
+        source: the Jinja source.
+        special_tokens: ``bos_token`` and its kind by name, which templates refer to.
+        name: the model, for error messages.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], name: str) -> None:
+        self.source, self._tokens, self._name = source, dict(special_tokens), name
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise ConfigError("model.path", name, f"its chat template does not parse: {error}") from None
+
+    def render(self, messages: Chat, *, add_generation_prompt: bool) -> str:
+        """The conversation as one string.
+
+        Raises:
+            ConfigError: the template refuses these messages, for example a system message.
+        """
+        try:
+            return self._template.render(
+                messages=messages, tools=None, documents=None, add_generation_prompt=add_generation_prompt, **self._tokens
+            )
+        except (jinja2.TemplateError, TypeError) as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise ConfigError("model.path", self._name, f"its chat template refuses messages of the roles {roles}: {error}") from None
+
+
+def find_template(folder: Path, tokenizer_config: Mapping[str, Any], name: str) -> str | None:
+    """The source of a folder's default chat template, or None: a file of its own first, then tokenizer_config.json."""
+    for file in (folder / "chat_template.jinja", folder / "additional_chat_templates" / "default.jinja"):
+        if file.exists():
+            return file.read_text(encoding="utf-8")
+    template = tokenizer_config.get("chat_template")
+    if isinstance(template, list):
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    if template is None:
+        legacy = folder / "chat_template.json"
+        template = json.loads(legacy.read_text(encoding="utf-8")).get("chat_template") if legacy.exists() else None
+    if template is not None and not isinstance(template, str):
+        raise ConfigError("model.path", name, "chat_template in its tokenizer_config.json is neither a text nor a list of named texts")
+    return template

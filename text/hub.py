@@ -1,0 +1,87 @@
+"""Where a model's files are: a local folder, or a hub name brought here by huggingface_hub. Imports neither torch nor transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+from broker.errors import ConfigError
+
+_TOKENIZER_FILES: Final = (
+    "config.json", "generation_config.json", "tokenizer*.json", "tokenizer.model", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "additional_chat_templates/*",
+)  # fmt: skip
+_WEIGHT_PATTERNS: Final = ("*.safetensors", "pytorch_model*.bin")
+_EXPECTED: Final = "give a Hugging Face model folder or hub name such as Qwen/Qwen3-0.6B"
+
+
+def is_local(path: str) -> bool:
+    """Whether the user means a folder on this machine: it exists, or its spelling cannot be a hub name."""
+    return Path(path).expanduser().exists() or path.startswith(("/", ".", "~")) or path.count("/") > 1 or "\\" in path or not path
+
+
+def tokenizer_folder(path: str, key: str = "model.path") -> Path:
+    """The folder with the tokenizer's files; a hub name is downloaded without its weights, or found in the cache.
+
+    Raises:
+        ConfigError: no such folder, or no such name on the hub and in the cache.
+    """
+    if is_local(path):
+        folder = Path(path).expanduser()
+        if not folder.is_dir():
+            raise ConfigError(key, path, f"no such folder; {_EXPECTED}")
+        return folder
+    return Path(_download(path, key, _TOKENIZER_FILES))
+
+
+def check_model(path: str, key: str) -> None:
+    """See ``text.config.check_model_path``."""
+    if not is_local(path):
+        read_json(Path(_download(path, key, ("config.json",))) / "config.json", path, key)
+        return
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise ConfigError(key, path, f"no such folder; {_EXPECTED}")
+    if "model_type" not in read_json(folder / "config.json", path, key):
+        raise ConfigError(key, path, f"its config.json names no model_type; {_EXPECTED}")
+    if not any(next(folder.glob(pattern), None) for pattern in _WEIGHT_PATTERNS):
+        raise ConfigError(key, path, f"the folder holds no weights ({' or '.join(_WEIGHT_PATTERNS)}); {_EXPECTED}")
+
+
+def read_json(file: Path, path: str, key: str, *, missing_ok: bool = False) -> dict[str, Any]:
+    """One JSON object of a model folder; empty when it is missing and may be.
+
+    Raises:
+        ConfigError: missing, unreadable, or no JSON object.
+    """
+    if missing_ok and not file.exists():
+        return {}
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(key, path, f"the folder holds no {file.name}; {_EXPECTED}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(key, path, f"{file.name} cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(key, path, f"{file.name} holds no JSON object; {_EXPECTED}")
+    return value
+
+
+def _download(name: str, key: str, patterns: tuple[str, ...]) -> str:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return str(snapshot_download(name, allow_patterns=list(patterns)))
+    except HFValidationError:
+        raise ConfigError(key, name, f"that is neither a folder nor a hub name; {_EXPECTED}") from None
+    except LocalEntryNotFoundError:
+        problem = "no such folder here, not in the hub's cache, and the hub cannot be reached"
+    except OSError as error:  # every error that the hub's answer raises is one
+        problem = f"no such folder here, and the hub says {type(error).__name__}: {_first_line(error)}"
+    raise ConfigError(key, name, f"{problem}; {_EXPECTED}") from None
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "nothing")
