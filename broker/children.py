@@ -1,0 +1,62 @@
+"""Child processes that the kernel stops when their parent dies, by whatever signal."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from typing import IO, Final
+
+_PR_SET_PDEATHSIG: Final = 1
+
+
+def spawn(command: Sequence[str], output: IO[bytes], *, pass_fds: Sequence[int] = (), env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+    """Start a child with both outputs going to ``output``; it gets SIGTERM when this process dies (Linux).
+
+    The kernel sends that signal when the *thread* that forked ends, so a thread that lives as long as the child forks it.
+    The child gets a session of its own: Ctrl-C in the terminal reaches the parent alone, which stops its children in order.
+
+    Raises:
+        OSError: the command cannot be started.
+    """
+    prctl = getattr(ctypes.CDLL(None, use_errno=True), "prctl", None) if sys.platform == "linux" else None
+    parent = os.getpid()
+
+    def die_with_parent() -> None:  # runs between fork and exec: nothing but system calls
+        if prctl is not None:
+            prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    started = threading.Event()
+    outcome: list[subprocess.Popen[bytes] | OSError] = []
+
+    def keep() -> None:
+        try:
+            child = subprocess.Popen(
+                list(command),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                pass_fds=pass_fds,
+                env=env,
+                preexec_fn=die_with_parent,
+            )
+        except OSError as error:
+            outcome.append(error)
+            started.set()
+            return
+        outcome.append(child)
+        started.set()
+        child.wait()
+
+    threading.Thread(target=keep, name="child-keeper", daemon=True).start()
+    started.wait()
+    if isinstance(outcome[0], OSError):
+        raise outcome[0]
+    return outcome[0]

@@ -1,0 +1,31 @@
+"""Arguments of ``rlearner up``. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from broker.process import Stop, main
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add ``up CONFIG [key=value …]``."""
+    parser = subparsers.add_parser("up", help="start a whole single-machine fleet, show it live, stop it cleanly")
+    parser.add_argument("config", help="YAML file, for example configs/quickstart.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win over the file, for example train.steps=50")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run it; the exit code."""
+
+    async def body(stop: Stop) -> None:
+        from broker.runspec import load, validate
+        from learner.prepare import name_run
+        from learner.up.run import up
+
+        config = validate(name_run(load(arguments.config, arguments.overrides), arguments.config))
+        overrides = [o for o in arguments.overrides if not o.startswith("run.name=")]
+        await up(config, [arguments.config, *overrides, f"run.name={config['run']['name']}"], stop)
+
+    return main("up", body)

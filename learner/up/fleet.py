@@ -1,0 +1,107 @@
+"""The child processes of ``rlearner up``: start, watch, restart, stop. Each runs in a session of its own and dies with us."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from broker.children import spawn
+
+RESTART_AFTER_S = 1.0  # doubled at every restart that did not live for a minute
+RESTART_AT_MOST_S = 30.0
+
+
+@dataclass
+class Child:
+    """One process of the fleet."""
+
+    name: str  # role, or role and number: the name of its log file
+    module: str  # run as ``python -m module``
+    args: list[str]
+    log: Path
+    restart: bool = True  # started again when it dies without being asked to
+    process: subprocess.Popen[bytes] | None = None
+    started: float = 0.0
+    restarts: int = 0
+    not_before: float = 0.0
+    exit_code: int | None = None  # of a child that ended for good
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid if self.process else 0
+
+    @property
+    def running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def last_lines(self, count: int = 5) -> list[str]:
+        """The end of its log."""
+        with contextlib.suppress(OSError):
+            return self.log.read_text(errors="replace").splitlines()[-count:]
+        return []
+
+
+@dataclass
+class Fleet:
+    """All children. Nothing here knows what they do; a child that ends with 0 or 2 ended for good."""
+
+    logs: Path
+    env: dict[str, str]
+    children: list[Child] = field(default_factory=list)
+
+    def add(self, name: str, module: str, args: Sequence[str], *, restart: bool = True) -> Child:
+        """Start one child, its output going to ``<logs>/<name>.log``."""
+        child = Child(name, module, list(args), self.logs / f"{name}.log", restart)
+        self.children.append(child)
+        self._start(child)
+        return child
+
+    def _start(self, child: Child) -> None:
+        self.logs.mkdir(parents=True, exist_ok=True)
+        with child.log.open("ab") as log:
+            child.process = spawn([sys.executable, "-m", child.module, *child.args], log, env={**os.environ, **self.env})
+        child.started = time.monotonic()
+
+    def watch(self) -> list[str]:
+        """Restart what died; one line for each thing that happened."""
+        events = []
+        now = time.monotonic()
+        for child in self.children:
+            if child.exit_code is not None or child.running:
+                continue
+            code = child.process.returncode if child.process else 0
+            if not child.restart or code in (0, 2):
+                child.exit_code = code
+                events.append(f"{child.name} ended with exit code {code}")
+            elif child.not_before == 0.0:
+                quick = now - child.started < 60
+                child.restarts = child.restarts + 1 if quick else 1
+                delay = min(RESTART_AFTER_S * 2 ** (child.restarts - 1), RESTART_AT_MOST_S)
+                child.not_before = now + delay
+                how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+                events.append(f"{child.name} (pid {child.pid}) died {how}; starting it again in {delay:.0f} s")
+            elif now >= child.not_before:
+                child.not_before = 0.0
+                self._start(child)
+                events.append(f"{child.name} started again as pid {child.pid}")
+        return events
+
+    def stop(self, first: Sequence[str] = (), *, patience_s: float = 20.0) -> None:
+        """Ask all to drain, the named ones before the others; then insist: SIGTERM, SIGTERM again, SIGKILL."""
+        leading = [c for c in self.children if c.name in first]
+        for batch in (leading, self.children):
+            for signum, wait_s in ((signal.SIGTERM, patience_s), (signal.SIGTERM, 3.0), (signal.SIGKILL, 3.0)):
+                alive = [c for c in batch if c.running]
+                for child in alive:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(child.pid, signum)
+                deadline = time.monotonic() + wait_s
+                while any(c.running for c in alive) and time.monotonic() < deadline:
+                    time.sleep(0.05)

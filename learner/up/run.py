@@ -1,0 +1,124 @@
+"""``rlearner up``: a whole single-machine fleet as separate processes, shown live, stopped cleanly.
+
+It takes no part in the run: it starts what a person would start by hand, listens to metrics and presence, and draws.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+
+from broker.config import BrokerSection
+from broker.errors import UserError
+from broker.jetstream import Bus
+from broker.presence import Roster
+from broker.process import Stop
+from broker.runspec import section
+from broker.server import BrokerServer
+from learner.config import EvalSection, TrainSection
+from learner.up.artifacts import finish
+from learner.up.board import Board
+from learner.up.fleet import Child, Fleet
+from learner.up.view import screen
+
+DRAW_EVERY_S = 0.25
+LEARNER_PATIENCE_S = 30.0  # for its last checkpoint
+
+
+async def up(config: dict[str, Any], arguments: list[str], stop: Stop) -> None:
+    """Start everything, show it, and stop it when the learner is done, on a signal, or when a child cannot run.
+
+    Args:
+        config: the validated configuration, with ``run.name`` set.
+        arguments: what ``rlearner start`` gets: the file and the overrides.
+
+    Raises:
+        UserError: a child ended with exit code 2; its own line.
+    """
+    run, folder = config["run"]["name"], Path(config["run"]["dir"]) / config["run"]["name"]
+    settings = section(config, "broker", BrokerSection)
+    folder.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
+    with BrokerServer(str(folder / "broker"), sync_always=settings.sync_always, store_max_gib=settings.store_max_gib) as broker:
+        fleet = Fleet(folder / "logs", {"RL_BROKER": broker.url, "RL_RUN": run})
+        try:
+            learner = fleet.add("learner", "learner.cli", ["start", *arguments], restart=False)
+            fleet.add("rollout-server", "rollout.cli", ["--id", "rollout-1"])
+            fleet.add("envhub", "envhub.cli", ["--id", "envhub-1"])
+            fleet.add("rewardhub", "rewardhub.cli", ["--id", "rewardhub-1"])
+            if section(config, "eval", EvalSection).baseline == "random":
+                fleet.add("rollout-random", "rollout.cli", ["--engine", "random", "--policy", "random", "--id", "random-1"])
+            await _show(config, broker.url, fleet, learner, stop)
+        finally:
+            await asyncio.to_thread(fleet.stop, ("learner",), patience_s=LEARNER_PATIENCE_S if stop.asked.is_set() else 10.0)
+    _raise_for(fleet)
+    finish(folder, time.monotonic() - started)
+
+
+def _raise_for(fleet: Fleet) -> None:
+    """The line of a child that refused its input; failing that, where to look for what broke the learner."""
+    for child in fleet.children:
+        errors = [line.removeprefix("error: ") for line in child.last_lines() if line.startswith("error: ")]
+        if child.exit_code == 2 and errors:
+            raise UserError(f"{child.name}: {errors[-1]}")
+    learner = fleet.children[0]
+    if learner.process is not None and learner.process.returncode not in (0, None):
+        raise UserError(f"the learner ended with exit code {learner.process.returncode}: {' '.join(learner.last_lines(1))} (see {learner.log})")
+
+
+async def _show(config: dict[str, Any], url: str, fleet: Fleet, learner: Child, stop: Stop) -> None:
+    """Draw until the learner ends, a child refuses to run, or a signal comes."""
+    console = Console()
+    board = Board(config["run"]["name"], section(config, "train", TrainSection).steps)
+    events: list[str] = []
+    bus = await Bus.connect(url, board.run, name="up", deadline_s=30.0)
+    roster = Roster(bus)
+    try:
+        await bus.ensure_streams()
+        await roster.start()
+        steps: asyncio.Queue[str] = asyncio.Queue()
+        listening = asyncio.create_task(_listen(bus, board, steps))
+        with Live(console=console, refresh_per_second=4, transient=False) if console.is_terminal else contextlib.nullcontext() as live:
+            phase = ""
+            while not stop.asked.is_set() and not _ended(fleet, learner):
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(stop.asked.wait(), DRAW_EVERY_S)
+                happened = fleet.watch()
+                events += happened
+                board.see(p for role in ("learner", "rollout", "envhub", "rewardhub") for p in roster.alive(role))
+                if live is not None:
+                    live.update(screen(board, events))
+                    continue
+                lines = [steps.get_nowait() for _ in range(steps.qsize())]
+                if board.phase != phase and not board.step:
+                    phase = board.phase
+                    lines.append(phase)
+                for line in [*happened, *lines]:
+                    print(f"{time.strftime('%H:%M:%S')}  {line}", flush=True)
+        listening.cancel()
+        if listening.done() and not listening.cancelled() and (error := listening.exception()):
+            raise error
+    finally:
+        await roster.close()
+        await bus.close()
+    if stop.asked.is_set():
+        print("stopping everything; press Ctrl-C again to stop at once", file=sys.stderr)
+
+
+def _ended(fleet: Fleet, learner: Child) -> bool:
+    """The learner is done, or a child said that its input is bad."""
+    return not learner.running or any(child.exit_code == 2 for child in fleet.children)
+
+
+async def _listen(bus: Bus, board: Board, steps: asyncio.Queue[str]) -> None:
+    async for metrics in bus.watch_metrics():
+        if board.take(metrics, time.monotonic()):
+            steps.put_nowait(board.plain())
+
