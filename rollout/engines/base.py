@@ -154,6 +154,14 @@ class Engine(Protocol):
 
     def stats(self) -> Stats: ...
 
+    async def join(self) -> None:
+        """Returns once the engine is closed.
+
+        Raises:
+            Exception: whatever broke it.
+        """
+        ...
+
     async def close(self) -> None:
         """Abort what runs and free everything; idempotent."""
         ...
@@ -178,3 +186,9 @@ def problem(request: wire.GenerateRequest, *, max_context_tokens: int, vocab_siz
 def unweighted(name: str) -> Any:
     """The error of a weight operation on an engine that has none."""
     return NotImplementedError(f"engine {name} has no weights")
+
+
+def probe_difference(probe: wire.Probe, found: npt.NDArray[np.float32]) -> float:
+    """Largest absolute difference between a probe's logprobs and an engine's; infinite when their numbers differ, NaN when one is."""
+    expected = probe.logprobs.array()
+    return float(np.abs(expected - found).max(initial=0.0)) if expected.shape == found.shape else float("inf")

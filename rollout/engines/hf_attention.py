@@ -1,0 +1,233 @@
+"""Attention over KV slots, for any transformers model that takes its attention from the AttentionInterface.
+
+A forward pass holds the new tokens of all sequences one after the other, in one row without padding: one token of a
+sequence that is decoding, many of one whose context is being read. Everything but attention treats them alike. Attention
+writes the new keys and values into the sequences' slots and reads each slot up to its length, so sequences of any length
+share a pass, and enter and leave between passes.
+
+Slots that lie side by side and have equally many new tokens are attended to in one call (a *block*).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812 - the field's own name for it
+
+from broker.errors import UserError
+
+
+class Segment(NamedTuple):
+    """The new tokens of one sequence: ``new`` tokens behind the ``start`` that its slot already holds."""
+
+    slot: int
+    start: int
+    new: int
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Segments in adjacent slots with equally many new tokens.
+
+    Attributes:
+        row: first row of the pass that belongs to it.
+        slot: first slot.
+        size: number of segments.
+        new: new tokens of each.
+        starts: tokens that each slot held before; all equal unless ``new`` is 1.
+    """
+
+    row: int
+    slot: int
+    size: int
+    new: int
+    starts: tuple[int, ...]
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.row, self.row + self.size * self.new)
+
+    @property
+    def length(self) -> int:
+        """Tokens in the longest of its slots after this pass."""
+        return max(self.starts) + self.new
+
+
+def blocks_of(segments: Sequence[Segment]) -> list[Block]:
+    """Join segments, given in the order of their slots, into as few blocks as possible."""
+    blocks: list[Block] = []
+    row = 0
+    groups = itertools.groupby(enumerate(segments), lambda item: (item[1].slot - item[0], item[1].new, item[1].new > 1 and item[1].start))
+    for _, group in groups:
+        members = [segment for _, segment in group]
+        first = members[0]
+        blocks.append(Block(row, first.slot, len(members), first.new, tuple(s.start for s in members)))
+        row += len(members) * first.new
+    return blocks
+
+
+@dataclass(eq=False)
+class Pass:
+    """What attention needs to know about one forward pass; index and masks are built once and shared by all layers.
+
+    Args:
+        segments: in the order of their slots, which is the order of the rows.
+    """
+
+    segments: Sequence[Segment]
+    max_context: int
+    device: torch.device
+    blocks: list[Block] = field(init=False)
+    _index: dict[int, torch.Tensor] = field(default_factory=dict)
+    _masks: dict[tuple[int, int, int | None, torch.dtype], torch.Tensor | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.blocks = blocks_of(self.segments)
+        new = np.array([s.new for s in self.segments], dtype=np.int64)
+        starts = np.array([s.start for s in self.segments], dtype=np.int64)
+        ends = np.cumsum(new)
+        self._position = np.repeat(starts - ends + new, new) + np.arange(int(ends[-1]), dtype=np.int64)
+        self._slot = np.repeat(np.array([s.slot for s in self.segments], dtype=np.int64), new)
+
+    def positions(self) -> torch.Tensor:
+        """Position of each row in its sequence, shape (1, rows)."""
+        return torch.from_numpy(self._position)[None].to(self.device)
+
+    def index(self, num_heads: int) -> torch.Tensor:
+        """Where each row's key of each head goes in a cache seen as (slots * heads * max_context, head_dim); (rows * heads,)."""
+        if num_heads not in self._index:
+            flat = (self._slot[:, None] * num_heads + np.arange(num_heads)) * self.max_context + self._position[:, None]
+            self._index[num_heads] = torch.from_numpy(flat.reshape(-1)).to(self.device)
+        return self._index[num_heads]
+
+    def mask(self, block: Block, groups: int, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
+        """Additive mask that broadcasts to (size, heads, groups * new, length); None when every row sees everything."""
+        key = (block.row, groups, window, dtype)
+        if key not in self._masks:
+            self._masks[key] = self._make_mask(block, groups, window, dtype)
+        return self._masks[key]
+
+    def _make_mask(self, block: Block, groups: int, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
+        same_length = len(set(block.starts)) == 1
+        if block.new == 1 and same_length and (window is None or block.length <= window):
+            return None
+        starts = torch.tensor(block.starts if not same_length else block.starts[:1], device=self.device)
+        query = starts[:, None] + torch.arange(block.new, device=self.device)  # (segments or 1, new): position of each query
+        keys = torch.arange(block.length, device=self.device)
+        hidden = keys > query[..., None]
+        if window is not None:
+            hidden |= keys <= query[..., None] - window
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=self.device).masked_fill_(hidden, float("-inf"))
+        return mask.repeat(1, groups, 1)[:, None]
+
+
+class SlotAttention:
+    """The attention function of one model and the KV cache behind it.
+
+    ``current`` says what a pass is: a Pass reads and writes slots; None is one causal sequence that touches no slot.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.current: Pass | None = None
+        self.shapes: dict[int, tuple[int, int, int, torch.dtype]] = {}  # layer: KV heads, key size, value size, dtype
+        self._keys: dict[int, torch.Tensor] = {}
+        self._values: dict[int, torch.Tensor] = {}
+
+    @property
+    def bytes_per_token(self) -> int:
+        """KV bytes of one token over all layers seen so far."""
+        return sum(heads * (k + v) * dtype.itemsize for heads, k, v, dtype in self.shapes.values())
+
+    def allocate(self, num_slots: int, max_context: int) -> None:
+        """Make room for every layer that a pass without slots has shown; pages are touched only when written."""
+        for layer, (heads, k, v, dtype) in self.shapes.items():
+            self._keys[layer] = torch.empty(num_slots, heads, max_context, k, dtype=dtype, device=self.device)
+            self._values[layer] = torch.empty(num_slots, heads, max_context, v, dtype=dtype, device=self.device)
+
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
+        **others: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """The signature of transformers' attention functions; query (1, heads, rows, size), result (1, rows, heads, size)."""
+        if others.get("position_bias") is not None or others.get("is_causal") is False:
+            raise UserError(f"engine hf does not run {type(module).__name__}: it is no plain causal attention")
+        how = _How(key.shape[1], query.shape[1] // key.shape[1], scaling, softcap, s_aux)
+        layer = int(module.layer_idx)  # type: ignore[arg-type]  # every attention module of transformers has one
+        if self.current is None:
+            self.shapes[layer] = (key.shape[1], key.shape[-1], value.shape[-1], key.dtype)
+            rows = query.shape[2]
+            alone = Pass([Segment(0, 0, rows)], rows, self.device)
+            block = alone.blocks[0]
+            return _attend(query, key, value, alone.mask(block, how.groups, sliding_window, query.dtype), block, how)[None], None
+        return self._slotted(self.current, layer, query, key, value, sliding_window, how)[None], None
+
+    def _slotted(
+        self, now: Pass, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None, how: _How
+    ) -> torch.Tensor:
+        keys, values = self._keys[layer], self._values[layer]
+        index = now.index(how.kv_heads)
+        keys.view(-1, keys.shape[-1]).index_copy_(0, index, key[0].transpose(0, 1).reshape(-1, keys.shape[-1]))
+        values.view(-1, values.shape[-1]).index_copy_(0, index, value[0].transpose(0, 1).reshape(-1, values.shape[-1]))
+        outputs = []
+        for block in now.blocks:
+            slots = slice(block.slot, block.slot + block.size)
+            mask = now.mask(block, how.groups, window, query.dtype)
+            outputs.append(_attend(query, keys[slots, :, : block.length], values[slots, :, : block.length], mask, block, how))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class _How:
+    """What a layer asks for: heads, query heads per KV head, scale, logit soft cap, attention sinks (one logit a head)."""
+
+    kv_heads: int
+    groups: int
+    scale: float | None
+    softcap: float | None
+    sinks: torch.Tensor | None
+
+
+def _attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, block: Block, how: _How) -> torch.Tensor:
+    """Attention of one block: query (1, heads, all rows, size), keys and values (size, KV heads, length, size); (rows, heads, size).
+
+    The query heads that share a KV head are laid behind each other as if they were more queries, so no key is copied.
+    """
+    head_dim = query.shape[-1]
+    folded = query[0, :, block.rows].view(how.kv_heads, how.groups, block.size, block.new, head_dim)
+    folded = folded.permute(2, 0, 1, 3, 4).reshape(block.size, how.kv_heads, how.groups * block.new, head_dim)
+    if how.softcap is None and how.sinks is None:
+        out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=how.scale)
+    else:
+        out = _explicit(folded, keys, values, mask, block, how)
+    out = out.view(block.size, how.kv_heads, how.groups, block.new, -1).permute(0, 3, 1, 2, 4)
+    return out.reshape(block.size * block.new, how.kv_heads * how.groups, -1)
+
+
+def _explicit(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, block: Block, how: _How) -> torch.Tensor:
+    """Attention written out, for what the fused function lacks: soft-capped logits (Gemma 2) and sinks (gpt-oss)."""
+    scores = torch.matmul(query, keys.transpose(2, 3)) * (how.scale if how.scale is not None else query.shape[-1] ** -0.5)
+    if how.softcap is not None:
+        scores = torch.tanh(scores / how.softcap) * how.softcap
+    if mask is not None:
+        scores = scores + mask
+    if how.sinks is not None:
+        sinks = how.sinks.view(1, how.kv_heads, how.groups, 1).expand(block.size, -1, -1, block.new)
+        scores = torch.cat([scores, sinks.reshape(*scores.shape[:-1], 1).to(scores.dtype)], dim=-1)
+    probs = scores.softmax(-1, dtype=torch.float32).to(values.dtype)
+    return torch.matmul(probs[..., : keys.shape[2]], values)
