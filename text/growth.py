@@ -52,10 +52,23 @@ class GrowthRules:
         return _after(rendered, _ANSWERED[0])
 
     @cached_property
-    def end_of_turn_id(self) -> int | None:
+    def closing(self) -> tuple[int, ...]:
+        """The tokens that close an assistant turn, up to and with the first special one; empty when it is closed by plain text.
+
+        More than one only where the template puts white space before its special token.
+        """
         ids = self._tokenizer.encode(self.end_of_turn)
-        # A special token is one that disappears when special tokens are skipped.
-        return ids[0] if ids and self._tokenizer.decode(ids[:1]) == "" else None
+        special = next((i for i, token in enumerate(ids) if self._is_special(token)), None)
+        if special is None or self._tokenizer.decode(ids[:special]).strip():
+            return ()
+        return tuple(ids[: special + 1])
+
+    @cached_property
+    def end_of_turn_id(self) -> int | None:
+        return self.closing[-1] if self.closing else None
+
+    def _is_special(self, token: int) -> bool:
+        return not self._tokenizer.decode([token]) and bool(self._tokenizer.decode([token], skip_special_tokens=False).strip())
 
     @cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -79,8 +92,8 @@ class GrowthRules:
         for answer, rendered in ((one, short), (one, long), (two, long)):
             if rendered.count(answer) != 1:
                 raise self._unstable("it does not show every assistant turn exactly once, unchanged")
-        # Equal for most; a template that opens the assistant's turn with more, such as a thinking tag, adds to it.
-        if not opening.startswith(_before(short, one)):
+        # Equal for most. Some open the turn with more, such as a thinking tag; some put a space before the answer's words.
+        if not opening.startswith(_before(short, one).rstrip()):
             raise self._unstable("the beginning of a conversation changes when an answer follows")
         if third not in _after(short, one):
             raise self._unstable("it does not show a user message that follows an answer")
@@ -141,7 +154,7 @@ class Conversation:
         else:
             added = list(self.rules.delta(text))
             if self._turn_is_closed():
-                del added[0]
+                del added[: len(self.rules.closing)]
         self.token_ids += added
         self.loss_mask += [0] * len(added)
         self.logprobs += [0.0] * len(added)

@@ -1,0 +1,111 @@
+"""The small models made here are real Hugging Face folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from broker.errors import ConfigError
+from text.config import TinyModel, check_model_path
+from text.folders import atomic_folder
+from text.tiny import CHARACTERS, build_tiny, check_tiny
+from text.tokenizer import Tokenizer
+
+SMALL = TinyModel(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=48)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny(tmp_path_factory.mktemp("tiny") / "chars", SMALL, seed=3)
+
+
+def test_every_printable_character_is_one_token(folder: Path) -> None:
+    tokenizer = Tokenizer.load(folder)
+    for character in CHARACTERS:
+        assert len(tokenizer.encode(character)) == 1
+        assert tokenizer.decode(tokenizer.encode(character)) == character
+    assert CHARACTERS.count("\n") == 1
+    assert sorted(CHARACTERS.replace("\n", "")) == [chr(code) for code in range(32, 127)]
+    assert len(tokenizer.encode("aé→b")) == 4
+    assert tokenizer.decode(tokenizer.encode("aé→b")) == "ab"
+
+
+def test_a_turn_costs_four_tokens_beside_its_text(folder: Path) -> None:
+    tokenizer = Tokenizer.load(folder)
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "U"}]
+    ids = tokenizer.encode_chat(chat, add_generation_prompt=False)
+    assert len(ids) == 2 + 1 + 4
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "<|im_user|>hi<|im_end|><|im_assistant|>U<|im_end|>"
+
+
+def test_transformers_loads_model_tokenizer_and_end_tokens(folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    check_model_path(str(folder))
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    ours = Tokenizer.load(folder)
+    assert model.config.model_type == "qwen3"
+    assert model.config.vocab_size == len(tokenizer) == ours.vocab_size == 6 + 96
+    assert model.generation_config.eos_token_id == [2, 0]
+    assert ours.eos_token_ids == (0, 2)
+    assert model.dtype == torch.float32
+    text = "<|im_user|>Row 1: SF\nRow 2: HG<|im_end|>"
+    assert tokenizer.encode(text, add_special_tokens=False) == ours.encode(text)
+    with torch.no_grad():
+        logits = model(torch.tensor([ours.encode(text)])).logits
+    assert logits.shape == (1, 21, 102)
+    # A fresh model knows nothing: its distribution is close to uniform.
+    entropy = torch.distributions.Categorical(logits=logits[0, -1]).entropy().item()
+    assert entropy == pytest.approx(torch.log(torch.tensor(102.0)).item(), abs=0.1)
+
+
+def test_same_seed_same_bytes(folder: Path, tmp_path: Path) -> None:
+    again = build_tiny(tmp_path / "again", SMALL, seed=3)
+    other = build_tiny(tmp_path / "other", SMALL, seed=4)
+    for file in sorted(p.name for p in folder.iterdir()):
+        assert (again / file).read_bytes() == (folder / file).read_bytes()
+    assert (other / "model.safetensors").read_bytes() != (folder / "model.safetensors").read_bytes()
+
+
+def test_bpe_vocabulary_is_trained_on_the_corpus(tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("frozen lake frozen lake the goal\n" * 50)
+    folder = build_tiny(tmp_path / "bpe", SMALL.model_copy(update={"vocab": "bpe", "vocab_size": 290, "corpus": str(corpus)}))
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer.vocab_size <= 290
+    assert len(tokenizer.encode("frozen lake")) < 5
+    assert tokenizer.decode(tokenizer.encode("é → 冰")) == "é → 冰"
+    assert tokenizer.decode(tokenizer.encode_chat([{"role": "user", "content": "hi"}]), skip_special_tokens=False) == (
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"num_heads": 3, "num_kv_heads": 2}, "model.tiny.num_kv_heads"),
+        ({"head_dim": 15}, "model.tiny.head_dim"),
+        ({"vocab": "bpe"}, "model.tiny.corpus"),
+        ({"vocab": "bpe", "corpus": __file__, "vocab_size": 100}, "model.tiny.vocab_size"),
+    ],
+)
+def test_impossible_sizes_name_the_key(change: dict[str, object], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_tiny(SMALL.model_copy(update=change))
+    assert caught.value.key == key
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    with atomic_folder(target) as work:
+        (work / "a").write_text("1")
+        assert not target.exists()
+    with pytest.raises(FileNotFoundError), atomic_folder(target) as work:
+        (work / "missing" / "a").write_text("2")
+    assert (target / "a").read_text() == "1"
+    with atomic_folder(target) as work:
+        (work / "b").write_text("3")
+    assert [p.name for p in target.iterdir()] == ["b"]
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
