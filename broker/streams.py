@@ -5,7 +5,6 @@ Nothing else may name a subject, a stream, a consumer or a bucket.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final
@@ -104,8 +103,6 @@ ACK_WAIT_S: Final = 4.0  # redelivery after this long without an in-progress mar
 IN_PROGRESS_EVERY_S: Final = 1.0
 MAX_DELIVERIES: Final = 20  # a hub that sees a ticket for this many times closes it
 
-_TOKEN = re.compile(r"[A-Za-z0-9_-]{1,64}")
-
 
 def token(value: str, what: str) -> str:
     """A value that may stand between the dots of a subject.
@@ -113,6 +110,6 @@ def token(value: str, what: str) -> str:
     Raises:
         ConfigError: it holds anything but letters, digits, ``_`` and ``-``, or is longer than 64.
     """
-    if not _TOKEN.fullmatch(value):
+    if not wire.NAME.fullmatch(value):
         raise ConfigError(what, value, "use 1-64 letters, digits, '_' or '-'")
     return value

@@ -1,0 +1,109 @@
+"""What encoding and decoding one trajectory costs, all checks included, beside the same data as plain lists.
+
+    python -m bench.codec [--tokens 2048] [--group-size 8]
+
+Times are per trajectory, the median over many repeats, measured on Trajectories inside a Group.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+
+from broker import wire
+
+
+def trajectory(num_tokens: int, episode: int) -> wire.Trajectory:
+    """One turn that fills the second half of ``num_tokens`` tokens, sampled by two policy versions."""
+    rng = np.random.default_rng(episode)
+    start = num_tokens // 2
+    sampled = num_tokens - start
+    mask = np.arange(num_tokens) >= start
+    return wire.Trajectory(
+        episode=episode,
+        token_ids=wire.column(rng.integers(0, 151_936, num_tokens), "<i4"),
+        loss_mask=wire.column(mask, "|u1"),
+        logprobs=wire.column(np.where(mask, -rng.exponential(1.0, num_tokens), 0.0), "<f4"),
+        version_runs=wire.column([7, sampled // 2, 8, sampled - sampled // 2], "<i4"),
+        turns=[wire.Turn(start=start, end=num_tokens, reward=1.0, valid=True, finish_reason="stop", server="rollout-1")],
+        reward=1.0,
+        reward_parts={"env": 1.0},
+        success=True,
+        end="terminated",
+        metrics={"num_turns": 1.0},
+    )
+
+
+def group(num_tokens: int, group_size: int) -> wire.Group:
+    """A scored group of such trajectories."""
+    return wire.Group(
+        ticket=1,
+        domain="bench",
+        task_index=0,
+        min_version=7,
+        hub="envhub-1",
+        deliveries=1,
+        pools=[],
+        trajectories=[trajectory(num_tokens, episode) for episode in range(group_size)],
+    )
+
+
+class ListTrajectory(msgspec.Struct, forbid_unknown_fields=True):
+    """The same columns as lists, without any check but the types."""
+
+    token_ids: list[int]
+    loss_mask: list[int]
+    logprobs: list[float]
+    version_runs: list[int]
+
+
+def as_lists(source: wire.Trajectory) -> ListTrajectory:
+    """The columns of a trajectory as lists."""
+    columns = (source.token_ids, source.loss_mask, source.logprobs, source.version_runs)
+    return ListTrajectory(*(column.array().tolist() for column in columns))
+
+
+def median_us(work: Callable[[], object], per_call: int, *, repeats: int, calls: int = 20) -> float:
+    """Microseconds per unit of work: the median over repeats of the mean over calls."""
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        for _ in range(calls):
+            work()
+        times.append((time.perf_counter() - start) / calls)
+    return statistics.median(times) / per_call * 1e6
+
+
+def main() -> None:
+    """Measure and print; the last line is one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens per trajectory")
+    parser.add_argument("--group-size", type=int, default=8, help="trajectories per group")
+    parser.add_argument("--repeats", type=int, default=300, help="repeats over which the median is taken")
+    options = parser.parse_args()
+
+    size = options.group_size
+    message = group(options.tokens, size)
+    data = wire.encode(message)
+    lists = [as_lists(one) for one in message.trajectories]
+    list_encoder, list_decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(list[ListTrajectory])
+    list_data = list_encoder.encode(lists)
+    figures = {
+        "encode_us": median_us(lambda: wire.encode(message), size, repeats=options.repeats),
+        "decode_us": median_us(lambda: wire.decode(data, wire.Group, wire.Closed), size, repeats=options.repeats),
+        "check_us": median_us(lambda: wire.check(message), size, repeats=options.repeats),
+        "lists_encode_us": median_us(lambda: list_encoder.encode(lists), size, repeats=options.repeats // 10),
+        "lists_decode_us": median_us(lambda: list_decoder.decode(list_data), size, repeats=options.repeats // 10),
+    }
+    print(f"{size} trajectories of {options.tokens} tokens: {len(data)} bytes as columns, {len(list_data)} as lists")
+    print(json.dumps({name: round(value, 2) for name, value in figures.items()}))
+
+
+if __name__ == "__main__":
+    main()
