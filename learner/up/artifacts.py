@@ -37,7 +37,12 @@ def draw_rewards(lines: list[dict[str, Any]], out: Path) -> bool:
     measured = [(line.get("eval/step", line["step"]), line["eval/success_rate"]) for line in lines if "eval/success_rate" in line]
     if measured:
         axes.plot(*zip(*measured, strict=True), "o-", color="tab:green", label="success, held-out tasks")
-    baselines = {n.split("/")[1]: v for line in lines for n, v in line.items() if n.startswith("eval/") and n.count("/") == 2 and n.endswith("/success_rate")}
+    baselines = {
+        n.split("/")[1]: v
+        for line in lines
+        for n, v in line.items()
+        if n.startswith("eval/") and n.count("/") == 2 and n.endswith("/success_rate")
+    }
     for name, value in baselines.items():
         axes.axhline(value, linestyle="--", color="tab:red", label=f"success, {name} engine")
     axes.set_xlabel("optimizer step")

@@ -70,7 +70,9 @@ def _raise_for(fleet: Fleet) -> None:
             raise UserError(f"{child.name}: {errors[-1]}")
     learner = fleet.children[0]
     if learner.process is not None and learner.process.returncode not in (0, None):
-        raise UserError(f"the learner ended with exit code {learner.process.returncode}: {' '.join(learner.last_lines(1))} (see {learner.log})")
+        raise UserError(
+            f"the learner ended with exit code {learner.process.returncode}: {' '.join(learner.last_lines(1))} (see {learner.log})"
+        )
 
 
 async def _show(config: dict[str, Any], url: str, fleet: Fleet, learner: Child, stop: Stop) -> None:
@@ -121,4 +123,3 @@ async def _listen(bus: Bus, board: Board, steps: asyncio.Queue[str]) -> None:
     async for metrics in bus.watch_metrics():
         if board.take(metrics, time.monotonic()):
             steps.put_nowait(board.plain())
-
