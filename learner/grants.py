@@ -1,0 +1,86 @@
+"""What stands on the next ticket: a pure function of what has been issued so far. No clock, no I/O, no epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from hashlib import blake2b
+from typing import Any, Literal
+
+from learner.config import AlgorithmSection, TrainSection
+
+_SEED_BITS = 53  # exact in every language's numbers
+
+
+@dataclass(frozen=True)
+class DomainRule:
+    """How groups of one domain are asked for."""
+
+    name: str
+    weight: float  # share among the domains, any positive unit
+    group_size: int
+    min_group_size: int
+    deadline_s: float
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The settings the ledger runs by; on resume changed ones apply from the end of the log on."""
+
+    steps: int
+    groups_per_step: int
+    max_staleness: int
+    on_late: Literal["drop", "wait"]
+    seed: int
+    domains: tuple[DomainRule, ...]
+    filter_zero_variance: bool = False
+    max_replacements_per_step: int = 64
+
+    def domain(self, name: str) -> DomainRule:
+        """The rule of one domain; the first one's where the name has left the configuration."""
+        return next((rule for rule in self.domains if rule.name == name), self.domains[0])
+
+    def outstanding(self, version: int) -> int:
+        """Tickets that may be alive while ``version`` is being trained: those of its own step and of ``max_staleness`` more."""
+        return max(0, min(1 + self.max_staleness, self.steps - version)) * self.groups_per_step
+
+
+def rules_of(train: TrainSection, algorithm: AlgorithmSection, domains: dict[str, Any], seed: int) -> Rules:
+    """The rules that a validated configuration asks for."""
+    rows = tuple(
+        DomainRule(name, d.weight, d.group_size, d.min_group_size or d.group_size, d.deadline_s) for name, d in sorted(domains.items())
+    )
+    return Rules(
+        steps=train.steps,
+        groups_per_step=train.groups_per_step,
+        max_staleness=train.max_staleness,
+        on_late=train.on_late,
+        seed=seed,
+        domains=rows,
+        filter_zero_variance=algorithm.filter_zero_variance,
+        max_replacements_per_step=algorithm.max_replacements_per_step,
+    )
+
+
+def next_domain(domains: Sequence[DomainRule], issued: dict[str, int]) -> str:
+    """The domain that lies furthest behind its share, the first of them on a tie.
+
+    Exact (fractions, no rounding): after n tickets every domain has had its share of n to within one ticket for two
+    domains, and to within the number of domains less one in general; replacements stay in their domain and do not count.
+
+    Args:
+        domains: the domains, in an order that does not change.
+        issued: first-time tickets of each domain so far.
+    """
+    weights = [Fraction(rule.weight) for rule in domains]
+    num = sum(issued.get(rule.name, 0) for rule in domains) + 1
+    total = sum(weights)
+    deficits = [weight * num - total * issued.get(rule.name, 0) for rule, weight in zip(domains, weights, strict=True)]
+    return domains[deficits.index(max(deficits))].name
+
+
+def task_seed(run_seed: int, split: str, domain: str, task_index: int) -> int:
+    """The seed of one task, from 0 to 2**53 - 1; the same on every machine."""
+    digest = blake2b(f"{run_seed}/{split}/{domain}/{task_index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> (64 - _SEED_BITS)

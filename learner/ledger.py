@@ -1,0 +1,341 @@
+"""The ledger: who was granted a group, what became of it, and what each step is made of. Pure; no clock, no I/O.
+
+It takes the records of the samples log one at a time and answers with actions. Two learners that read the same log hold
+the same ledger, on any hardware and however often they were killed on the way.
+
+**Credit.** ``issued = min(version + 1 + K, steps) * G + replaced``, with K = ``max_staleness``, G = ``groups_per_step`` and
+one replacement for each ticket that ended without being trained. Hence
+``issued = trained + filtered + dropped + dead + open`` at any moment, and ``open = 0`` once ``version = steps``:
+``trained = steps * G`` and ``replaced = filtered + dropped + dead`` leave nothing over.
+
+**Order.** A step is the first G groups taken. The record that fills it ends the step's part of the log: ``apply`` refuses the
+next one until ``complete_step`` has been called, so that no record is ever judged by how long training happened to take.
+
+**Late.** A ticket issued at version v carries ``min_version = v``; its tokens are v or newer, so it may be trained in any step
+up to v + K, the step it is *due* in. A group whose oldest token is older than ``version - K`` is late, dropped and replaced.
+
+With ``on_late: drop`` groups are taken in log order and stragglers go late. With ``on_late: wait`` none does, because places
+are reserved: a group is taken into step t only if the tickets due earlier still find room. Write L(d) for the live tickets
+(open, or arrived and queued) due in step d or before, and a for the places of step t already taken. The invariant is
+
+    for every d >= t:   L(d) <= (d - t + 1) * G - a                                                             (*)
+
+and with d = t it says that at most G - a tickets, so never more than G, are at the bound (``min_version <= version - K``):
+they all fit into the step under way. It holds always, by cases:
+
+- start: (K + 1) * G tickets are due in step K, none earlier; a = 0.
+- a group due in step D is taken: for d >= D both sides fall by one. For t <= d < D the left side stays; `_horizon` lets the
+  group in only if (*) still holds there with a + 1, else it waits in the queue, in log order.
+- a ticket ends untrained: its replacement is due in t + K, and no ticket is due later. L(d) does not grow for d < t + K and
+  stays what it was for d >= t + K.
+- the step completes: a = G turns into one step less, so (*) holds for t + 1 unchanged. The new tickets are due in t + 1 + K,
+  where credit bounds all live tickets by (K + 1) * G.
+
+Nobody waits for ever: while the step is not full, credit leaves at least one live ticket; once all live ones have arrived, the
+one due first has room, since nothing is due before it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from broker import wire
+from learner.grants import Rules, next_domain, task_seed
+
+ZERO_STD = 1e-6
+Outcome = Literal["filtered", "dropped", "dead"]
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """A scored group in the log."""
+
+    ticket: int
+    oldest_version: int  # of all its sampled tokens
+    rewards: tuple[float, ...]  # one per episode
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A closing in the log, or bytes that were to be a record (ticket 0 if even that is unknown)."""
+
+    ticket: int
+    reason: str  # `late` counts as dropped, everything else as dead
+
+
+@dataclass(frozen=True)
+class Issue:
+    """Publish this ticket."""
+
+    ticket: wire.Ticket
+
+
+@dataclass(frozen=True)
+class Take:
+    """The group belongs to the step under way."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Hold:
+    """Keep the group: a later action takes it, or forgets it."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Forget:
+    """The ticket has ended untrained; a group of it that is held is no longer needed."""
+
+    number: int
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """The record changed nothing; a group of the same ticket that is held stays."""
+
+    number: int
+    why: Literal["duplicate", "unknown"]
+
+
+Action = Issue | Take | Hold | Forget | Refuse
+
+
+class _Queued(msgspec.Struct, frozen=True):
+    number: int
+    seq: int  # of its record in the log, which must not be trimmed yet
+    oldest_version: int
+
+
+class State(msgspec.Struct):
+    """All of the ledger, JSON-able."""
+
+    version: int = 0  # steps completed, and the policy version being trained
+    position: int = 0  # sequence of the last record applied
+    issued: int = 0  # number of the newest ticket
+    base: dict[str, int] = {}  # domain -> tickets that replaced nothing
+    tasks: dict[str, int] = {}  # domain -> task index of its next ticket
+    live: dict[int, wire.Ticket] = {}  # open, queued or taken into the step under way
+    queue: list[_Queued] = []
+    taken: list[int] = []  # ticket numbers of the step under way, in the order in which they were taken
+    trained: int = 0
+    filtered: int = 0
+    dropped: int = 0
+    dead: int = 0
+    duplicate: int = 0
+    unknown: int = 0
+    filtered_in_step: int = 0
+    reasons: dict[str, int] = {}  # closing reason -> how many
+
+
+def is_zero_variance(rewards: tuple[float, ...]) -> bool:
+    """Whether a group says nothing about what is better: one episode, or a standard deviation (ddof 1) of at most 1e-6."""
+    if len(rewards) < 2:
+        return True
+    mean = math.fsum(rewards) / len(rewards)
+    return math.fsum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1) <= ZERO_STD**2
+
+
+class Ledger:
+    """Events in, actions out. Call ``open_credit`` once at the start (also after ``load``, where it does nothing new)."""
+
+    def __init__(self, rules: Rules, state: State | None = None) -> None:
+        self.rules = rules
+        self.state = state or State()
+
+    def dump(self) -> dict[str, Any]:
+        """The state as JSON-able values."""
+        dumped: dict[str, Any] = msgspec.to_builtins(self.state, str_keys=True)
+        return dumped
+
+    @classmethod
+    def load(cls, rules: Rules, dumped: dict[str, Any]) -> Ledger:
+        """The ledger that ``dump`` described, going on under ``rules``."""
+        return cls(rules, msgspec.convert(dumped, State, strict=False))
+
+    # ------------------------------------------------------------------------------------------------ questions
+
+    @property
+    def full(self) -> bool:
+        """Whether the step under way has all its groups; ``complete_step`` comes next."""
+        return len(self.state.taken) >= self.rules.groups_per_step
+
+    @property
+    def done(self) -> bool:
+        """Whether every step is completed."""
+        return self.state.version >= self.rules.steps
+
+    @property
+    def open(self) -> int:
+        """Tickets that have neither been trained nor ended, those of the step under way among them."""
+        return len(self.state.live)
+
+    @property
+    def waiting_for(self) -> set[int]:
+        """Numbers of the tickets that no record has ended yet."""
+        return {number for number in self.state.live if not self._has_arrived(number)}
+
+    @property
+    def first_needed(self) -> int:
+        """Sequence of the oldest record that a learner resuming from this state reads again."""
+        return min([q.seq for q in self.state.queue], default=self.state.position + 1)
+
+    def ticket(self, number: int) -> wire.Ticket:
+        """What stands on a live ticket, to issue it again on a broker that lacks it.
+
+        Raises:
+            KeyError: it was never issued, or has ended.
+        """
+        return self.state.live[number]
+
+    def counts(self) -> dict[str, int]:
+        """The conservation equation's terms, and what was refused."""
+        s = self.state
+        return {
+            "issued": s.issued,
+            "trained": s.trained,
+            "filtered": s.filtered,
+            "dropped": s.dropped,
+            "dead": s.dead,
+            "open": self.open,
+            "duplicate": s.duplicate,
+            "unknown": s.unknown,
+        }
+
+    # --------------------------------------------------------------------------------------------------- events
+
+    def open_credit(self) -> list[Action]:
+        """Issue what the version being trained grants and has not been issued yet."""
+        actions: list[Action] = []
+        s = self.state
+        granted = s.trained + self.rules.outstanding(s.version)
+        while sum(s.base.values()) < granted:
+            domain = next_domain(self.rules.domains, s.base)
+            s.base[domain] = s.base.get(domain, 0) + 1
+            actions.append(self._issue(domain))
+        return actions
+
+    def apply(self, record: Arrived | Ended, seq: int) -> list[Action]:
+        """One record of the log.
+
+        Raises:
+            ValueError: the step is full, or the record is not behind the last one.
+        """
+        if self.full:
+            raise ValueError(f"step {self.state.version} is full; complete it before record {seq}")
+        if seq <= self.state.position:
+            raise ValueError(f"record {seq} comes after record {self.state.position}")
+        self.state.position = seq
+        number = record.ticket
+        if not 1 <= number <= self.state.issued:
+            self.state.unknown += 1
+            return [Refuse(number, "unknown")]
+        if number not in self.state.live or self._has_arrived(number):
+            self.state.duplicate += 1
+            return [Refuse(number, "duplicate")]
+        if isinstance(record, Ended):
+            self.state.reasons[record.reason] = self.state.reasons.get(record.reason, 0) + 1
+            actions = self._end(number, "dropped" if record.reason == "late" else "dead")
+        elif self._is_late(record.oldest_version):
+            actions = self._end(number, "dropped")
+        elif self._is_filtered(record.rewards):
+            self.state.filtered_in_step += 1
+            actions = self._end(number, "filtered")
+        else:
+            self.state.queue.append(_Queued(number, seq, record.oldest_version))
+            actions = [Hold(number)]
+        return actions + self._fill()
+
+    def complete_step(self) -> list[Action]:
+        """The step has been trained: the next version begins.
+
+        Raises:
+            ValueError: the step is not full.
+        """
+        if not self.full:
+            raise ValueError(f"step {self.state.version} has {len(self.state.taken)} of {self.rules.groups_per_step} groups")
+        for number in self.state.taken:
+            del self.state.live[number]
+        self.state.trained += len(self.state.taken)
+        self.state.taken = []
+        self.state.filtered_in_step = 0
+        self.state.version += 1
+        return self.open_credit() + self._fill()
+
+    # ------------------------------------------------------------------------------------------------- inside
+
+    def _has_arrived(self, number: int) -> bool:
+        return number in self.state.taken or any(q.number == number for q in self.state.queue)
+
+    def _issue(self, domain: str) -> Issue:
+        rule, s = self.rules.domain(domain), self.state
+        task_index = s.tasks.get(domain, 0)
+        s.tasks[domain] = task_index + 1
+        s.issued += 1
+        ticket = wire.Ticket(
+            number=s.issued,
+            domain=domain,
+            task_index=task_index,
+            seed=task_seed(self.rules.seed, "train", domain, task_index),
+            min_version=s.version,
+            max_staleness=self.rules.max_staleness,
+            group_size=rule.group_size,
+            min_group_size=rule.min_group_size,
+            deadline_s=rule.deadline_s,
+        )
+        s.live[ticket.number] = ticket
+        return Issue(ticket)
+
+    def _end(self, number: int, outcome: Outcome) -> list[Action]:
+        """A ticket ends untrained; another one takes its place."""
+        ticket = self.state.live.pop(number)
+        setattr(self.state, outcome, getattr(self.state, outcome) + 1)
+        return [Forget(number, outcome), self._issue(ticket.domain)]
+
+    def _is_late(self, oldest_version: int) -> bool:
+        return oldest_version < self.state.version - self.rules.max_staleness
+
+    def _is_filtered(self, rewards: tuple[float, ...]) -> bool:
+        """Whether dynamic sampling asks for another group; at the bound what there is gets trained."""
+        wanted = self.rules.filter_zero_variance and self.state.filtered_in_step < self.rules.max_replacements_per_step
+        return wanted and is_zero_variance(rewards)
+
+    def _fill(self) -> list[Action]:
+        """Take from the queue, in log order, whatever has room, until nothing more has."""
+        actions: list[Action] = []
+        while not self.full and not self.done:
+            horizon = self._horizon()
+            chosen = next((q for q in self.state.queue if self._is_late(q.oldest_version) or self._due(q.number) <= horizon), None)
+            if chosen is None:
+                break
+            self.state.queue.remove(chosen)
+            if self._is_late(chosen.oldest_version):  # its tokens were older than its ticket allowed
+                actions += self._end(chosen.number, "dropped")
+            else:
+                self.state.taken.append(chosen.number)
+                actions.append(Take(chosen.number))
+        return actions
+
+    def _due(self, number: int) -> int:
+        """The last step that a live ticket's group may be trained in."""
+        return self.state.live[number].min_version + self.rules.max_staleness
+
+    def _horizon(self) -> float:
+        """The latest due step that may still be taken into the step under way without breaking (*) of the module's docstring."""
+        if self.rules.on_late == "drop":
+            return math.inf
+        taken = set(self.state.taken)
+        num_due = Counter(self._due(number) for number in self.state.live if number not in taken)
+        places, num_live = self.rules.groups_per_step - len(taken) - 1, 0
+        for due in sorted(num_due):
+            num_live += num_due[due]
+            if num_live > places + max(due - self.state.version, 0) * self.rules.groups_per_step:
+                return due  # its own tickets fill all places up to then: nothing due later may pass them
+        return math.inf
