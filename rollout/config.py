@@ -4,21 +4,59 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 
 from broker.config import Section
+from broker.errors import ConfigError
+from broker.registry import known, resolve
+from rollout.engines import ENGINE_ARGS, ENGINES
 
 
 class RolloutSection(Section):
     """Settings of a generation server."""
 
     engine: str = "hf"  # a name of the registry in rollout/engines
-    engine_args: dict[str, Any] = {}
+    engine_args: dict[str, Any] = Field(default_factory=dict)
     policy: str = "actor"  # whose policy these servers offer
     max_running: PositiveInt = 64  # requests in one decode batch
     max_context_tokens: PositiveInt = 4096  # prompt and output together
-    prefill_tokens: PositiveInt = 4096  # padded tokens of one prefill pass
+    prefill_tokens: PositiveInt = 4096  # context tokens of one pass
     prefix_cache: bool = True
     update_mode: Literal["keep", "recompute", "abort"] = "keep"  # what happens to requests in flight at new weights
     num_threads: NonNegativeInt = 0  # torch threads, 0 leaves the default
     drain_timeout_s: PositiveFloat = 30.0
+
+
+def check(config: dict[str, Any]) -> None:
+    """What the section alone cannot say: the engine exists and takes its arguments, and every domain's context fits.
+
+    Raises:
+        ConfigError: names the key, its value and what is allowed.
+    """
+    section = RolloutSection.model_validate(config.get("rollout") or {})
+    check_engine(section)
+    for name, domain in (config.get("domains") or {}).items():
+        longest = domain.get("max_context_tokens", 0)
+        if longest > section.max_context_tokens:
+            raise ConfigError(
+                f"domains.{name}.max_context_tokens", longest, f"at most rollout.max_context_tokens ({section.max_context_tokens})"
+            )
+
+
+def check_engine(section: RolloutSection) -> None:
+    """The engine is known and its arguments are ones it takes; nothing heavy is imported for those of the registry.
+
+    Raises:
+        ConfigError: otherwise.
+    """
+    if section.engine not in known("engines", ENGINES) and ":" not in section.engine:
+        resolve("engines", section.engine, ENGINES)  # raises, naming the known ones
+    if section.engine in ENGINE_ARGS:
+        model: type[Section] = resolve("engine_args", section.engine, ENGINE_ARGS)
+        try:
+            model.model_validate(section.engine_args)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"])
+            what = f"known: {', '.join(model.model_fields)}" if first["type"] == "extra_forbidden" else first["msg"]
+            raise ConfigError(f"rollout.engine_args.{where}", first["input"], what) from None

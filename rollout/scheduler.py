@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from typing import Final
@@ -70,7 +71,7 @@ class _Idle:
 class _Queue:
     """The waiting jobs that may run, by two orders at once; a job taken by one order is skipped by the other."""
 
-    longest: list[tuple[int, int, Job]] = field(default_factory=list)
+    longest: list[tuple[float, int, Job]] = field(default_factory=list)
     oldest: list[tuple[float, int, Job]] = field(default_factory=list)
     pushed: int = 0
 
@@ -80,12 +81,16 @@ class _Queue:
         heapq.heappush(self.oldest, (job.urgent_at, self.pushed, job))
 
     def pop(self, now: float) -> Job | None:
-        for heap, most in ((self.oldest, now), (self.longest, float("inf"))):
-            while heap and (heap[0][2].slot != WAITING or heap[0][0] <= most):
-                job = heapq.heappop(heap)[2]
-                if job.slot == WAITING:
-                    return job
-        return None
+        """The first urgent job, else the longest."""
+        return _pop_waiting(self.oldest, now) or _pop_waiting(self.longest, math.inf)
+
+
+def _pop_waiting(heap: list[tuple[float, int, Job]], most: float) -> Job | None:
+    while heap and (heap[0][2].slot != WAITING or heap[0][0] <= most):
+        _, _, job = heapq.heappop(heap)
+        if job.slot == WAITING:
+            return job
+    return None
 
 
 class Scheduler:

@@ -19,5 +19,7 @@ class HFArgs(Section):
 class RandomArgs(Section):
     """Settings of the engine ``random``."""
 
-    choices: list[Annotated[str, Field(min_length=1)]] = []  # texts to choose among, uniformly; empty: uniform tokens
+    choices: list[Annotated[str, Field(min_length=1)]] = Field(
+        default_factory=list
+    )  # texts to choose among, uniformly; empty: uniform tokens
     delay_s: Annotated[float, Field(ge=0)] = 0.0  # time per token, to stand in for a slow engine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +33,7 @@ class EngineConfig:
     """
 
     model_path: str
-    section: RolloutSection = RolloutSection()
+    section: RolloutSection = field(default_factory=RolloutSection)
     dtype: str = "float32"
     trust_remote_code: bool = False
     device: Literal["cpu", "cuda", "auto"] = "auto"
@@ -88,19 +88,14 @@ class Stats:
     pause_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """One tensor of the weights, as the weight channel plans it: Hugging Face name, shape, torch dtype by name."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-
-
 class Engine(Protocol):
-    """One policy behind one queue. All coroutines run on the loop that called ``start``."""
+    """One policy behind one queue. All coroutines run on the loop that called ``start``.
 
-    has_weights: bool  # False: nothing to update, version 0 for ever, min_version is ignored
+    An engine without weights (``has_weights`` False) serves version 0 for ever, ignores ``min_version``, and is never asked
+    for anything about weights.
+    """
+
+    has_weights: bool
     policy_version: int  # of the weights being sampled from, NO_VERSION when none may be
 
     def __init__(self, config: EngineConfig) -> None: ...
@@ -144,12 +139,11 @@ class Engine(Protocol):
         """log p(token[i + 1] | token[: i + 1]) at temperature 1, shape (n - 1,), under the weights held now."""
         ...
 
-    def weight_template(self) -> list[TensorSpec]:
-        """Every tensor an update carries, in the order of the model; tied tensors once."""
-        ...
-
     def weights(self) -> Mapping[str, torch.Tensor]:
-        """The tensors now held, by the names of the template; read only, and only while nothing updates them."""
+        """The tensors now held by their Hugging Face names, tied ones once; names, shapes and dtypes are what an update carries.
+
+        Read only, and only while nothing updates them.
+        """
         ...
 
     def stats(self) -> Stats: ...
@@ -167,7 +161,7 @@ class Engine(Protocol):
         ...
 
 
-def problem(request: wire.GenerateRequest, *, max_context_tokens: int, vocab_size: int) -> str:
+def problem(request: wire.GenerateRequest, *, max_context_tokens: int, vocab_size: int | None) -> str:
     """Why a request cannot be run, in one line; empty when it can."""
     tokens = request.token_ids.array()
     sampling = request.sampling
@@ -175,20 +169,9 @@ def problem(request: wire.GenerateRequest, *, max_context_tokens: int, vocab_siz
         return "the prompt is empty"
     if tokens.size >= max_context_tokens:
         return f"the prompt has {tokens.size} tokens and leaves no room to generate in rollout.max_context_tokens={max_context_tokens}"
-    if int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size:
+    if vocab_size is not None and (int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size):
         bad = next(int(t) for t in tokens if not 0 <= t < vocab_size)
         return f"token id {bad} is outside the model's vocabulary of {vocab_size}"
     if sampling.max_tokens < 1:
         return f"max_tokens={sampling.max_tokens} is not allowed; at least 1"
     return ""
-
-
-def unweighted(name: str) -> Any:
-    """The error of a weight operation on an engine that has none."""
-    return NotImplementedError(f"engine {name} has no weights")
-
-
-def probe_difference(probe: wire.Probe, found: npt.NDArray[np.float32]) -> float:
-    """Largest absolute difference between a probe's logprobs and an engine's; infinite when their numbers differ, NaN when one is."""
-    expected = probe.logprobs.array()
-    return float(np.abs(expected - found).max(initial=0.0)) if expected.shape == found.shape else float("inf")

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from broker import wire
-from rollout.engines.base import NO_VERSION, EngineConfig, Output, Stats, TensorSpec, UpdateMode
+from rollout.engines.base import NO_VERSION, EngineConfig, Output, Stats, UpdateMode
 from rollout.engines.hf_core import Core
 
 T = TypeVar("T")
@@ -84,9 +84,6 @@ class HFEngine:
         found = await self._call(lambda core: core.model.logprobs(token_ids))
         array: npt.NDArray[np.float32] = found.numpy()
         return array
-
-    def weight_template(self) -> list[TensorSpec]:
-        return self._running_core().model.template()
 
     def weights(self) -> Mapping[str, torch.Tensor]:
         return self._running_core().model.weights()

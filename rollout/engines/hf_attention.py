@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812 - the field's own name for it
+import torch.nn.functional as F
 
 from broker.errors import UserError
 
@@ -203,9 +203,12 @@ class _How:
     sinks: torch.Tensor | None
 
 
-def _attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, block: Block, how: _How) -> torch.Tensor:
-    """Attention of one block: query (1, heads, all rows, size), keys and values (size, KV heads, length, size); (rows, heads, size).
+def _attend(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, block: Block, how: _How
+) -> torch.Tensor:
+    """Attention of one block, shape (rows of the block, heads, head size).
 
+    ``query`` is (1, heads, all rows of the pass, head size), ``keys`` and ``values`` are (segments, KV heads, length, head size).
     The query heads that share a KV head are laid behind each other as if they were more queries, so no key is copied.
     """
     head_dim = query.shape[-1]
@@ -219,8 +222,10 @@ def _attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask:
     return out.reshape(block.size * block.new, how.kv_heads * how.groups, -1)
 
 
-def _explicit(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, block: Block, how: _How) -> torch.Tensor:
-    """Attention written out, for what the fused function lacks: soft-capped logits (Gemma 2) and sinks (gpt-oss)."""
+def _explicit(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, block: Block, how: _How
+) -> torch.Tensor:
+    """Attention written out, for what the fused one lacks: soft-capped logits (Gemma 2) and sinks (gpt-oss)."""
     scores = torch.matmul(query, keys.transpose(2, 3)) * (how.scale if how.scale is not None else query.shape[-1] ** -0.5)
     if how.softcap is not None:
         scores = torch.tanh(scores / how.softcap) * how.softcap

@@ -14,13 +14,15 @@ import torch
 
 from broker import wire
 from broker.errors import TransferFailed, UserError
-from rollout.engines.base import NO_VERSION, EngineConfig, Output, Stats, UpdateMode, probe_difference, problem
+from broker.weights.probe import check_probe
+from rollout.engines.base import NO_VERSION, EngineConfig, Output, Stats, UpdateMode, problem
 from rollout.engines.hf_attention import Segment
 from rollout.engines.hf_model import SlotModel, end_tokens
 from rollout.engines.hf_row import Row
 from rollout.engines.sampling import SamplingBatch, sample, uniforms
-from rollout.engines.tokens import StopStrings, load_tokenizer
+from rollout.engines.stopping import StopStrings
 from rollout.scheduler import Job, Scheduler
+from text.tokenizer import Tokenizer
 
 MAX_FAILURES: Final = 3  # passes that break one after the other before the engine gives up
 
@@ -38,10 +40,9 @@ class Core:
             version=config.policy_version,
         )
         self.outbox: list[tuple[str, Output]] = []
-        self._path = config.model_path
         self._prefill_tokens = section.prefill_tokens
-        self._end_ids = end_tokens(self.model.model)
-        self._tokenizer: object = None
+        self._tokenizer = find_tokenizer(config)
+        self._end_ids = end_tokens(self.model.model) | frozenset(self._tokenizer.eos_token_ids if self._tokenizer else ())
         self._requests: dict[str, wire.GenerateRequest] = {}
         self._rows: dict[int, Row] = {}  # by slot
         self._reading: list[Row] = []  # rows with more than one token to run, in the order in which they started
@@ -65,10 +66,7 @@ class Core:
         """Queue a request; what cannot be run is answered at once."""
         why = problem(request, max_context_tokens=self.model.max_context, vocab_size=self.model.vocab_size)
         if not why and request.sampling.stop and self._tokenizer is None:
-            try:
-                self._tokenizer = load_tokenizer(self._path)
-            except UserError as error:
-                why = f"stop strings need a tokenizer; {error}"
+            why = "stop strings need a tokenizer, and the model's folder has none"
         if not why and self.scheduler.job(request.request_id) is not None:
             why = f"request_id {request.request_id!r} is already running or waiting"
         if why:
@@ -94,7 +92,7 @@ class Core:
             return
         for start in self.scheduler.admit(now):
             params = self._requests[start.job.request_id].sampling
-            stops = StopStrings(self._tokenizer, params.stop) if params.stop else None
+            stops = StopStrings(self._tokenizer, params.stop) if params.stop and self._tokenizer else None
             room = self.model.max_context - len(start.job.tokens)
             row = Row(start.job, params, start.reused, self.version, room, self._end_ids, stops)
             self._rows[start.slot] = row
@@ -130,13 +128,12 @@ class Core:
             for row in list(self._rows.values()):
                 self._end(row.job, "abort", keep=False)
         if probe is not None:
-            difference = probe_difference(probe, self.model.logprobs(probe.token_ids.array().tolist()).numpy())
-            if not difference <= probe.tolerance:
+            try:
+                check_probe(probe, self.model.logprobs(probe.token_ids.array().tolist()).numpy())
+            except TransferFailed:
                 self._stalled = True
                 self.scheduler.update(NO_VERSION)
-                raise TransferFailed(
-                    f"version {version} arrived but was loaded wrong: probe logprobs differ by {difference:.3g}, allowed is {probe.tolerance:.3g}"
-                )
+                raise
         self._set_version(version, weights_changed=True)
         if mode == "recompute":
             self._reread()
@@ -242,3 +239,11 @@ class Core:
         self._requests.pop(request_id, None)
         self._finished[output.finish_reason] += 1
         self.outbox.append((request_id, output))
+
+
+def find_tokenizer(config: EngineConfig) -> Tokenizer | None:
+    """The model's tokenizer; a model without one generates all the same, it only knows no stop strings."""
+    try:
+        return Tokenizer.load(config.model_path, trust_remote_code=config.trust_remote_code)
+    except UserError:
+        return None

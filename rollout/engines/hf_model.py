@@ -13,7 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from broker.errors import TransferFailed, UserError
 from rollout.engines.args import HFArgs
-from rollout.engines.base import EngineConfig, TensorSpec
+from rollout.engines.base import EngineConfig
 from rollout.engines.hf_attention import Pass, Segment, SlotAttention
 
 _numbers: Final = itertools.count()
@@ -83,10 +83,6 @@ class SlotModel:
                 seen.add(tensor.data_ptr())
                 distinct[name] = tensor.detach()
         return distinct
-
-    def template(self) -> list[TensorSpec]:
-        """What an update carries."""
-        return [TensorSpec(name, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in self.weights().items()]
 
     @torch.no_grad()
     def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:

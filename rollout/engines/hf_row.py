@@ -8,7 +8,7 @@ import numpy as np
 
 from broker.wire import FinishReason, SamplingParams
 from rollout.engines.base import Output
-from rollout.engines.tokens import StopStrings
+from rollout.engines.stopping import StopStrings
 from rollout.scheduler import Job, Tokens
 
 
@@ -58,7 +58,7 @@ class Row:
             return Output(finish_reason="error", error=error, prefix_hit_tokens=self.reused)
         ends = [start for _, start in self._marks[1:]] + [len(self.logprobs)]
         runs = [(version, end - start) for (version, start), end in zip(self._marks, ends, strict=True) if end > start]
-        return Output(self.tokens[self._num_prompt : self.length], self.logprobs, runs, reason, self.reused)
+        return Output(self.tokens[self._num_prompt : self.length].tolist(), self.logprobs, runs, reason, self.reused)
 
     def kept(self) -> Tokens:
         """The tokens whose KV the slot holds now."""

@@ -1,0 +1,187 @@
+"""The engine ``hf`` against transformers' own two ways to generate: static batches and continuous batching.
+
+    python -m bench.engine [--requests 64] [--repeats 5] [--hidden 256] [--layers 4]
+
+Every arm serves the same requests on the same small Qwen3 (prompts of 16-128 tokens, outputs of 16-128, no end token),
+samples at temperature 1, and returns the logprob of every sampled token. Tokens are those asked for: what the static batch
+generates beyond a row's own length does not count. The arms take turns in one run, and the figures are medians over turns.
+The last line is one JSON object: ratio_to_static, ratio_to_continuous, tokens_per_s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from transformers.generation import ContinuousBatchingConfig
+
+from broker import wire
+from rollout.config import RolloutSection
+from rollout.engines.base import EngineConfig
+from rollout.engines.hf import HFEngine
+
+Requests = list[tuple[list[int], int]]  # prompt, output length
+
+
+def make_requests(number: int, vocab_size: int, seed: int = 0) -> Requests:
+    """Prompts of 16-128 random tokens and outputs of 16-128, both inclusive."""
+    rng = np.random.default_rng(seed)
+    return [(rng.integers(3, vocab_size, rng.integers(16, 129)).tolist(), int(rng.integers(16, 129))) for _ in range(number)]
+
+
+def make_model(folder: str, hidden: int, layers: int) -> int:
+    """Write a small Qwen3 with random weights; its vocabulary size."""
+    config = transformers.Qwen3Config(
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=2,
+        head_dim=64,
+        intermediate_size=3 * hidden,
+        vocab_size=2048,
+        max_position_embeddings=1024,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
+    return int(config.vocab_size)
+
+
+def load(folder: str) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+
+
+def static_arm(folder: str, requests: Requests) -> Callable[[], int]:
+    """One left-padded batch, generated to the longest output; logprobs from the scores of every step."""
+    model = load(folder)
+    longest = max(len(prompt) for prompt, _ in requests)
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt, _ in requests])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt, _ in requests])
+    most = max(length for _, length in requests)
+
+    def run() -> int:
+        with torch.inference_mode():
+            out = model.generate(
+                ids, attention_mask=mask, max_new_tokens=most, do_sample=True, top_k=0, pad_token_id=0, output_scores=True,
+                return_dict_in_generate=True,
+            )  # fmt: skip
+            logprobs = model.compute_transition_scores(out.sequences, out.scores, normalize_logits=True)
+        assert logprobs.shape == (len(requests), most)
+        return sum(length for _, length in requests)
+
+    return run
+
+
+def continuous_arm(folder: str, requests: Requests, manager: Any) -> Callable[[], int]:
+    """transformers' continuous batching on a manager that stays open."""
+    turn = 0
+
+    def run() -> int:
+        nonlocal turn
+        turn += 1
+        for index, (prompt, length) in enumerate(requests):
+            manager.add_request(prompt, request_id=f"{turn}-{index}", max_new_tokens=length, eos_token_id=-1)
+        tokens = 0
+        for _ in requests:
+            result = manager.get_result(timeout=120)
+            if result is None or result.error:
+                raise RuntimeError(f"continuous batching failed: {result and result.error}")
+            assert len(result.logprobs) == len(result.generated_tokens)
+            tokens += len(result.generated_tokens)
+        return tokens
+
+    return run
+
+
+async def ours(engine: HFEngine, requests: Requests, turn: int) -> int:
+    """All requests at once on the engine."""
+    asked = [
+        wire.GenerateRequest(
+            request_id=f"{turn}-{index}",
+            conversation_id=f"{turn}-{index}",
+            token_ids=wire.column(prompt, "<i4"),
+            sampling=wire.SamplingParams(max_tokens=length, ignore_eos=True),
+        )
+        for index, (prompt, length) in enumerate(requests)
+    ]
+    outputs = await asyncio.gather(*(engine.generate(request) for request in asked))
+    assert all(len(o.logprobs) == length for o, (_, length) in zip(outputs, requests, strict=True))
+    return sum(len(o.token_ids) for o in outputs)
+
+
+def timed(run: Callable[[], int]) -> float:
+    """Tokens a second of one run."""
+    began = time.perf_counter()
+    tokens = run()
+    return tokens / (time.perf_counter() - began)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--threads", type=int, default=int(os.environ.get("OMP_NUM_THREADS", "0")) or os.cpu_count() or 1)
+    options = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
+    torch.set_num_threads(options.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        vocab_size = make_model(folder, options.hidden, options.layers)
+        compare(folder, make_requests(options.requests, vocab_size), options)
+
+
+def compare(folder: str, requests: Requests, options: argparse.Namespace) -> None:
+    """Run the arms in turns and print what came of it."""
+    section = RolloutSection(max_running=len(requests), max_context_tokens=512, num_threads=options.threads)
+    rates: dict[str, list[float]] = {"static": [], "continuous": [], "engine": []}
+    continuous_model = load(folder)
+    generation = transformers.GenerationConfig(do_sample=True, top_k=0, max_new_tokens=128, eos_token_id=-1, pad_token_id=0)
+    batching = ContinuousBatchingConfig(return_logprobs=True, page_size=32, num_blocks=1024, max_batch_tokens=2048)
+    static = static_arm(folder, requests)
+    with asyncio.Runner() as runner, continuous_model.continuous_batching_context_manager(
+        generation_config=generation, continuous_batching_config=batching, timeout=10
+    ) as manager:  # fmt: skip
+        engine = HFEngine(EngineConfig(folder, section, policy_version=0))
+        runner.run(engine.start())
+        continuous = continuous_arm(folder, requests, manager)
+        for turn in range(options.repeats + 1):
+            new = {"static": timed(static), "continuous": timed(continuous)}
+            new["engine"] = timed(lambda turn=turn: runner.run(ours(engine, requests, turn)))  # type: ignore[misc]
+            print("warm-up" if turn == 0 else f"turn {turn}", *(f"{name} {rate:.0f} tokens/s" for name, rate in new.items()), sep="  ")
+            if turn:
+                for name, rate in new.items():
+                    rates[name].append(rate)
+        runner.run(engine.close())
+    median = {name: statistics.median(values) for name, values in rates.items()}
+    print(
+        json.dumps(
+            {
+                "ratio_to_static": round(statistics.median(e / s for e, s in zip(rates["engine"], rates["static"], strict=True)), 3),
+                "ratio_to_continuous": round(statistics.median(e / c for e, c in zip(rates["engine"], rates["continuous"], strict=True)), 3),
+                "tokens_per_s": round(median["engine"], 1),
+                "static_tokens_per_s": round(median["static"], 1),
+                "continuous_tokens_per_s": round(median["continuous"], 1),
+                "threads": options.threads,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""The engine ``random``: no model and no torch. A baseline to compare with, and a stand-in for tests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import random
+import time
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from broker import wire
+from broker.errors import UserError
+from rollout.engines.args import RandomArgs
+from rollout.engines.base import EngineConfig, Output, Stats, UpdateMode, problem
+from rollout.engines.stopping import StopStrings
+from text.hub import read_json, tokenizer_folder
+from text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import torch
+
+_KEY: Final = "model.path"
+VERSION: Final = 0  # of every token: there is nothing to train
+
+
+class RandomEngine:
+    """See ``rollout.engines.base.Engine``.
+
+    Without ``choices`` every token is uniform over the vocabulary. With them a whole choice is drawn uniformly, followed by
+    the end token; its logprob stands on its first token and the rest have 0, so the sum over a reply is right. The sampling
+    parameters that shape a distribution (temperature, top-k, top-p, min-p) do nothing: there is only one here.
+    """
+
+    has_weights = False
+    policy_version = VERSION
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._args = RandomArgs.model_validate(config.section.engine_args)
+        self._running: dict[str, asyncio.Event] = {}  # set: abort
+        self._finished: Counter[str] = Counter()
+        self._generated = 0
+        self._busy_s = 0.0
+        self._busy_since = 0.0
+        self._closed = asyncio.Event()
+        self._choices: list[list[int]] = []
+        self._tokenizer: Tokenizer
+
+    async def start(self) -> None:
+        path = self._config.model_path
+        self._tokenizer = Tokenizer.load(path, trust_remote_code=self._config.trust_remote_code)
+        if self._args.choices:
+            end = end_token(self._tokenizer, path)
+            self._choices = [[*self._tokenizer.encode(choice), end] for choice in self._args.choices]
+
+    async def generate(self, request: wire.GenerateRequest) -> Output:
+        why = problem(request, max_context_tokens=self._config.section.max_context_tokens, vocab_size=None)
+        if not why and request.request_id in self._running:
+            why = f"request_id {request.request_id!r} is already running or waiting"
+        if why:
+            return self._count(Output(error=why))
+        aborted = self._running[request.request_id] = asyncio.Event()
+        deadline = time.monotonic() + request.deadline_s
+        if len(self._running) == 1:
+            self._busy_since = time.monotonic()
+        try:
+            return self._count(await self._produce(request, deadline, aborted))
+        finally:
+            del self._running[request.request_id]
+            if not self._running:
+                self._busy_s += time.monotonic() - self._busy_since
+
+    def abort(self, request_id: str) -> None:
+        if request_id in self._running:
+            self._running[request_id].set()
+
+    async def adopt(self, version: int) -> None:
+        raise NotImplementedError("engine random has no weights")
+
+    async def update_weights(self, tensors: Mapping[str, torch.Tensor], version: int, mode: UpdateMode, probe: wire.Probe | None) -> float:
+        raise NotImplementedError("engine random has no weights")
+
+    async def logprobs(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
+        raise NotImplementedError("engine random has no weights")
+
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        return {}
+
+    def stats(self) -> Stats:
+        now = time.monotonic()
+        return Stats(
+            running=len(self._running),
+            slots=self._config.section.max_running,
+            busy_s=self._busy_s + (now - self._busy_since if self._running else 0.0),
+            generated_tokens=self._generated,
+            finished=dict(self._finished),
+        )
+
+    async def join(self) -> None:
+        await self._closed.wait()
+
+    async def close(self) -> None:
+        for event in self._running.values():
+            event.set()
+        self._closed.set()
+
+    async def _produce(self, request: wire.GenerateRequest, deadline: float, aborted: asyncio.Event) -> Output:
+        """The whole reply is drawn first; the delay is then spent on it, and what it had no time for is cut off."""
+        tokens, logprobs, reason = self._draw(request)
+        allowed = len(tokens)
+        if self._args.delay_s:
+            began = time.monotonic()
+            need = self._args.delay_s * len(tokens)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(aborted.wait(), min(need, max(0.0, deadline - began)))
+            allowed = min(len(tokens), int((time.monotonic() - began) / self._args.delay_s + 1e-3))
+        if aborted.is_set() or allowed < len(tokens):
+            reason = "abort" if aborted.is_set() else "deadline"
+            tokens, logprobs = tokens[:allowed], logprobs[:allowed]
+        return Output(tokens, logprobs, [(VERSION, len(tokens))] if tokens else [], reason)
+
+    def _draw(self, request: wire.GenerateRequest) -> tuple[list[int], list[float], wire.FinishReason]:
+        sampling = request.sampling
+        seed = sampling.seed if sampling.seed is not None else int.from_bytes(os.urandom(8), "little")
+        prompt = len(request.token_ids.array())
+        rng = random.Random(f"{seed} {prompt}")  # the position counts, as in every engine
+        limit = min(sampling.max_tokens, self._config.section.max_context_tokens - prompt)
+        if not self._choices:
+            return self._uniform(rng, sampling, limit)
+        share: defaultdict[tuple[int, ...], float] = defaultdict(float)
+        for choice in self._choices:  # two choices may begin alike, and be the same once cut
+            share[tuple(choice[:limit])] += 1 / len(self._choices)
+        drawn = rng.choice(self._choices)
+        tokens = drawn[:limit]
+        logprobs = [math.log(min(1.0, share[tuple(tokens)]))] + [0.0] * (len(tokens) - 1)
+        return tokens, logprobs, "stop" if len(tokens) == len(drawn) else "length"
+
+    def _uniform(self, rng: random.Random, sampling: wire.SamplingParams, limit: int) -> tuple[list[int], list[float], wire.FinishReason]:
+        size = self._tokenizer.vocab_size
+        ends = {*(() if sampling.ignore_eos else self._tokenizer.eos_token_ids), *sampling.stop_token_ids}
+        stops = StopStrings(self._tokenizer, sampling.stop) if sampling.stop else None
+        tokens: list[int] = []
+        stopped = False
+        while len(tokens) < limit and not stopped:
+            tokens.append(rng.randrange(size))
+            stopped = tokens[-1] in ends or (stops is not None and stops.hit(tokens))
+        return tokens, [-math.log(size)] * len(tokens), "stop" if stopped else "length"
+
+    def _count(self, output: Output) -> Output:
+        self._finished[output.finish_reason] += 1
+        self._generated += len(output.token_ids)
+        return output
+
+
+def end_token(tokenizer: Tokenizer, path: str) -> int:
+    """The token that ends a turn: the tokenizer's own eos token, else the first that the model declares.
+
+    Raises:
+        UserError: the model has none, and a choice could not be ended.
+    """
+    named = read_json(tokenizer_folder(path) / "tokenizer_config.json", path, _KEY, missing_ok=True).get("eos_token")
+    text = named.get("content") if isinstance(named, dict) else named
+    found = tokenizer.token_id(text) if isinstance(text, str) else None
+    if found is None:
+        found = next(iter(tokenizer.eos_token_ids), None)
+    if found is None:
+        raise UserError(f"model path {path!r}: engine random with choices needs a tokenizer with an end token")
+    return found
