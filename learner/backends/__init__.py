@@ -1,0 +1,9 @@
+"""Training backends by name; a new one is one file plus one line here. Resolved by ``broker.registry.resolve``."""
+
+from __future__ import annotations
+
+from typing import Final
+
+BACKENDS: Final[dict[str, str]] = {
+    "torch": "learner.backends.torch:TorchBackend",
+}

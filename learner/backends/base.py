@@ -1,0 +1,87 @@
+"""What the learner asks of a training backend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from learner.config import AlgorithmSection, TrainSection
+from learner.samples import TrainSample
+from text.config import ModelSection
+
+
+class Backend(Protocol):
+    """A policy, its optimizer and its gradient. Used by one thread at a time.
+
+    A step is any number of ``forward_backward`` calls and one ``step``. State may be taken and loaded only between steps.
+
+    Args:
+        model_path: folder or hub name of the weights to start from, in Hugging Face format.
+        train: learning rate, schedule, clipping, device.
+        algorithm: loss, aggregation, KL, entropy.
+        model: dtype and whether remote code is trusted.
+        seed: of whatever draws random numbers in training.
+        ref_path: weights of the reference policy, ``model_path`` by default; loaded only if ``algorithm.kl_coef`` is above 0.
+        max_length: the constant of ``seq-mean-token-sum-norm``, in tokens.
+
+    Raises:
+        ConfigError: a path that holds no model, a device that does not exist, an unknown loss, an impossible combination.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        train: TrainSection,
+        algorithm: AlgorithmSection,
+        model: ModelSection,
+        seed: int,
+        ref_path: str | None = None,
+        max_length: int | None = None,
+    ) -> None: ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        ...
+
+    def forward_backward(self, samples: Sequence[TrainSample]) -> dict[str, float]:
+        """Add one micro-batch to the gradient of the step under way, not yet normalised.
+
+        Returns:
+            Sums over the micro-batch: ``tokens``, ``rows``, ``inputs`` (tokens read) and the sums that the step's metrics are made of.
+        """
+        ...
+
+    def step(self) -> dict[str, float]:
+        """Normalise over all that was added since the last step, clip, update; the step's metrics by their published names."""
+        ...
+
+    def weights(self) -> dict[str, Tensor]:
+        """The live tensors by their state-dict names, tied ones once; they change at the next ``step``."""
+        ...
+
+    def logprobs(self, token_ids: Sequence[int] | npt.NDArray[np.generic]) -> Tensor:
+        """log p(token[i + 1] | token[: i + 1]) at temperature 1, (n - 1,) float32 on the CPU."""
+        ...
+
+    def save(self, path: str | Path) -> None:
+        """Write weights, configuration and tokenizer to a folder that transformers loads."""
+        ...
+
+    def state(self) -> dict[str, Tensor]:
+        """Copies of all else that the next step depends on: optimizer, schedule, RNG; CPU tensors, fit for safetensors."""
+        ...
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take back what ``state`` gave.
+
+        Raises:
+            UserError: it belongs to another model.
+        """
+        ...

@@ -1,0 +1,134 @@
+"""AdamW over float32 weights, whatever the model computes in; learning-rate schedule, clipping, and their state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from broker.errors import UserError
+from learner.config import TrainSection
+
+
+def lr_factor(update: int, train: TrainSection) -> float:
+    """What ``train.lr`` is multiplied by at an update, counted from 0.
+
+    Linear over ``warmup_steps`` updates up to 1, which the last of them has; then constant, or linear or cosine towards 0,
+    which would be reached at update ``train.steps``: the last one still moves.
+    """
+    if update < train.warmup_steps:
+        return (update + 1) / train.warmup_steps
+    if train.lr_schedule == "constant":
+        return 1.0
+    progress = min(1.0, (update - train.warmup_steps) / max(1, train.steps - train.warmup_steps))
+    return 1.0 - progress if train.lr_schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+class Optimizer:
+    """AdamW with decoupled decay on matrices only (biases and norms have none), for parameters of any floating dtype.
+
+    Parameters that are not float32 get a float32 master copy, which is what is updated and what gradients are summed in: at
+    usual learning rates most updates are smaller than bfloat16 can add.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], train: TrainSection) -> None:
+        self._train = train
+        self.updates = 0
+        self._live = dict(parameters)
+        self._masters = {name: _master(parameter) for name, parameter in self._live.items()}
+        self._copied = [name for name, parameter in self._live.items() if self._masters[name] is not parameter]
+        groups = [
+            {"params": [p for p in self._masters.values() if p.ndim >= 2], "weight_decay": train.weight_decay},
+            {"params": [p for p in self._masters.values() if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        self._adamw = torch.optim.AdamW([group for group in groups if group["params"]], lr=train.lr, betas=train.betas, fused=True)
+        for master in self._masters.values():
+            self._adamw.state[master] = _fresh(master)
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """After each backward pass: move low-precision gradients into the float32 sums."""
+        for name in self._copied:
+            live, master = self._live[name], self._masters[name]
+            if live.grad is not None:
+                master.grad = live.grad.float() if master.grad is None else master.grad.add_(live.grad)
+                live.grad = None
+
+    @torch.no_grad()
+    def step(self, denominator: float) -> dict[str, float]:
+        """Divide the gradient by ``denominator``, clip it to ``max_grad_norm``, update, and forget it.
+
+        A gradient that is not finite changes nothing but the count of updates.
+
+        Returns:
+            ``grad_norm`` before clipping, ``lr`` of this update, ``skipped`` (0 or 1).
+        """
+        masters = list(self._masters.values())
+        for master in masters:
+            if master.grad is None:  # nothing was trained, or not through this parameter: a gradient of zero
+                master.grad = torch.zeros_like(master)
+        grads = [master.grad for master in masters if master.grad is not None]
+        torch._foreach_div_(grads, denominator)
+        norm = nn.utils.get_total_norm(grads)
+        finite = bool(torch.isfinite(norm))
+        if self._train.max_grad_norm and finite:
+            nn.utils.clip_grads_with_norm_(masters, self._train.max_grad_norm, norm)
+        lr = self._train.lr * lr_factor(self.updates, self._train)
+        if finite:
+            for group in self._adamw.param_groups:
+                group["lr"] = lr
+            self._adamw.step()
+            for name in self._copied:
+                self._live[name].copy_(self._masters[name])
+        self._adamw.zero_grad()
+        self.updates += 1
+        return {"grad_norm": float(norm), "lr": lr, "skipped": float(not finite)}
+
+    def state(self) -> dict[str, Tensor]:
+        """CPU copies of moments, master weights and counts, by ``<kind>.<parameter name>``."""
+        found = {"updates": torch.tensor(self.updates)}
+        for name, master in self._masters.items():
+            found |= {f"{kind}.{name}": _copy(tensor) for kind, tensor in self._adamw.state[master].items()}
+        return found | {f"master.{name}": _copy(self._masters[name]) for name in self._copied}
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take back what ``state`` gave, whole or not at all.
+
+        Raises:
+            UserError: names or shapes are those of another model.
+        """
+        held = self.state()
+        if odd := sorted(held.keys() ^ state.keys()):
+            raise UserError(f"the optimizer state belongs to another model: {len(odd)} entries differ, the first is {odd[0]}")
+        for name, tensor in held.items():
+            if tensor.shape != state[name].shape:
+                raise UserError(
+                    f"the optimizer state belongs to another model: {name} has shape {tuple(state[name].shape)}, not {tuple(tensor.shape)}"
+                )
+        self.updates = int(state["updates"])
+        for name, master in self._masters.items():
+            for kind, tensor in self._adamw.state[master].items():
+                tensor.copy_(state[f"{kind}.{name}"])
+        for name in self._copied:
+            self._masters[name].copy_(state[f"master.{name}"])
+            self._live[name].copy_(self._masters[name])
+
+
+def _master(parameter: nn.Parameter) -> nn.Parameter:
+    return parameter if parameter.dtype == torch.float32 else nn.Parameter(parameter.detach().float())
+
+
+def _fresh(master: Tensor) -> dict[str, Tensor]:
+    # What AdamW would make at its first step; made now, so that the state has the same entries from the start.
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device=master.device),
+        "exp_avg": torch.zeros_like(master),
+        "exp_avg_sq": torch.zeros_like(master),
+    }
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()

@@ -1,0 +1,151 @@
+"""A transformers causal language model that scores only the tokens asked for."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from broker.errors import ConfigError
+from learner.backends.batch import Batch
+from text.config import ModelSection, check_model_path
+
+_LOGIT_BUDGET: Final = 1 << 26  # logits held at once, 256 MiB in float32
+_PROBE_TOKENS: Final = 8
+
+
+class Policy:
+    """Weights of one causal language model on one device, in evaluation mode: no dropout, so that logprobs equal the engines'.
+
+    The vocabulary-sized part of the forward pass, mostly the largest, runs for trained positions only, and in chunks that are
+    computed again in the backward pass where one chunk does not hold them all.
+    """
+
+    def __init__(self, path: str, model: ModelSection, device: torch.device, *, trainable: bool = True) -> None:
+        self.device = device
+        self.path = path
+        self.module = load_model(path, model, device).requires_grad_(trainable)
+        self.head = self.module.get_output_embeddings()
+        if self.head is None:
+            raise ConfigError("model.path", path, f"{type(self.module).__name__} has no output embeddings, so it is no language model")
+        self._plain_head = self._head_is_plain()
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the input embeddings."""
+        return int(self.module.get_input_embeddings().num_embeddings)
+
+    def score(self, batch: Batch, *, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
+        """Logprob of each trained token and the entropy of its distribution in nats, each (T,) float32, at the batch's temperatures.
+
+        Args:
+            batch: of ``collate``.
+            entropy_grad: let gradient flow through the entropy too.
+        """
+        if not self._plain_head:
+            return _measure(self._selected_logits(batch), batch.targets, batch.temperature, entropy_grad)
+        hidden = self.module.base_model(input_ids=batch.input_ids, use_cache=False).last_hidden_state
+        hidden = hidden.flatten(0, 1).index_select(0, batch.predictors)
+        chunk = max(1, _LOGIT_BUDGET // self.head.weight.shape[0])
+        if len(hidden) <= chunk:
+            return _measure(self.head(hidden), batch.targets, batch.temperature, entropy_grad)
+        parts = []
+        for start in range(0, len(hidden), chunk):
+            piece = slice(start, start + chunk)
+            temperature = None if batch.temperature is None else batch.temperature[piece]
+            arguments = (hidden[piece], batch.targets[piece], temperature, entropy_grad)
+            parts.append(checkpoint(self._chunk, *arguments, use_reentrant=False, preserve_rng_state=False))
+        return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropy for _, entropy in parts])
+
+    @torch.no_grad()
+    def logprobs(self, token_ids: Tensor) -> Tensor:
+        """log p(token[i + 1] | token[: i + 1]) at temperature 1, (n,) int64 to (n - 1,) float32, on the model's device."""
+        logits = self.module(input_ids=token_ids[None, :-1], use_cache=False).logits[0]
+        chosen: Tensor = logits.float().log_softmax(-1).gather(-1, token_ids[1:, None])[:, 0]
+        return chosen
+
+    def weights(self) -> dict[str, Tensor]:
+        """Parameters, then persistent buffers, by state-dict name in the model's order; tied ones once, under the first name."""
+        found = dict(self.module.named_parameters())
+        found |= {name: tensor for name, tensor in self.module.state_dict().items() if name not in found}
+        seen: set[int] = set()
+        distinct: dict[str, Tensor] = {}
+        for name, tensor in found.items():
+            if tensor.numel() == 0 or tensor.data_ptr() not in seen:
+                seen.add(tensor.data_ptr())
+                distinct[name] = tensor.detach()
+        return distinct
+
+    def _chunk(self, hidden: Tensor, targets: Tensor, temperature: Tensor | None, entropy_grad: bool) -> tuple[Tensor, Tensor]:
+        return _measure(self.head(hidden), targets, temperature, entropy_grad)
+
+    def _selected_logits(self, batch: Batch) -> Tensor:
+        # The model's own forward, but its head sees only the positions wanted; whatever it does to the logits still happens.
+        def select(_: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return (args[0].flatten(0, 1).index_select(0, batch.predictors)[None], *args[1:])
+
+        handle = self.head.register_forward_pre_hook(select)
+        try:
+            logits: Tensor = self.module(input_ids=batch.input_ids, use_cache=False).logits[0]
+        finally:
+            handle.remove()
+        return logits
+
+    @torch.no_grad()
+    def _head_is_plain(self) -> bool:
+        """Whether logits are just ``head(last hidden state)``: some models cap or scale them. Tried, not looked up."""
+        ids = torch.arange(_PROBE_TOKENS, device=self.device)[None] % self.vocab_size
+        try:
+            ours = self.head(self.module.base_model(input_ids=ids, use_cache=False).last_hidden_state)
+        except (AttributeError, TypeError):
+            return False
+        return bool(torch.equal(ours, self.module(input_ids=ids, use_cache=False).logits))
+
+
+def _measure(logits: Tensor, targets: Tensor, temperature: Tensor | None, entropy_grad: bool) -> tuple[Tensor, Tensor]:
+    """(T, vocabulary) logits to the targets' logprobs and the entropies, (T,) each."""
+    logits = logits.float()
+    if temperature is not None:
+        logits = logits / temperature[:, None]
+    logprobs = logits.log_softmax(-1)
+    chosen = logprobs.gather(-1, targets[:, None])[:, 0]
+    with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
+        # A logit of -inf (a padded vocabulary) has probability 0 and adds nothing; 0 * -inf would be NaN.
+        entropy = -(logprobs.exp() * logprobs.clamp_min(torch.finfo(torch.float32).min)).sum(-1)
+    return chosen, entropy
+
+
+def load_model(path: str, section: ModelSection, device: torch.device) -> Any:
+    """A causal language model in evaluation mode.
+
+    Raises:
+        ConfigError: there is none at the path.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    check_model_path(path)
+    logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, section.dtype), trust_remote_code=section.trust_remote_code)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError("model.path", path, f"transformers cannot load a causal language model from it: {reason}") from error
+    return model.eval().to(device)
+
+
+def pick_device(wanted: str) -> torch.device:
+    """``auto`` is cuda where there is one.
+
+    Raises:
+        ConfigError: no such device on this machine.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "auto":
+        return torch.device("cuda", 0) if count else torch.device("cpu")
+    known = ["cpu", *(["cuda"] if count else []), *(f"cuda:{index}" for index in range(count))]
+    if wanted not in known:
+        raise ConfigError("train.device", wanted, f"this machine has {', '.join(known)}")
+    return torch.device(wanted)

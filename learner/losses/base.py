@@ -1,0 +1,38 @@
+"""What every loss takes and gives. The tokens of a micro-batch lie in one flat row, only the trained ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor
+
+from learner.config import AlgorithmSection
+
+MAX_LOG_RATIO: Final = 20.0  # log-ratios are clamped to this before exp
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """T trained tokens of S sequences, in order; float tensors are float32."""
+
+    logprobs: Tensor  # (T,) under the policy being trained, with gradient
+    old_logprobs: Tensor  # (T,) what ratios are taken against
+    advantages: Tensor  # (T,)
+    sequence: Tensor  # (T,) int64, index of the sequence, ascending
+    num_sequences: int
+
+
+class Loss(Protocol):
+    """``(tokens, algorithm)`` to the loss of each token (T,), to be minimised, and statistics as sums over the tokens.
+
+    Where the advantage of a whole sequence is 0, its loss and its gradient must be 0: the backward pass leaves it out.
+    """
+
+    def __call__(self, tokens: Tokens, algorithm: AlgorithmSection) -> tuple[Tensor, dict[str, Tensor]]: ...
+
+
+def ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    """``exp(logprobs - old_logprobs)``, (T,), the log clamped to ±20."""
+    return torch.exp((logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))

@@ -1,0 +1,64 @@
+"""Where micro-batches begin and end. Pure: decided by the order of the log and the samples' lengths, never by arrival time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
+
+
+class Sized(Protocol):
+    """Anything that a forward pass reads ``num_inputs`` tokens of."""
+
+    @property
+    def num_inputs(self) -> int: ...
+
+
+S = TypeVar("S", bound=Sized)
+
+
+class Cutter(Generic[S]):
+    """Takes samples one at a time in log order and gives back a micro-batch as soon as it is full.
+
+    A micro-batch costs its rows times its longest row, in tokens, as rows are padded to the longest. A sample that alone
+    exceeds the budget gets a micro-batch of its own; one without trained tokens is left out, as nothing depends on it.
+
+    Args:
+        budget: padded tokens of a micro-batch.
+    """
+
+    def __init__(self, budget: int) -> None:
+        if budget < 1:
+            raise ValueError(f"budget is {budget}, must be at least 1")
+        self.budget = budget
+        self._held: list[S] = []
+        self._longest = 0
+
+    def add(self, sample: S) -> list[S] | None:
+        """The micro-batch before this sample, if the sample no longer fits in it."""
+        if sample.num_inputs == 0:
+            return None
+        longest = max(self._longest, sample.num_inputs)
+        full = self.flush() if self._held and longest * (len(self._held) + 1) > self.budget else None
+        self._held.append(sample)
+        self._longest = max(self._longest, sample.num_inputs)
+        return full
+
+    def flush(self) -> list[S] | None:
+        """What is left, at the end of a step; None if nothing is."""
+        held, self._held, self._longest = self._held, [], 0
+        return held or None
+
+
+def cut(samples: Sequence[S], budget: int) -> list[list[S]]:
+    """All micro-batches of a sequence of samples at once."""
+    cutter = Cutter[S](budget)
+    batches = [batch for sample in samples if (batch := cutter.add(sample))]
+    return batches + ([rest] if (rest := cutter.flush()) else [])
+
+
+def by_length(samples: Sequence[S], budget: int) -> list[list[S]]:
+    """A micro-batch in slices of like lengths, each within ``budget`` padded tokens: less padding, and activations that fit a cache.
+
+    The gradient is a sum over rows, so slicing does not change what is trained.
+    """
+    return cut(sorted(samples, key=lambda sample: sample.num_inputs), budget)
