@@ -1,0 +1,161 @@
+"""Who is sent which version in which communicator: decisions only, no clock, no network.
+
+Events come in as calls, actions go out as lists. One transfer runs at a time. A transfer that has started is finished even when
+a newer version comes up meanwhile, so a slow link cannot starve; whoever waits for a version that is no longer the newest is told so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from broker import wire
+
+
+@dataclass(frozen=True)
+class Start:
+    """Send ``version`` to ``members`` (in order of rank, from 1)."""
+
+    session: str
+    version: int
+    members: tuple[str, ...]
+    fresh: bool  # a new communicator is built; else the one of the last session is used again
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """Answer a server's join with a reason."""
+
+    server: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """Give up the running transfer."""
+
+    reason: str
+
+
+Action = Start | Refuse | Cancel
+
+
+@dataclass
+class _Running:
+    version: int
+    members: tuple[str, ...]
+
+
+class Membership:
+    """The sender's state.
+
+    Args:
+        epoch: of the learner.
+        plan: digest of the bucket plan.
+        gather_s: longest wait for more joins, from the first one on.
+        join_ttl_s: a join older than this is forgotten; its server has given up waiting and asks again.
+    """
+
+    def __init__(self, epoch: int, plan: str, *, gather_s: float, join_ttl_s: float) -> None:
+        self.epoch, self.plan = epoch, plan
+        self.version = -1  # newest on offer
+        self._gather_s, self._join_ttl_s = gather_s, join_ttl_s
+        self._joins: dict[str, float] = {}  # server -> when it asked for the newest version
+        self._gathering_since = 0.0
+        self._running: _Running | None = None
+        self._communicator: tuple[int, tuple[str, ...], int] | None = None  # serial, members, transfers so far
+        self._serial = 0
+        self._received: set[str] = set()  # members of finished transfers of the newest version
+        self._suspects: set[str] = set()  # failed in a transfer and were not heard of since
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to wait for."""
+        return self._running is not None or bool(self._joins)
+
+    def offered(self, version: int) -> list[Action]:
+        """A newer version is on offer from now on."""
+        self.version = version
+        self._received.clear()
+        refused: list[Action] = [Refuse(server, f"superseded by version {version}") for server in self._joins]
+        self._joins.clear()
+        return refused
+
+    def joined(self, join: wire.WeightsJoin, now: float) -> list[Action]:
+        """A server asks for a version; a repeated question replaces the earlier one."""
+        self._suspects.discard(join.server)
+        if join.epoch != self.epoch:
+            return [Refuse(join.server, f"epoch {join.epoch} is over, this is epoch {self.epoch}")]
+        if join.plan != self.plan:
+            return [Refuse(join.server, f"another model: bucket plan {join.plan} is not the offer's {self.plan}")]
+        if join.version != self.version:
+            return [Refuse(join.server, f"superseded by version {self.version}")]
+        if join.server in self._received:
+            self._communicator = None  # it lost what it received, so maybe its end of the communicator too
+        if not self._joins:
+            self._gathering_since = now
+        self._joins[join.server] = now
+        return []
+
+    def tick(self, now: float, expected: Collection[str] | None, alive: Collection[str] | None) -> list[Action]:
+        """Time passes.
+
+        Args:
+            expected: servers known to be without the newest version, worth a short wait; None: unknown.
+            alive: servers that are there; None: unknown.
+        """
+        if self._running is not None:
+            gone = [server for server in self._running.members if alive is not None and server not in alive]
+            return [Cancel(f"{', '.join(gone)} went away")] if gone else []
+        for server in [server for server, since in self._joins.items() if now - since > self._join_ttl_s]:
+            del self._joins[server]
+        if not self._joins:
+            return []
+        all_here = expected is not None and not set(expected) - self._suspects - self._joins.keys()
+        if not all_here and now - self._gathering_since < self._gather_s:
+            return []
+        return [self._start()]
+
+    def _start(self) -> Start:
+        members = tuple(sorted(self._joins))
+        self._joins.clear()
+        if self._communicator is not None and self._communicator[1] == members:
+            serial, _, uses = self._communicator
+        else:
+            self._serial += 1
+            serial, uses = self._serial, 0
+        self._communicator = (serial, members, uses + 1)
+        self._running = _Running(self.version, members)
+        return Start(session_name(self.epoch, serial, uses), self.version, members, fresh=uses == 0)
+
+    def ended(self, now: float, failed: Collection[str] | None) -> None:
+        """The running transfer is over.
+
+        Args:
+            failed: None when every member has its bytes; else the members to blame, as far as known.
+        """
+        assert self._running is not None, "no transfer is running"
+        if failed is not None:
+            self._communicator = None
+            self._suspects.update(failed)
+        elif self._running.version == self.version:
+            self._received.update(self._running.members)
+        self._running = None
+        self._gathering_since = now  # those who were in it are likely to ask again right now
+
+
+def session_name(epoch: int, serial: int, uses: int) -> str:
+    """Id of one transfer: the communicator's name and how many transfers it has carried before."""
+    return f"{epoch}-{serial}.{uses}"
+
+
+def parse_session(session: str) -> tuple[str, int]:
+    """The communicator's name and how many transfers it has carried before.
+
+    Raises:
+        ValueError: not a session of this system.
+    """
+    name, _, uses = session.rpartition(".")
+    if not name:
+        raise ValueError(f"session {session!r} names no communicator")
+    return name, int(uses)

@@ -1,0 +1,241 @@
+"""A rollout server's end of the weight channel: follows the offers and brings the newest version into the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from broker import wire
+from broker.errors import RequestFailed, TransferFailed, WireError
+from broker.jetstream import Bus
+from broker.streams import WEIGHTS, WEIGHTSYNC
+from broker.weights import plan as plans
+from broker.weights.acceptance import Acceptance, Adopt, Join
+from broker.weights.group import Communicator, Watch, connect_store, first_line
+from broker.weights.send import JOIN_TIMEOUT_S, PLAN_KEY
+from broker.weights.staging import Flat, plan_of
+from broker.weights.threads import in_thread, spawn
+from broker.weights.transfer import Settings, follow
+
+log = logging.getLogger(__name__)
+
+Load = Callable[[Mapping[str, Tensor], wire.WeightsOffer], Awaitable[None]]
+
+SAY_EVERY_S: Final = 10.0  # a learner that is away is mentioned this often
+STUCK_AFTER_S: Final = 10.0  # beyond the longest wait a thread has agreed to
+
+
+class Receiver:
+    """Keeps one engine's weights at the newest offer.
+
+    Args:
+        server_id: as in presence.
+        tensors: the engine's weights by name, as they travel; meta tensors do where the bytes cannot be read, then nothing is
+            adopted without a transfer until the first one.
+        load: brings the given tensors into the engine at a safe point and checks the offer's probe (``probe.check_probe``); raises
+            TransferFailed when it does not match. The tensors are valid until it returns. An empty mapping: the engine holds
+            these bytes already, only the version is new. The version counts as served once ``load`` has returned.
+        bucket_mib: the sender's.
+        dtype: what floating-point tensors travel as, the sender's; None: their own.
+        device: where the staging buffer lies; the GPU for nccl.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        server_id: str,
+        tensors: Mapping[str, Tensor],
+        load: Load,
+        *,
+        bucket_mib: float = 32.0,
+        dtype: torch.dtype | None = None,
+        device: str | torch.device = "cpu",
+        settings: Settings | None = None,
+    ) -> None:
+        self.plan = plan_of(tensors, bucket_mib, dtype=dtype)
+        self.refused = ""  # why the newest offer is not for this server, for example another model
+        self.last_error = ""
+        self._bus, self._id, self._tensors, self._load = bus, server_id, tensors, load
+        self._device, self._settings = device, settings or Settings()
+        self._state = Acceptance(self.plan.digest, None)
+        self._flat: Flat | None = None
+        self._communicator: Communicator | None = None
+        self._watch = Watch()
+        self._changed, self._served = asyncio.Event(), asyncio.Condition()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._said = -SAY_EVERY_S
+        self._values = {"weights/version": -1.0, "weights/failures": 0.0}
+
+    @property
+    def served(self) -> tuple[int, int]:
+        """(epoch, version) loaded and checked; (0, -1) before the first."""
+        return self._state.served
+
+    async def start(self) -> None:
+        """Take the digest of what the engine holds, then follow the offers."""
+        if not any(tensor.is_meta for tensor in self._tensors.values()):
+            self._state.digest = await in_thread(self._digest_current, "weights-digest")
+        self._tasks = [spawn(self._follow_offers()), spawn(self._pursue())]
+
+    async def wait_for(self, version: int) -> None:
+        """Returns once at least this version is served."""
+        async with self._served:
+            await self._served.wait_for(lambda: self._state.served[1] >= version)
+
+    def metrics(self) -> dict[str, float]:
+        """weights/{version,seconds,gbytes_per_s,load_seconds,failures}: served, last transfer, last load, since start."""
+        return {**self._values, "weights/failures": float(self._state.failures)}
+
+    async def close(self) -> None:
+        """Leave whatever transfer runs; waits a second at most."""
+        self._watch.cancel("the server is leaving")
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._communicator is not None:
+            closing, self._communicator = self._communicator.close(), None
+            await in_thread(lambda: closing.join(1.0), "weights-join")
+
+    def _digest_current(self) -> str:
+        self._flat = Flat(self.plan, self._device)
+        self._flat.fill(self._tensors)
+        return self._flat.digest()
+
+    # ------------------------------------------------------------------------------------------ offers
+
+    async def _follow_offers(self) -> None:
+        async for offer in self._bus.watch_last(WEIGHTS):
+            assert isinstance(offer, wire.WeightsOffer)
+            refused = self._state.offered(offer)
+            self.refused = ""
+            if offer.plan != self.plan.digest and self._state.newest is offer:
+                self.refused = await self._explain(offer)
+                log.error("weights: %s", self.refused)
+            elif refused:
+                log.warning("weights: offer refused: %s", refused)
+            self._changed.set()
+
+    async def _explain(self, offer: wire.WeightsOffer) -> str:
+        """Why the offer is no use here, with the first difference where the learner can be asked."""
+        said = f"epoch {offer.epoch} version {offer.version} is another model than the one here"
+        try:
+            answer = await self._ask(offer)
+            text = await in_thread(lambda: _fetch_plan(answer.host, answer.port, self._settings.connect_timeout_s), "weights-plan")
+            return f"{said}: {self.plan.difference(plans.from_text(text))}"
+        except (RequestFailed, TransferFailed, WireError) as error:
+            return f"{said}: bucket plan {offer.plan}, here {self.plan.digest} (names not known: {error})"
+
+    async def _ask(self, offer: wire.WeightsOffer) -> wire.WeightsSession:
+        join = wire.WeightsJoin(server=self._id, epoch=offer.epoch, version=offer.version, plan=self.plan.digest)
+        # a little longer than the sender waits, so that its last-moment answer still arrives
+        return await self._bus.request(WEIGHTSYNC, str(offer.epoch), join, timeout_s=JOIN_TIMEOUT_S + 0.5, reply=wire.WeightsSession)
+
+    # --------------------------------------------------------------------------------------- transfers
+
+    async def _pursue(self) -> None:
+        while True:
+            action = self._state.next(time.monotonic())
+            if isinstance(action, Join):
+                await self._attempt(action.offer, self._receive)
+            elif isinstance(action, Adopt):
+                await self._attempt(action.offer, self._adopt)
+            else:
+                try:
+                    async with asyncio.timeout(None if action.until is None else max(0.0, action.until - time.monotonic())):
+                        await self._changed.wait()
+                except TimeoutError:
+                    pass
+                self._changed.clear()
+
+    async def _attempt(self, offer: wire.WeightsOffer, step: Callable[[wire.WeightsOffer], Awaitable[None]]) -> None:
+        try:
+            await step(offer)
+        except RequestFailed as error:
+            self._state.failed(time.monotonic(), counts=False)
+            if time.monotonic() - self._said >= SAY_EVERY_S:
+                self._said = time.monotonic()
+                log.info("weights: waiting for epoch %d version %d: %s", offer.epoch, offer.version, error)
+        except TransferFailed as error:
+            self.last_error = str(error)
+            delay_s = self._state.failed(time.monotonic())
+            log.warning("weights: epoch %d version %d: %s; again in %.1f s", offer.epoch, offer.version, error, delay_s)
+        else:
+            self._state.taken(offer)
+            self._values["weights/version"] = float(offer.version)
+            async with self._served:
+                self._served.notify_all()
+
+    async def _adopt(self, offer: wire.WeightsOffer) -> None:
+        await self._bring_in({}, offer)
+
+    async def _receive(self, offer: wire.WeightsOffer) -> None:
+        """Join, receive, check, load.
+
+        Raises:
+            RequestFailed: the learner does not answer, or has something newer.
+            TransferFailed: refused, broken off, or the wrong bytes.
+        """
+        answer = await self._ask(offer)
+        if answer.error or answer.version != offer.version:
+            raise RequestFailed(answer.error or f"it sends version {answer.version}")
+        if offer.backend != self._settings.backend:
+            raise TransferFailed(f"the learner sends by {offer.backend}, this server is set to {self._settings.backend}")
+        flat = self._flat or Flat(self.plan, self._device)
+        communicator, self._flat, self._communicator = self._communicator, None, None
+        watch = self._watch = Watch()
+        started = time.monotonic()
+        self._communicator = await _patiently(
+            in_thread(lambda: self._take(answer, offer.digest, flat, communicator, watch), "weights-receive"), watch, answer.timeout_s
+        )
+        self._flat = flat  # after a failure it is dropped instead: a hanging operation may still write into it
+        seconds = time.monotonic() - started
+        self._values |= {"weights/seconds": seconds, "weights/gbytes_per_s": self.plan.size_bytes / seconds / 1e9}
+        await self._bring_in(flat.tensors, offer)
+
+    def _take(self, answer: wire.WeightsSession, digest: str, flat: Flat, communicator: Communicator | None, watch: Watch) -> Communicator:
+        if torch.device(self._device).type == "cuda":
+            torch.cuda.set_device(self._device)
+        settings = Settings(
+            backend=self._settings.backend,
+            host=self._settings.host,
+            timeout_s=answer.timeout_s,
+            connect_timeout_s=self._settings.connect_timeout_s,
+        )
+        store = connect_store(answer.host, answer.port, settings.connect_timeout_s)
+        return follow(store, answer, digest, flat, communicator, settings, watch)
+
+    async def _bring_in(self, tensors: Mapping[str, Tensor], offer: wire.WeightsOffer) -> None:
+        started = time.monotonic()
+        self._state.loading()
+        try:
+            await self._load(tensors, offer)
+        except RuntimeError as error:  # torch's own, for example out of memory
+            raise TransferFailed(f"loading failed: {first_line(error)}") from error
+        self._values["weights/load_seconds"] = time.monotonic() - started
+
+
+def _fetch_plan(host: str, port: int, timeout_s: float) -> str:
+    store = connect_store(host, port, timeout_s)
+    text: str = store.get(PLAN_KEY).decode()
+    return text
+
+
+async def _patiently(future: asyncio.Future[Communicator], watch: Watch, timeout_s: float) -> Communicator:
+    """Wait for the thread as long as it shows progress.
+
+    Raises:
+        TransferFailed: its own, or it is stuck in a call that knows no timeout.
+    """
+    while not future.done():
+        await asyncio.wait({future}, timeout=0.5)
+        if not future.done() and time.monotonic() - watch.beat_at > timeout_s + STUCK_AFTER_S:
+            future.cancel()
+            watch.cancel("given up")
+            raise TransferFailed(f"stuck for more than {timeout_s + STUCK_AFTER_S:g} s; the learner may be stopped")
+    return future.result()

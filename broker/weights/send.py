@@ -1,0 +1,299 @@
+"""The learner's end of the weight channel. Training waits for one copy and for nothing else.
+
+``offer`` copies the tensors into a staging buffer and returns. From there on everything happens beside training: the digest, the offer on
+the broker, the joins, the communicator, the broadcast. The event loop decides (broker.weights.membership), threads do what blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import aclosing
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from broker import wire
+from broker.errors import Fenced, TransferFailed
+from broker.jetstream import Bus
+from broker.link import Disconnected, Subscribed
+from broker.presence import Roster
+from broker.streams import WEIGHTS, WEIGHTSYNC
+from broker.weights.group import Communicator, Watch, serve_store
+from broker.weights.membership import Action, Cancel, Membership, Refuse, Start
+from broker.weights.plan import Plan
+from broker.weights.staging import Staging
+from broker.weights.threads import in_thread, spawn
+from broker.weights.transfer import SessionFailed, Settings, call_off, lead
+
+log = logging.getLogger(__name__)
+
+JOIN_TIMEOUT_S: Final = 5.0  # a server waits this long for the answer to its join, then asks again
+PLAN_KEY: Final = "plan"  # where the store holds the plan's text, for servers with another model
+TICK_S: Final = 0.05
+IDLE_TICK_S: Final = 1.0
+
+
+class Sender:
+    """Offers versions and sends them to whoever joins.
+
+    Args:
+        bus: of the run; its streams exist.
+        plan: from ``staging.plan_of``, once per model.
+        epoch: incarnation of this learner.
+        roster: who is there; None: a transfer waits ``gather_s`` for joins in any case.
+        device: where the staging buffers lie; the GPU for nccl.
+        policy: the policy whose servers are waited for.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        plan: Plan,
+        *,
+        epoch: int,
+        settings: Settings | None = None,
+        roster: Roster | None = None,
+        device: str | torch.device = "cpu",
+        gather_s: float = 0.5,
+        policy: str = "actor",
+    ) -> None:
+        self.plan, self.epoch = plan, epoch
+        self.fenced = False  # a newer learner offers weights; nothing is offered here any more
+        self._bus, self._roster, self._policy, self._device = bus, roster, policy, device
+        self._settings = settings or Settings()
+        self._staging = Staging(plan, device)
+        self._membership = Membership(epoch, plan.digest, gather_s=gather_s, join_ttl_s=JOIN_TIMEOUT_S)
+        self._replies: dict[str, asyncio.Future[wire.WeightsSession]] = {}
+        self._communicator: Communicator | None = None
+        self._watch = Watch()
+        self._written: tuple[int, wire.Probe] | None = None
+        self._written_lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._new_version, self._poke = asyncio.Event(), asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._subscribed: Subscribed | None = None
+        self._last_seq = 0
+        self._values = {"weights/version": -1.0, "weights/failures": 0.0, "weights/communicators": 0.0}
+
+    async def start(self) -> None:
+        """Open the rendezvous store and listen for joins.
+
+        Raises:
+            Fenced: a newer epoch has offered weights already.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._last_seq = await self._bus.last_seq(WEIGHTS)
+        if self._last_seq:
+            await self._check_fence()
+        self._store, self.port = serve_store(self._settings.host)
+        self._store.set(PLAN_KEY, self.plan.text)
+        self._subscribed = await self._bus.respond(WEIGHTSYNC, str(self.epoch), self._on_join)
+        self._tasks = [spawn(self._publish_versions()), spawn(self._decide())]
+
+    def offer(self, version: int, tensors: Mapping[str, Tensor], probe: wire.Probe) -> float:
+        """Put a newer version on offer; returns after the copy, with the seconds it took. Call it from any thread, one at a time.
+
+        Args:
+            tensors: at least those of the plan, by name; may change again once this returns.
+
+        Raises:
+            TransferFailed: a planned tensor is missing or has another shape.
+        """
+        assert self._loop is not None, "start the sender first"
+        started = time.monotonic()
+        self._staging.write(version, tensors)
+        with self._written_lock:
+            self._written = (version, probe)
+        self._loop.call_soon_threadsafe(self._new_version.set)
+        seconds = time.monotonic() - started
+        self._values["weights/copy_seconds"] = seconds
+        return seconds
+
+    def metrics(self) -> dict[str, float]:
+        """weights/{version,seconds,gbytes_per_s,receivers,failures,communicators,copy_seconds,digest_seconds}: newest, last, totals."""
+        return dict(self._values)
+
+    async def close(self) -> None:
+        """Withdraw from the broker and leave whatever transfer runs; waits a second at most."""
+        if self._subscribed is not None:
+            await self._subscribed.close()
+        self._watch.cancel("the learner is leaving")
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for server in list(self._replies):
+            self._answer(server, self._refusal("the learner is leaving"))
+        if self._communicator is not None:
+            closing, self._communicator = self._communicator.close(), None
+            await in_thread(lambda: closing.join(1.0), "weights-join")
+
+    # ------------------------------------------------------------------------------------------ offers
+
+    async def _publish_versions(self) -> None:
+        while True:
+            await self._new_version.wait()
+            self._new_version.clear()
+            with self._written_lock:
+                written = self._written
+            assert written is not None
+            version, probe = written
+            started = time.monotonic()
+            digest = await in_thread(lambda version=version: self._staging.digest(version), "weights-digest")  # type: ignore[misc]
+            if digest is None:
+                continue  # a newer one was written meanwhile
+            self._values["weights/digest_seconds"] = time.monotonic() - started
+            offer = wire.WeightsOffer(
+                epoch=self.epoch,
+                version=version,
+                digest=digest,
+                plan=self.plan.digest,
+                size_bytes=self.plan.size_bytes,
+                backend=self._settings.backend,
+                probe=probe,
+            )
+            try:
+                await self._publish(offer)
+            except Fenced as error:
+                log.error("weights: %s", error)
+                self.fenced = True
+                return
+            except Disconnected:
+                return  # closed for good
+            self._values["weights/version"] = float(version)
+
+    async def _publish(self, offer: wire.WeightsOffer) -> None:
+        """Store the offer, unless a newer learner has; joins for it may come at once.
+
+        Raises:
+            Fenced: a newer epoch has offered weights.
+        """
+        self._perform(self._membership.offered(offer.version))
+        while (sequence := await self._bus.publish(WEIGHTS, offer, expected_last_seq=self._last_seq)) is None:
+            self._last_seq = await self._bus.last_seq(WEIGHTS)
+            await self._check_fence()
+        self._last_seq = sequence
+
+    async def _check_fence(self) -> None:
+        """Raises:
+        Fenced: the newest offer stored is of a newer epoch.
+        """
+        newest = None
+        try:
+            async with asyncio.timeout(2.0), aclosing(self._bus.watch_last(WEIGHTS)) as offers:
+                newest = await anext(offers)  # nothing comes if the newest does not decode
+        except TimeoutError:
+            log.warning("weights: the newest offer on the broker cannot be read; it will be replaced")
+        if isinstance(newest, wire.WeightsOffer) and newest.epoch > self.epoch:
+            raise Fenced(f"epoch {newest.epoch} offers weights, this learner is epoch {self.epoch}")
+
+    # ------------------------------------------------------------------------------------------- joins
+
+    async def _on_join(self, message: wire.Message) -> wire.Message | None:
+        if not isinstance(message, wire.WeightsJoin):
+            return None
+        older = self._replies.pop(message.server, None)
+        if older is not None:
+            older.cancel()
+        reply = self._replies[message.server] = asyncio.get_running_loop().create_future()
+        self._perform(self._membership.joined(message, time.monotonic()))
+        self._poke.set()
+        try:
+            return await asyncio.wait_for(reply, JOIN_TIMEOUT_S)
+        except (TimeoutError, asyncio.CancelledError):
+            return None  # the server has asked again or will
+        finally:
+            if self._replies.get(message.server) is reply:
+                del self._replies[message.server]
+
+    def _answer(self, server: str, session: wire.WeightsSession) -> None:
+        reply = self._replies.get(server)
+        if reply is not None and not reply.done():
+            reply.set_result(session)
+
+    def _refusal(self, reason: str) -> wire.WeightsSession:
+        return self._session(reason, rank=0, world_size=1, version=max(self._membership.version, 0), error=reason)
+
+    def _session(self, session: str, *, rank: int, world_size: int, version: int, error: str = "") -> wire.WeightsSession:
+        return wire.WeightsSession(
+            session=session,
+            rank=rank,
+            world_size=world_size,
+            host=self._settings.host,
+            port=self.port,
+            version=version,
+            timeout_s=self._settings.timeout_s,
+            error=error,
+        )
+
+    # --------------------------------------------------------------------------------------- transfers
+
+    async def _decide(self) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(TICK_S if self._membership.busy else IDLE_TICK_S):
+                    await self._poke.wait()
+            except TimeoutError:
+                pass
+            self._poke.clear()
+            self._perform(self._membership.tick(time.monotonic(), *self._present()))
+
+    def _present(self) -> tuple[set[str] | None, set[str] | None]:
+        """(those without the newest version, all who are there), None where nobody keeps a roster."""
+        if self._roster is None:
+            return None, None
+        servers = [presence for presence in self._roster.alive("rollout") if presence.policy == self._policy]
+        newest = (self.epoch, self._membership.version)
+        expected = {server.id for server in servers if server.state != "draining" and (server.epoch, server.policy_version) < newest}
+        return expected, {server.id for server in servers}
+
+    def _perform(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Refuse):
+                self._answer(action.server, self._refusal(action.reason))
+            elif isinstance(action, Cancel):
+                self._watch.cancel(action.reason)
+            else:
+                self._begin(action)
+
+    def _begin(self, start: Start) -> None:
+        if start.fresh and self._communicator is not None:
+            self._communicator.close()
+            self._communicator = None
+        self._watch = Watch()
+        for rank, server in enumerate(start.members, 1):
+            self._answer(server, self._session(start.session, rank=rank, world_size=len(start.members) + 1, version=start.version))
+        self._tasks = [task for task in self._tasks if not task.done()]
+        self._tasks.append(spawn(self._transfer(start)))
+
+    async def _transfer(self, start: Start) -> None:
+        failed: set[str] | None = None
+        communicator, self._communicator = self._communicator, None
+        watch = self._watch
+        try:
+            self._communicator, seconds = await in_thread(lambda: self._send(start, communicator, watch), "weights-send")
+            self._values["weights/seconds"] = seconds
+            self._values["weights/gbytes_per_s"] = self.plan.size_bytes / seconds / 1e9
+            self._values["weights/receivers"] = float(len(start.members))
+            self._values["weights/communicators"] += start.fresh
+        except TransferFailed as error:
+            failed = set(error.servers) if isinstance(error, SessionFailed) else set()
+            self._values["weights/failures"] += 1
+            log.warning("weights: sending version %d to %s failed: %s", start.version, ", ".join(start.members), error)
+        self._membership.ended(time.monotonic(), failed)
+        self._poke.set()
+
+    def _send(self, start: Start, communicator: Communicator | None, watch: Watch) -> tuple[Communicator, float]:
+        if torch.device(self._device).type == "cuda":
+            torch.cuda.set_device(self._device)
+        try:
+            with self._staging.sending(start.version) as flat:
+                return lead(self._store, start, flat, communicator, self._settings, watch)
+        except SessionFailed:
+            raise
+        except TransferFailed as error:  # overwritten before it started: the members are waiting
+            raise call_off(self._store, start, communicator, str(error)) from None

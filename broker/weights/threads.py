@@ -1,0 +1,53 @@
+"""Tasks and threads of the weight channel.
+
+A blocking call gets a daemon thread of its own: one that hangs in torch is left behind, not waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+def spawn(body: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """A task whose unexpected end is seen in the log at once."""
+    task = asyncio.create_task(body)
+    task.add_done_callback(_report)
+    return task
+
+
+def _report(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.critical("weights: the channel stopped working here: %r", error, exc_info=error)
+
+
+def in_thread(call: Callable[[], T], name: str) -> asyncio.Future[T]:
+    """Start the call; the future has its result or exception. Cancelling the future does not stop the thread."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.cancelled():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]  # T may be None itself
+
+    def run() -> None:
+        result, failure = None, None
+        try:
+            result = call()
+        except BaseException as error:  # noqa: BLE001  # raised again where the future is awaited
+            failure = error
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future

@@ -1,0 +1,218 @@
+"""The weight channel between real processes: one sender here, receivers that are killed, stopped, late or wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from weights_model import SHAPES, content, make_tensors, probe_of
+
+from broker import wire
+from broker.errors import Fenced
+from broker.jetstream import Bus
+from broker.streams import WEIGHTS
+from broker.weights.send import Sender
+from broker.weights.staging import plan_of
+from broker.weights.transfer import Settings
+
+SETTINGS = Settings(timeout_s=2.0, connect_timeout_s=2.0)
+HERE = Path(__file__).parent
+
+
+class Child:
+    """A receiving process and what it said."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.said: list[dict[str, Any]] = []
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    async def hears(self, timeout_s: float = 30.0, **fields: Any) -> dict[str, Any]:
+        """The next line with these fields."""
+        assert self.process.stdout is not None
+        async with asyncio.timeout(timeout_s):
+            while line := await self.process.stdout.readline():
+                said = json.loads(line)
+                self.said.append(said)
+                if said.items() >= fields.items():
+                    return said
+        raise AssertionError(f"ended without {fields}; said {self.said}")
+
+
+Spawn = Callable[..., Awaitable[Child]]
+
+
+@pytest.fixture
+async def spawn(broker_url: str, run_name: str, bus: Bus) -> AsyncIterator[Spawn]:
+    """Starts receivers; all of them are killed afterwards."""
+    children: list[Child] = []
+
+    async def start(server: str, **options: Any) -> Child:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            str(HERE / "weights_child.py"),
+            broker_url,
+            run_name,
+            server,
+            json.dumps(options),
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])])},
+        )
+        children.append(Child(process))
+        return children[-1]
+
+    yield start
+    for child in children:
+        if child.process.returncode is None:
+            child.process.kill()
+        await child.process.wait()
+
+
+@pytest.fixture
+async def sender(bus: Bus) -> AsyncIterator[Sender]:
+    """The first learner's."""
+    made = Sender(bus, plan_of(make_tensors(0), 1), epoch=1, settings=SETTINGS)
+    await made.start()
+    yield made
+    await made.close()
+
+
+def offer(sender: Sender, version: int) -> str:
+    """Offer a version whose content follows from its number; the content's hash."""
+    tensors = make_tensors(100 + version)
+    sender.offer(version, tensors, probe_of(tensors))
+    return content(tensors)
+
+
+async def ready(*children: Child) -> None:
+    await asyncio.gather(*(child.hears(event="ready") for child in children))
+
+
+async def test_two_receivers_get_identical_bytes_over_one_communicator(sender: Sender, spawn: Spawn) -> None:
+    children = [await spawn("r1"), await spawn("r2")]
+    await ready(*children)
+    for version in range(4):
+        expected = offer(sender, version)
+        loads = await asyncio.gather(*(child.hears(event="loaded", version=version) for child in children))
+        assert [load["content"] for load in loads] == [expected, expected]
+    assert sender.metrics()["weights/failures"] == 0
+    assert sender.metrics()["weights/communicators"] == 1
+    assert sender.metrics()["weights/receivers"] == 2
+    assert sender.metrics()["weights/gbytes_per_s"] > 0
+
+
+async def test_late_joiner_gets_the_newest_version_at_any_time(sender: Sender, spawn: Spawn) -> None:
+    first = await spawn("r1")
+    await ready(first)
+    offer(sender, 0)
+    expected = offer(sender, 1)
+    await first.hears(event="loaded", version=1)
+    late = await spawn("r2")
+    assert (await late.hears(event="loaded"))["content"] == expected
+    expected = offer(sender, 2)
+    loads = await asyncio.gather(*(child.hears(event="loaded", version=2) for child in (first, late)))
+    assert [load["content"] for load in loads] == [expected, expected]
+    assert sender.metrics()["weights/failures"] == 0
+
+
+async def test_killed_in_the_middle_costs_the_others_little(sender: Sender, spawn: Spawn) -> None:
+    victim, survivor = await spawn("r1", at_bucket=6, do="kill"), await spawn("r2")
+    await ready(victim, survivor)
+    expected = offer(sender, 0)
+    await victim.hears(event="kill")
+    started = time.monotonic()
+    assert (await survivor.hears(event="loaded", version=0))["content"] == expected
+    assert time.monotonic() - started < SETTINGS.timeout_s + 3
+    assert sender.metrics()["weights/failures"] >= 1
+
+
+async def test_stopped_in_the_middle_costs_its_timeout_at_most(sender: Sender, spawn: Spawn) -> None:
+    victim, survivor = await spawn("r1", at_bucket=6, do="stop"), await spawn("r2")
+    await ready(victim, survivor)
+    expected = offer(sender, 0)
+    await victim.hears(event="stop")
+    started = time.monotonic()
+    tensors = make_tensors(101)
+    assert sender.offer(1, tensors, probe_of(tensors)) < 1.0  # training does not wait for it
+    load = await survivor.hears(event="loaded")
+    assert time.monotonic() - started < SETTINGS.timeout_s + 3
+    assert load["version"] == 1
+    assert load["content"] == content(tensors) != expected
+    os.kill(victim.pid, signal.SIGCONT)  # it finds itself left behind, and catches up
+    assert (await victim.hears(event="loaded"))["content"] == load["content"]
+
+
+async def test_corrupted_bytes_are_not_loaded(sender: Sender, spawn: Spawn) -> None:
+    child = await spawn("r1", at_bucket=3, do="corrupt")
+    await ready(child)
+    expected = offer(sender, 0)
+    error = await child.hears(event="error")
+    assert "digest of version 0" in error["reason"]
+    assert "nothing was loaded" in error["reason"]
+    assert (await child.hears(event="loaded"))["content"] == expected  # the next try is clean
+    assert [said["event"] for said in child.said] == ["ready", "error", "loaded"]
+
+
+async def test_loaded_wrong_is_not_served(sender: Sender, spawn: Spawn) -> None:
+    child = await spawn("r1", bad_loads=1)
+    await ready(child)
+    expected = offer(sender, 0)
+    assert "loaded wrong" in (await child.hears(event="error"))["reason"]
+    assert (await child.hears(event="loaded"))["content"] == expected
+
+
+async def test_matching_digest_is_adopted_without_a_transfer(sender: Sender, spawn: Spawn) -> None:
+    child = await spawn("r1", seed=100)
+    await ready(child)
+    expected = offer(sender, 0)
+    load = await child.hears(event="loaded", version=0)
+    assert load["content"] == expected
+    assert load["transferred"] is False
+    assert "weights/seconds" not in sender.metrics()
+
+
+async def test_another_model_is_refused_in_one_line_with_the_first_difference(sender: Sender, spawn: Spawn) -> None:
+    child = await spawn("r1", tensors={**SHAPES, "layers.0.down": [2048, 512]})
+    await ready(child)
+    offer(sender, 0)
+    reason = (await child.hears(event="error"))["reason"]
+    assert reason == (
+        "epoch 1 version 0 is another model than the one here: "
+        "layers.0.down float32[2048, 512] here is layers.0.down float32[2048, 1024] in the offer"
+    )
+
+
+async def test_newer_learner_takes_over_and_the_older_is_fenced(bus: Bus, sender: Sender, spawn: Spawn) -> None:
+    child = await spawn("r1")
+    await ready(child)
+    offer(sender, 5)
+    await child.hears(event="loaded", epoch=1, version=5)
+    second = Sender(bus, sender.plan, epoch=2, settings=SETTINGS)
+    await second.start()
+    try:
+        expected = offer(second, 4)  # resumed from a checkpoint before version 5
+        assert (await child.hears(event="loaded", epoch=2))["content"] == expected
+        offer(sender, 6)
+        async with asyncio.timeout(10):
+            while not sender.fenced:
+                await asyncio.sleep(0.05)
+        async for newest in bus.watch_last(WEIGHTS):
+            assert isinstance(newest, wire.WeightsOffer)
+            assert (newest.epoch, newest.version) == (2, 4)
+            break
+        third = Sender(bus, sender.plan, epoch=1, settings=SETTINGS)
+        with pytest.raises(Fenced, match="epoch 2 offers weights, this learner is epoch 1"):
+            await third.start()
+    finally:
+        await second.close()

@@ -1,0 +1,86 @@
+"""A process with a Receiver, for the tests of the weight channel; says what happens to it as lines of JSON.
+
+Usage: weights_child.py URL RUN ID OPTIONS, where OPTIONS is JSON:
+    seed: of the tensors it starts with        tensors: names and shapes, see ``weights_model``
+    at_bucket, do: when that many buckets have come, ``kill`` or ``stop`` itself, or flip a bit (``corrupt``), once
+    bad_loads: how many loads store wrong values
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from weights_model import content, make_tensors, probe_logprobs
+
+from broker import wire
+from broker.jetstream import Bus
+from broker.weights import transfer
+from broker.weights.probe import check_probe
+from broker.weights.receive import Receiver
+from broker.weights.transfer import Settings
+
+
+def say(**fields: Any) -> None:
+    print(json.dumps(fields), flush=True)
+
+
+def misbehave(at_bucket: int, what: str) -> None:
+    """Wrap the digest, which sees every bucket as it comes."""
+    original, seen = transfer.digest_bucket, 0
+
+    def digest(bucket: Tensor) -> bytes:
+        nonlocal seen
+        seen += 1
+        if seen == at_bucket:
+            if what == "corrupt":
+                bucket[len(bucket) // 2] ^= 16
+            else:
+                say(event=what)
+                os.kill(os.getpid(), signal.SIGKILL if what == "kill" else signal.SIGSTOP)
+        return original(bucket)
+
+    transfer.digest_bucket = digest
+
+
+async def main(url: str, run: str, server: str, options: dict[str, Any]) -> None:
+    if "do" in options:
+        misbehave(options["at_bucket"], options["do"])
+    bus = await Bus.connect(url, run, name=server, deadline_s=20)
+    held = make_tensors(options.get("seed", 0), options.get("tensors"))
+    bad_loads = options.get("bad_loads", 0)
+
+    async def load(tensors: Mapping[str, Tensor], offer: wire.WeightsOffer) -> None:
+        nonlocal bad_loads
+        for name, tensor in tensors.items():
+            held[name].copy_(tensor)
+        if bad_loads:
+            bad_loads -= 1
+            held["embed"].add_(0.5)
+        check_probe(offer.probe, probe_logprobs(held))
+        say(event="loaded", epoch=offer.epoch, version=offer.version, content=content(held), transferred=bool(tensors))
+
+    receiver = Receiver(bus, server, held, load, bucket_mib=1, settings=Settings(connect_timeout_s=2))
+    await receiver.start()
+    say(event="ready")
+    told = ""
+    while os.getppid() != 1:
+        await asyncio.sleep(0.05)
+        error = receiver.refused or receiver.last_error
+        if error != told:
+            say(event="error", reason=error, failures=receiver.metrics()["weights/failures"])
+            told = error
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+    asyncio.run(main(sys.argv[1], sys.argv[2], sys.argv[3], json.loads(sys.argv[4])))
