@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -192,7 +193,7 @@ class Bus:
         await queue.open()
         return queue
 
-    async def read_log(self, stream: Stream, start_seq: int) -> AsyncIterator[LogRecord]:
+    async def read_log(self, stream: Stream, start_seq: int) -> AsyncGenerator[LogRecord, None]:
         """Every record from ``start_seq`` on, in order, without gaps, across reconnects; waits at the end.
 
         A log with a size limit may have lost its oldest records; reading then starts at the oldest kept.
@@ -211,29 +212,31 @@ class Bus:
                 raise LostState(f"{name} starts at {first}, but {following} is still to be read; it was trimmed too far")
             return {"deliver_policy": "by_start_sequence", "opt_start_seq": following}
 
-        async for entry in follow(self.link, name, start):
-            if entry.seq < following:
-                continue
-            following = entry.seq + 1
-            message, error = decode(entry.data, stream.messages)
-            yield LogRecord(entry.seq, message, error, ticket_of(entry.headers), entry.data)
+        async with aclosing(follow(self.link, name, start)) as entries:
+            async for entry in entries:
+                if entry.seq < following:
+                    continue
+                following = entry.seq + 1
+                message, error = decode(entry.data, stream.messages)
+                yield LogRecord(entry.seq, message, error, ticket_of(entry.headers), entry.data)
 
-    async def watch_last(self, stream: Stream) -> AsyncIterator[wire.Message]:
+    async def watch_last(self, stream: Stream) -> AsyncGenerator[wire.Message, None]:
         """The newest value now and every newer one; intermediate values may be skipped."""
         newest = 0
 
         async def start() -> dict[str, Any]:
             return {"deliver_policy": "last_per_subject", "filter_subject": stream.all_subjects(self.run)}
 
-        async for entry in follow(self.link, stream.stream_name(self.run), start):
-            if entry.seq == newest:
-                continue
-            newest = entry.seq
-            message, error = decode(entry.data, stream.messages)
-            if message is None:
-                await self.dead_letter(stream, seq=entry.seq, ticket=0, reason=error, data=entry.data)
-            else:
-                yield message
+        async with aclosing(follow(self.link, stream.stream_name(self.run), start)) as entries:
+            async for entry in entries:
+                if entry.seq == newest:
+                    continue
+                newest = entry.seq
+                message, error = decode(entry.data, stream.messages)
+                if message is None:
+                    await self.dead_letter(stream, seq=entry.seq, ticket=0, reason=error, data=entry.data)
+                else:
+                    yield message
 
     async def key_value(self, stream: Stream) -> KeyValue:
         """The bucket of a KV row; shared by all runs, its keys begin with the run."""
@@ -266,7 +269,7 @@ class Bus:
         except Disconnected:
             log.debug("metrics not sent")
 
-    async def watch_metrics(self) -> AsyncIterator[wire.Metrics]:
+    async def watch_metrics(self) -> AsyncGenerator[wire.Metrics, None]:
         """Metrics of every process of the run from now on."""
         queue: asyncio.Queue[Msg] = asyncio.Queue()
         subscribed = await self.link.subscribe(METRICS.all_subjects(self.run), queue.put)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import base64
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 from typing import Any, Final
 
 from broker import wire
@@ -76,7 +77,7 @@ class KeyValue:
         names = [subject.removeprefix(self._prefix) for subject in (info["state"].get("subjects") or {})]
         return sorted([name for name in names if await self.get_bytes(name) is not None])
 
-    async def watch(self, prefix: str) -> AsyncIterator[tuple[str, wire.Message | None, int]]:
+    async def watch(self, prefix: str) -> AsyncGenerator[tuple[str, wire.Message | None, int], None]:
         """(key, message or None when deleted, revision) of every key with the prefix, now and from now on.
 
         Intermediate values may be skipped; an expired key gives no event. What does not decode goes to the dead letters.
@@ -84,20 +85,21 @@ class KeyValue:
         parent = prefix.rpartition(".")[0]
         pattern = f"{self._prefix}{parent}.>" if parent else f"{self._prefix}>"
         seen: dict[str, int] = {}
-        async for entry in follow(self._link, self._stream_name, _last_of_each(pattern)):
-            key = entry.subject.removeprefix(self._prefix)
-            if not key.startswith(prefix) or seen.get(key) == entry.seq:
-                continue
-            seen[key] = entry.seq
-            if _is_deletion(entry.headers):
-                yield key, None, entry.seq
-                continue
-            try:
-                message = wire.decode(entry.data, *self._stream.messages)
-            except WireError as error:
-                await self._malformed(key, entry.seq, str(error), entry.data)
-                continue
-            yield key, message, entry.seq
+        async with aclosing(follow(self._link, self._stream_name, _last_of_each(pattern))) as entries:
+            async for entry in entries:
+                key = entry.subject.removeprefix(self._prefix)
+                if not key.startswith(prefix) or seen.get(key) == entry.seq:
+                    continue
+                seen[key] = entry.seq
+                if _is_deletion(entry.headers):
+                    yield key, None, entry.seq
+                    continue
+                try:
+                    message = wire.decode(entry.data, *self._stream.messages)
+                except WireError as error:
+                    await self._malformed(key, entry.seq, str(error), entry.data)
+                    continue
+                yield key, message, entry.seq
 
     async def _store(self, key: str, data: bytes, headers: dict[str, str]) -> int | None:
         headers[MESSAGE_ID] = f"{self._link.inbox}.{self._link.next_token()}"

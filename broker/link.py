@@ -14,6 +14,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import msgspec
 import nats.errors
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 SAY_EVERY_S: Final = 3.0
 CALL_TIMEOUT_S: Final = 5.0
 NO_JETSTREAM_AFTER_S: Final = 10.0
+SCHEMES: Final = ("nats", "tls", "ws", "wss")
 
 Callback = Callable[[Msg], Awaitable[None]]
 
@@ -101,17 +103,15 @@ class Link:
         """Connect, trying for ever or until the deadline.
 
         Raises:
-            BrokerUnreachable: no answer before the deadline.
+            BrokerUnreachable: no answer before the deadline, or no address.
         """
+        _check_addresses(self.url, self.where)
         try:
             async with asyncio.timeout(deadline_s):
                 await self._connect()
         except TimeoutError:
             await self._abandon()
             raise BrokerUnreachable(f"no broker answered at {self.where} within {deadline_s:g} s ({self._error})") from None
-        except (ValueError, nats.errors.Error) as error:
-            await self._abandon()
-            raise BrokerUnreachable(f"{self.where} is no address of a broker: {error}") from None
         await self.subscribe(f"{self.inbox}.*", self._on_reply)
 
     async def close(self) -> None:
@@ -297,6 +297,17 @@ class Link:
             if error.code != 503:  # 503: no leader yet, or JetStream is still starting
                 raise ApiError(error.code, error.err_code, error.description)
             await asyncio.sleep(0.2)
+
+
+def _check_addresses(url: str, shown: str) -> None:
+    for one in url.split(","):
+        try:
+            parts = urlsplit(one)
+            good = parts.scheme in SCHEMES and bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            good = False
+        if not good:
+            raise BrokerUnreachable(f"{shown} is no address of a broker; write nats://host:port, several of a cluster with commas")
 
 
 def _expire(future: asyncio.Future[Msg]) -> None:

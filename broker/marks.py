@@ -28,14 +28,16 @@ class Marks:
         self._held: dict[str, float] = {}  # acknowledgement subject -> monotonic time of the next mark
         self._lock = threading.Lock()
         self._turned = time.monotonic()
-        self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)  # the thread's
+        self._stop = asyncio.Event()  # of the thread's loop
         self._beat: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
         """Begin to watch the running event loop and to mark; does nothing when started."""
         if self._thread is None:
             self._turn()
+            self._runner.get_loop()  # made here, so that ``close`` may call it however early
             self._thread = threading.Thread(target=self._run, name="in-progress-marks", daemon=True)
             self._thread.start()
 
@@ -53,17 +55,18 @@ class Marks:
         """Stop marking and wait for the thread."""
         if self._beat is not None:
             self._beat.cancel()
-        self._stop.set()
         if self._thread is not None:
+            self._runner.get_loop().call_soon_threadsafe(self._stop.set)
             await asyncio.to_thread(self._thread.join)
+            self._thread = None
 
     def _turn(self) -> None:
         self._turned = time.monotonic()
         self._beat = asyncio.get_running_loop().call_later(IN_PROGRESS_EVERY_S / 4, self._turn)
 
     def _run(self) -> None:
-        with asyncio.Runner() as runner:
-            runner.run(self._mark_for_ever())
+        with self._runner:
+            self._runner.run(self._mark_for_ever())
 
     async def _mark_for_ever(self) -> None:
         link = Link(self._url, f"{self._name} marks")
@@ -71,7 +74,7 @@ class Marks:
         hanging = False
         try:
             while not self._stop.is_set():
-                await asyncio.sleep(IN_PROGRESS_EVERY_S / 4)
+                await _wait(self._stop, IN_PROGRESS_EVERY_S / 4)
                 stood_s = time.monotonic() - self._turned
                 if (stood_s > self._hang_after_s()) != hanging:
                     hanging = not hanging
@@ -97,3 +100,11 @@ class Marks:
         except Disconnected:
             with self._lock:  # so that they are the first thing sent when the broker is back
                 self._held.update({subject: now for subject in due if subject in self._held})
+
+
+async def _wait(event: asyncio.Event, timeout_s: float) -> None:
+    try:
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        return

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -35,7 +36,7 @@ class Entry:
     data: bytes
 
 
-async def follow(link: Link, stream_name: str, start: Callable[[], Awaitable[dict[str, Any]]]) -> AsyncIterator[Entry]:
+async def follow(link: Link, stream_name: str, start: Callable[[], Awaitable[dict[str, Any]]]) -> AsyncGenerator[Entry, None]:
     """Entries in order, now and from now on.
 
     Args:
@@ -47,8 +48,9 @@ async def follow(link: Link, stream_name: str, start: Callable[[], Awaitable[dic
         attachment = _Attachment(link, stream_name)
         try:
             await attachment.open(await start())
-            async for entry in attachment.entries():
-                yield entry
+            async with aclosing(attachment.entries()) as entries:
+                async for entry in entries:
+                    yield entry
         except Disconnected:
             if link.closed:
                 return
@@ -94,7 +96,7 @@ class _Attachment:
     def _lost(self) -> None:
         self._queue.put_nowait(None)
 
-    async def entries(self) -> AsyncIterator[Entry]:
+    async def entries(self) -> AsyncGenerator[Entry, None]:
         pull, wanted, delivered = 0, 0, 0
         while True:
             if not wanted:

@@ -1,0 +1,279 @@
+"""Joining a run: in any start order, by name or by being the only one, refused with one line, following the operator."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+
+from broker import runspec, wire
+from broker.errors import BrokerUnreachable, UserError
+from broker.jetstream import Bus
+from broker.process import Member, Stop, Stopped, add_join_options, join
+from broker.server import BrokerServer
+from broker.store import MESSAGE_ID, store
+from broker.streams import CONTROL, RUNS
+
+
+@pytest.fixture
+def own_broker() -> Iterator[str]:
+    """A broker on which no other run is."""
+    with tempfile.TemporaryDirectory(prefix="rlearner-test-broker-") as folder, BrokerServer(folder, store_max_gib=1024) as server:
+        yield server.url
+
+
+def options(url: str, *arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_join_options(parser)
+    return parser.parse_args(["--broker", url, *arguments])
+
+
+def spec(run: str, **fields: Any) -> wire.RunSpec:
+    return msgspec.structs.replace(wire.RunSpec(run=run, wire_version=wire.WIRE_VERSION, epoch=1, config={}, model_path="m"), **fields)
+
+
+@asynccontextmanager
+async def connected(url: str, run: str) -> Any:
+    bus = await Bus.connect(url, run, name="learner", deadline_s=20)
+    await bus.ensure_streams()
+    yield bus
+    await bus.close()
+
+
+async def until(condition: Callable[[], bool], within_s: float = 10.0) -> None:
+    async with asyncio.timeout(within_s):
+        while not condition():  # noqa: ASYNC110 - the condition is no event
+            await asyncio.sleep(0.02)
+
+
+async def desire(bus: Bus, state: Any, run: str = "") -> None:
+    await (await bus.key_value(CONTROL)).put(run or bus.run, wire.DesiredState(state=state))
+
+
+async def test_epochs_count_up_and_fence(bus: Bus) -> None:
+    assert await runspec.publish_runspec(bus, spec(bus.run)) == 1
+    assert await runspec.publish_runspec(bus, spec(bus.run)) == 2
+    rivals = await asyncio.gather(*(runspec.publish_runspec(bus, spec(bus.run, model_path=str(n))) for n in range(4)))
+    assert sorted(rivals) == [3, 4, 5, 6]  # each incarnation has an epoch of its own
+    found = await runspec.wait_for_runspec(bus, bus.run)
+    assert (found.epoch, found.model_path) == (6, str(rivals.index(6)))
+
+
+async def test_a_member_that_comes_first_waits_for_the_learner(bus: Bus, broker_url: str) -> None:
+    joined: list[Member] = []
+
+    async def member() -> None:
+        async with join("envhub", options(broker_url, "--run", bus.run, "--id", "e1"), Stop()) as one:
+            joined.append(one)
+            await one.stop.asked.wait()
+
+    task = asyncio.create_task(member())
+    await asyncio.sleep(0.6)
+    assert joined == []
+    await runspec.publish_runspec(bus, spec(bus.run, config={"train": {"steps": 3}}))
+    await until(lambda: bool(joined))
+    assert (joined[0].id, joined[0].role, joined[0].spec.config, joined[0].bus.run) == ("e1", "envhub", {"train": {"steps": 3}}, bus.run)
+    await desire(bus, "stopped")
+    async with asyncio.timeout(5):
+        await task
+    assert joined[0].stop.reason == "the run is stopped"
+
+
+async def test_a_member_follows_the_operator_and_the_learner(bus: Bus, broker_url: str) -> None:
+    await runspec.publish_runspec(bus, spec(bus.run))
+    async with join("rollout", options(broker_url, "--run", bus.run), Stop()) as member:
+        assert not member.paused
+        await desire(bus, "paused")
+        await until(lambda: member.paused)
+        await desire(bus, "running")
+        async with asyncio.timeout(5):
+            await member.running.wait()
+        await desire(bus, "draining")
+        await until(lambda: member.desired == "draining")
+        assert not member.stop.asked.is_set()  # it serves the hubs until the run is stopped
+        await runspec.publish_runspec(bus, spec(bus.run, model_path="resumed"))
+        await until(lambda: member.spec.model_path == "resumed")
+        assert member.spec.epoch == 2
+
+
+async def test_draining_stops_an_environment_hub(bus: Bus, broker_url: str) -> None:
+    await runspec.publish_runspec(bus, spec(bus.run))
+    async with join("envhub", options(broker_url, "--run", bus.run), Stop()) as member:
+        await desire(bus, "draining")
+        async with asyncio.timeout(5):
+            await member.stop.asked.wait()
+
+
+async def test_presence_and_metrics_of_a_member(bus: Bus, broker_url: str) -> None:
+    await runspec.publish_runspec(bus, spec(bus.run))
+    seen: list[wire.Metrics] = []
+
+    async def watch() -> None:
+        async for metrics in bus.watch_metrics():
+            seen.append(metrics)
+
+    watching = asyncio.create_task(watch())
+    async with join("rollout", options(broker_url, "--run", bus.run, "--id", "r1"), Stop()) as member:
+        member.announce(lambda: wire.Presence(role="rollout", id="r1", host="h", pid=1, state="serving"))
+        member.report(lambda: {"time/generate": 1.5}, lambda: {"state": "fine"})
+        await until(lambda: member.roster.get("r1") is not None)
+        member.poke()
+        await until(lambda: bool(seen))
+        assert (seen[0].id, seen[0].values, seen[0].text) == ("r1", {"time/generate": 1.5}, {"state": "fine"})
+        other = Stop()
+        async with join("envhub", options(broker_url, "--run", bus.run), other) as second:
+            await until(lambda: second.roster.get("r1") is not None)
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+
+
+async def test_a_part_that_fails_stops_the_process_and_is_raised(bus: Bus, broker_url: str) -> None:
+    await runspec.publish_runspec(bus, spec(bus.run))
+
+    def broken() -> dict[str, float]:
+        raise KeyError("no such metric")
+
+    async def run() -> None:
+        async with join("rollout", options(broker_url, "--run", bus.run), Stop()) as member:
+            member.report(broken)
+            await member.stop.asked.wait()
+
+    async with asyncio.timeout(10):
+        with pytest.raises(KeyError, match="no such metric"):
+            await run()
+
+
+async def test_the_only_run_that_is_not_stopped_is_found(own_broker: str) -> None:
+    found: list[str] = []
+
+    async def member() -> None:
+        async with join("rollout", options(own_broker), Stop()) as one:
+            found.append(one.bus.run)
+
+    task = asyncio.create_task(member())
+    async with connected(own_broker, "old") as learner:
+        await desire(learner, "stopped", "old")
+        await runspec.publish_runspec(learner, spec("old"))
+        await asyncio.sleep(0.6)
+        assert found == []
+        await runspec.publish_runspec(learner, spec("new"))
+        async with asyncio.timeout(10):
+            await task
+        assert found == ["new"]
+        await runspec.publish_runspec(learner, spec("third"))
+        with pytest.raises(UserError, match=r"several runs on this broker: new, third; choose one with --run or RL_RUN"):
+            async with join("rollout", options(own_broker), Stop()):
+                pass
+        assert await runspec.find_runs(learner) == {"old": "stopped", "new": "running", "third": "running"}
+
+
+async def test_a_stopped_run_is_waited_for_until_it_is_resumed(bus: Bus, broker_url: str) -> None:
+    await runspec.publish_runspec(bus, spec(bus.run))
+    await desire(bus, "stopped")
+    epochs: list[int] = []
+
+    async def member() -> None:
+        async with join("rollout", options(broker_url, "--run", bus.run), Stop()) as one:
+            epochs.append(one.spec.epoch)
+
+    task = asyncio.create_task(member())
+    await asyncio.sleep(0.7)
+    assert epochs == []
+    await runspec.publish_runspec(bus, spec(bus.run))
+    await desire(bus, "running")
+    async with asyncio.timeout(10):
+        await task
+    assert epochs == [2]
+
+
+async def test_another_wire_version_is_refused_even_with_unknown_fields(bus: Bus, broker_url: str) -> None:
+    newer = msgspec.msgpack.encode({"type": "RunSpec", "run": bus.run, "wire_version": wire.WIRE_VERSION + 1, "novelty": 1})
+    await store(bus.link, "KV_rl_runs", f"$KV.rl_runs.{bus.run}", newer, {MESSAGE_ID: f"newer-{bus.run}"})
+    with pytest.raises(UserError, match=rf"run {bus.run} speaks wire version {wire.WIRE_VERSION + 1}, this program {wire.WIRE_VERSION}"):
+        async with join("envhub", options(broker_url, "--run", bus.run), Stop()):
+            pass
+    with pytest.raises(UserError, match="speaks wire version"):
+        await runspec.publish_runspec(bus, spec(bus.run))
+    await (await bus.key_value(RUNS)).delete(bus.run)
+
+
+async def test_other_data_files_are_refused_to_who_reads_them(bus: Bus, broker_url: str) -> None:
+    await runspec.publish_runspec(bus, spec(bus.run, data_digests={"/no/such/file.jsonl": "0" * 32}))
+    with pytest.raises(UserError, match=r"/no/such/file\.jsonl"):
+        async with join("envhub", options(broker_url, "--run", bus.run), Stop()):
+            pass
+    async with join("rollout", options(broker_url, "--run", bus.run), Stop()):
+        pass
+
+
+async def test_a_stop_while_waiting_ends_quietly(bus: Bus, broker_url: str) -> None:
+    stop = Stop()
+    asyncio.get_running_loop().call_later(0.4, stop.request, "SIGTERM")
+    with pytest.raises(Stopped):
+        async with join("envhub", options(broker_url, "--run", bus.run), stop):
+            pass
+    stop = Stop()
+    asyncio.get_running_loop().call_later(0.4, stop.request, "SIGTERM")
+    with pytest.raises(Stopped):
+        async with join("envhub", options("nats://127.0.0.1:1", "--run", bus.run), stop):
+            pass
+
+
+@pytest.mark.parametrize(("name", "value"), [("--run", "a.b"), ("--id", "a b")])
+async def test_bad_options(broker_url: str, name: str, value: str) -> None:
+    with pytest.raises(UserError, match=f"{name}: '{value}' is not allowed"):
+        async with join("envhub", options(broker_url, name, value), Stop()):
+            pass
+
+
+@pytest.mark.parametrize("address", ["http://x:4222", "nats://x:port", "localhost", "nats://", "nats://a:1,b"])
+async def test_an_address_that_is_none(address: str) -> None:
+    with pytest.raises(BrokerUnreachable, match=f"{address} is no address of a broker; write nats://host:port"):
+        async with join("envhub", options(address), Stop()):
+            pass
+
+
+_MEMBER = """
+import argparse, sys
+from broker.process import add_join_options, join, main
+parser = argparse.ArgumentParser()
+add_join_options(parser)
+options = parser.parse_args()
+async def body(stop):
+    async with join("envhub", options, stop) as member:
+        await stop.asked.wait()
+sys.exit(main("envhub", body))
+"""
+
+
+def test_an_unreachable_broker_is_one_line_and_exit_code_2_at_the_deadline() -> None:
+    command = [sys.executable, "-c", _MEMBER, "--broker", "nats://127.0.0.1:1", "--connect-deadline", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 2
+    lines = done.stderr.strip().splitlines()
+    assert "WARNING - envhub" in lines[0]
+    assert "no broker at nats://127.0.0.1:1" in lines[0]
+    assert lines[-1].startswith("error: no broker answered at nats://127.0.0.1:1 within 1 s")
+    assert "Traceback" not in done.stderr
+
+
+async def test_a_process_of_a_run_that_ends_exits_with_zero(bus: Bus, broker_url: str) -> None:
+    await runspec.publish_runspec(bus, spec(bus.run))
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-W", "error", "-c", _MEMBER, "--broker", broker_url, "--run", bus.run, stderr=asyncio.subprocess.PIPE
+    )
+    assert child.stderr is not None
+    async with asyncio.timeout(20):
+        assert b"joined run" in await child.stderr.readline()
+        await desire(bus, "stopped")
+        rest = await child.stderr.read()
+        assert await child.wait() == 0
+    assert b"Traceback" not in rest

@@ -1,0 +1,204 @@
+"""Reading, merging, overriding and validating a configuration."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from broker import runspec
+from broker.config import DomainSection, RunSection, Sampling
+from broker.errors import ConfigError, UserError
+
+
+def write(folder: Path, name: str, text: str) -> str:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return str(path)
+
+
+# ------------------------------------------------------------------------------------------------------- load
+
+
+def test_the_file_wins_over_what_it_inherits_and_overrides_over_all(tmp_path: Path) -> None:
+    write(tmp_path, "base.yaml", "train: {steps: 1, lr: 0.1, betas: [0.9, 0.99]}\nrun: {seed: 5}\n")
+    write(tmp_path, "more/second.yaml", "train: {steps: 2}\neval: {tasks: 8}\n")
+    path = write(tmp_path, "more/x.yaml", "inherit: [../base.yaml, second.yaml]\ntrain: {lr: 0.3, betas: [0.5, 0.6]}\n")
+    assert runspec.load(path, ["train.lr=1e-3", "run.name=abc", "eval.every_steps=4"]) == {
+        "train": {"steps": 2, "lr": 0.001, "betas": [0.5, 0.6]},
+        "run": {"seed": 5, "name": "abc"},
+        "eval": {"tasks": 8, "every_steps": 4},
+    }
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("train.x=50", 50),
+        ("train.x=1.0e-3", 0.001),
+        ("train.x=true", True),
+        ("train.x=null", None),
+        ("train.x=a=b", "a=b"),
+        ("train.x=", ""),
+        ("train.x='50'", "50"),
+        ("train.x=[1, 2]", [1, 2]),
+        ("train.x={a: 1}", {"a": 1}),
+        ("train.x=${run.seed}", 5),
+    ],
+)
+def test_override_values_are_yaml(tmp_path: Path, override: str, value: object) -> None:
+    assert runspec.load(write(tmp_path, "x.yaml", "run: {seed: 5}\n"), [override])["train"]["x"] == value
+
+
+def test_overrides_merge_into_mappings_and_reach_into_lists(tmp_path: Path) -> None:
+    path = write(tmp_path, "x.yaml", "domains: {d: {sampling: {top_k: 5}, rewards: [{name: a}]}}\n")
+    config = runspec.load(path, ["domains.d.sampling={top_p: 0.5}", "domains.d.rewards.0.weight=2"])
+    assert config == {"domains": {"d": {"sampling": {"top_k": 5, "top_p": 0.5}, "rewards": [{"name": "a", "weight": 2}]}}}
+
+
+def test_shipped_configurations_are_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    by_path = runspec.load("configs/quickstart.yaml")
+    assert by_path["domains"]["lake"]["env"] == "frozenlake"
+    assert runspec.load("quickstart.yaml") == runspec.load("quickstart") == by_path
+    write(tmp_path, "configs/quickstart.yaml", "run: {seed: 99}\n")
+    assert runspec.load("configs/quickstart.yaml") == {"run": {"seed": 99}}  # the user's own comes first
+
+
+def test_missing_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"nothing\.yaml: no such file; the package brings .*quickstart\.yaml"):
+        runspec.load("nothing.yaml")
+    with pytest.raises(UserError, match=r"inherit: 'gone\.yaml': no such file"):
+        runspec.load(write(tmp_path, "x.yaml", "inherit: gone.yaml\n"))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("train: {steps: 1\n", "while parsing a flow mapping"),
+        ("- a\n- b\n", "expected a mapping of sections at the top"),
+        ("train:\n  steps: ${nowhere}\n", "Interpolation key 'nowhere' not found"),
+        ("train: 1\ntrain: 2\n", "duplicate key"),
+        ("inherit: x.yaml\n", r"inherits itself through x\.yaml -> x\.yaml"),
+    ],
+)
+def test_malformed_files_are_one_line(tmp_path: Path, text: str, says: str) -> None:
+    path = write(tmp_path, "x.yaml", text)
+    with pytest.raises(UserError, match=says) as caught:
+        runspec.load(path)
+    assert "x.yaml" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("override", ["train.steps", "=5", "a b=1", ".x=1", "x.=1", "train.lr=[1"])
+def test_malformed_overrides_are_refused(tmp_path: Path, override: str) -> None:
+    with pytest.raises(UserError) as caught:
+        runspec.load(write(tmp_path, "x.yaml", "run: {seed: 5}\n"), [override])
+    assert str(caught.value).startswith(f"override {override!r} is not allowed; ")
+
+
+# --------------------------------------------------------------------------------------------------- validate
+
+
+@pytest.fixture
+def no_role_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runspec, "CHECKS", ("broker.config:check",))
+
+
+DOMAIN: dict[str, Any] = {"env": "frozenlake"}
+
+
+def test_defaults_are_filled_in_and_the_result_validates_to_itself() -> None:
+    config = runspec.validate(runspec.load("quickstart"))
+    assert set(config) == set(runspec.SECTIONS)
+    assert config["train"]["steps"] == 60
+    assert config["train"]["betas"] == [0.9, 0.999]
+    assert config["domains"]["lake"]["sampling"]["top_p"] == 1.0
+    assert runspec.validate(config) == config
+    assert json.loads(json.dumps(config)) == config
+
+
+def test_typed_sections() -> None:
+    config = runspec.validate(runspec.load("quickstart"))
+    assert runspec.section(config, "run", RunSection) == RunSection(dir="runs", seed=0)
+    domains = runspec.domains(config)
+    assert isinstance(domains["lake"], DomainSection)
+    assert domains["lake"].sampling == Sampling(max_tokens=config["domains"]["lake"]["sampling"]["max_tokens"])
+
+
+@pytest.mark.usefixtures("no_role_checks")
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"tarin": {}}, "tarin: {} is not allowed; unknown key, did you mean 'train'?"),
+        ({"train": {"lrr": 1}}, "train.lrr: 1 is not allowed; unknown key, did you mean 'train.lr'?"),
+        ({"train": {"stepz": 1, "steps": "x"}}, "train.stepz: 1 is not allowed; unknown key, did you mean 'train.steps'?"),
+        ({"run": {"xyzzy": 1}}, "run.xyzzy: 1 is not allowed; unknown key, known here: name, dir, seed"),
+        ({"train": {"steps": "ten"}}, "train.steps: 'ten' is not allowed; input should be a valid integer"),
+        ({"train": {"steps": "10"}}, "train.steps: '10' is not allowed; input should be a valid integer"),
+        ({"train": {"steps": True}}, "train.steps: True is not allowed; input should be a valid integer"),
+        ({"train": {"steps": 0}}, "train.steps: 0 is not allowed; input should be greater than 0"),
+        ({"train": {"on_late": "no"}}, "train.on_late: 'no' is not allowed; input should be 'drop' or 'wait'"),
+        ({"train": 3}, "train: 3 is not allowed; expected a mapping"),
+        ({"model": {"tiny": {"hidden": 3}}}, "model.tiny.hidden: 3 is not allowed; unknown key, did you mean 'model.tiny.hidden_size'?"),
+        ({"domains": {"d": {}}}, "domains.d.env: None is not allowed; it must be given"),
+        ({"domains": {"a b": DOMAIN}}, "domains: 'a b' is not allowed; use 1-64 letters, digits, '_' or '-'"),
+        ({"domains": {"d": 5}}, "domains.d: 5 is not allowed; input should be an object"),
+        (
+            {"domains": {"d": {**DOMAIN, "sampling": {"topp": 1}}}},
+            "domains.d.sampling.topp: 1 is not allowed; unknown key, did you mean 'domains.d.sampling.top_p'?",
+        ),
+        (
+            {"domains": {"d": {**DOMAIN, "rewards": [{"name": "a"}, {"name": "b", "wight": 2}]}}},
+            "domains.d.rewards.1.wight: 2 is not allowed; unknown key, did you mean 'domains.d.rewards.1.weight'?",
+        ),
+        ({"run": {"name": "a.b"}}, "run.name: 'a.b' is not allowed; use 1-64 letters, digits, '_' or '-'"),
+        (
+            {"broker": {"bind": "0.0.0.0"}},
+            "broker.bind: '0.0.0.0' is not allowed; only a loopback address such as 127.0.0.1, "
+            "because traffic is neither encrypted nor authenticated yet",
+        ),
+        (
+            {"domains": {"d": {**DOMAIN, "group_size": 4, "min_group_size": 5}}},
+            "domains.d.min_group_size: 5 is not allowed; at most group_size, which is 4",
+        ),
+        (
+            {"domains": {"d": {**DOMAIN, "max_context_tokens": 64, "sampling": {"max_tokens": 64}}}},
+            "domains.d.sampling.max_tokens: 64 is not allowed; below max_context_tokens, which is 64",
+        ),
+    ],
+)
+def test_bad_configurations(config: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        runspec.validate(config)
+    assert str(caught.value) == says
+
+
+@pytest.mark.usefixtures("no_role_checks")
+def test_empty_sections_are_their_defaults() -> None:
+    assert runspec.validate({"train": None}) == runspec.validate({})
+
+
+def test_every_section_and_check_exists() -> None:
+    for name, target in runspec.SECTIONS.items():
+        assert hasattr(runspec._attribute(target), "model_fields"), name
+    for check in runspec.CHECKS:
+        assert callable(runspec._attribute(check)), check
+
+
+# ----------------------------------------------------------------------------------------------- data digests
+
+
+def test_digests_tell_other_content(tmp_path: Path) -> None:
+    path = write(tmp_path, "data.jsonl", '{"a": 1}\n')
+    digests = {path: runspec.digest_file(path)}
+    runspec.check_digests(digests)
+    write(tmp_path, "data.jsonl", '{"a": 2}\n')
+    with pytest.raises(UserError, match=r"data\.jsonl: content differs from the run's"):
+        runspec.check_digests(digests)
+    Path(path).unlink()
+    with pytest.raises(UserError, match=r"data\.jsonl: No such file"):
+        runspec.check_digests(digests)
