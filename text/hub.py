@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any, Final
 
@@ -85,3 +86,18 @@ def _download(name: str, key: str, patterns: tuple[str, ...]) -> str:
 
 def _first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), "nothing")
+
+
+def copy_tokenizer(path: str, target: Path) -> None:
+    """Copy tokenizer, chat template and generation config of a model into a folder, byte for byte.
+
+    Raises:
+        ConfigError: no such model.
+    """
+    source = tokenizer_folder(path)
+    for pattern in _TOKENIZER_FILES:
+        for file in source.glob(pattern):
+            if file.name != "config.json":
+                copy = target / file.relative_to(source)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file, copy)

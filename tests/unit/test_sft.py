@@ -1,0 +1,198 @@
+"""Supervised fine-tuning: the loss is exact, only the assistant's tokens count, and the folder is a model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from broker.errors import ConfigError, DataError, UserError
+from learner.pipelines import sft_cli
+from learner.pipelines.data import Example, micro_batches, read_conversations, shuffled_batches
+from learner.pipelines.sft import _IGNORED, _Trainer, lr_scale, pad, run_sft
+from text.config import TinyModel
+from text.masks import encode_supervised
+from text.tiny import build_tiny
+from text.tokenizer import Tokenizer
+
+SIZES = TinyModel(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=64)
+RULE = {"a": "U", "b": "D", "c": "L", "d": "R"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(build_tiny(tmp_path_factory.mktemp("sft") / "tiny", SIZES, seed=1))
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> str:
+    lines = []
+    for letters in ("ab", "cd", "da", "bc", "ac", "db"):
+        messages = []
+        for letter in letters:
+            messages += [{"role": "user", "content": letter * 3}, {"role": "assistant", "content": RULE[letter]}]
+        lines.append(json.dumps({"messages": messages}))
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n\n")
+    return str(tmp_path / "rows.jsonl")
+
+
+def test_it_learns_and_writes_a_folder_that_transformers_loads(model: str, data: str, tmp_path: Path) -> None:
+    seen: list[tuple[int, dict[str, float]]] = []
+    out = str(tmp_path / "out" / "warm")
+    result = run_sft(model, data, out, steps=120, batch_size=6, lr=1e-2, seed=0, num_threads=1, on_step=lambda s, m: seen.append((s, m)))
+    assert [s for s, _ in seen] == list(range(1, 121))
+    assert result["first_loss"] == pytest.approx(math.log(102), abs=0.3)  # a fresh model is uniform over its 102 tokens
+    assert result["loss"] < 0.05
+    assert result["examples"] == 6
+    assert result["epochs"] == 120
+    assert result["trained_tokens"] == 120 * 6 * 4  # two letters and two ends of turn in each conversation
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["warm"]
+    trained, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
+    for letter, answer in RULE.items():
+        prompt = tokenizer.apply_chat_template([{"role": "user", "content": letter * 3}], add_generation_prompt=True, return_tensors="pt")
+        output = trained.generate(**prompt, do_sample=False, max_new_tokens=4)[0, prompt["input_ids"].shape[1] :]
+        assert tokenizer.decode(output) == answer + "<|im_end|>"
+    assert Tokenizer.load(out).eos_token_ids == (0, 2)
+
+
+def test_same_seed_same_weights(model: str, data: str, tmp_path: Path) -> None:
+    weights = []
+    for name, seed in (("a", 5), ("b", 5), ("c", 6)):
+        run_sft(model, data, str(tmp_path / name), steps=3, batch_size=4, lr=1e-3, seed=seed, num_threads=1)
+        weights.append((tmp_path / name / "model.safetensors").read_bytes())
+    assert weights[0] == weights[1] != weights[2]
+
+
+def _examples(model: str) -> list[Example]:
+    tokenizer = Tokenizer.load(model)
+    chats = [[("aaaa", "U")], [("b", "D"), ("cc", "LL"), ("d" * 9, "R")], [("a", "UDLR"), ("b", "D")]]
+    messages = [[{"role": r, "content": c} for turn in chat for r, c in zip(("user", "assistant"), turn, strict=True)] for chat in chats]
+    return [Example(*encode_supervised(tokenizer, m)) for m in messages]
+
+
+def test_the_loss_is_the_mean_over_the_batch_however_it_is_cut(model: str) -> None:
+    examples = _examples(model)
+    # By hand: every conversation alone, without padding, summed over the trained tokens.
+    reference = AutoModelForCausalLM.from_pretrained(model)
+    total = count = 0.0
+    for example in examples:
+        ids = torch.tensor([example.token_ids])
+        logprobs = functional.log_softmax(reference(ids).logits[0, :-1], dim=-1)
+        picked = logprobs.gather(1, ids[0, 1:, None])[:, 0]
+        mask = torch.tensor(example.loss_mask[1:], dtype=torch.bool)
+        total, count = total - picked[mask].sum(), count + int(mask.sum())
+    (total / count).backward()
+    expected_norm = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in reference.parameters()])).item()
+    for micro_batch_tokens in (1, 40, 10_000):
+        trained: Any = AutoModelForCausalLM.from_pretrained(model)
+        loss, norm = _Trainer(trained, 0, 1e-3, 0.0, 0.0, micro_batch_tokens).step(examples, 1e-3)
+        assert loss == pytest.approx((total / count).item(), rel=1e-5)
+        assert norm == pytest.approx(expected_norm, rel=1e-4)
+
+
+def test_pad_by_hand() -> None:
+    ids, labels = pad([Example([5, 6, 7], [0, 1, 1]), Example([8], [0])], 9)
+    assert ids.tolist() == [[5, 6, 7], [8, 9, 9]]
+    assert labels.tolist() == [[_IGNORED, 6, 7], [_IGNORED] * 3]
+
+
+def test_micro_batches_respect_the_budget_and_lose_nothing() -> None:
+    examples = [Example([0] * n, [1] * n) for n in (3, 10, 4, 4, 12, 1)]
+    parts = micro_batches(examples, 12)
+    assert [[len(e.token_ids) for e in part] for part in parts] == [[12], [10], [4, 4, 3], [1]]
+    assert [[len(e.token_ids) for e in part] for part in micro_batches(examples, 5)] == [[12], [10], [4], [4], [3], [1]]
+
+
+def test_batches_see_every_example_once_an_epoch() -> None:
+    batches = shuffled_batches(5, 2, seed=3)
+    drawn = [i for _ in range(5) for i in next(batches)]
+    assert sorted(drawn[:5]) == sorted(drawn[5:]) == list(range(5))
+    assert drawn[:5] != drawn[5:]
+    assert next(shuffled_batches(2, 5, seed=0)).count(0) in (2, 3)  # a batch larger than the data holds it more than once
+
+
+def test_learning_rate_by_hand() -> None:
+    assert [lr_scale(s, 6, 2) for s in range(1, 7)] == [0.5, 1.0, 0.8, 0.6, 0.4, 0.2]
+    assert lr_scale(1, 1, 1) == 1.0
+    assert [lr_scale(s, 4, 0) for s in range(1, 5)] == [1.0, 0.75, 0.5, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ('{"messages": [', "not JSON"),
+        ("[1]", "no object with the key 'messages'"),
+        ('{"text": "x"}', "no object with the key 'messages'"),
+        ('{"messages": [{"role": "user", "content": "x"}]}', "the last message must be the assistant's"),
+        ('{"messages": [{"role": "robot", "content": "x"}, {"role": "assistant", "content": "y"}]}', "role 'robot', expected 'user'"),
+    ],
+)
+def test_a_malformed_row_names_file_and_line(data: str, model: str, row: str, problem: str, tmp_path: Path) -> None:
+    with open(data, "a") as file:
+        file.write(row + "\n")
+    with pytest.raises(DataError) as caught:
+        run_sft(model, data, str(tmp_path / "out"), steps=1)
+    assert str(caught.value).startswith(f"{data}:8: ")
+    assert problem in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_bytes(b'{"messages": "\xff"}\n')
+    with pytest.raises(DataError, match=r"x\.jsonl:1: not UTF-8"):
+        list(read_conversations(tmp_path / "x.jsonl"))
+
+
+def test_missing_things_are_one_line(model: str, data: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^data: .*nowhere.jsonl' is not allowed; the file cannot be read: No such file"):
+        run_sft(model, str(tmp_path / "nowhere.jsonl"), str(tmp_path / "out"), steps=1)
+    with pytest.raises(ConfigError, match=r"^model.path: .*no such folder"):
+        run_sft(str(tmp_path / "nothing"), data, str(tmp_path / "out"), steps=1)
+    with pytest.raises(ConfigError, match=r"^device: 'cuda:99' is not allowed; this machine has"):
+        run_sft(model, data, str(tmp_path / "out"), steps=1, device="cuda:99")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(DataError, match=r"no row has an assistant's answer"):
+        run_sft(model, str(tmp_path / "empty.jsonl"), str(tmp_path / "out"), steps=1)
+
+
+def test_a_loss_that_explodes_is_said_plainly(model: str, data: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"the loss is nan at step \d+; lower lr"):
+        run_sft(model, data, str(tmp_path / "out"), steps=50, lr=1e30, max_grad_norm=0.0, num_threads=1)
+
+
+def _parse(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    sft_cli.add_parser(parser.add_subparsers())
+    return parser.parse_args(["sft", *words])
+
+
+def test_the_command_trains_and_reports(model: str, data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = str(tmp_path / "out")
+    assert sft_cli.run(_parse(model, data, out, "--steps", "4", "--batch-size", "3", "--lr", "1e-2", "--num-threads", "1")) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith(f"wrote {out}: loss 4.")
+    assert "in 4 steps, 6 conversations, 2.0 epochs" in printed.out
+    assert [line.split()[1] for line in printed.err.splitlines()] == ["1/4", "2/4", "3/4", "4/4"]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("--lr", "0"), "error: --lr: 0.0 is not allowed; it must be above 0"),
+        (("--lr", "nan"), "error: --lr: nan is not allowed; it must be above 0"),
+        (("--seed", "-1"), "error: --seed: -1 is not allowed; it must be at least 0"),
+        ((), "error: model.path: '/nowhere/at/all' is not allowed; no such folder;"),
+    ],
+)
+def test_the_command_refuses_in_one_line(words: tuple[str, ...], line: str, data: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert sft_cli.run(_parse("/nowhere/at/all", data, "/tmp/never-written", *words)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(line)
+    assert error.count("\n") == 1
