@@ -108,7 +108,9 @@ class Refuse:
 Action = Issue | Take | Hold | Forget | Refuse
 
 
-class _Queued(msgspec.Struct, frozen=True):
+class Entry(msgspec.Struct, frozen=True):
+    """A group that has arrived and is not trained yet."""
+
     number: int
     seq: int  # of its record in the log, which must not be trimmed yet
     oldest_version: int
@@ -123,8 +125,8 @@ class State(msgspec.Struct):
     base: dict[str, int] = {}  # domain -> tickets that replaced nothing
     tasks: dict[str, int] = {}  # domain -> task index of its next ticket
     live: dict[int, wire.Ticket] = {}  # open, queued or taken into the step under way
-    queue: list[_Queued] = []
-    taken: list[int] = []  # ticket numbers of the step under way, in the order in which they were taken
+    queue: list[Entry] = []  # in log order
+    taken: list[Entry] = []  # the step under way, in the order in which they were taken
     trained: int = 0
     filtered: int = 0
     dropped: int = 0
@@ -180,12 +182,17 @@ class Ledger:
     @property
     def waiting_for(self) -> set[int]:
         """Numbers of the tickets that no record has ended yet."""
-        return {number for number in self.state.live if not self._has_arrived(number)}
+        return self.state.live.keys() - {entry.number for entry in self.arrived}
 
     @property
     def first_needed(self) -> int:
         """Sequence of the oldest record that a learner resuming from this state reads again."""
-        return min([q.seq for q in self.state.queue], default=self.state.position + 1)
+        return min([entry.seq for entry in self.arrived], default=self.state.position + 1)
+
+    @property
+    def arrived(self) -> list[Entry]:
+        """Groups taken into the step under way, in that order, and then the queue."""
+        return self.state.taken + self.state.queue
 
     def ticket(self, number: int) -> wire.Ticket:
         """What stands on a live ticket, to issue it again on a broker that lacks it.
@@ -249,7 +256,7 @@ class Ledger:
             self.state.filtered_in_step += 1
             actions = self._end(number, "filtered")
         else:
-            self.state.queue.append(_Queued(number, seq, record.oldest_version))
+            self.state.queue.append(Entry(number, seq, record.oldest_version))
             actions = [Hold(number)]
         return actions + self._fill()
 
@@ -261,8 +268,8 @@ class Ledger:
         """
         if not self.full:
             raise ValueError(f"step {self.state.version} has {len(self.state.taken)} of {self.rules.groups_per_step} groups")
-        for number in self.state.taken:
-            del self.state.live[number]
+        for entry in self.state.taken:
+            del self.state.live[entry.number]
         self.state.trained += len(self.state.taken)
         self.state.taken = []
         self.state.filtered_in_step = 0
@@ -272,7 +279,7 @@ class Ledger:
     # ------------------------------------------------------------------------------------------------- inside
 
     def _has_arrived(self, number: int) -> bool:
-        return number in self.state.taken or any(q.number == number for q in self.state.queue)
+        return any(entry.number == number for entry in self.arrived)
 
     def _issue(self, domain: str) -> Issue:
         rule, s = self.rules.domain(domain), self.state
@@ -319,7 +326,7 @@ class Ledger:
             if self._is_late(chosen.oldest_version):  # its tokens were older than its ticket allowed
                 actions += self._end(chosen.number, "dropped")
             else:
-                self.state.taken.append(chosen.number)
+                self.state.taken.append(chosen)
                 actions.append(Take(chosen.number))
         return actions
 
@@ -331,7 +338,7 @@ class Ledger:
         """The latest due step that may still be taken into the step under way without breaking (*) of the module's docstring."""
         if self.rules.on_late == "drop":
             return math.inf
-        taken = set(self.state.taken)
+        taken = {entry.number for entry in self.state.taken}
         num_due = Counter(self._due(number) for number in self.state.live if number not in taken)
         places, num_live = self.rules.groups_per_step - len(taken) - 1, 0
         for due in sorted(num_due):

@@ -152,7 +152,7 @@ class Fleet(RuleBasedStateMachine):
             return
         trained = [number for step in self.steps for number in step] + self.now
         assert len(trained) == len(set(trained))
-        assert self.now == self.ledger.state.taken
+        assert self.now == [entry.number for entry in self.ledger.state.taken]
 
     @invariant()
     def places_suffice(self) -> None:
@@ -161,7 +161,8 @@ class Fleet(RuleBasedStateMachine):
             return
         s, r = self.ledger.state, self.rules_
         for due in range(s.version, s.version + r.max_staleness + 1):
-            live = [n for n, t in s.live.items() if t.min_version + r.max_staleness <= due and n not in s.taken]
+            taken = {entry.number for entry in s.taken}
+            live = [n for n, t in s.live.items() if t.min_version + r.max_staleness <= due and n not in taken]
             assert len(live) <= (due - s.version + 1) * r.groups_per_step - len(s.taken)
 
     @invariant()
