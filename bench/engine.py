@@ -173,7 +173,9 @@ def compare(folder: str, requests: Requests, options: argparse.Namespace) -> Non
         json.dumps(
             {
                 "ratio_to_static": round(statistics.median(e / s for e, s in zip(rates["engine"], rates["static"], strict=True)), 3),
-                "ratio_to_continuous": round(statistics.median(e / c for e, c in zip(rates["engine"], rates["continuous"], strict=True)), 3),
+                "ratio_to_continuous": round(
+                    statistics.median(e / c for e, c in zip(rates["engine"], rates["continuous"], strict=True)), 3
+                ),
                 "tokens_per_s": round(median["engine"], 1),
                 "static_tokens_per_s": round(median["static"], 1),
                 "continuous_tokens_per_s": round(median["continuous"], 1),

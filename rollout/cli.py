@@ -1,0 +1,35 @@
+"""The command ``rollout-server``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from broker import process
+from rollout import service
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of ``rollout-server``."""
+    result = argparse.ArgumentParser(
+        prog="rollout-server", description="Serve a policy to the environment hubs of a run; any number of these may join and leave."
+    )
+    process.add_join_options(result)
+    result.add_argument("--gpus", default="auto", metavar="LIST", help="GPUs to use: 4-7, or 0,2, or cpu, or auto (%(default)s)")
+    result.add_argument(
+        "--engine", default=None, metavar="NAME", help="engine in place of the run's rollout.engine, for example hf or random"
+    )
+    result.add_argument("--policy", default=None, metavar="NAME", help="policy it serves in place of the run's rollout.policy (actor)")
+    result.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the section rollout, for example max_running=32")
+    return result
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the server; the exit code."""
+    options = parser().parse_args(arguments)
+    return process.main("rollout", lambda stop: service.run(options, stop))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,255 @@
+"""The rollout server: joins a run, loads an engine, answers requests, follows the weights, drains.
+
+A request is served only by weights whose probe matched; until then presence says ``starting`` and requests wait.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import socket
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import numpy as np
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from broker import channel, process, registry, runspec, wire
+from broker.config import BrokerSection
+from broker.errors import UserError
+from rollout import gpus
+from rollout.config import RolloutSection
+from rollout.engines import ENGINES
+from rollout.engines.base import Engine, EngineConfig, Output
+from rollout.meter import Meter
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from broker.weights.receive import Receiver
+
+log = logging.getLogger(__name__)
+
+SEND_S: Final = 2.0  # for the partial outputs of aborted requests to leave
+
+
+async def run(options: argparse.Namespace, stop: process.Stop) -> None:
+    """The whole life of a rollout server; ``options`` are those of ``rollout.cli``.
+
+    Raises:
+        UserError: a GPU, an engine, a model or a setting that cannot be used.
+    """
+    device = gpus.select(options.gpus)  # first of all: torch must not be loaded before
+    async with process.join("rollout", options, stop) as member:
+        section = own_section(member.spec.config, options)
+        model = member.spec.config.get("model") or {}
+        config = EngineConfig(
+            model_path=member.spec.model_path,
+            section=section,
+            dtype=model.get("dtype", "float32"),
+            trust_remote_code=model.get("trust_remote_code", False),
+            device=device,
+        )
+        engine: Engine = registry.resolve("engines", section.engine, ENGINES)(config)
+        service = Service(member, section, engine)
+        try:
+            await service.serve()
+        finally:
+            await service.close()
+
+
+def own_section(config: Mapping[str, Any], options: argparse.Namespace) -> RolloutSection:
+    """The run's section ``rollout`` with this server's options and ``key=value`` overrides on top, checked with all others.
+
+    Another engine than the run's own does not inherit its ``engine_args``.
+
+    Raises:
+        UserError: an override that is none, or a value that is not allowed.
+    """
+    section = dict(config.get("rollout") or {})
+    if options.engine is not None:
+        if options.engine != section.get("engine", RolloutSection().engine):
+            section["engine_args"] = {}
+        section["engine"] = options.engine
+    if options.policy is not None:
+        section["policy"] = options.policy
+    for override in options.overrides:
+        key, equals, _ = override.removeprefix("rollout.").partition("=")
+        if not equals or not key:
+            raise UserError(f"override {override!r} is not allowed; write key=value, for example max_running=32")
+    try:
+        given = OmegaConf.from_dotlist([override.removeprefix("rollout.") for override in options.overrides])
+        merged = OmegaConf.to_container(OmegaConf.merge(OmegaConf.create(section), given), resolve=False)
+    except (OmegaConfBaseException, ValueError, TypeError) as error:
+        raise UserError(f"overrides {' '.join(options.overrides)}: {' '.join(str(error).split())}") from None
+    checked = runspec.validate({**config, "rollout": merged})
+    return runspec.section(checked, "rollout", RolloutSection)
+
+
+class Service:
+    """One engine behind one request channel, kept at the newest weights."""
+
+    def __init__(self, member: process.Member, section: RolloutSection, engine: Engine) -> None:
+        self._member, self._section, self._engine = member, section, engine
+        self._broker = runspec.section(member.spec.config, "broker", BrokerSection)
+        self._channel = channel.serve(self._broker.channel, member.bus, member.id, bind=self._broker.bind)
+        self._receiver: Receiver | None = None
+        self._meter = Meter(time.monotonic())
+        self._outstanding: set[str] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._draining = False
+        self._address = ""
+
+    async def serve(self) -> None:
+        """Until a stop is asked for and everything in flight is answered.
+
+        Raises:
+            UserError: the model cannot be served.
+            Exception: what broke the engine.
+        """
+        member = self._member
+        member.announce(self.presence)
+        member.report(self.metrics, self.texts)
+        log.info("loading %s for engine %s", member.spec.model_path, self._section.engine)
+        await self._engine.start()
+        member.spawn(self._watch_engine())
+        await self._channel.start(self.handle, self._engine.abort)
+        self._address = self._channel.address
+        if self._engine.has_weights:
+            await self._follow_weights()
+        member.poke()
+        log.info("answering at %s, %d slots", self._address, self._engine.stats().slots)
+        await member.stop.asked.wait()
+        await self.drain()
+
+    async def drain(self) -> None:
+        """No new requests; finish what runs, and hand back the rest as it is."""
+        self._draining = True
+        self._member.poke()
+        log.info("draining %d requests, at most %g s", len(self._outstanding), self._section.drain_timeout_s)
+        if not await self._quiet(self._section.drain_timeout_s):
+            log.warning("aborting %d requests that did not finish in time", len(self._outstanding))
+            for request_id in list(self._outstanding):
+                self._engine.abort(request_id)
+            await self._quiet(SEND_S)
+        await asyncio.sleep(0)  # the last handler has returned: let the channel send its reply
+
+    async def close(self) -> None:
+        if self._receiver is not None:
+            await self._receiver.close()
+        await self._engine.close()
+        await self._channel.close()
+
+    async def handle(self, request: wire.GenerateRequest) -> wire.GenerateReply:
+        """Answer one request; while draining, with nothing, so that the asker goes elsewhere."""
+        if self._draining:
+            return self._reply(request, Output(finish_reason="abort"))
+        began = time.monotonic()
+        self._outstanding.add(request.request_id)
+        self._idle.clear()
+        try:
+            return self._reply(request, await self._engine.generate(request))
+        except RuntimeError as error:
+            return self._reply(request, Output(error=f"the engine failed: {error}"))
+        finally:
+            self._meter.answered(time.monotonic() - began)
+            self._outstanding.discard(request.request_id)
+            if not self._outstanding:
+                self._idle.set()
+
+    def presence(self) -> wire.Presence:
+        """What the others see of this server."""
+        stats = self._engine.stats()
+        return wire.Presence(
+            role="rollout",
+            id=self._member.id,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            state=self._state(),
+            address=self._address,
+            channel=self._broker.channel,
+            policy=self._section.policy,
+            engine=self._section.engine,
+            epoch=self._receiver.served[0] if self._receiver is not None else 0,
+            policy_version=self._engine.policy_version,
+            slots=stats.slots,
+            running=stats.running,
+            waiting=stats.waiting,
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Of the last second."""
+        weights = self._receiver.metrics() if self._receiver is not None else {}
+        return {
+            **self._meter.read(time.monotonic(), self._engine.stats()),
+            **weights,
+            "weights/version": float(self._engine.policy_version),
+        }
+
+    def texts(self) -> dict[str, str]:
+        problem = (self._receiver.refused or self._receiver.last_error) if self._receiver is not None else ""
+        return {"state": self._state()} | ({"last_error": problem} if problem else {})
+
+    async def _follow_weights(self) -> None:
+        from broker.weights.receive import Receiver  # imports torch, which an engine without weights does without
+
+        train = self._member.spec.config.get("train") or {}
+        self._receiver = Receiver(
+            self._member.bus, self._member.id, self._engine.weights(), self._load, bucket_mib=train.get("weights_bucket_mib", 32.0)
+        )
+        await self._receiver.start()
+
+    async def _load(self, tensors: Mapping[str, Tensor], offer: wire.WeightsOffer) -> None:
+        """Bring in an offer; an empty mapping says that the engine holds these bytes already.
+
+        Raises:
+            TransferFailed: the probe does not match.
+        """
+        from broker.weights.probe import check_probe
+
+        if tensors:
+            paused_s = await self._engine.update_weights(tensors, offer.version, self._section.update_mode, offer.probe)
+            log.info("serving version %d of epoch %d, generation stood still for %.3f s", offer.version, offer.epoch, paused_s)
+        else:
+            check_probe(offer.probe, await self._engine.logprobs(offer.probe.token_ids.array().tolist()))
+            await self._engine.adopt(offer.version)
+            log.info("serving version %d of epoch %d, held already", offer.version, offer.epoch)
+        self._member.poke()
+
+    async def _watch_engine(self) -> None:
+        await self._engine.join()
+
+    async def _quiet(self, timeout_s: float) -> bool:
+        """Whether nothing is in flight any more within that time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _state(self) -> Literal["starting", "serving", "draining", "failed"]:
+        if self._draining:
+            return "draining"
+        if self._address and self._engine.policy_version >= 0:
+            return "serving"
+        return "failed" if self._receiver is not None and (self._receiver.refused or self._receiver.last_error) else "starting"
+
+    def _reply(self, request: wire.GenerateRequest, output: Output) -> wire.GenerateReply:
+        runs = np.array(output.version_runs, dtype="<i4").reshape(-1)
+        return wire.GenerateReply(
+            request_id=request.request_id,
+            server=self._member.id,
+            token_ids=wire.column(output.token_ids, "<i4"),
+            logprobs=wire.column(output.logprobs, "<f4"),
+            version_runs=wire.column(runs, "<i4"),
+            finish_reason=output.finish_reason,
+            policy_version=self._engine.policy_version,
+            prefix_hit_tokens=output.prefix_hit_tokens,
+            error=output.error,
+        )
