@@ -1,0 +1,115 @@
+"""The client's side of every carrier: send a request, wait for its answer, give up in time."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Coroutine
+from typing import Any, Protocol
+
+from broker import wire
+from broker.channel_desk import bury
+from broker.errors import RequestFailed, WireError
+from broker.jetstream import Bus
+
+
+class Carrier(Protocol):
+    """What an asker needs of a carrier."""
+
+    async def send(self, address: str, token: str, data: bytes) -> None:
+        """Send to the server at ``address``; an answer comes with the same token. An empty token asks for none.
+
+        Raises:
+            RequestFailed: it cannot be sent. May wait while there is no connection.
+        """
+        ...
+
+
+class Asker:
+    """Keeps the requests of one client that wait for an answer."""
+
+    def __init__(self, bus: Bus, carrier: Carrier) -> None:
+        self._bus, self._carrier = bus, carrier
+        self._tokens = itertools.count(1)
+        self._waiting: dict[str, tuple[str, asyncio.Future[bytes]]] = {}
+        self._background: set[asyncio.Task[None]] = set()
+
+    async def generate(self, address: str, request: wire.GenerateRequest, *, timeout_s: float) -> wire.GenerateReply:
+        """See ``broker.channel.ChannelClient.generate``."""
+        data = wire.encode(request)
+        token = str(next(self._tokens))
+        future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._waiting[token] = (address, future)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._until(future, self._carrier.send(address, token, data))
+                answer = await future
+        except TimeoutError:
+            self._abort_later(address, request.request_id)
+            raise RequestFailed(f"{address}: no answer within {timeout_s:g} s") from None
+        except asyncio.CancelledError:
+            self._abort_later(address, request.request_id)
+            raise
+        finally:
+            del self._waiting[token]
+            if future.done() and not future.cancelled():
+                future.exception()  # it may have failed while the sending failed; that counts as looked at
+        return self._read(address, request, answer)
+
+    async def abort(self, address: str, request_id: str) -> None:
+        """See ``broker.channel.ChannelClient.abort``; best effort."""
+        try:
+            async with asyncio.timeout(1.0):
+                await self._carrier.send(address, "", wire.encode(wire.AbortRequest(request_id=request_id)))
+        except (TimeoutError, RequestFailed):
+            return  # a server that cannot be reached has nothing to abort
+
+    def answered(self, token: str, data: bytes) -> None:
+        """The carrier got an answer; one that nobody waits for any more is dropped."""
+        _, future = self._waiting.get(token, ("", None))
+        if future is not None and not future.done():
+            future.set_result(data)
+
+    def failed(self, token: str, reason: str) -> None:
+        """The carrier knows that no answer will come."""
+        address, future = self._waiting.get(token, ("", None))
+        if future is not None and not future.done():
+            future.set_exception(RequestFailed(f"{address}: {reason}"))
+
+    def fail_all(self, reason: str, address: str | None = None) -> None:
+        """No answer will come from this address (None: from any)."""
+        for token, (asked, _) in list(self._waiting.items()):
+            if address is None or asked == address:
+                self.failed(token, reason)
+
+    async def close(self) -> None:
+        """Fail everything outstanding."""
+        self.fail_all("the client was closed")
+        if self._background:
+            await asyncio.wait(self._background, timeout=1.0)
+
+    def _abort_later(self, address: str, request_id: str) -> None:
+        task = asyncio.create_task(self.abort(address, request_id))
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _until(self, future: asyncio.Future[bytes], sending: Coroutine[Any, Any, None]) -> None:
+        """Send, but no longer than there is hope for an answer."""
+        task = asyncio.create_task(sending)
+        either: list[asyncio.Future[Any]] = [task, future]
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                task.result()
+        finally:
+            task.cancel()
+
+    def _read(self, address: str, request: wire.GenerateRequest, data: bytes) -> wire.GenerateReply:
+        try:
+            reply = wire.decode(data, wire.GenerateReply)
+        except WireError as error:
+            bury(self._bus, self._background, str(error), data)
+            raise RequestFailed(f"{address}: {error}") from None
+        if reply.request_id not in (request.request_id, ""):  # empty: the server could not read the request
+            raise RequestFailed(f"{address}: answered request {reply.request_id!r} instead of {request.request_id!r}")
+        return reply
