@@ -14,7 +14,7 @@ from nats.aio.msg import Msg
 from broker import wire
 from broker.errors import LostState, RequestFailed, UserError, WireError
 from broker.kv import KeyValue, kv_prefix, kv_stream_name
-from broker.link import ApiError, Disconnected, Link, NoResponders, Subscribed
+from broker.link import ApiError, Disconnected, Link, NoResponders, NoStream, Subscribed
 from broker.marks import Marks
 from broker.reader import bounds, follow
 from broker.store import EXPECTED_LAST_SEQ, MESSAGE_ID, store
@@ -123,9 +123,8 @@ class Bus:
     async def _delete_stream(self, name: str) -> None:
         try:
             await self.link.api(f"STREAM.DELETE.{name}")
-        except ApiError as error:
-            if error.code != 404:
-                raise
+        except NoStream:
+            log.debug("%s was not there", name)
 
     # ---------------------------------------------------------------------------------------- publish
 
@@ -351,5 +350,5 @@ def _stream_config(stream: Stream, run: str) -> dict[str, Any] | None:
         config |= {"name": kv_stream_name(name), "subjects": [f"{kv_prefix(name)}>"], "max_msgs_per_subject": 1, "allow_rollup_hdrs": True}
         if stream.ttl_s:
             age = int(stream.ttl_s * 1e9)
-            config |= {"storage": "memory", "max_age": age, "duplicate_window": age}  # gone with the broker, as it should
+            config |= {"max_age": age, "duplicate_window": age}
     return config

@@ -17,7 +17,6 @@ from broker.streams import Stream, token
 
 OPERATION: Final = "KV-Operation"
 MARKER_REASON: Final = "Nats-Marker-Reason"
-NO_STREAM: Final = 10059
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +110,7 @@ class KeyValue:
         try:
             found = (await self._link.api(f"STREAM.MSG.GET.{self._stream_name}", {"last_by_subj": subject}))["message"]
         except ApiError as error:
-            if error.err_code in (NO_MESSAGE, NO_STREAM):
+            if error.err_code == NO_MESSAGE:
                 return None
             raise
         lines = base64.b64decode(found.get("hdrs", "")).decode().split("\r\n")

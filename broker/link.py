@@ -22,13 +22,16 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
-from broker.errors import BrokerUnreachable, RlearnerError, UserError
+from broker.errors import BrokerUnreachable, LostState, RlearnerError, UserError
 
 log = logging.getLogger(__name__)
 
 SAY_EVERY_S: Final = 3.0
 CALL_TIMEOUT_S: Final = 5.0
 NO_JETSTREAM_AFTER_S: Final = 10.0
+NO_STREAM: Final = 10059
+PAUSE_S: Final = 0.02  # before a repetition, so that a connection not yet known to be gone is not hammered
+STUCK_AFTER_S: Final = 30.0
 SCHEMES: Final = ("nats", "tls", "ws", "wss")
 
 Callback = Callable[[Msg], Awaitable[None]]
@@ -48,6 +51,10 @@ class ApiError(RlearnerError):
     def __init__(self, code: int, err_code: int, description: str) -> None:
         super().__init__(f"{description} ({err_code})")
         self.code, self.err_code, self.description = code, err_code, description
+
+
+class NoStream(ApiError, LostState):
+    """The stream does not exist: it was purged, or the broker lost its store."""
 
 
 class Error(msgspec.Struct):
@@ -96,6 +103,8 @@ class Link:
         self._calls: dict[str, asyncio.Future[Msg]] = {}
         self._subscribed: set[Subscribed] = set()
         self._reopening: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._tried = 0.0  # when the client last tried anything
 
     # ------------------------------------------------------------------------------------------- life
 
@@ -113,12 +122,14 @@ class Link:
             await self._abandon()
             raise BrokerUnreachable(f"no broker answered at {self.where} within {deadline_s:g} s ({self._error})") from None
         await self.subscribe(f"{self.inbox}.*", self._on_reply)
+        self._watching = asyncio.create_task(self._watch())
 
     async def close(self) -> None:
         """Flush and disconnect for good; outstanding calls fail with Disconnected."""
         self._closing = True
-        if self._reopening is not None:
-            self._reopening.cancel()
+        for task in (self._reopening, self._watching):
+            if task is not None:
+                task.cancel()
         await self._abandon()
         self._drop_calls()
         self.connected.set()  # wakes those who wait in ``ready``
@@ -186,6 +197,7 @@ class Link:
         self.connected.set()
 
     async def _on_disconnected(self) -> None:
+        self._tried = time.monotonic()
         self.connected.clear()
         self._drop_calls()
         for callback in list(self.on_disconnect):
@@ -201,9 +213,17 @@ class Link:
         await self._connect()
         self._reopening = None
 
+    async def _watch(self) -> None:
+        """Take a new client should the old one stop trying without a word."""
+        while True:
+            await asyncio.sleep(STUCK_AFTER_S / 4)
+            if not self.connected.is_set() and self._reopening is None and time.monotonic() - self._tried > STUCK_AFTER_S:
+                log.warning("the connection to %s does not come back by itself; making a new one", self.where)
+                await self._abandon()  # calls back to reopen
+
     async def _on_error(self, error: Exception) -> None:
         self._error = str(error) or type(error).__name__
-        now = time.monotonic()
+        self._tried = now = time.monotonic()
         if not self.connected.is_set() and not self._closing and now - self._said >= SAY_EVERY_S:
             self._said = now
             log.warning("no broker at %s (%s); trying again", self.where, self._error)
@@ -285,6 +305,7 @@ class Link:
                 answer = json.loads((await self.call(f"$JS.API.{request}", payload)).data)
             except (Disconnected, TimeoutError):
                 started = time.monotonic()
+                await asyncio.sleep(PAUSE_S)
                 continue
             except NoResponders:
                 if time.monotonic() - started > NO_JETSTREAM_AFTER_S:
@@ -294,6 +315,10 @@ class Link:
             if "error" not in answer:
                 return dict(answer)
             error = msgspec.convert(answer["error"], Error)
+            if error.err_code == NO_STREAM:
+                raise NoStream(
+                    error.code, error.err_code, f"{request}: no such stream on {self.where}; it was purged, or the store was lost"
+                )
             if error.code != 503:  # 503: no leader yet, or JetStream is still starting
                 raise ApiError(error.code, error.err_code, error.description)
             await asyncio.sleep(0.2)

@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 
 from broker.errors import LostState, RlearnerError
-from broker.link import SAY_EVERY_S, ApiError, Disconnected, Error, Link, NoResponders
+from broker.link import PAUSE_S, SAY_EVERY_S, ApiError, Disconnected, Error, Link, NoResponders
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +52,7 @@ async def store(link: Link, stream_name: str, subject: str, data: bytes, headers
             answer = await link.call(subject, data, headers=headers, timeout_s=CONFIRM_WITHIN_S)
         except Disconnected:
             since = time.monotonic()
+            await asyncio.sleep(PAUSE_S)
             continue
         except TimeoutError:
             log.warning("%s: no confirmation within %g s; sending again", subject, CONFIRM_WITHIN_S)

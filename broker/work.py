@@ -11,8 +11,8 @@ from typing import Any, Final
 from nats.aio.msg import Msg
 
 from broker import wire
-from broker.errors import LostState, WireError
-from broker.link import ApiError, Disconnected, Link, NoResponders, Subscribed
+from broker.errors import WireError
+from broker.link import PAUSE_S, Disconnected, Link, NoResponders, Subscribed
 from broker.marks import Marks
 from broker.streams import ACK_WAIT_S, Stream
 
@@ -24,7 +24,6 @@ GRACE_S: Final = 1.0  # beyond a pull's own expiry, before it counts as lost
 CONFIRM_WITHIN_S: Final = 5.0
 CONFIRM_TRIES: Final = 3
 MAX_WAITING_PULLS: Final = 8192  # hubs that may wait at one queue
-STREAM_NOT_FOUND: Final = 10059
 
 
 class Delivery:
@@ -73,7 +72,7 @@ class Delivery:
                         await self._link.call(self._subject, payload, timeout_s=CONFIRM_WITHIN_S)
                         return
                     except Disconnected:
-                        continue
+                        await asyncio.sleep(PAUSE_S)
             except TimeoutError:
                 continue
             except NoResponders:
@@ -114,6 +113,10 @@ class WorkQueue:
         """Up to ``limit`` messages; an empty list after ``timeout_s``. Survives reconnects.
 
         Returns as soon as there is one, with whatever else is there. Cancelled, it hands back what had arrived.
+
+        Raises:
+            LostState: the queue's stream is gone.
+            Disconnected: the bus was closed.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
@@ -126,10 +129,9 @@ class WorkQueue:
                     return []
 
     async def _pull_once(self, limit: int, left_s: float) -> list[Msg]:
-        if not self._link.connected.is_set():
-            await _wait(self._link.connected, left_s)
-            await asyncio.sleep(0)
+        if not await _wait(self._link.connected, left_s):
             return []
+        await self._link.ready()
         expires_s = min(left_s, LONGEST_PULL_S)
         self._pull += 1
         self._wanted, self._ended = limit, ""
@@ -148,7 +150,8 @@ class WorkQueue:
                 if not await _wait(self._changed, until - asyncio.get_running_loop().time()):
                     break
         except Disconnected:
-            return []
+            await asyncio.sleep(PAUSE_S)
+            return self._take()
         except BaseException:
             self._hand_back(self._take())
             raise
@@ -217,12 +220,7 @@ class WorkQueue:
             "max_waiting": MAX_WAITING_PULLS,
         }
         name = self._stream_name
-        try:
-            await self._link.api(f"CONSUMER.DURABLE.CREATE.{name}.{self._consumer}", {"stream_name": name, "config": config})
-        except ApiError as error:
-            if error.err_code == STREAM_NOT_FOUND:
-                raise LostState(f"the broker at {self._link.where} has no stream {name}; it was purged, or lost its store") from None
-            raise
+        await self._link.api(f"CONSUMER.DURABLE.CREATE.{name}.{self._consumer}", {"stream_name": name, "config": config})
 
 
 def delivery_numbers(ack_subject: str) -> tuple[int, int, int]:

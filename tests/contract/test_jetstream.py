@@ -19,6 +19,7 @@ import pytest
 from broker import wire
 from broker.errors import BrokerUnreachable, ConfigError, LostState, RequestFailed, WireError
 from broker.jetstream import Bus, LogRecord
+from broker.link import Disconnected
 from broker.server import BrokerServer
 from broker.store import MESSAGE_ID, store
 from broker.streams import CONTROL, DEAD, EPISODES, EVALS, METRICS, SAMPLES, TICKETS, WEIGHTS, WEIGHTSYNC, Stream
@@ -570,6 +571,54 @@ async def test_nothing_confirmed_is_lost_and_everything_goes_on_after_the_broker
     await asyncio.gather(*tasks, return_exceptions=True)
     await bus.close()
     server.stop()
+
+
+async def test_a_client_that_gave_up_is_replaced(bus: Bus) -> None:
+    """After some errors of the server nats-py closes for good; the bus does not."""
+    queue = await bus.work_queue(TICKETS, "lake")
+    reading = asyncio.create_task(take(bus, SAMPLES, 1, 2))
+    await bus.publish(SAMPLES, closed(1), ticket=1)
+    await bus.link._client._process_err("'Some New Violation'")
+    fetching = asyncio.create_task(queue.fetch(1, 20.0))
+    assert await bus.publish(TICKETS, ticket(1), key="lake") == 1
+    assert await bus.publish(SAMPLES, closed(2), ticket=2) == 2
+    async with asyncio.timeout(15):
+        assert [record.seq for record in await reading] == [1, 2]
+        assert [delivery.seq for delivery in await fetching] == [1]
+
+
+async def test_a_client_that_is_stuck_is_replaced(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("broker.link.STUCK_AFTER_S", 0.4)
+    stuck = bus.link._client
+    assert bus.link._watching is not None
+    bus.link._watching.cancel()
+    await bus.link._on_disconnected()  # and, since the client thinks it is connected, nothing more
+    bus.link._watching = asyncio.create_task(bus.link._watch())
+    async with asyncio.timeout(15):
+        assert await bus.publish(SAMPLES, closed(1), ticket=1) == 1
+    assert bus.link._client is not stuck
+
+
+async def test_a_closed_bus_says_so_at_once(broker_url: str, run_name: str) -> None:
+    bus = await Bus.connect(broker_url, run_name, name="x", deadline_s=20)
+    await bus.ensure_streams()
+    queue = await bus.work_queue(TICKETS, "lake")
+    fetching = asyncio.create_task(queue.fetch(1, 30.0))
+    await asyncio.sleep(0.1)
+    await bus.delete_streams()
+    await bus.close()
+    async with asyncio.timeout(5):
+        for work in (fetching, queue.fetch(1, 30.0), bus.publish(SAMPLES, closed(1)), bus.last_seq(SAMPLES)):
+            with pytest.raises(Disconnected):
+                await work
+
+
+async def test_reading_a_run_that_is_not_there_is_lost_state(bus: Bus) -> None:
+    await bus.delete_streams()
+    with pytest.raises(LostState, match="no such stream"):
+        await take(bus, SAMPLES, 1, 1)
+    with pytest.raises(LostState, match="no such stream"):
+        await bus.work_queue(TICKETS, "lake")
 
 
 async def test_readers_end_when_the_bus_is_closed(broker_url: str, run_name: str) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -12,6 +15,7 @@ import pytest
 from broker import wire
 from broker.jetstream import Bus
 from broker.presence import Announcer, Roster
+from broker.server import BrokerServer
 from broker.streams import PRESENCE
 
 
@@ -112,3 +116,30 @@ async def test_changed_returns_after_its_timeout(roster: Roster) -> None:
     started = time.monotonic()
     await roster.changed(0.2)
     assert 0.15 < time.monotonic() - started < 1.5
+
+
+async def test_nobody_dies_of_a_broker_that_is_restarted(tmp_path: Path) -> None:
+    server = BrokerServer(str(tmp_path))
+    server.start()
+    port = int(server.url.rpartition(":")[2])
+    bus = await Bus.connect(server.url, "demo", name="x", deadline_s=20)
+    announcer, roster = Announcer(bus, Process("rollout", "r1").describe, every_s=0.5), Roster(bus, ttl_s=2.0)
+    await announcer.start()
+    await roster.start()
+    await until_alive(roster, "rollout", ["r1"])
+    os.kill(server.pid, signal.SIGKILL)
+    server.stop()
+    gone = time.monotonic() + 3.0
+    while time.monotonic() < gone:
+        assert [presence.id for presence in roster.alive("rollout")] == ["r1"]
+        await asyncio.sleep(0.1)
+    server = BrokerServer(str(tmp_path), port=port)
+    server.start()
+    back = time.monotonic() + 4.0
+    while time.monotonic() < back:
+        assert [presence.id for presence in roster.alive("rollout")] == ["r1"]
+        await asyncio.sleep(0.1)
+    await roster.close()
+    await announcer.close()
+    await bus.close()
+    server.stop()
