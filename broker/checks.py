@@ -100,7 +100,7 @@ def check(message: wire.Message) -> None:
     try:
         _numbers(message)
         _names(message)
-        rule = _RULES.get(type(message))
+        rule = RULES.get(type(message))
         if rule is not None:
             rule(message)
     except (TypeError, AttributeError, KeyError, RecursionError) as error:  # built in this process with a value of a wrong type
@@ -108,7 +108,9 @@ def check(message: wire.Message) -> None:
 
 
 def check_trajectory(trajectory: wire.Trajectory) -> None:
-    """The rules of one trajectory."""
+    """Columns have n values each, at least one; turns are ordered, apart and inside; the mask is 1 in them and 0 elsewhere,
+    where logprobs are 0 too; logprobs are finite and at most 0.001, token ids >= 0; version runs have counts >= 1 that add up
+    to the number of sampled tokens."""
     _check_structure(trajectory)
     _check_values([trajectory])
 
@@ -239,17 +241,20 @@ def _check_version_runs(message: str, column: wire.Column, sampled: int) -> None
 
 
 def _check_group(group: wire.Group) -> None:
+    """There is at least one trajectory, and each is right."""
     if not group.trajectories:
         raise _wrong("Group", "trajectories", "[]", "at least one")
     check_trajectories(group.trajectories)
 
 
 def _check_ticket(ticket: wire.Ticket) -> None:
+    """min_group_size is at most group_size."""
     if ticket.min_group_size > ticket.group_size:
         raise _wrong("Ticket", "min_group_size", ticket.min_group_size, f"must be at most group_size, {ticket.group_size}")
 
 
 def _check_offer(offer: wire.WeightsOffer) -> None:
+    """The probe has n >= 2 token ids >= 0 and n - 1 finite logprobs of at most 0.001."""
     probe = offer.probe
     _numbers(probe)
     n = _check_column("Probe", "token_ids", probe.token_ids, "<i4")
@@ -261,11 +266,13 @@ def _check_offer(offer: wire.WeightsOffer) -> None:
 
 
 def _check_session(session: wire.WeightsSession) -> None:
+    """rank is below world_size, unless error is set."""
     if not session.error and session.rank >= session.world_size:
         raise _wrong("WeightsSession", "rank", session.rank, f"must be below world_size, {session.world_size}")
 
 
 def _check_request(request: wire.GenerateRequest) -> None:
+    """There is a request_id and at least one token id; token ids are >= 0, stop strings are not empty."""
     sampling = request.sampling
     _numbers(sampling)
     if any(not stop for stop in sampling.stop):
@@ -279,11 +286,13 @@ def _check_request(request: wire.GenerateRequest) -> None:
 
 
 def _check_request_id(request: wire.GenerateRequest | wire.AbortRequest) -> None:
+    """There is a request_id."""
     if not request.request_id:
         raise _wrong(type(request).__name__, "request_id", "''", "must not be empty")
 
 
 def _check_reply(reply: wire.GenerateReply) -> None:
+    """Columns have k values each, version runs count them; with finish_reason `error` there is a text in error and k is 0."""
     n = _check_column("GenerateReply", "token_ids", reply.token_ids, "<i4")
     _check_column("GenerateReply", "logprobs", reply.logprobs, "<f4", n)
     _check_token_ids("GenerateReply", reply.token_ids.data)
@@ -294,15 +303,18 @@ def _check_reply(reply: wire.GenerateReply) -> None:
 
 
 def _check_metrics(metrics: wire.Metrics) -> None:
+    """All values are finite."""
     _finite("Metrics", "values", metrics.values)
 
 
 def _check_dead_letter(letter: wire.DeadLetter) -> None:
+    """data has at most 1 MiB."""
     if len(letter.data) > DEAD_LETTER_BYTES:
         raise _wrong("DeadLetter", "data", f"{len(letter.data)} bytes", f"at most {DEAD_LETTER_BYTES} bytes")
 
 
 def _check_run_spec(spec: wire.RunSpec) -> None:
+    """config holds what JSON can say, and only finite numbers."""
     _plain("RunSpec", "config", spec.config)
 
 
@@ -356,7 +368,7 @@ def _wrong(message: str, field: str, value: object, rule: str) -> WireError:
     return WireError(f"{message}.{field}: {shown}; {rule}")
 
 
-_RULES: Final[dict[type, Callable[[Any], None]]] = {
+RULES: Final[dict[type, Callable[[Any], None]]] = {
     wire.Ticket: _check_ticket,
     wire.Group: _check_group,
     wire.WeightsOffer: _check_offer,
