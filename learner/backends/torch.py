@@ -27,7 +27,7 @@ from learner.samples import TrainSample
 from text.config import ModelSection
 from text.hub import copy_tokenizer
 
-_CPU_SLICE_TOKENS: Final = 4096  # padded tokens; more falls out of a core's cache, fewer leaves kernels too small
+_CPU_SLICE_TOKENS: Final = 2048  # padded tokens; larger slices pad more and fall out of the cache
 
 
 class TorchBackend:
