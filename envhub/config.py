@@ -1,10 +1,16 @@
-"""The section ``envhub``: how a hub runs its environments."""
+"""The section ``envhub``: how a hub runs its environments; and what can be said about the domains before anything starts."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from pydantic import PositiveFloat, PositiveInt
 
 from broker.config import Section
+from broker.errors import ConfigError
+
+if TYPE_CHECKING:
+    from envhub.domain import Domain
 
 
 class EnvhubSection(Section):
@@ -14,5 +20,72 @@ class EnvhubSection(Section):
     step_timeout_s: PositiveFloat = 30.0  # one reset or step
     episode_timeout_s: PositiveFloat = 300.0
     generate_timeout_s: PositiveFloat = 120.0  # one turn, retries included
-    max_retries: PositiveInt = 3  # of one turn on other servers
+    max_retries: PositiveInt = 3  # of one turn on other servers, and of one episode after an error
     drain_timeout_s: PositiveFloat = 30.0
+
+
+def check(config: dict[str, Any]) -> None:
+    """Refuse domains that cannot run: unknown environment, missing or malformed data, numbers that contradict each other.
+
+    Raises:
+        ConfigError: names the key, its value and what is allowed.
+        DataError: a malformed row of a data file.
+    """
+    from envhub.domain import load_domains
+
+    domains = load_domains(config)
+    for domain in domains.values():
+        _check_numbers(domain, config)
+        domain.check()
+        _check_eval(domain, config.get("eval") or {})
+    _check_demonstrations(domains, config.get("warm_start") or {})
+
+
+def data_digests(config: dict[str, Any]) -> dict[str, str]:
+    """Content digest of every data file that the hubs of this run read; for ``RunSpec.data_digests``.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    from broker.runspec import digest_file
+    from envhub.domain import load_domains
+
+    files = {file for domain in load_domains(config).values() for file in domain.environment.data_files(domain.args)}
+    return {file: digest_file(file) for file in sorted(files)}
+
+
+def _check_numbers(domain: Domain, config: dict[str, Any]) -> None:
+    section, key = domain.section, f"domains.{domain.name}"
+    if section.min_group_size is not None and section.min_group_size > section.group_size:
+        raise ConfigError(f"{key}.min_group_size", section.min_group_size, f"at most group_size, which is {section.group_size}")
+    if section.sampling.max_tokens >= section.max_context_tokens:
+        raise ConfigError(
+            f"{key}.sampling.max_tokens",
+            section.sampling.max_tokens,
+            f"less than max_context_tokens, which is {section.max_context_tokens}",
+        )
+    served = (config.get("rollout") or {}).get("max_context_tokens")
+    if served is not None and section.max_context_tokens > served:
+        raise ConfigError(f"{key}.max_context_tokens", section.max_context_tokens, f"at most rollout.max_context_tokens, which is {served}")
+    if not domain.environment.has_reward and not section.rewards:
+        raise ConfigError(f"{key}.rewards", [], f"environment {section.env} gives no reward of its own; name at least one reward")
+
+
+def _check_eval(domain: Domain, section: dict[str, Any]) -> None:
+    if not section.get("every_steps"):
+        return
+    there = domain.num_tasks("eval")
+    if there is not None and section["tasks"] > there:
+        raise ConfigError("eval.tasks", section["tasks"], f"at most {there}, the held-out tasks of domain {domain.name}")
+
+
+def _check_demonstrations(domains: dict[str, Domain], section: dict[str, Any]) -> None:
+    if not section.get("steps") or section.get("data"):
+        return
+    from envhub.envs.base import can_demonstrate
+
+    name = section.get("domain") or (next(iter(domains)) if len(domains) == 1 else "")
+    if name not in domains:
+        raise ConfigError("warm_start.domain", name, f"one of {', '.join(domains) or 'no domains'}")
+    if not can_demonstrate(domains[name].environment):
+        raise ConfigError("warm_start.domain", name, f"environment {domains[name].section.env} has no solver; give warm_start.data instead")

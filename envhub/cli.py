@@ -1,0 +1,141 @@
+"""The command ``envhub``: a hub by default; ``envhub demos`` and ``envhub render`` work without a broker."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+
+from broker.errors import UserError
+
+EPILOG = """also:
+  envhub demos CONFIG    write demonstrations of an imperfect solver for a warm start
+  envhub render CONFIG   replay recorded actions into a GIF
+(each with --help)"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command = _COMMANDS.get(arguments[0]) if arguments else None
+    if command is None:
+        return _serve(arguments)
+    try:
+        return command(arguments[1:])
+    except UserError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _serve(arguments: Sequence[str]) -> int:
+    from broker import process
+    from envhub.service import serve
+
+    parser = argparse.ArgumentParser(
+        prog="envhub", description="Run environments for a run.", epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--n", type=_count, default=None, metavar="N", help="environments running at once (the run's envhub.n)")
+    parser.add_argument("--domains", type=_names, default=[], metavar="A,B", help="which domains to serve (all)")
+    process.add_join_options(parser)
+    options = parser.parse_args(arguments)
+    return process.main("envhub", lambda stop: serve(options, stop))
+
+
+def _demos(arguments: Sequence[str]) -> int:
+    from broker.runspec import load, validate
+    from envhub.demos import write_demonstrations
+
+    parser = _offline_parser("demos", "Write demonstrations as JSONL conversations.")
+    parser.add_argument("--episodes", type=_count, required=True, metavar="N")
+    parser.add_argument("--noise", type=_share, default=0.5, metavar="X", help="share of random actions (%(default)s)")
+    parser.add_argument("--out", required=True, metavar="FILE")
+    parser.add_argument("--seed", type=_natural, default=0, metavar="S")
+    options = parser.parse_intermixed_args(arguments)
+    config = validate(load(options.config, options.overrides))
+    solved = write_demonstrations(
+        config, options.domain, episodes=options.episodes, noise=options.noise, out=options.out, seed=options.seed
+    )
+    print(json.dumps({"out": options.out, "episodes": options.episodes, "success_rate": round(solved, 4)}))
+    return 0
+
+
+def _render(arguments: Sequence[str]) -> int:
+    from broker.runspec import load, validate
+    from envhub.render import write_gif
+
+    parser = _offline_parser("render", "Replay recorded actions into a GIF.")
+    parser.add_argument("--task-index", type=_natural, required=True, metavar="I")
+    parser.add_argument("--seed", type=_natural, required=True, metavar="S")
+    parser.add_argument("--split", choices=["train", "eval"], default="eval")
+    parser.add_argument("--actions", type=_actions, required=True, metavar="R,D,…", help="texts by commas, or a JSON list of them")
+    parser.add_argument("--title", default="", metavar="TEXT")
+    parser.add_argument("--out", required=True, metavar="FILE.gif")
+    options = parser.parse_intermixed_args(arguments)
+    config = validate(load(options.config, options.overrides))
+    frames = write_gif(
+        config,
+        options.domain,
+        options.task_index,
+        options.seed,
+        options.actions,
+        options.out,
+        split=options.split,
+        title=options.title,
+    )
+    print(json.dumps({"out": options.out, "frames": frames}))
+    return 0
+
+
+def _offline_parser(command: str, description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"envhub {command}", description=description)
+    parser.add_argument("config", metavar="CONFIG")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--domain", default=None, metavar="D", help="which domain (the only one)")
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number")
+    return int(text)
+
+
+def _natural(text: str) -> int:
+    if not text.isascii() or not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 on")
+    return int(text)
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 to 1")
+    return value
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _actions(text: str) -> list[str]:
+    if not text.lstrip().startswith("["):
+        return text.split(",") if text else []
+    try:
+        actions = json.loads(text)
+    except ValueError:
+        actions = None
+    if not isinstance(actions, list) or not all(isinstance(action, str) for action in actions):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON list of texts")
+    return actions
+
+
+_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"demos": _demos, "render": _render}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""A domain of the run as the hub uses it: its section, its environment's class, and the class's checked arguments."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pydantic
+
+from broker.config import DomainSection, Section
+from broker.errors import ConfigError
+from broker.registry import resolve
+from broker.runspec import domains as sections
+from envhub.envs import ENVS
+from envhub.envs.base import Environment, Split
+
+
+@dataclass(frozen=True)
+class Domain:
+    """One kind of task."""
+
+    name: str
+    section: DomainSection
+    environment: type[Environment]
+    args: Section
+
+    def make(self) -> Environment:
+        """A new instance of the environment."""
+        return self.environment(self.args)
+
+    def messages(self, observation: str) -> list[dict[str, str]]:
+        """The conversation before the first action."""
+        system = [{"role": "system", "content": self.section.system_prompt}] if self.section.system_prompt else []
+        return [*system, {"role": "user", "content": observation}]
+
+    def check(self) -> None:
+        """Whether the environment can run with its arguments; reads data files.
+
+        Raises:
+            ConfigError: names ``domains.<name>.env_args.<key>``.
+            DataError: a malformed row.
+        """
+        try:
+            self.environment.check(self.args)
+        except ConfigError as error:
+            raise ConfigError(f"domains.{self.name}.env_args.{error.key}", error.value, error.allowed) from None
+
+    def num_tasks(self, split: Split) -> int | None:
+        """See ``Environment.num_tasks``."""
+        return self.environment.num_tasks(self.args, split)
+
+
+def load_domain(name: str, section: DomainSection) -> Domain:
+    """Resolve the environment and validate its arguments; opens no file.
+
+    Raises:
+        ConfigError: unknown environment (lists the known ones), or an argument that is not allowed.
+    """
+    try:
+        environment = resolve("envs", section.env, ENVS)
+    except ConfigError as error:
+        raise ConfigError(f"domains.{name}.env", section.env, error.allowed) from None
+    if not (isinstance(environment, type) and issubclass(environment, Environment)):
+        raise ConfigError(f"domains.{name}.env", section.env, "a class that derives from envhub.envs.base.Environment")
+    return Domain(name, section, environment, _arguments(f"domains.{name}.env_args", environment.Args, section.env_args))
+
+
+def load_domains(config: Mapping[str, Any]) -> dict[str, Domain]:
+    """Every domain of a validated config by name.
+
+    Raises:
+        ConfigError: see ``load_domain``.
+    """
+    return {name: load_domain(name, section) for name, section in sections(dict(config)).items()}
+
+
+def _arguments(where: str, model: type[Section], values: Mapping[str, Any]) -> Section:
+    try:
+        return model.model_validate_json(json.dumps(values), strict=True)  # as JSON: strict types, yet a list fills a tuple
+    except pydantic.ValidationError as error:
+        problem = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")  # a misspelt key also leaves a missing one
+    key = ".".join((where, *(str(part) for part in problem["loc"])))
+    if problem["type"] == "missing":
+        raise ConfigError(key, None, "it must be given")
+    if problem["type"] == "extra_forbidden":
+        close = difflib.get_close_matches(str(problem["loc"][-1]), model.model_fields, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise ConfigError(key, problem["input"], f"unknown key, {hint}known here: {', '.join(model.model_fields) or 'none'}")
+    raise ConfigError(key, problem["input"], problem["msg"][0].lower() + problem["msg"][1:])

@@ -1,0 +1,143 @@
+"""What an environment is to the hub: text in, text out.
+
+A class of your own derives from ``Environment``, names its arguments in a pydantic ``Section`` and implements ``reset``
+and ``step``; the config then names it by dotted path or file path. Methods may be plain or ``async``. Plain ones run in
+a thread of their own under a timeout; an environment whose calls take microseconds sets ``blocking = False`` and runs
+inline on the event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from broker.config import Section
+from broker.errors import UserError
+
+Split = Literal["train", "eval"]
+Frame = npt.NDArray[np.uint8]  # (height, width, 3)
+
+
+class NotSupported(UserError):
+    """The environment has no such thing: no picture, no solver."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What the policy sees next.
+
+    Attributes:
+        text: the user message of the conversation.
+        anchor: identical for identical states of one task, empty when states cannot be compared.
+    """
+
+    text: str
+    anchor: str = ""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one action did.
+
+    Attributes:
+        observation: what the policy sees next; not shown when ``done``.
+        reward: of this action alone.
+        done: the episode is over.
+        valid: whether the text parsed to an action.
+        success: whether the task is solved.
+        truncated: with ``done``, ended by a limit of the environment's own rather than by an outcome.
+        metrics: numbers about the whole episode so far; those of the last step are reported as ``env/<name>``.
+    """
+
+    observation: Observation
+    reward: float
+    done: bool
+    valid: bool = True
+    success: bool = False
+    truncated: bool = False
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Environment:
+    """One running instance; it serves one episode after another.
+
+    Attributes:
+        Args: pydantic model of ``domains.<name>.env_args``.
+        blocking: whether plain methods are called in a thread under ``envhub.step_timeout_s``.
+        has_reward: whether steps give a reward; without, the domain must name reward functions.
+        prompt: after ``reset``, the question for rewards that read text.
+        reference: after ``reset``, the reference answer for rewards that compare with one.
+    """
+
+    Args: ClassVar[type[Section]] = Section
+    blocking: ClassVar[bool] = True
+    has_reward: ClassVar[bool] = True
+    prompt: str = ""
+    reference: str = ""
+
+    def __init__(self, args: Any) -> None:
+        """``args`` is an instance of ``Args``."""
+        self.args = args
+
+    @classmethod
+    def check(cls, args: Any) -> None:
+        """Refuse arguments that cannot work together or name what is not there.
+
+        Raises:
+            ConfigError: with the argument's name as key; the caller puts ``domains.<name>.env_args`` before it.
+            DataError: a malformed row of a data file.
+        """
+
+    @classmethod
+    def data_files(cls, args: Any) -> list[str]:
+        """Files whose content every hub of a run must share."""
+        return []
+
+    @classmethod
+    def num_tasks(cls, args: Any, split: Split) -> int | None:
+        """How many different tasks there are, None when there is no end; a larger index wraps around."""
+        return None
+
+    def reset(self, task_index: int, split: Split, seed: int) -> Observation | Awaitable[Observation]:
+        """Start a task; a pure function of its arguments."""
+        raise NotImplementedError
+
+    def step(self, text: str) -> StepResult | Awaitable[StepResult]:
+        """Act. Text that is no action is answered by ``valid=False``, never by an exception."""
+        raise NotImplementedError
+
+    def text_frame(self) -> str:
+        """The present state in characters, for replays; empty when there is none."""
+        return ""
+
+    def render_frame(self) -> Frame:
+        """The present state as a picture.
+
+        Raises:
+            NotSupported: it has none.
+        """
+        raise NotSupported(f"environment {type(self).__name__} draws no pictures")
+
+    def demonstrate(self, rng: np.random.Generator, noise: float) -> str:
+        """The text that an imperfect solver would send now.
+
+        Args:
+            rng: the only source of chance.
+            noise: share of actions that are random instead of right.
+
+        Raises:
+            NotSupported: it has no solver.
+        """
+        raise NotSupported(f"environment {type(self).__name__} has no solver for demonstrations")
+
+    def close(self) -> None:
+        """Let go of whatever it holds."""
+
+
+def can_demonstrate(environment: type[Environment]) -> bool:
+    """Whether the class brings a solver."""
+    return environment.demonstrate is not Environment.demonstrate

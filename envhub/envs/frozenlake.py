@@ -1,0 +1,138 @@
+"""Gymnasium's FrozenLake-v1 on generated maps, as text.
+
+The observation is the whole map, one character a cell and one row a line, with ``P`` where the player stands; with
+``observe: cell`` the map is shown once and from then on the player's row and column, counted from 0, which is all that
+changes and costs a fifth of the tokens. The action is one letter of ``LDRU``. Reward 1 on the goal, 0 in a hole, plus the
+optional penalties.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+from functools import lru_cache
+from typing import Annotated, Any, Final, Literal
+
+import numpy as np
+from pydantic import Field, NonNegativeFloat
+
+from broker.config import Section
+from envhub.envs import lakes
+from envhub.envs.base import Environment, Frame, Observation, Split, StepResult
+
+PLAYER: Final = {"S": "P", "F": "P", "H": "X", "G": "*"}  # the player on ice, fallen in, at the goal
+WORDS: Final = {"LEFT": "L", "DOWN": "D", "RIGHT": "R", "UP": "U"}
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+
+
+class FrozenLakeArgs(Section):
+    """``env_args`` of ``frozenlake``."""
+
+    size: Annotated[int, Field(ge=2, le=16)] = 4
+    hole_probability: Annotated[float, Field(ge=0, lt=1)] = 0.2
+    is_slippery: bool = False
+    success_rate: Annotated[float, Field(gt=0, le=1)] = 1 / 3  # share of moves that go where they should on slippery ice
+    observe: Literal["map", "cell"] = "map"  # what follows the first observation: the map again, or the player's cell
+    step_penalty: NonNegativeFloat = 0.0  # taken from the reward at every turn
+    format_penalty: NonNegativeFloat = 0.0  # taken from the reward for text that is no move
+    observe: Literal["map", "cell"] = "map"  # after the first turn: the whole map again, or the player's row and column
+    answer_tag: bool = False  # read the move from the last <answer>…</answer> instead of the whole text
+
+
+@lru_cache(maxsize=512)
+def _lake(lake: lakes.Map, is_slippery: bool, success_rate: float) -> Any:
+    """Gymnasium's environment for a map. Its transition table is never written, so copies of it share one."""
+    from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
+
+    return FrozenLakeEnv(desc=list(lake), is_slippery=is_slippery, success_rate=success_rate)
+
+
+class FrozenLake(Environment):
+    """One lake at a time."""
+
+    Args = FrozenLakeArgs
+    blocking = False
+
+    args: FrozenLakeArgs
+    map: lakes.Map
+
+    def __init__(self, args: FrozenLakeArgs) -> None:
+        super().__init__(args)
+        self._lake: Any = None
+        self._painter: Any = None
+        self._cell = self._turns = self._invalid = 0
+
+    @classmethod
+    def check(cls, args: FrozenLakeArgs) -> None:
+        lakes.train_map(args.size, args.hole_probability, 0, 0)
+        lakes.held_out_maps(args.size, args.hole_probability)
+
+    @classmethod
+    def num_tasks(cls, args: FrozenLakeArgs, split: Split) -> int | None:
+        return len(lakes.held_out_maps(args.size, args.hole_probability)) if split == "eval" else None
+
+    def reset(self, task_index: int, split: Split, seed: int) -> Observation:
+        size, holes = self.args.size, self.args.hole_probability
+        if split == "eval":
+            maps = lakes.held_out_maps(size, holes)
+            self.map = maps[task_index % len(maps)]
+        else:
+            self.map = lakes.train_map(size, holes, seed, task_index)
+        self._lake = copy.copy(_lake(self.map, self.args.is_slippery, self.args.success_rate))
+        self._painter = None
+        self._cell, _ = self._lake.reset(seed=seed)
+        self._turns = self._invalid = 0
+        return self._observe()
+
+    def step(self, text: str) -> StepResult:
+        letter = self.parse(text)
+        self._turns += 1
+        reward, done = -self.args.step_penalty, False
+        if letter is None:
+            self._invalid += 1
+            reward -= self.args.format_penalty
+        else:
+            self._cell, gained, done, _, _ = self._lake.step(lakes.LETTERS.index(letter))
+            reward += float(gained)
+        success = bool(done and self._under_player() == "G")
+        return StepResult(self._observe(), reward, bool(done), letter is not None, success)
+
+    def parse(self, text: str) -> str | None:
+        """The letter that the text stands for, None when it is no move."""
+        if self.args.answer_tag:
+            found = _ANSWER.findall(text)
+            text = found[-1] if found else ""
+        word = text.strip().upper()
+        word = WORDS.get(word, word)
+        return word if len(word) == 1 and word in lakes.LETTERS else None
+
+    def text_frame(self) -> str:
+        cells = "".join(self.map)
+        shown = cells[: self._cell] + PLAYER[cells[self._cell]] + cells[self._cell + 1 :]
+        size = self.args.size
+        return "\n".join(shown[start : start + size] for start in range(0, size * size, size))
+
+    def render_frame(self) -> Frame:
+        if self._painter is None:
+            os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
+            os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")
+            self._painter = copy.copy(self._lake)
+            self._painter.render_mode = "rgb_array"
+        self._painter.s, self._painter.lastaction = self._cell, self._lake.lastaction
+        return np.asarray(self._painter.render(), dtype=np.uint8)
+
+    def demonstrate(self, rng: np.random.Generator, noise: float) -> str:
+        best = lakes.best_moves(self.map, self._cell)
+        letters = list(lakes.LETTERS) if not best or rng.random() < noise else best
+        return letters[int(rng.integers(len(letters)))]
+
+    def _observe(self) -> Observation:
+        frame = self.text_frame()
+        row, column = divmod(self._cell, self.args.size)
+        shown = f"{row} {column}" if self.args.observe == "cell" and self._turns else frame
+        return Observation(shown, anchor=frame)
+
+    def _under_player(self) -> str:
+        row, column = divmod(self._cell, self.args.size)
+        return self.map[row][column]

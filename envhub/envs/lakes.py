@@ -1,0 +1,102 @@
+"""Maps for the frozen lake: solvable, seeded, and split for good into training and held-out maps.
+
+Which split a map belongs to is decided by a hash of the map itself, so no seed can leak a held-out map into training.
+A map is a tuple of rows over ``S`` start, ``F`` frozen, ``H`` hole, ``G`` goal, as gymnasium's ``desc``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Final
+
+import numpy as np
+
+from broker.errors import ConfigError
+
+Map = tuple[str, ...]
+
+LETTERS: Final = "LDRU"  # index = gymnasium's action number
+MOVES: Final = ((0, -1), (1, 0), (0, 1), (-1, 0))  # (row, column) of each
+HELD_OUT_SHARE: Final = 4  # one map in so many is held out
+MAX_HELD_OUT: Final = 512
+DRAWS_AT_A_TIME: Final = 16
+MAX_DRAWS: Final = 40_000
+
+
+def is_held_out(lake: Map) -> bool:
+    """Whether the map belongs to evaluation."""
+    return hashlib.blake2b("".join(lake).encode(), digest_size=1).digest()[0] % HELD_OUT_SHARE == 0
+
+
+@lru_cache(maxsize=4096)
+def distances(lake: Map) -> tuple[int, ...]:
+    """Fewest moves to the goal from each cell, row by row; -1 where there is no way (holes included)."""
+    size = len(lake)
+    found = [-1] * (size * size)
+    goal = "".join(lake).index("G")
+    found[goal] = 0
+    frontier = deque([goal])
+    while frontier:
+        cell = frontier.popleft()
+        row, column = divmod(cell, size)
+        for down, right in MOVES:
+            r, c = row + down, column + right
+            if 0 <= r < size and 0 <= c < size and lake[r][c] != "H" and found[r * size + c] < 0:
+                found[r * size + c] = found[cell] + 1
+                frontier.append(r * size + c)
+    return tuple(found)
+
+
+def best_moves(lake: Map, cell: int) -> list[str]:
+    """The letters that start a shortest way to the goal on ice that does not slip; empty when there is none."""
+    size, steps = len(lake), distances(lake)
+    row, column = divmod(cell, size)
+    letters = []
+    for letter, (down, right) in zip(LETTERS, MOVES, strict=True):
+        r, c = row + down, column + right
+        if 0 <= r < size and 0 <= c < size and 0 <= steps[r * size + c] < steps[cell]:
+            letters.append(letter)
+    return letters
+
+
+@lru_cache(maxsize=8192)
+def train_map(size: int, hole_probability: float, seed: int, task_index: int) -> Map:
+    """The map of a training task; never a held-out one.
+
+    Raises:
+        ConfigError: there is hardly any solvable map of this kind.
+    """
+    return next(_draw(size, hole_probability, [seed, task_index, 0], held_out=False))
+
+
+@lru_cache(maxsize=16)
+def held_out_maps(size: int, hole_probability: float) -> tuple[Map, ...]:
+    """Up to ``MAX_HELD_OUT`` different held-out maps, always the same, fewer where there are no more."""
+    maps: dict[Map, None] = {}
+    try:
+        for lake in _draw(size, hole_probability, [0, 0, 1], held_out=True):
+            maps[lake] = None
+            if len(maps) == MAX_HELD_OUT:
+                break
+    except ConfigError:
+        if not maps:
+            raise
+    return tuple(maps)
+
+
+def _draw(size: int, hole_probability: float, seed: list[int], *, held_out: bool) -> Iterator[Map]:
+    """Solvable maps of one split, for as long as ``MAX_DRAWS`` last."""
+    rng = np.random.default_rng(seed)
+    for _ in range(MAX_DRAWS // DRAWS_AT_A_TIME):
+        for holes in (rng.random((DRAWS_AT_A_TIME, size, size)) < hole_probability).tolist():
+            holes[0][0] = holes[-1][-1] = False
+            rows = ["".join("FH"[hole] for hole in row) for row in holes]
+            rows[0] = "S" + rows[0][1:]
+            rows[-1] = rows[-1][:-1] + "G"
+            lake = tuple(rows)
+            if is_held_out(lake) is held_out and distances(lake)[0] > 0:
+                yield lake
+    raise ConfigError("hole_probability", hole_probability, f"too few solvable {size}x{size} maps at this value")

@@ -1,0 +1,281 @@
+"""One episode: observe, sample, act, until the environment ends it or a limit does. Token in, token out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from broker import wire
+from broker.errors import RlearnerError
+from envhub.calls import CallFailed, Calls
+from envhub.domain import Domain
+from envhub.envs.base import Environment, Observation, Split, StepResult
+from envhub.frames import first_frame, frame
+from envhub.generate import Ask, Expected, Sampled, TurnFailed, mix
+from envhub.slots import FailureKind
+from text.growth import Conversation
+from text.tokenizer import Tokenizer
+
+
+class EpisodeFailed(RlearnerError):
+    """The episode came to nothing, through no fault of the policy; it is never scored."""
+
+    def __init__(self, kind: FailureKind, detail: str) -> None:
+        super().__init__(detail)
+        self.kind, self.detail = kind, detail
+
+
+class Turns(Protocol):
+    """What samples a turn; see ``envhub.generate.Generator``."""
+
+    async def turn(self, ask: Ask) -> Sampled: ...
+
+
+@dataclass(frozen=True)
+class Task:
+    """What an episode is to play and how it samples.
+
+    Attributes:
+        id: names the conversation to the servers; unique among running episodes.
+        seed: of the environment; the episodes of a group share it.
+        episode: which of the group, from 0.
+        record: whether to keep text frames for a replay.
+    """
+
+    id: str
+    domain: Domain
+    task_index: int
+    split: Split
+    seed: int
+    episode: int
+    policy: str = "actor"
+    min_version: int = 0
+    temperature: float | None = None  # None: the domain's own
+    record: bool = False
+
+
+@dataclass
+class Played:
+    """A finished episode."""
+
+    trajectory: wire.Trajectory
+    prompt: str
+    reference: str
+    generate_s: float
+    env_step_s: float
+    frames: list[str]
+    oldest_version: int
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds, from the section ``envhub``."""
+
+    episode_timeout_s: float
+    generate_timeout_s: float
+
+
+@dataclass
+class Players:
+    """All that episodes share in one hub.
+
+    Attributes:
+        idle: environments of finished episodes, by domain, for the next ones.
+    """
+
+    tokenizer: Tokenizer
+    turns: Turns
+    calls: Calls
+    limits: Limits
+    idle: dict[str, list[Environment]] = field(default_factory=dict)
+    expected: dict[str, Expected] = field(default_factory=dict)
+
+    async def play(self, task: Task, on_tokens: Callable[[int], None]) -> Played:
+        """Play one episode.
+
+        Args:
+            task: what to play.
+            on_tokens: told the oldest policy version of each turn as soon as it is sampled.
+
+        Raises:
+            EpisodeFailed: environment or generation failed, or it took longer than ``episode_timeout_s``.
+        """
+        environment: Environment | None = None
+        try:
+            async with asyncio.timeout(self.limits.episode_timeout_s) as limit:
+                environment = await self._environment(task.domain)
+                played = await _Episode(self, task, environment, on_tokens).run()
+        except CallFailed as error:
+            raise EpisodeFailed("env", str(error)) from error
+        except TurnFailed as error:
+            raise EpisodeFailed("generate", str(error)) from error
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise EpisodeFailed("timeout", f"the episode took longer than {self.limits.episode_timeout_s:g} s") from None
+        else:
+            self.idle.setdefault(task.domain.name, []).append(environment)  # only a healthy one is used again
+            environment = None
+            return played
+        finally:
+            if environment is not None:
+                self.calls.retire(environment)
+
+    async def close(self) -> None:
+        """Close the idle environments."""
+        for environments in self.idle.values():
+            while environments:
+                with contextlib.suppress(CallFailed):
+                    await self.calls.call(environments.pop(), "close")
+        self.calls.close()
+
+    async def _environment(self, domain: Domain) -> Environment:
+        idle = self.idle.get(domain.name)
+        if idle:
+            return idle.pop()
+        return await self.calls.make(domain.make, blocking=domain.environment.blocking)
+
+
+class _Episode:
+    def __init__(self, players: Players, task: Task, environment: Environment, on_tokens: Callable[[int], None]) -> None:
+        self._players, self._task, self._env, self._on_tokens = players, task, environment, on_tokens
+        self._section = task.domain.section
+        self._conversation = Conversation(players.tokenizer, self._section.system_prompt)
+        self._turns: list[wire.Turn] = []
+        self._expected = players.expected.setdefault(task.domain.name, Expected())
+        self._frames: list[str] = []
+        self._generate_s = self._env_step_s = 0.0
+        self._server = self._response = ""
+
+    async def run(self) -> Played:
+        observation = await self._reset()
+        self._conversation.observe(observation.text)
+        if len(self._conversation) >= self._section.max_context_tokens:
+            limit = self._section.max_context_tokens
+            raise EpisodeFailed("fatal", f"the prompt has {len(self._conversation)} tokens and max_context_tokens is {limit}")
+        while True:
+            sampled = await self._sample()
+            self._response = self._players.tokenizer.decode(sampled.token_ids)
+            step = await self._step(self._response)
+            start, end = self._conversation.spans[-1]
+            self._turns.append(
+                wire.Turn(
+                    start=start,
+                    end=end,
+                    reward=float(step.reward),
+                    valid=bool(step.valid),
+                    finish_reason=sampled.finish_reason,
+                    server=sampled.server,
+                    anchor=observation.anchor,
+                )
+            )
+            observation = step.observation
+            if (ended := self._ended(step)) is not None:
+                return self._played(step, ended)
+            self._conversation.observe(observation.text)
+
+    def _ended(self, step: StepResult) -> wire.EpisodeEnd | None:
+        if step.done:
+            return "truncated" if step.truncated else "terminated"
+        if len(self._turns) >= self._section.max_turns:
+            return "truncated"
+        room = self._section.max_context_tokens - len(self._conversation)
+        return "length" if self._conversation.cost_of(step.observation.text) >= room else None
+
+    async def _sample(self) -> Sampled:
+        conversation, task = self._conversation, self._task
+        ask = Ask(
+            conversation_id=task.id,
+            token_ids=conversation.token_ids,
+            sampling=self._sampling(),
+            policy=task.policy,
+            min_version=task.min_version,
+            sticky=self._server,
+            timeout_s=self._players.limits.generate_timeout_s,
+            expected_tokens=self._expected.tokens(),
+        )
+        started = time.perf_counter()
+        sampled = await self._players.turns.turn(ask)
+        self._generate_s += time.perf_counter() - started
+        self._server = sampled.server
+        self._expected.add(len(sampled.token_ids))
+        conversation.sampled(sampled.token_ids, sampled.logprobs, sampled.version_runs)
+        if sampled.version_runs:
+            self._on_tokens(min(sampled.version_runs[::2]))
+        return sampled
+
+    def _sampling(self) -> wire.SamplingParams:
+        section, task, length = self._section.sampling, self._task, len(self._conversation)
+        return wire.SamplingParams(
+            max_tokens=min(section.max_tokens, self._section.max_context_tokens - length),
+            temperature=section.temperature if task.temperature is None else task.temperature,
+            top_p=section.top_p,
+            top_k=section.top_k,
+            min_p=section.min_p,
+            seed=mix(task.seed, task.episode, length),
+            stop=section.stop,
+            stop_token_ids=list(self._conversation.rules.stop_token_ids),
+        )
+
+    async def _reset(self) -> Observation:
+        task = self._task
+        observation = await self._call("reset", task.task_index, task.split, task.seed)
+        if not isinstance(observation, Observation):
+            raise CallFailed(f"reset returned {type(observation).__name__}, not an Observation")
+        if task.record:
+            self._frames.append(first_frame(task.task_index, task.split, task.seed, await self._call("text_frame")))
+        return observation
+
+    async def _step(self, text: str) -> StepResult:
+        step = await self._call("step", text)
+        if not isinstance(step, StepResult):
+            raise CallFailed(f"step returned {type(step).__name__}, not a StepResult")
+        if not all(map(math.isfinite, (step.reward, *step.metrics.values()))):
+            raise CallFailed(f"step returned reward {step.reward} and metrics {step.metrics}; they must be finite")
+        if self._task.record:
+            self._frames.append(frame(text, await self._call("text_frame")))
+        return step
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        started = time.perf_counter()
+        try:
+            return await self._players.calls.call(self._env, method, *args)
+        finally:
+            self._env_step_s += time.perf_counter() - started
+
+    def _played(self, step: StepResult, end: wire.EpisodeEnd) -> Played:
+        conversation, turns = self._conversation, self._turns
+        reward = math.fsum(turn.reward for turn in turns)
+        trajectory = wire.Trajectory(
+            episode=self._task.episode,
+            token_ids=wire.column(conversation.token_ids, "<i4"),
+            loss_mask=wire.column(conversation.loss_mask, "|u1"),
+            logprobs=wire.column(conversation.logprobs, "<f4"),
+            version_runs=wire.column(conversation.version_runs, "<i4"),
+            turns=turns,
+            reward=reward,
+            reward_parts={"env": reward} if self._task.domain.environment.has_reward else {},
+            success=bool(step.success),
+            end=end,
+            response=self._response,
+            metrics={
+                **{name: float(value) for name, value in step.metrics.items()},
+                "valid_action_rate": sum(turn.valid for turn in turns) / len(turns),
+                "num_turns": float(len(turns)),
+            },
+        )
+        versions = conversation.version_runs[::2]
+        return Played(
+            trajectory,
+            self._env.prompt,
+            self._env.reference,
+            self._generate_s,
+            self._env_step_s,
+            self._frames,
+            min(versions, default=-1),
+        )

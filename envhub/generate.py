@@ -1,0 +1,216 @@
+"""Asks rollout servers for tokens until a turn is complete: elsewhere after a failure, on from a partial output."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+import msgspec
+import numpy as np
+
+from broker import wire
+from broker.channel import ChannelClient
+from broker.errors import RequestFailed, RlearnerError
+from envhub.choose import Server, choose
+
+log = logging.getLogger(__name__)
+
+GRACE_S: Final = 2.0  # for a reply that the server sends at its deadline
+NOTHING_PAUSE_S: Final = 0.02  # after a reply without tokens, before asking again
+EXPECTED_DECAY: Final = 0.05
+ABORT_WITHIN_S: Final = 2.0
+
+
+class TurnFailed(RlearnerError):
+    """No server completed the turn in time."""
+
+
+class Presences(Protocol):
+    """What is used of ``broker.presence.Roster``."""
+
+    def alive(self, role: str) -> list[wire.Presence]: ...
+    async def changed(self, timeout_s: float) -> None: ...
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One turn to be sampled.
+
+    Attributes:
+        token_ids: the whole context.
+        sticky: id of the server that answered the conversation's last turn.
+        timeout_s: for the whole turn, retries included.
+    """
+
+    conversation_id: str
+    token_ids: Sequence[int]
+    sampling: wire.SamplingParams
+    policy: str = "actor"
+    min_version: int = 0
+    sticky: str = ""
+    timeout_s: float = 120.0
+    expected_tokens: int = 0
+
+
+@dataclass
+class Sampled:
+    """One turn: k tokens, k logprobs, flat pairs (policy_version, number of tokens)."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    version_runs: list[int] = field(default_factory=list)
+    finish_reason: wire.FinishReason = "stop"
+    server: str = ""
+
+
+class Generator:
+    """The hub's side of generation; any number of turns at once.
+
+    Attributes:
+        retries: turns asked again after a failure, so far.
+        tokens: tokens sampled so far.
+    """
+
+    def __init__(self, client: ChannelClient, roster: Presences, *, name: str, max_retries: int) -> None:
+        self._client, self._roster, self._name, self._max_retries = client, roster, name, max_retries
+        self._numbers = itertools.count(1)
+        self._outstanding: dict[str, int] = {}
+        self._seen: dict[str, tuple[wire.Presence, int]] = {}  # newest presence and our outstanding requests when it came
+        self._aborting: set[asyncio.Task[None]] = set()
+        self.retries = self.tokens = 0
+
+    def servers(self, policy: str) -> list[Server]:
+        """The living servers that serve a policy."""
+        found = []
+        for presence in self._roster.alive("rollout"):
+            if presence.policy == policy and presence.state == "serving" and presence.address:
+                load = self._load(presence)
+                found.append(Server(presence.id, presence.address, presence.policy_version, presence.slots, load))
+        return found
+
+    async def turn(self, ask: Ask) -> Sampled:
+        """Sample one turn.
+
+        Raises:
+            TurnFailed: no server completed it within ``ask.timeout_s`` or ``max_retries``.
+        """
+        loop = asyncio.get_running_loop()
+        until = loop.time() + ask.timeout_s
+        attempt_s = ask.timeout_s / (self._max_retries + 1)
+        done, problem, failures, avoid, sticky = Sampled(), "there is no rollout server", 0, frozenset[str](), ask.sticky
+        while (left_s := until - loop.time()) > 0:
+            server = choose(self.servers(ask.policy), min_version=ask.min_version, sticky=sticky, avoid=avoid)
+            if server is None:
+                await self._roster.changed(min(left_s, 1.0))
+                continue
+            try:
+                reply = await self._ask(server, self._request(ask, done, min(attempt_s, left_s)))
+            except RequestFailed as error:
+                failures, problem, avoid = failures + 1, f"{server.id}: {error}", frozenset({server.id})
+                self.retries += 1
+                if failures > self._max_retries:
+                    break
+                continue
+            _append(done, reply)
+            self.tokens += len(reply.token_ids.data) // 4
+            if reply.finish_reason in ("stop", "length"):
+                return done
+            problem = f"{server.id}: {reply.finish_reason} before the turn was complete"
+            sticky, avoid = server.id, frozenset({server.id} if reply.finish_reason == "abort" else ())
+            if len(done.token_ids) >= ask.sampling.max_tokens:
+                done.finish_reason = "length"
+                return done
+            if not reply.token_ids.data:
+                await asyncio.sleep(NOTHING_PAUSE_S)
+        raise TurnFailed(f"no complete turn after {failures} failures: {problem} (policy {ask.policy}, within {ask.timeout_s:g} s)")
+
+    async def close(self) -> None:
+        """Wait until the aborts are on their way."""
+        if self._aborting:
+            await asyncio.wait(self._aborting, timeout=ABORT_WITHIN_S)
+
+    def _request(self, ask: Ask, done: Sampled, deadline_s: float) -> wire.GenerateRequest:
+        context, sampling = ask.token_ids, ask.sampling
+        if done.token_ids:
+            context = [*context, *done.token_ids]
+            seed = None if sampling.seed is None else mix(sampling.seed, len(done.token_ids))
+            sampling = msgspec.structs.replace(sampling, max_tokens=sampling.max_tokens - len(done.token_ids), seed=seed)
+        return wire.GenerateRequest(
+            request_id=f"{self._name}.{next(self._numbers)}",
+            conversation_id=ask.conversation_id,
+            token_ids=wire.column(context, "<i4"),
+            sampling=sampling,
+            min_version=ask.min_version,
+            deadline_s=deadline_s,
+            expected_tokens=ask.expected_tokens,
+        )
+
+    async def _ask(self, server: Server, request: wire.GenerateRequest) -> wire.GenerateReply:
+        self._outstanding[server.id] = self._outstanding.get(server.id, 0) + 1
+        try:
+            reply = await self._client.generate(server.address, request, timeout_s=request.deadline_s + GRACE_S)
+        except (RequestFailed, asyncio.CancelledError):
+            self._background(self._client.abort(server.address, request.request_id))
+            raise
+        finally:
+            self._outstanding[server.id] -= 1
+        if reply.finish_reason == "error":
+            raise RequestFailed(reply.error)
+        if len(reply.token_ids.data) // 4 > request.sampling.max_tokens:
+            raise RequestFailed(f"answered {len(reply.token_ids.data) // 4} tokens, asked for at most {request.sampling.max_tokens}")
+        return reply
+
+    def _load(self, presence: wire.Presence) -> int:
+        """Requests in a server: what it said, and what we have sent it since."""
+        ours = self._outstanding.get(presence.id, 0)
+        seen = self._seen.get(presence.id)
+        if seen is None or seen[0] is not presence:
+            seen = self._seen[presence.id] = (presence, ours)
+        return max(ours, presence.running + presence.waiting + ours - seen[1])
+
+    def _background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._aborting.add(task)
+        task.add_done_callback(self._aborted)
+
+    def _aborted(self, task: asyncio.Task[None]) -> None:
+        self._aborting.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.debug("abort not sent: %s", error)
+
+
+class Expected:
+    """Running mean of the tokens in a turn, for servers that start with the longest."""
+
+    def __init__(self) -> None:
+        self._mean = 0.0
+
+    def add(self, tokens: int) -> None:
+        """One more turn was complete."""
+        self._mean += (tokens - self._mean) * EXPECTED_DECAY if self._mean else tokens
+
+    def tokens(self) -> int:
+        """What to expect; 0 when nothing is known yet."""
+        return round(self._mean)
+
+
+def mix(*values: int) -> int:
+    """A seed of 48 bits from other seeds and counters, without structure between neighbours (splitmix64's finaliser)."""
+    mixed = 0
+    for value in values:
+        mixed = (mixed + value + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+        mixed ^= mixed >> 31
+    return mixed >> 16
+
+
+def _append(done: Sampled, reply: wire.GenerateReply) -> None:
+    done.token_ids += np.frombuffer(reply.token_ids.data, "<i4").tolist()
+    done.logprobs += np.frombuffer(reply.logprobs.data, "<f4").tolist()
+    done.version_runs += np.frombuffer(reply.version_runs.data, "<i4").tolist()
+    done.finish_reason, done.server = reply.finish_reason, reply.server

@@ -1,0 +1,343 @@
+"""The hub as a process: tickets in, groups or closings out.
+
+Delivery is at-least-once. A ticket is acknowledged only after its Group or Closed is stored, so a hub that dies in
+between makes the ticket come again, to it or to another hub; the learner counts the first record of a ticket.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import socket
+import time
+from collections.abc import Coroutine, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import msgspec
+
+from broker import channel, wire
+from broker.config import BrokerSection
+from broker.errors import ConfigError, UserError, WireError
+from broker.jetstream import Delivery
+from broker.process import Member, Stop, join
+from broker.runspec import section
+from broker.streams import EVALTICKETS, TICKETS, Stream
+from envhub.assignment import Assignment, assignment, destination, group, results, reward_pools
+from envhub.calls import Calls
+from envhub.config import EnvhubSection
+from envhub.domain import Domain, load_domains
+from envhub.episode import EpisodeFailed, Limits, Played, Players, Task
+from envhub.feed import Feed, Turnstile
+from envhub.generate import Generator
+from envhub.slots import Abort, Action, Close, Finish, HandBack, Slots, Start
+from envhub.tally import Tally
+from text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+TICK_S: Final = 0.25
+FAREWELL_S: Final = 10.0  # for the last publishes and hand-backs
+
+
+@dataclass
+class _InHand:
+    """A ticket in work."""
+
+    asked: Assignment
+    delivery: Delivery
+    domain: Domain
+    tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    played: dict[int, Played] = field(default_factory=dict)
+
+
+async def serve(options: argparse.Namespace, stop: Stop) -> None:
+    """Join a run and work until asked to stop.
+
+    Raises:
+        UserError: no such domain, an environment that cannot run here, a data file that differs from the run's.
+    """
+    async with join("envhub", options, stop) as member:
+        await Hub(member, n=options.n, names=options.domains).run()
+
+
+class Hub:
+    """One environment hub in one run."""
+
+    def __init__(self, member: Member, *, n: int | None = None, names: Iterable[str] = ()) -> None:
+        config = member.spec.config
+        self.settings = section(config, "envhub", EnvhubSection)
+        self.member, self.bus, self.spec = member, member.bus, member.spec
+        self.domains = _serving(load_domains(config), list(names))
+        for domain in self.domains.values():
+            domain.check()
+        tokenizer = Tokenizer.load(member.spec.model_path, trust_remote_code=(config.get("model") or {}).get("trust_remote_code", False))
+        self.client = channel.connect(section(config, "broker", BrokerSection).channel, member.bus)
+        self.generator = Generator(self.client, member.roster, name=member.id, max_retries=self.settings.max_retries)
+        limits = Limits(self.settings.episode_timeout_s, self.settings.generate_timeout_s)
+        self.players = Players(tokenizer, self.generator, Calls(self.settings.step_timeout_s), limits)
+        self.slots = Slots(n or self.settings.n, self.settings.max_retries)
+        self.tally = Tally()
+        self.turnstile = Turnstile(self.slots)
+        self._in_hand: dict[str, _InHand] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+        self._addresses: set[str] = set()
+
+    # -- life
+
+    async def run(self) -> None:
+        """Work until asked to stop, then drain."""
+        self.member.announce(self.presence)
+        self.member.report(self.metrics)
+        self.member.spawn(self._watch_servers())
+        feeds = [asyncio.create_task(self._feed(stream, name).run()) for name in self.domains for stream in (TICKETS, EVALTICKETS)]
+        asked = asyncio.create_task(self.member.stop.asked.wait())
+        try:
+            while not asked.done():
+                await asyncio.wait({asked, *feeds}, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
+                for feed in feeds:
+                    if feed.done():
+                        feed.result()  # a feed never ends by itself: this raises what it failed with
+                self._tick()
+        finally:
+            for task in (asked, *feeds):
+                task.cancel()
+            await asyncio.gather(asked, *feeds, return_exceptions=True)
+            await self._drain()
+
+    def _feed(self, stream: Stream, domain: str) -> Feed:
+        config = self.spec.config
+        group_size = (config.get("eval") or {}).get("group_size", 1) if stream is EVALTICKETS else self.domains[domain].section.group_size
+        return Feed(self.member, self.turnstile, stream, domain, group_size, self.accept, self._episodes_in_hand, self._serves_someone)
+
+    def _episodes_in_hand(self, stream: Stream) -> int:
+        return sum(held.asked.group_size for held in self._in_hand.values() if held.asked.stream is stream)
+
+    async def _drain(self) -> None:
+        self.slots.drain()
+        self.member.poke()
+        until = time.monotonic() + (self.settings.drain_timeout_s if self.member.desired != "stopped" else 0.0)
+        while self.slots.jobs and time.monotonic() < until:
+            await asyncio.sleep(TICK_S / 5)
+            self._tick()
+        self._perform(self.slots.expire())
+        if self._ending:
+            await asyncio.wait(self._ending, timeout=FAREWELL_S)
+        await self.generator.close()
+        await self.client.close()
+        await self.players.close()
+
+    def _tick(self) -> None:
+        epoch = self.member.spec.epoch
+        if self.member.spec is not self.spec:
+            self._follow_spec()
+        there = (*self.member.roster.alive("rollout"), *self.member.roster.alive("learner"))
+        versions = [one.policy_version for one in there if one.policy == "actor" and one.epoch == epoch]
+        self._perform(self.slots.advanced(max(versions, default=-1)))
+        self._perform(self.slots.tick(time.monotonic()))
+
+    def _follow_spec(self) -> None:
+        """The learner resumed under a new epoch: versions may have gone back, and settings may have changed."""
+        self.spec = self.member.spec
+        self.slots.version = -1
+        domains = load_domains(self.spec.config)
+        for name in self.domains:
+            if name in domains and domains[name] != self.domains[name]:
+                log.info("domain %s has new settings", name)
+                domains[name].check()
+                self.domains[name] = domains[name]
+                for environment in self.players.idle.pop(name, []):
+                    self.players.calls.retire(environment)
+
+    async def _watch_servers(self) -> None:
+        """Fail at once what a vanished server was asked."""
+        while True:
+            await self.member.roster.changed(1.0)
+            addresses = {presence.address for presence in self.member.roster.alive("rollout")}
+            for address in self._addresses - addresses:
+                await self.client.forget(address)
+            self._addresses = addresses
+
+    def _serves_someone(self, stream: Stream) -> bool:
+        """Whether a queue's tickets can be worked on: a deadline should not run while no server is there."""
+        policies = {one.policy for one in self.member.roster.alive("rollout") if one.state == "serving"}
+        return "actor" in policies if stream is TICKETS else bool(policies)
+
+    # -- tickets in
+
+    def accept(self, stream: Stream, domain: str, delivery: Delivery) -> int:
+        """Take one delivery of a queue; the size of its group, 0 for a message that is no ticket of that queue."""
+        ticket = delivery.message
+        if ticket is None or getattr(ticket, "domain", None) != domain:
+            problem = delivery.error or f"a ticket of another domain in the queue of {domain}"
+            self._background(self._refuse(stream, domain, delivery, problem))
+            return 0
+        asked = assignment(ticket)
+        held = self._in_hand.get(asked.key)
+        if held is not None:
+            held.delivery = delivery  # the same ticket again: the newest delivery is the one to acknowledge
+            return asked.group_size
+        drop_late = (self.spec.config.get("train") or {}).get("on_late") == "drop"
+        self._in_hand[asked.key] = _InHand(asked, delivery, self.domains[domain])
+        self._perform(self.slots.offer(asked.job(delivery.num_delivered, drop_late=drop_late), time.monotonic()))
+        return asked.group_size
+
+    async def _refuse(self, stream: Stream, domain: str, delivery: Delivery, problem: str) -> None:
+        number = delivery.ticket or (delivery.seq if stream is TICKETS else 0)  # a ticket's number is its sequence
+        log.warning("%s: message %d is no ticket: %s", stream.name, delivery.seq, problem)
+        await self.bus.dead_letter(stream, seq=delivery.seq, ticket=number, reason=problem, data=delivery.data)
+        if number:
+            await self._publish_closed(stream, number, domain, "malformed", problem, eval_step=-1)
+        await delivery.ack()
+
+    # -- decisions into deeds
+
+    def _perform(self, actions: list[Action]) -> None:
+        for action in actions:
+            held = self._in_hand[action.key]
+            match action:
+                case Start(key, episode, attempt):
+                    held.tasks[episode] = asyncio.create_task(self._play(key, held, episode, attempt))
+                case Abort(_, episode):
+                    held.tasks.pop(episode).cancel()
+                case Finish(key, episodes):
+                    del self._in_hand[key]
+                    self._background(self._finish(held, [held.played[episode] for episode in episodes]))
+                case Close(key, reason, detail):
+                    del self._in_hand[key]
+                    self._background(self._close(held, reason, detail))
+                case HandBack(key, delay_s, detail):
+                    del self._in_hand[key]
+                    self._background(self._hand_back(held, delay_s, detail))
+        if actions:
+            self.turnstile.poke()
+
+    async def _play(self, key: str, held: _InHand, episode: int, attempt: int) -> None:
+        asked = held.asked
+        task = Task(
+            id=f"{self.member.id}.{key}.{episode}.{attempt}",
+            domain=held.domain,
+            task_index=asked.task_index,
+            split=asked.split,
+            seed=asked.seed,
+            episode=episode,
+            policy=asked.policy,
+            min_version=asked.min_version,
+            temperature=asked.temperature,
+            record=asked.split == "eval" and episode == 0,
+        )
+
+        def sampled(oldest_version: int) -> None:
+            if self._in_hand.get(key) is held:
+                self._perform(self.slots.sampled(key, oldest_version))
+
+        try:
+            played = await self.players.play(task, sampled)
+        except EpisodeFailed as error:
+            self._failed(key, held, episode, error)
+            return
+        except Exception as error:
+            log.exception("%s episode %d", key, episode)  # a fault of our own: it must cost this episode only
+            self._failed(key, held, episode, EpisodeFailed("env", f"{type(error).__name__}: {error}"))
+            return
+        if self._in_hand.get(key) is held:
+            self.tally.add(played)
+            held.played[episode] = played
+            held.tasks.pop(episode, None)
+            self._perform(self.slots.finished(key, episode))
+            self.turnstile.poke()
+
+    def _failed(self, key: str, held: _InHand, episode: int, error: EpisodeFailed) -> None:
+        if self._in_hand.get(key) is not held:
+            return
+        self.tally.failures += 1
+        log.warning("%s episode %d failed: %s", key, episode, error.detail)
+        held.tasks.pop(episode, None)
+        self._perform(self.slots.failed(key, episode, error.kind, error.detail))
+
+    # -- groups and closings out
+
+    async def _finish(self, held: _InHand, played: list[Played]) -> None:
+        asked, pools = held.asked, reward_pools(held.domain.section)
+        message = group(asked, played, pools=pools, hub=self.member.id, deliveries=held.delivery.num_delivered)
+        stream, key = destination(asked, pools)
+        try:
+            await self.bus.publish(stream, message, key=key, ticket=asked.number, message_id=asked.key)
+        except WireError as error:
+            size = len(msgspec.msgpack.encode(message))
+            reason: wire.ClosedReason = "too_large" if size + 512 > min(wire.MAX_PAYLOAD_BYTES, self.bus.link.max_payload) else "malformed"
+            await self._close(held, reason, str(error))
+            return
+        self.tally.groups += 1
+        await held.delivery.ack()
+
+    async def _close(self, held: _InHand, reason: wire.ClosedReason, detail: str) -> None:
+        asked = held.asked
+        log.warning("%s closed: %s: %s", asked.key, reason, detail)
+        await self._publish_closed(asked.stream, asked.number, asked.domain, reason, detail, eval_step=asked.eval_step)
+        await held.delivery.ack()
+
+    async def _publish_closed(
+        self, stream: Stream, number: int, domain: str, reason: wire.ClosedReason, detail: str, *, eval_step: int
+    ) -> None:
+        line = " ".join(detail.split())[:1000]
+        closed = wire.Closed(ticket=number, domain=domain, reason=reason, detail=line, by=self.member.id, eval_step=eval_step)
+        self.tally.closed += 1
+        await self.bus.publish(results(stream), closed, ticket=number, message_id=f"{stream.name}-{number}")
+
+    async def _hand_back(self, held: _InHand, delay_s: float, detail: str) -> None:
+        log.info("%s handed back: %s", held.asked.key, detail)
+        self.tally.handed_back += 1
+        await held.delivery.nak(delay_s)
+
+    def _background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._ending.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._ending.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # Nothing was acknowledged, so another hub gets the ticket when this one ends.
+            log.error("could not end a ticket", exc_info=error)
+            self.member.stop.request(f"{type(error).__name__}: {error}")
+
+    # -- what others see
+
+    def presence(self) -> wire.Presence:
+        """This hub, as presence tells it."""
+        return wire.Presence(
+            role="envhub",
+            id=self.member.id,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            state="draining" if self.slots.draining else "serving",
+            slots=self.slots.n,
+            running=self.slots.running,
+            waiting=self.slots.waiting,
+            serves=list(self.domains),
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """This hub's numbers of the last second."""
+        return {
+            **self.tally.report(),
+            "envhub/running": self.slots.running,
+            "envhub/waiting": self.slots.waiting,
+            "envhub/slots": self.slots.n,
+            "envhub/generate_retries": self.generator.retries,
+            "envhub/hung_threads": self.players.calls.hung,
+            "envhub/tokens": self.generator.tokens,
+        }
+
+
+def _serving(domains: dict[str, Domain], names: list[str]) -> dict[str, Domain]:
+    """The domains asked for, all when none is."""
+    for name in names:
+        if name not in domains:
+            raise ConfigError("--domains", name, f"the run has {', '.join(domains) or 'none'}")
+    if not domains:
+        raise UserError("the run has no domains, so there is nothing for an environment hub to do")
+    return {name: domains[name] for name in names} if names else domains

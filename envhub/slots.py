@@ -1,0 +1,269 @@
+"""Which episodes run when, and how a group ends: the hub's decisions as a pure state machine.
+
+Events are method calls, actions are returned; time is passed in (seconds of any monotonic clock) and nothing here waits
+or sends. A job is one ticket's group. Its episodes start as slots get free, in the order in which jobs came; a job larger
+than the hub runs in waves. Every accepted job ends in exactly one of ``Finish``, ``Close`` and ``HandBack``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Literal
+
+from broker.streams import MAX_DELIVERIES
+from broker.wire import ClosedReason
+
+FailureKind = Literal["env", "timeout", "generate", "fatal"]
+
+# What a group that cannot reach its size is closed for. A generation failure is nobody's fault here: the ticket is handed
+# back for another hub to try, and the number of deliveries bounds how often.
+CLOSED_FOR: dict[FailureKind, ClosedReason] = {"env": "env_error", "timeout": "timeout", "fatal": "env_error"}
+HAND_BACK_DELAY_S = 1.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a ticket asks of the hub.
+
+    Attributes:
+        key: unique among the jobs in hand.
+        max_staleness: versions that a token may lag behind before the group is late; None: never late.
+    """
+
+    key: str
+    group_size: int
+    min_group_size: int
+    deadline_s: float
+    max_staleness: int | None = None
+    num_delivered: int = 1
+
+
+@dataclass(frozen=True)
+class Start:
+    """Start an episode; ``attempt`` counts from 0."""
+
+    key: str
+    episode: int
+    attempt: int
+
+
+@dataclass(frozen=True)
+class Abort:
+    """Stop a running episode; its slot is free already."""
+
+    key: str
+    episode: int
+
+
+@dataclass(frozen=True)
+class Finish:
+    """The group is these episodes."""
+
+    key: str
+    episodes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Close:
+    """The ticket ends without a group."""
+
+    key: str
+    reason: ClosedReason
+    detail: str
+
+
+@dataclass(frozen=True)
+class HandBack:
+    """The ticket is for someone else."""
+
+    key: str
+    delay_s: float
+    detail: str
+
+
+Action = Start | Abort | Finish | Close | HandBack
+
+
+@dataclass
+class _Group:
+    job: Job
+    until: float
+    waiting: int
+    running: dict[int, int] = field(default_factory=dict)  # episode -> attempt
+    done: set[int] = field(default_factory=set)
+    lost: set[int] = field(default_factory=set)
+    oldest_version: int | None = None
+
+
+class Slots:
+    """n slots and the groups in them.
+
+    Args:
+        n: episodes that may run at once.
+        max_retries: how often one episode is started again after a failure.
+    """
+
+    def __init__(self, n: int, max_retries: int) -> None:
+        self.n, self.max_retries = n, max_retries
+        self.draining = False
+        self.version = -1  # newest policy version seen
+        self._groups: dict[str, _Group] = {}
+        self._queue: deque[tuple[str, int, int]] = deque()  # episodes that wait for a slot: key, episode, attempt
+        self._running = 0
+        self._reserved = 0
+
+    @property
+    def running(self) -> int:
+        """Episodes in a slot."""
+        return self._running
+
+    @property
+    def waiting(self) -> int:
+        """Episodes that wait for a slot."""
+        return len(self._queue)
+
+    @property
+    def jobs(self) -> list[str]:
+        """Keys of the groups in hand, oldest first."""
+        return list(self._groups)
+
+    # -- room for more
+
+    def reserve(self, group_size: int, limit: int) -> int:
+        """Keep room for up to ``limit`` more groups; how many there is room for. Each is later offered or released."""
+        if self.draining:
+            return 0
+        need = self._need(group_size)
+        free = self.n - self._running - len(self._queue) - self._reserved
+        count = max(0, min(limit, free // need))
+        self._reserved += count * need
+        return count
+
+    def release(self, group_size: int, count: int) -> None:
+        """Give back room that ``reserve`` kept."""
+        self._reserved -= count * self._need(group_size)
+
+    def _need(self, group_size: int) -> int:
+        return min(group_size, self.n)  # a group larger than the hub needs all of it
+
+    # -- events
+
+    def offer(self, job: Job, now: float) -> list[Action]:
+        """A ticket came. Its room, if any was kept, must have been released just before."""
+        if job.key in self._groups:
+            return []  # delivered again while still in work here: the one run goes on
+        if job.num_delivered >= MAX_DELIVERIES:
+            return [Close(job.key, "too_many_deliveries", f"delivered {job.num_delivered} times and never finished")]
+        if self.draining:
+            return [HandBack(job.key, 0.0, "draining")]
+        self._groups[job.key] = _Group(job, now + job.deadline_s, job.group_size)
+        self._queue.extend((job.key, episode, 0) for episode in range(job.group_size))
+        return self._fill()
+
+    def finished(self, key: str, episode: int) -> list[Action]:
+        """An episode ended as it should."""
+        group = self._leave(key, episode)
+        if group is None:
+            return self._fill()
+        group.done.add(episode)
+        return self._settle(group) or self._fill()
+
+    def failed(self, key: str, episode: int, kind: FailureKind, detail: str) -> list[Action]:
+        """An episode broke: it starts again, or is lost after ``max_retries``, at once if ``kind`` is ``fatal``."""
+        attempt = self._groups[key].running.get(episode, 0) if key in self._groups else 0
+        group = self._leave(key, episode)
+        if group is None:
+            return self._fill()
+        if kind != "fatal" and attempt < self.max_retries:
+            self._queue.appendleft((key, episode, attempt + 1))
+            group.waiting += 1
+            return self._fill()
+        group.lost.add(episode)
+        if group.job.group_size - len(group.lost) < group.job.min_group_size:
+            detail = f"episode {episode}, attempt {attempt + 1}: {detail}"
+            reason = CLOSED_FOR.get(kind)
+            return self._end(group, HandBack(key, HAND_BACK_DELAY_S, detail) if reason is None else Close(key, reason, detail))
+        return self._settle(group) or self._fill()
+
+    def sampled(self, key: str, oldest_version: int) -> list[Action]:
+        """Tokens were sampled for a group; ``oldest_version`` is the oldest policy version among them."""
+        group = self._groups.get(key)
+        if group is None:
+            return []
+        if group.oldest_version is None or oldest_version < group.oldest_version:
+            group.oldest_version = oldest_version
+        return self._close_if_late(group)
+
+    def advanced(self, version: int) -> list[Action]:
+        """The learner has made a version; groups whose oldest token is now too old are given up."""
+        if version <= self.version:
+            return []
+        self.version = version
+        actions: list[Action] = []
+        for group in list(self._groups.values()):
+            actions += self._close_if_late(group)
+        return actions
+
+    def tick(self, now: float) -> list[Action]:
+        """Time passed: groups beyond their deadline close with what they have, or without a group."""
+        actions: list[Action] = []
+        for group in [group for group in self._groups.values() if now >= group.until]:
+            done, job = tuple(sorted(group.done)), group.job
+            short = f"{len(done)} of at least {job.min_group_size} episodes after {job.deadline_s:g} s"
+            enough = len(done) >= job.min_group_size
+            actions += self._end(group, Finish(job.key, done) if enough else Close(job.key, "deadline", short))
+        return actions
+
+    def drain(self) -> None:
+        """Take no more tickets; finish those in hand."""
+        self.draining = True
+
+    def expire(self) -> list[Action]:
+        """The drain took too long: hand back every ticket in hand."""
+        self.draining = True
+        actions: list[Action] = []
+        for group in list(self._groups.values()):
+            actions += self._end(group, HandBack(group.job.key, 0.0, "draining"))
+        return actions
+
+    # -- inside
+
+    def _fill(self) -> list[Action]:
+        actions: list[Action] = []
+        while self._queue and self._running < self.n:
+            key, episode, attempt = self._queue.popleft()
+            group = self._groups[key]
+            group.waiting -= 1
+            group.running[episode] = attempt
+            self._running += 1
+            actions.append(Start(key, episode, attempt))
+        return actions
+
+    def _leave(self, key: str, episode: int) -> _Group | None:
+        group = self._groups.get(key)
+        if group is None or group.running.pop(episode, None) is None:
+            return None  # its group ended meanwhile, or it was never started
+        self._running -= 1
+        return group
+
+    def _settle(self, group: _Group) -> list[Action]:
+        """Finish the group if nothing more will come."""
+        if group.running or group.waiting or len(group.done) < group.job.min_group_size:
+            return []
+        return self._end(group, Finish(group.job.key, tuple(sorted(group.done))))
+
+    def _close_if_late(self, group: _Group) -> list[Action]:
+        job, oldest = group.job, group.oldest_version
+        if job.max_staleness is None or oldest is None or self.version - oldest <= job.max_staleness:
+            return []
+        detail = f"oldest token of version {oldest}, version {self.version} is being trained, max_staleness {job.max_staleness}"
+        return self._end(group, Close(job.key, "late", detail))
+
+    def _end(self, group: _Group, ending: Action) -> list[Action]:
+        key = group.job.key
+        del self._groups[key]
+        if group.waiting:
+            self._queue = deque(entry for entry in self._queue if entry[0] != key)
+        self._running -= len(group.running)
+        return [*(Abort(key, episode) for episode in group.running), ending, *self._fill()]

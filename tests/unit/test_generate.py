@@ -1,0 +1,201 @@
+"""The hub's side of generation: elsewhere after a failure, on from a partial output, aborted when nobody waits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from broker import wire
+from broker.errors import RequestFailed
+from envhub.generate import Ask, Expected, Generator, TurnFailed, mix
+
+Answer = Callable[[wire.GenerateRequest], wire.GenerateReply | Awaitable[wire.GenerateReply]]
+
+
+def presence(name: str, **kwargs: object) -> wire.Presence:
+    values = {"state": "serving", "address": name, "slots": 8, "policy_version": 1, **kwargs}
+    return wire.Presence(role="rollout", id=name, host="h", pid=1, **values)  # type: ignore[arg-type]
+
+
+class Roster:
+    def __init__(self, *presences: wire.Presence) -> None:
+        self.presences = list(presences)
+        self.news = asyncio.Event()
+
+    def alive(self, role: str) -> list[wire.Presence]:
+        return [one for one in self.presences if one.role == role]
+
+    async def changed(self, timeout_s: float) -> None:
+        await asyncio.wait({asyncio.create_task(self.news.wait())}, timeout=timeout_s)
+
+
+class Client:
+    """Each server answers from a function."""
+
+    def __init__(self, **servers: Answer) -> None:
+        self.servers = servers
+        self.asked: list[tuple[str, wire.GenerateRequest]] = []
+        self.aborted: list[tuple[str, str]] = []
+
+    async def generate(self, address: str, request: wire.GenerateRequest, *, timeout_s: float) -> wire.GenerateReply:
+        self.asked.append((address, request))
+        answer = self.servers[address](request)
+        return answer if isinstance(answer, wire.GenerateReply) else await answer
+
+    async def abort(self, address: str, request_id: str) -> None:
+        self.aborted.append((address, request_id))
+
+    async def forget(self, address: str) -> None: ...
+    async def close(self) -> None: ...
+
+
+def reply(
+    request: wire.GenerateRequest, tokens: list[int], reason: str = "stop", *, version: int = 1, server: str = "a", error: str = ""
+) -> wire.GenerateReply:
+    return wire.GenerateReply(
+        request_id=request.request_id,
+        server=server,
+        token_ids=wire.column(tokens, "<i4"),
+        logprobs=wire.column([-1.0] * len(tokens), "<f4"),
+        version_runs=wire.column([version, len(tokens)] if tokens else [], "<i4"),
+        finish_reason=reason,  # type: ignore[arg-type]
+        policy_version=version,
+        error=error,
+    )
+
+
+def ask(**kwargs: object) -> Ask:
+    sampling = wire.SamplingParams(max_tokens=8, seed=5)
+    return Ask("c", [1, 2, 3], **{"sampling": sampling, "timeout_s": 5.0, **kwargs})  # type: ignore[arg-type]
+
+
+def generator(client: Client, *presences: wire.Presence) -> Generator:
+    return Generator(client, Roster(*presences), name="hub", max_retries=2)
+
+
+def fails(request: wire.GenerateRequest) -> wire.GenerateReply:
+    raise RequestFailed("no answer")
+
+
+async def test_one_answer_is_one_turn() -> None:
+    client = Client(a=lambda request: reply(request, [7, 8]))
+    sampled = await generator(client, presence("a")).turn(ask(min_version=4, expected_tokens=3))
+    assert (sampled.token_ids, sampled.logprobs, sampled.version_runs) == ([7, 8], [-1.0, -1.0], [1, 2])
+    assert (sampled.finish_reason, sampled.server) == ("stop", "a")
+    request = client.asked[0][1]
+    assert request.token_ids.array().tolist() == [1, 2, 3]
+    assert (request.min_version, request.expected_tokens, request.conversation_id) == (4, 3, "c")
+    assert 0 < request.deadline_s <= 5 / 3  # a third of the turn's time each, for two retries
+
+
+async def test_a_failure_is_asked_elsewhere() -> None:
+    client = Client(a=fails, b=lambda request: reply(request, [7], server="b"))
+    asking = generator(client, presence("a"), presence("b"))
+    assert (await asking.turn(ask())).server == "b"
+    assert [address for address, _ in client.asked] == ["a", "b"]
+    assert asking.retries == 1
+    await asking.close()
+    assert client.aborted == [("a", client.asked[0][1].request_id)]
+
+
+async def test_an_error_reply_is_a_failure_and_retries_are_bounded() -> None:
+    client = Client(a=lambda request: reply(request, [], "error", error="out of memory"))
+    with pytest.raises(TurnFailed, match="after 3 failures: a: out of memory"):
+        await generator(client, presence("a")).turn(ask())
+    assert len(client.asked) == 3
+    assert len({request.request_id for _, request in client.asked}) == 3
+
+
+@pytest.mark.parametrize("reason", ["abort", "deadline"])
+async def test_a_partial_output_is_continued_not_thrown_away(reason: str) -> None:
+    def first(request: wire.GenerateRequest) -> wire.GenerateReply:
+        client.servers["a"] = client.servers["b"]
+        return reply(request, [7, 8], reason, version=1)
+
+    client = Client(a=first, b=lambda request: reply(request, [9], version=2, server="b"))
+    sampled = await generator(client, presence("a"), presence("b")).turn(ask())
+    assert (sampled.token_ids, sampled.version_runs, sampled.finish_reason) == ([7, 8, 9], [1, 2, 2, 1], "stop")
+    again = client.asked[1][1]
+    assert again.token_ids.array().tolist() == [1, 2, 3, 7, 8]
+    assert again.sampling.max_tokens == 6
+    assert again.sampling.seed == mix(5, 2)
+    assert client.asked[1][0] == ("b" if reason == "abort" else "a")
+
+
+async def test_a_partial_output_of_full_length_is_complete() -> None:
+    client = Client(a=lambda request: reply(request, list(range(8)), "abort"))
+    sampled = await generator(client, presence("a")).turn(ask())
+    assert (len(sampled.token_ids), sampled.finish_reason, len(client.asked)) == (8, "length", 1)
+
+
+async def test_more_tokens_than_asked_for_are_refused() -> None:
+    client = Client(a=lambda request: reply(request, list(range(9))))
+    with pytest.raises(TurnFailed, match="answered 9 tokens, asked for at most 8"):
+        await generator(client, presence("a")).turn(ask())
+
+
+async def test_only_serving_servers_of_the_policy_are_asked_and_waited_for() -> None:
+    client = Client(c=lambda request: reply(request, [7], server="c"))
+    roster = Roster(presence("a", policy="random"), presence("b", state="draining"))
+    asking = Generator(client, roster, name="hub", max_retries=2)
+    turn = asyncio.create_task(asking.turn(ask()))
+    await asyncio.sleep(0.05)
+    assert not client.asked
+    roster.presences.append(presence("c"))
+    roster.news.set()
+    assert (await turn).server == "c"
+    with pytest.raises(TurnFailed, match="there is no rollout server"):
+        await asking.turn(ask(policy="nobody", timeout_s=0.05))
+
+
+async def test_load_counts_what_was_sent_since_presence_spoke() -> None:
+    release = asyncio.Event()
+
+    async def slow(request: wire.GenerateRequest) -> wire.GenerateReply:
+        await release.wait()
+        return reply(request, [7])
+
+    client = Client(a=slow)
+    asking = generator(client, presence("a", running=3, waiting=1))
+    assert asking.servers("actor")[0].load == 4
+    turns = [asyncio.create_task(asking.turn(ask())) for _ in range(2)]
+    await asyncio.sleep(0)
+    assert asking.servers("actor")[0].load == 6
+    asking._roster.presences = [presence("a", running=5)]  # type: ignore[attr-defined]
+    assert asking.servers("actor")[0].load == 5
+    release.set()
+    await asyncio.gather(*turns)
+    assert asking.servers("actor")[0].load == 3
+
+
+async def test_a_turn_that_nobody_waits_for_is_aborted_at_the_server() -> None:
+    async def never(request: wire.GenerateRequest) -> wire.GenerateReply:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    client = Client(a=never)
+    asking = generator(client, presence("a"))
+    turn = asyncio.create_task(asking.turn(ask()))
+    await asyncio.sleep(0.01)
+    turn.cancel()
+    await asyncio.gather(turn, return_exceptions=True)
+    await asking.close()
+    assert client.aborted == [("a", client.asked[0][1].request_id)]
+
+
+def test_seeds_are_spread_and_stable() -> None:
+    assert mix(0) == 0xE220A8397B1D  # splitmix64's first output from 0, without its low 16 bits
+    assert len({mix(seed, episode, at) for seed in range(10) for episode in range(10) for at in range(10)}) == 1000
+    assert all(0 <= mix(seed) < 2**48 for seed in range(100))
+
+
+def test_the_expected_length_follows_the_mean() -> None:
+    expected = Expected()
+    assert expected.tokens() == 0
+    expected.add(10)
+    assert expected.tokens() == 10
+    for _ in range(200):
+        expected.add(40)
+    assert expected.tokens() == 40

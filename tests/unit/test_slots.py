@@ -1,0 +1,245 @@
+"""The hub's decisions, event by event and under any interleaving."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from broker.streams import MAX_DELIVERIES
+from envhub.slots import Abort, Close, Finish, HandBack, Job, Slots, Start
+
+
+def job(key: str = "a", size: int = 2, least: int | None = None, **kwargs: object) -> Job:
+    values = {"key": key, "group_size": size, "min_group_size": size if least is None else least, "deadline_s": 10.0, **kwargs}
+    return Job(**values)  # type: ignore[arg-type]
+
+
+def test_a_group_starts_at_once_and_finishes_with_its_last_episode() -> None:
+    slots = Slots(4, max_retries=1)
+    assert slots.offer(job(), 0.0) == [Start("a", 0, 0), Start("a", 1, 0)]
+    assert slots.finished("a", 1) == []
+    assert slots.finished("a", 0) == [Finish("a", (0, 1))]
+    assert (slots.running, slots.waiting, slots.jobs) == (0, 0, [])
+
+
+def test_a_group_larger_than_the_hub_runs_in_waves() -> None:
+    slots = Slots(2, max_retries=0)
+    assert slots.offer(job(size=3), 0.0) == [Start("a", 0, 0), Start("a", 1, 0)]
+    assert slots.finished("a", 0) == [Start("a", 2, 0)]
+    assert slots.finished("a", 2) == []
+    assert slots.finished("a", 1) == [Finish("a", (0, 1, 2))]
+
+
+def test_room_is_what_is_neither_running_nor_waiting_nor_reserved() -> None:
+    slots = Slots(8, max_retries=0)
+    assert slots.reserve(3, limit=9) == 2
+    assert slots.reserve(3, limit=9) == 0
+    assert slots.reserve(2, limit=9) == 1
+    slots.release(3, 2)
+    slots.offer(job(size=5), 0.0)
+    assert slots.reserve(1, limit=9) == 1  # 8 - 5 running - 2 reserved
+    assert Slots(4, 0).reserve(100, limit=3) == 1  # larger than the hub: all of it, once
+    slots.drain()
+    assert slots.reserve(1, limit=1) == 0
+
+
+def test_a_failed_episode_starts_again_and_then_closes_its_ticket() -> None:
+    slots = Slots(4, max_retries=1)
+    slots.offer(job(), 0.0)
+    assert slots.failed("a", 1, "env", "boom") == [Start("a", 1, 1)]
+    assert slots.failed("a", 1, "env", "boom") == [Abort("a", 0), Close("a", "env_error", "episode 1, attempt 2: boom")]
+    assert slots.failed("a", 0, "env", "boom") == []
+    assert slots.running == 0
+
+
+def test_the_kind_of_failure_decides_how_the_ticket_ends() -> None:
+    def end(kind: str) -> object:
+        slots = Slots(1, max_retries=0)
+        slots.offer(job(size=1), 0.0)
+        return slots.failed("a", 0, kind, "x")[-1]  # type: ignore[arg-type]
+
+    assert end("timeout") == Close("a", "timeout", "episode 0, attempt 1: x")
+    assert end("generate") == HandBack("a", 1.0, "episode 0, attempt 1: x")
+    assert end("fatal") == Close("a", "env_error", "episode 0, attempt 1: x")
+
+
+def test_fatal_is_not_tried_again() -> None:
+    slots = Slots(1, max_retries=5)
+    slots.offer(job(size=1), 0.0)
+    assert slots.failed("a", 0, "fatal", "too long") == [Close("a", "env_error", "episode 0, attempt 1: too long")]
+
+
+def test_a_lost_episode_leaves_a_smaller_group_where_that_is_allowed() -> None:
+    slots = Slots(4, max_retries=0)
+    slots.offer(job(size=3, least=2), 0.0)
+    assert slots.failed("a", 0, "env", "boom") == []
+    assert slots.finished("a", 1) == []
+    assert slots.finished("a", 2) == [Finish("a", (1, 2))]
+
+
+def test_the_deadline_closes_with_enough_episodes_or_without_a_group() -> None:
+    slots = Slots(4, max_retries=0)
+    slots.offer(job("a", size=2, least=1), 0.0)
+    slots.offer(job("b", size=2), 0.0)
+    slots.finished("a", 0)
+    slots.finished("b", 0)
+    assert slots.tick(9.9) == []
+    assert slots.tick(10.0) == [
+        Abort("a", 1),
+        Finish("a", (0,)),
+        Abort("b", 1),
+        Close("b", "deadline", "1 of at least 2 episodes after 10 s"),
+    ]
+    assert slots.running == 0
+
+
+def test_late_groups_are_given_up_as_soon_as_they_cannot_be_trained() -> None:
+    slots = Slots(4, max_retries=0)
+    slots.offer(job("drop", size=1, max_staleness=1), 0.0)
+    slots.offer(job("wait", size=1), 0.0)
+    assert slots.advanced(3) == []
+    assert slots.sampled("drop", 3) == []
+    assert slots.sampled("wait", 3) == []
+    assert slots.advanced(4) == []
+    assert slots.advanced(5) == [
+        Abort("drop", 0),
+        Close("drop", "late", "oldest token of version 3, version 5 is being trained, max_staleness 1"),
+    ]
+    assert slots.jobs == ["wait"]
+    slots.offer(job("again", size=1, max_staleness=1), 0.0)
+    assert slots.sampled("again", 3)[-1] == Close("again", "late", "oldest token of version 3, version 5 is being trained, max_staleness 1")
+
+
+def test_a_ticket_that_comes_too_often_is_closed_unread() -> None:
+    slots = Slots(4, max_retries=0)
+    assert isinstance(slots.offer(job(num_delivered=MAX_DELIVERIES - 1), 0.0)[0], Start)
+    closed = slots.offer(job("b", num_delivered=MAX_DELIVERIES), 0.0)
+    assert closed == [Close("b", "too_many_deliveries", "delivered 20 times and never finished")]
+
+
+def test_a_redelivery_of_a_ticket_in_hand_changes_nothing() -> None:
+    slots = Slots(4, max_retries=0)
+    slots.offer(job(), 0.0)
+    assert slots.offer(job(num_delivered=2), 1.0) == []
+    assert slots.running == 2
+
+
+def test_draining_finishes_what_it_has_then_hands_back() -> None:
+    slots = Slots(1, max_retries=0)
+    slots.offer(job("a", size=2), 0.0)
+    slots.drain()
+    assert slots.offer(job("b"), 0.0) == [HandBack("b", 0.0, "draining")]
+    assert slots.finished("a", 0) == [Start("a", 1, 0)]
+    assert slots.expire() == [Abort("a", 1), HandBack("a", 0.0, "draining")]
+    assert (slots.running, slots.waiting, slots.jobs) == (0, 0, [])
+
+
+class SlotsMachine(RuleBasedStateMachine):
+    """Any order of tickets, endings, failures, versions, clock and drain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slots = Slots(5, max_retries=1)
+        self.now = 0.0
+        self.next_key = 0
+        self.open: dict[str, Job] = {}
+        self.running: dict[tuple[str, int], int] = {}
+        self.done: dict[str, set[int]] = {}
+        self.oldest: dict[str, int] = {}
+        self.ended: list[str] = []
+
+    def perform(self, actions: list[object]) -> None:
+        for action in actions:
+            match action:
+                case Start(key, episode, attempt):
+                    assert key in self.open
+                    assert (key, episode) not in self.running
+                    assert attempt <= 1
+                    self.running[key, episode] = attempt
+                case Abort(key, episode):
+                    del self.running[key, episode]
+                case Finish(key, episodes):
+                    assert set(episodes) == self.done[key]
+                    assert self.open[key].min_group_size <= len(episodes) <= self.open[key].group_size
+                    self.end(key)
+                case Close(key, _, _) | HandBack(key, _, _):
+                    self.end(key)
+
+    def end(self, key: str) -> None:
+        del self.open[key]
+        assert not [entry for entry in self.running if entry[0] == key], "ended with episodes still running"
+        self.ended.append(key)
+
+    @rule(size=st.integers(1, 8), least=st.integers(1, 8), staleness=st.sampled_from([None, 0, 1]))
+    def ticket(self, size: int, least: int, staleness: int | None) -> None:
+        if self.slots.reserve(size, 1):
+            self.slots.release(size, 1)
+            self.next_key += 1
+            key = str(self.next_key)
+            self.open[key] = Job(key, size, min(size, least), 10.0, staleness)
+            self.done[key] = set()
+            self.perform(self.slots.offer(self.open[key], self.now))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        key, episode = data.draw(st.sampled_from(sorted(self.running)))
+        del self.running[key, episode]
+        self.done[key].add(episode)
+        self.perform(self.slots.finished(key, episode))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), kind=st.sampled_from(["env", "timeout", "generate", "fatal"]))
+    def fail(self, data: st.DataObject, kind: str) -> None:
+        key, episode = data.draw(st.sampled_from(sorted(self.running)))
+        del self.running[key, episode]
+        self.perform(self.slots.failed(key, episode, kind, "x"))  # type: ignore[arg-type]
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), lag=st.integers(0, 2))
+    def sample(self, data: st.DataObject, lag: int) -> None:
+        key, _ = data.draw(st.sampled_from(sorted(self.running)))
+        version = self.slots.version - lag
+        self.oldest[key] = min(version, self.oldest.get(key, version))
+        self.perform(self.slots.sampled(key, version))
+
+    @rule()
+    def advance(self) -> None:
+        self.perform(self.slots.advanced(self.slots.version + 1))
+
+    @rule(seconds=st.floats(0, 12))
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.perform(self.slots.tick(self.now))
+
+    @rule(key=st.integers(0, 5), episode=st.integers(0, 8))
+    def stray_event(self, key: int, episode: int) -> None:
+        if (str(key), episode) not in self.running:
+            before = self.slots.running
+            self.perform(self.slots.finished(str(key), episode))
+            assert self.slots.running == before
+
+    @rule()
+    def hand_everything_back(self) -> None:
+        self.perform(self.slots.expire())
+        assert not self.open
+        self.slots.draining = False  # the same machine goes on, for more interleavings
+
+    @invariant()
+    def slots_are_counted(self) -> None:
+        assert self.slots.running == len(self.running) <= self.slots.n
+        assert self.slots.jobs == list(self.open)
+        assert self.slots.waiting == 0 or self.slots.running == self.slots.n, "an episode waits beside a free slot"
+        assert self.slots.waiting <= 8 - 1, "took a ticket without having room for it"
+        assert len(self.ended) == len(set(self.ended))
+
+    @invariant()
+    def nothing_late_is_kept(self) -> None:
+        for key, job_ in self.open.items():
+            if job_.max_staleness is not None and key in self.oldest:
+                assert self.slots.version - self.oldest[key] <= job_.max_staleness
+
+
+TestSlotsMachine = SlotsMachine.TestCase
+TestSlotsMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
