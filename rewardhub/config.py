@@ -1,10 +1,13 @@
-"""The section ``rewardhub``: how a hub scores."""
+"""The section ``rewardhub``: how a hub scores; and what can be said about the rewards before anything starts."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from pydantic import PositiveFloat, PositiveInt
 
-from broker.config import Section
+from broker.config import DomainSection, Reward, Section
 
 
 class RewardhubSection(Section):
@@ -12,6 +15,42 @@ class RewardhubSection(Section):
 
     workers: PositiveInt = 2  # worker processes
     timeout_s: PositiveFloat = 10.0  # one score
-    max_retries: PositiveInt = 2  # of one score after a timeout or a crash
+    max_retries: PositiveInt = 2  # of one score after a timeout, a crash or an error
     max_groups: PositiveInt = 16  # groups in work at once
     drain_timeout_s: PositiveFloat = 30.0
+
+
+def check(config: dict[str, Any]) -> None:
+    """Refuse rewards that cannot be loaded.
+
+    Raises:
+        ConfigError: unknown name (the known ones are listed), no such file, module or function, arguments it does not take,
+            or a pool's name that may not stand in a subject.
+    """
+    from broker.runspec import domains
+    from broker.streams import token
+    from rewardhub.rewards import function
+
+    for name, domain in domains(config).items():
+        for index, reward in enumerate(domain.rewards):
+            key = f"domains.{name}.rewards.{index}"
+            token(reward.pool, f"{key}.pool")
+            function.check(reward.name, reward.args, key)
+
+
+def labels(rewards: Sequence[Reward]) -> list[str]:
+    """The name of each reward among the parts of a trajectory's reward: short, and no two alike.
+
+    ``math_answer`` stays what it is, ``my/rewards.py:brevity`` becomes ``brevity``, a second one ``brevity_2``.
+    """
+    result: list[str] = []
+    for reward in rewards:
+        short = reward.name.rpartition(":")[2]
+        same = sum(1 for other in rewards[: len(result)] if other.name.rpartition(":")[2] == short)
+        result.append(f"{short}_{same + 1}" if same else short)
+    return result
+
+
+def all_pools(domains: Mapping[str, DomainSection]) -> list[str]:
+    """Every pool that the domains name, each once, in order."""
+    return list(dict.fromkeys(reward.pool for domain in domains.values() for reward in domain.rewards))

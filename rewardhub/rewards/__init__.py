@@ -1,0 +1,12 @@
+"""Rewards by name; each is a class with ``Args`` and ``score``, see ``rewardhub.rewards.base``.
+
+A function of the user's own needs no entry: its dotted path or file path is its name.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+REWARDS: Final[dict[str, str]] = {
+    "math_answer": "rewardhub.rewards.math_answer:MathAnswer",
+}

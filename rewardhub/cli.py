@@ -1,0 +1,41 @@
+"""The command ``rewardhub``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from broker import process
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of ``rewardhub``."""
+    result = argparse.ArgumentParser(prog="rewardhub", description="Score episodes for a run; any number of these may join and leave.")
+    result.add_argument("--pools", type=_names, default=[], metavar="A,B", help="reward pools to serve (all that the run's domains name)")
+    result.add_argument("--workers", type=_count, default=None, metavar="N", help="worker processes (the run's rewardhub.workers)")
+    process.add_join_options(result)
+    return result
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the hub; the exit code."""
+    from rewardhub.service import serve
+
+    options = parser().parse_args(argv)
+    return process.main("rewardhub", lambda stop: serve(options, stop))
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _count(text: str) -> int:
+    value = int(text) if text.isascii() and text.isdigit() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; give a number of at least 1")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""What a reward hub and its worker processes say to each other: MessagePack frames over a socket pair, never a pickle.
+
+A frame is a length, four bytes little-endian, and one message. The hub asks, the worker answers, one at a time.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, Final
+
+import msgspec
+
+from rewardhub.rewards.base import Sample
+
+HEADER: Final = struct.Struct("<I")
+
+
+class Load(msgspec.Struct, frozen=True, tag=True):
+    """Make a reward ready; answered by Done or Failed."""
+
+    name: str
+    args: dict[str, Any]
+
+
+class Score(msgspec.Struct, frozen=True, tag=True):
+    """Score one sample; answered by Done or Failed."""
+
+    name: str
+    args: dict[str, Any]
+    sample: Sample
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """The value: a number or the number of each part; None in answer to Load."""
+
+    value: float | dict[str, float] | None
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """Why there is no value. ``retry``: another try may go better."""
+
+    detail: str
+    retry: bool
+
+
+_ENCODER: Final = msgspec.msgpack.Encoder()
+_REQUESTS: Final[msgspec.msgpack.Decoder[Load | Score]] = msgspec.msgpack.Decoder(Load | Score)
+_ANSWERS: Final[msgspec.msgpack.Decoder[Done | Failed]] = msgspec.msgpack.Decoder(Done | Failed)
+
+
+def frame(message: Load | Score | Done | Failed) -> bytes:
+    """One message with its length in front."""
+    data = _ENCODER.encode(message)
+    return HEADER.pack(len(data)) + data
+
+
+def request(data: bytes) -> Load | Score:
+    """Decode what a hub asks."""
+    return _REQUESTS.decode(data)
+
+
+def answer(data: bytes) -> Done | Failed:
+    """Decode what a worker answers.
+
+    Raises:
+        msgspec.DecodeError: it is no answer.
+    """
+    return _ANSWERS.decode(data)

@@ -1,0 +1,77 @@
+"""What a reward sees and what it may answer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Mapping
+from typing import ClassVar, Protocol
+
+import msgspec
+
+from broker.config import Section
+
+Value = float | dict[str, float]  # a number, or the number of each part
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
+    """One episode, as a reward sees it."""
+
+    domain: str  # the domain it belongs to
+    task_index: int  # which task of the domain
+    prompt: str  # the question as text
+    response: str  # text of the last sampled turn
+    reference: str  # the reference answer, empty where the domain has none
+    reward: float  # total reward so far: of the environment and of pools visited before
+    reward_parts: dict[str, float]  # what each gave, by name
+    success: bool  # whether the environment holds it for solved
+    end: str  # why the episode ended: terminated, truncated, timeout, length
+    num_turns: int  # turns the policy took
+    num_tokens: int  # tokens the policy sampled
+    metrics: dict[str, float]  # numbers from the environment
+
+
+class Reward(Protocol):
+    """A reward of the registry. One instance lives in each worker process and scores one sample after another."""
+
+    Args: ClassVar[type[Section]]
+
+    def __init__(self, args: Section) -> None: ...
+
+    def score(self, sample: Sample) -> Value | Awaitable[Value]:
+        """The reward; may be a coroutine. Runs in a process that is killed when it takes longer than ``rewardhub.timeout_s``."""
+        ...
+
+
+class InvalidValue(ValueError):
+    """A reward answered something that is no finite number."""
+
+
+def check_value(value: object) -> Value:
+    """The value as plain floats.
+
+    Raises:
+        InvalidValue: neither a finite number nor a mapping of names to finite numbers; says what it was.
+    """
+    if isinstance(value, Mapping):
+        if not value or not all(isinstance(name, str) and name for name in value):
+            raise InvalidValue(f"a reward of parts needs a name for each part, got {_show(value)}")
+        return {name: _number(part, f"part {name!r}") for name, part in value.items()}
+    return _number(value, "the reward")
+
+
+def _number(value: object, what: str) -> float:
+    # numpy's and torch's scalars count, texts do not although float() would read them.
+    if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
+        raise InvalidValue(f"{what} must be a number, got {_show(value)}")
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise InvalidValue(f"{what} must be a number, got {_show(value)}") from None
+    if not math.isfinite(number):
+        raise InvalidValue(f"{what} must be finite, got {number}")
+    return number
+
+
+def _show(value: object) -> str:
+    text = " ".join(repr(value).split())
+    return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"

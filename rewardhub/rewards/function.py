@@ -1,0 +1,87 @@
+"""From a reward's name to something that scores: a class of the registry, or a function of the user's own.
+
+A function is called as ``function(sample, **args)`` with a ``rewardhub.rewards.base.Sample``, and returns a number or a mapping
+of part names to numbers; it may be a coroutine function.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import pydantic
+
+from broker.errors import ConfigError
+from broker.registry import resolve
+from rewardhub.rewards import REWARDS
+from rewardhub.rewards.base import Sample
+
+Score = Callable[[Sample], object]
+
+
+def load(name: str, args: Mapping[str, Any], key: str = "rewards") -> Score:
+    """A callable that scores one sample, ready to use.
+
+    Raises:
+        ConfigError: as ``check``.
+    """
+    found = _resolve(name, key)
+    if inspect.isclass(found):
+        make: Any = found
+        score: Score = make(_class_args(found, name, args, key)).score
+        return score
+    _check_call(found, args, key)
+    return partial(found, **args)
+
+
+def check(name: str, args: Mapping[str, Any], key: str = "rewards") -> None:
+    """Refuse a reward that cannot be loaded, without making it.
+
+    Raises:
+        ConfigError: an unknown name (the known ones are listed), no such module, file or function, or arguments it does not take.
+    """
+    found = _resolve(name, key)
+    if inspect.isclass(found):
+        _class_args(found, name, args, key)
+    else:
+        _check_call(found, args, key)
+
+
+def _resolve(name: str, key: str) -> Any:
+    try:
+        found = resolve("rewards", name, REWARDS)
+    except ConfigError as error:
+        raise ConfigError(f"{key}.name", name, error.allowed) from None
+    if not callable(found):
+        raise ConfigError(f"{key}.name", name, f"it must be a function or a class, that is a {type(found).__name__}")
+    if inspect.isclass(found) and not callable(getattr(found, "score", None)):
+        raise ConfigError(f"{key}.name", name, "a class must have a method score(sample)")
+    return found
+
+
+def _class_args(found: Any, name: str, args: Mapping[str, Any], key: str) -> Any:
+    model = getattr(found, "Args", None)
+    if model is None:
+        raise ConfigError(f"{key}.name", name, "a class must have Args, a pydantic model of its arguments")
+    try:
+        return model.model_validate(dict(args))
+    except pydantic.ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join((f"{key}.args", *(str(part) for part in problem["loc"])))
+        if problem["type"] == "extra_forbidden":
+            raise ConfigError(where, problem["input"], f"known: {', '.join(model.model_fields)}") from None
+        raise ConfigError(where, problem["input"], problem["msg"]) from None
+
+
+def _check_call(function: Any, args: Mapping[str, Any], key: str) -> None:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some callables written in C tell nothing
+        return
+    try:
+        signature.bind(None, **args)
+    except TypeError as error:
+        shown = f"{getattr(function, '__name__', 'it')}{signature}"
+        raise ConfigError(f"{key}.args", dict(args), f"{shown} is called with a sample and these, but {error}") from None

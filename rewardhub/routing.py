@@ -1,0 +1,158 @@
+"""What a reward hub decides about a group: what to score, what to try again, where it goes next. No I/O.
+
+Events go in (``start``, ``scored``, ``failed``), actions come out. A group ends in exactly one Forward or Close.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from broker import wire
+from broker.config import DomainSection, Reward
+from broker.streams import EPISODES, EVALS, MAX_DELIVERIES, SAMPLES, Stream
+from rewardhub.config import labels
+from rewardhub.rewards.base import Sample, Value
+
+ENV: Final = "env"  # the part of a trajectory's reward that its environment gave
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Score one trajectory with one reward of its domain; ``attempt`` counts from 0."""
+
+    trajectory: int
+    reward: int
+    attempt: int = 0
+
+
+@dataclass(frozen=True)
+class Forward:
+    """Publish the group as it is now: to its next pool, or to the log where it ends."""
+
+    group: wire.Group
+    stream: Stream
+    key: str
+
+
+@dataclass(frozen=True)
+class Close:
+    """End the ticket without a group, and keep the bytes for the operator."""
+
+    reason: wire.ClosedReason
+    detail: str
+
+
+Action = Ask | Forward | Close
+
+
+def log_of(eval_step: int) -> Stream:
+    """The log in which a group, or the ticket of one, ends."""
+    return EVALS if eval_step >= 0 else SAMPLES
+
+
+def eval_step_of(data: bytes) -> int:
+    """The ``eval_step`` of bytes that are no valid group, as far as they tell; -1 (training) if they do not."""
+    try:
+        value = msgspec.msgpack.decode(data)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return -1
+    step = value.get("eval_step", -1) if isinstance(value, dict) else -1
+    return step if isinstance(step, int) else -1
+
+
+def refusal(group: wire.Group, pool: str, domains: Mapping[str, DomainSection], num_delivered: int) -> Close | None:
+    """Why a group from the queue of ``pool`` is not even begun, or None."""
+    if num_delivered >= MAX_DELIVERIES:
+        return Close("too_many_deliveries", f"the group came to reward hubs of pool {pool} for the {num_delivered}th time")
+    if group.domain not in domains:
+        return Close("malformed", f"domain {group.domain!r} is not one of the run's: {', '.join(domains) or 'none'}")
+    if not group.pools or group.pools[0] != pool:
+        return Close("malformed", f"in the queue of pool {pool}, but its pools are {group.pools}")
+    return None
+
+
+class Scoring:
+    """One group on its way through one pool.
+
+    Args:
+        group: as it came; its first pool is the one that scores it now.
+        rewards: all rewards of its domain, in order.
+        max_retries: of one score.
+    """
+
+    def __init__(self, group: wire.Group, rewards: Sequence[Reward], max_retries: int) -> None:
+        self.group, self._rewards, self._max_retries = group, list(rewards), max_retries
+        pool = group.pools[0]
+        self._mine = [index for index, reward in enumerate(self._rewards) if reward.pool == pool]
+        self._values: dict[tuple[int, int], Value] = {}
+        self.num_retries = 0
+        self.ended = False
+
+    def start(self) -> list[Action]:
+        """Everything that is to be scored; the group itself where there is nothing."""
+        asks: list[Action] = [Ask(t, r) for t in range(len(self.group.trajectories)) for r in self._mine]
+        return asks or self._forward()
+
+    def scored(self, ask: Ask, value: Value) -> list[Action]:
+        """One value is there."""
+        if self.ended:
+            return []
+        self._values[ask.trajectory, ask.reward] = value
+        complete = len(self._values) == len(self.group.trajectories) * len(self._mine)
+        return self._forward() if complete else []
+
+    def failed(self, ask: Ask, detail: str, *, retry: bool) -> list[Action]:
+        """One value could not be had; it is asked for again, or the group is given up. It never becomes a zero."""
+        if self.ended:
+            return []
+        if retry and ask.attempt < self._max_retries:
+            self.num_retries += 1
+            return [Ask(ask.trajectory, ask.reward, ask.attempt + 1)]
+        self.ended = True
+        tries = f" (after {ask.attempt + 1} tries)" if ask.attempt else ""
+        return [Close("reward_error", f"episode {self.group.trajectories[ask.trajectory].episode}: {detail}{tries}")]
+
+    def _forward(self) -> list[Action]:
+        self.ended = True
+        trajectories = [self._add(index, trajectory) for index, trajectory in enumerate(self.group.trajectories)]
+        group = msgspec.structs.replace(self.group, trajectories=trajectories, pools=self.group.pools[1:])
+        stream, key = (EPISODES, group.pools[0]) if group.pools else (log_of(group.eval_step), "")
+        return [Forward(group, stream, key)]
+
+    def _add(self, index: int, trajectory: wire.Trajectory) -> wire.Trajectory:
+        names = labels(self._rewards)
+        total, parts, success = trajectory.reward, dict(trajectory.reward_parts), trajectory.success
+        for r in self._mine:
+            value = self._values[index, r]
+            amount = sum(value.values()) if isinstance(value, dict) else value
+            total += self._rewards[r].weight * amount
+            if isinstance(value, dict):
+                parts |= {f"{names[r]}/{part}": number for part, number in value.items()}
+            else:
+                parts[names[r]] = value
+            # An environment without a reward of its own does not know what is right; the domain's first reward does.
+            if r == 0 and ENV not in trajectory.reward_parts:
+                success = amount >= 1
+        return msgspec.structs.replace(trajectory, reward=total, reward_parts=parts, success=success)
+
+
+def sample_of(group: wire.Group, trajectory: wire.Trajectory) -> Sample:
+    """What a reward sees of one trajectory."""
+    return Sample(
+        domain=group.domain,
+        task_index=group.task_index,
+        prompt=group.prompt,
+        response=trajectory.response,
+        reference=group.reference,
+        reward=trajectory.reward,
+        reward_parts=trajectory.reward_parts,
+        success=trajectory.success,
+        end=trajectory.end,
+        num_turns=len(trajectory.turns),
+        num_tokens=sum(turn.end - turn.start for turn in trajectory.turns),
+        metrics=trajectory.metrics,
+    )

@@ -1,0 +1,277 @@
+"""The reward hub as a process: groups in from its pools' queues, scored groups or closings out.
+
+Delivery is at-least-once. A group is acknowledged only after what became of it is stored, so a hub that dies in between makes
+it come again, to it or to another hub; the learner counts the first record of a ticket.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+
+from broker import wire
+from broker.errors import UserError, WireError
+from broker.jetstream import Delivery
+from broker.process import Member, Stop, join
+from broker.runspec import domains, section
+from broker.streams import EPISODES
+from rewardhub.config import RewardhubSection, all_pools
+from rewardhub.routing import Action, Ask, Close, Forward, Scoring, eval_step_of, log_of, refusal, sample_of
+from rewardhub.tally import Tally
+from rewardhub.workers import NoWorker, ScoreFailed, Workers
+
+log = logging.getLogger(__name__)
+
+POLL_S: Final = 1.0
+HAND_BACK_S: Final = 2.0  # before another hub gets a group for which no worker could be started here
+
+
+@dataclass
+class _Job:
+    """A group in work."""
+
+    pool: str
+    delivery: Delivery
+    began: float = field(default_factory=time.monotonic)
+
+
+async def serve(options: argparse.Namespace, stop: Stop) -> None:
+    """Join a run and score until asked to stop; ``options`` are those of ``rewardhub.cli``.
+
+    Raises:
+        UserError: no such pool, or a reward that cannot be loaded here.
+    """
+    async with join("rewardhub", options, stop) as member:
+        await Hub(member, pools=options.pools, num_workers=options.workers).run()
+
+
+class Hub:
+    """One reward hub in one run.
+
+    Args:
+        member: of the run.
+        pools: to serve; empty: all that the run's domains name.
+        num_workers: worker processes, None: as the run says.
+    """
+
+    def __init__(self, member: Member, *, pools: Sequence[str] = (), num_workers: int | None = None) -> None:
+        self.member, self.bus, self.spec = member, member.bus, member.spec
+        self.settings = section(self.spec.config, "rewardhub", RewardhubSection)
+        self.domains = domains(self.spec.config)
+        self.pools = _serving(all_pools(self.domains), pools)
+        rewards = [reward for domain in self.domains.values() for reward in domain.rewards if reward.pool in self.pools]
+        self.workers = Workers(num_workers or self.settings.workers, self.settings.timeout_s, rewards)
+        self.tally = Tally()
+        self._jobs: dict[int, _Job] = {}  # by sequence in the stream
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._room = asyncio.Event()
+        self._state: str = "starting"
+
+    # -- life
+
+    async def run(self) -> None:
+        """Work until asked to stop, then drain."""
+        self.member.announce(self.presence)
+        self.member.report(self.metrics)
+        asked = asyncio.create_task(self.member.stop.asked.wait())
+        feeds: list[asyncio.Task[None]] = []
+        try:
+            if self.pools:
+                await self.workers.start()
+            else:
+                log.info("no domain of this run has a reward for a hub; nothing to do until one has")
+            self._state = "serving"
+            self.member.poke()
+            feeds = [asyncio.create_task(self._feed(pool)) for pool in self.pools]
+            await asyncio.wait({asked, *feeds}, return_when=asyncio.FIRST_COMPLETED)
+            for feed in feeds:
+                if feed.done():
+                    feed.result()  # a feed never ends by itself: this raises what it failed with
+        finally:
+            for task in (asked, *feeds):
+                task.cancel()
+            await asyncio.gather(asked, *feeds, return_exceptions=True)
+            await self._drain()
+
+    async def _drain(self) -> None:
+        self._state = "draining"
+        self.member.poke()
+        if self._tasks and self.member.desired != "stopped":
+            await asyncio.wait(self._tasks, timeout=self.settings.drain_timeout_s)
+        unfinished = list(self._tasks)
+        for task in unfinished:
+            task.cancel()
+        await asyncio.gather(*unfinished, return_exceptions=True)
+        await self.workers.close()
+
+    async def _feed(self, pool: str) -> None:
+        """Fetch groups of one pool while there is room; what had arrived is handed back when cancelled."""
+        queue = await self.bus.work_queue(EPISODES, pool)
+        share = max(1, self.settings.max_groups // len(self.pools))
+        while True:
+            await self.member.running.wait()
+            free = share - sum(1 for job in self._jobs.values() if job.pool == pool)
+            if free <= 0:
+                self._room.clear()
+                await self._room.wait()
+                continue
+            for delivery in await queue.fetch(free, POLL_S):
+                self._accept(pool, delivery)
+
+    def _accept(self, pool: str, delivery: Delivery) -> None:
+        if job := self._jobs.get(delivery.seq):
+            job.delivery = delivery  # the same group again: the newest delivery is the one to acknowledge
+            return
+        self._follow_spec()
+        job = self._jobs[delivery.seq] = _Job(pool, delivery)
+        task = asyncio.create_task(self._work(job))
+        self._tasks.add(task)
+        task.add_done_callback(lambda done: self._done(delivery.seq, done))
+
+    def _done(self, seq: int, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        del self._jobs[seq]
+        self._room.set()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # Nothing was acknowledged, so another hub gets the group when this one ends.
+            log.error("could not end a group", exc_info=error)
+            self.member.stop.request(f"{type(error).__name__}: {error}")
+
+    def _follow_spec(self) -> None:
+        """The learner resumed under a new epoch: rewards may have changed, workers load what they do not know."""
+        if self.member.spec is not self.spec:
+            self.spec = self.member.spec
+            self.domains = domains(self.spec.config)
+
+    # -- one group
+
+    async def _work(self, job: _Job) -> None:
+        group = job.delivery.message
+        try:
+            if not isinstance(group, wire.Group):
+                await self._refuse(job)
+            elif refused := refusal(group, job.pool, self.domains, job.delivery.num_delivered):
+                await self._close(job, group.ticket, group.domain, group.eval_step, refused)
+            else:
+                await self._score(job, group)
+        except asyncio.CancelledError:
+            await asyncio.shield(job.delivery.nak())
+            raise
+
+    async def _refuse(self, job: _Job) -> None:
+        delivery = job.delivery
+        close = Close("malformed", delivery.error)
+        await self._close(job, delivery.ticket, "unknown", eval_step_of(delivery.data), close)
+
+    async def _score(self, job: _Job, group: wire.Group) -> None:
+        """Score everything there is to score; the first that cannot be had ends it."""
+        scoring = Scoring(group, self.domains[group.domain].rewards, self.settings.max_retries)
+        started = time.monotonic()
+        ending: Action | None = None
+        asking: set[asyncio.Task[list[Action]]] = set()
+        todo = scoring.start()
+        try:
+            while ending is None:
+                for action in todo:
+                    if isinstance(action, Ask):
+                        asking.add(asyncio.create_task(self._ask(scoring, action)))
+                    else:
+                        ending = action
+                todo = []
+                if ending is None:
+                    done, asking = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+                    todo = [action for task in done for action in task.result()]
+        except NoWorker as error:
+            log.error("ticket %d handed back: %s", group.ticket, error)
+            self.tally.handed_back += 1
+            await job.delivery.nak(HAND_BACK_S)
+            return
+        finally:
+            for task in asking:
+                task.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
+        self.tally.retries += scoring.num_retries
+        if isinstance(ending, Close):
+            await self._close(job, group.ticket, group.domain, group.eval_step, ending)
+        elif isinstance(ending, Forward):
+            await self._forward(job, ending, time.monotonic() - started)
+
+    async def _ask(self, scoring: Scoring, ask: Ask) -> list[Action]:
+        group = scoring.group
+        reward = self.domains[group.domain].rewards[ask.reward]
+        try:
+            value = await self.workers.score(reward, sample_of(group, group.trajectories[ask.trajectory]))
+        except ScoreFailed as error:
+            log.warning("ticket %d: %s", group.ticket, error)
+            return scoring.failed(ask, str(error), retry=error.retry)
+        return scoring.scored(ask, value)
+
+    async def _forward(self, job: _Job, forward: Forward, seconds: float) -> None:
+        group = msgspec.structs.replace(
+            forward.group, reward_s=forward.group.reward_s + seconds, reward_hubs=[*forward.group.reward_hubs, self.member.id]
+        )
+        message_id = _message_id(group.ticket, group.eval_step) + (f"-{forward.key}" if forward.key else "")
+        try:
+            await self.bus.publish(forward.stream, group, key=forward.key, ticket=group.ticket, message_id=message_id)
+        except WireError as error:
+            await self._close(job, group.ticket, group.domain, group.eval_step, Close("too_large", str(error)))
+            return
+        self.tally.add(group, seconds)
+        await job.delivery.ack()
+
+    async def _close(self, job: _Job, ticket: int, domain: str, eval_step: int, close: Close) -> None:
+        """The bytes to the operator, the closing to the log, then the acknowledgement."""
+        delivery, detail = job.delivery, " ".join(close.detail.split())[:1000]
+        log.warning("ticket %d closed: %s: %s", ticket, close.reason, detail)
+        await self.bus.dead_letter(EPISODES, seq=delivery.seq, ticket=ticket, reason=f"{close.reason}: {detail}", data=delivery.data)
+        if ticket > 0:  # without a number nobody can be told; the learner's own timeout closes it
+            closed = wire.Closed(ticket=ticket, domain=domain, reason=close.reason, detail=detail, by=self.member.id, eval_step=eval_step)
+            await self.bus.publish(log_of(eval_step), closed, ticket=ticket, message_id=_message_id(ticket, eval_step))
+        self.tally.closed += 1
+        await delivery.ack()
+
+    # -- what others see
+
+    def presence(self) -> wire.Presence:
+        """This hub, as presence tells it."""
+        return wire.Presence(
+            role="rewardhub",
+            id=self.member.id,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            state="starting" if self._state == "starting" else "draining" if self._state == "draining" else "serving",
+            slots=self.settings.max_groups,
+            running=len(self._jobs),
+            serves=self.pools,
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """This hub's numbers of the last second."""
+        return {
+            **self.tally.report(),
+            "rewardhub/running": len(self._jobs),
+            "rewardhub/busy_workers": self.workers.num_busy,
+            "rewardhub/killed_workers": self.workers.num_killed,
+            "process/cpu_s": time.process_time() + self.workers.cpu_s(),
+        }
+
+
+def _message_id(ticket: int, eval_step: int) -> str:
+    """The id under which the broker drops a second ending of the same ticket; the environment hubs use the same."""
+    return f"{'evaltickets' if eval_step >= 0 else 'tickets'}-{ticket}"
+
+
+def _serving(known: Sequence[str], wanted: Sequence[str]) -> list[str]:
+    for pool in wanted:
+        if pool not in known:
+            raise UserError(f"--pools: {pool!r} is not allowed; the pools of this run are {', '.join(known) or 'none'}")
+    return list(dict.fromkeys(wanted)) or list(known)
