@@ -11,6 +11,7 @@ Slots that lie side by side and have equally many new tokens are attended to in 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -145,10 +146,15 @@ class SlotAttention:
         return sum(heads * (k + v) * dtype.itemsize for heads, k, v, dtype in self.shapes.values())
 
     def allocate(self, num_slots: int, max_context: int) -> None:
-        """Make room for every layer that a pass without slots has shown; pages are touched only when written."""
+        """Make room for every layer that a pass without slots has shown."""
         for layer, (heads, k, v, dtype) in self.shapes.items():
-            self._keys[layer] = torch.empty(num_slots, heads, max_context, k, dtype=dtype, device=self.device)
-            self._values[layer] = torch.empty(num_slots, heads, max_context, v, dtype=dtype, device=self.device)
+            self._keys[layer] = _zeros((num_slots, heads, max_context, k), dtype, self.device)
+            self._values[layer] = _zeros((num_slots, heads, max_context, v), dtype, self.device)
+
+    def wipe(self, slot: int) -> None:
+        """Zero a slot that may hold NaN: what lies beyond a sequence's end has weight 0, and 0 times NaN is NaN."""
+        for cache in (*self._keys.values(), *self._values.values()):
+            cache[slot].zero_()
 
     def __call__(
         self,
@@ -190,6 +196,13 @@ class SlotAttention:
             mask = now.mask(block, how.groups, window, query.dtype)
             outputs.append(_attend(query, keys[slots, :, : block.length], values[slots, :, : block.length], mask, block, how))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros; on the CPU from calloc, whose pages cost nothing until they are written."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,6 +117,7 @@ class Core:
                 raise
             for row in rows:
                 if row.job.slot in self._rows:
+                    self.model.attention.wipe(row.job.slot)
                     self._end(row.job, "error", f"the forward pass failed: {str(error).splitlines()[0]}", keep=False)
         self._busy_s += time.perf_counter() - began
 
@@ -208,6 +209,7 @@ class Core:
         self._generated += len(rows)
         for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
             if not math.isfinite(logprob):
+                self.model.attention.wipe(row.job.slot)
                 self._end(row.job, "error", "the model's logits are not finite", keep=False)
                 continue
             reason = row.add(token, logprob)

@@ -166,6 +166,7 @@ def load(config: EngineConfig, device: torch.device) -> Any:
     Raises:
         UserError: there is none at the path.
     """
+    transformers.utils.logging.disable_progress_bar()
     path = config.model_path
     if os.path.isdir(path) and not os.path.isfile(os.path.join(path, "config.json")):
         raise UserError(f"model path {path!r}: no model there, the folder has no config.json")

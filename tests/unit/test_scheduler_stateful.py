@@ -1,0 +1,109 @@
+"""The scheduler under any interleaving: no slot twice, no stale prefix, no request lost, none before its version."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from rollout.scheduler import ENDED, WAITING, Job, Scheduler
+
+SLOTS, RUNNING = 5, 3
+
+
+class Machine(RuleBasedStateMachine):
+    """A model beside the scheduler: which job is where, and from which weights the KV of each slot comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scheduler = Scheduler(num_slots=SLOTS, max_running=RUNNING, version=0)
+        self.now = 0.0
+        self.weights = 0  # counts loads
+        self.jobs: list[Job] = []
+        self.held: dict[int, list[tuple[int, int]]] = {}  # slot: (token, weights it was computed with)
+        self.histories: dict[str, list[int]] = {}
+
+    @rule(conversation=st.sampled_from("abcd"), new=st.lists(st.integers(0, 2), min_size=1, max_size=4), fresh=st.booleans(),
+          expected=st.integers(1, 5), ahead=st.integers(0, 2), time=st.floats(0.5, 20))  # fmt: skip
+    def submit(self, conversation: str, new: list[int], fresh: bool, expected: int, ahead: int, time: float) -> None:
+        history = ([] if fresh else self.histories.get(conversation, [])) + new
+        self.histories[conversation] = history
+        job = Job(f"r{len(self.jobs)}", conversation, np.array(history, np.int32), expected, max(0, self.scheduler.version + ahead - 1),
+                  self.now, self.now + time)  # fmt: skip
+        self.jobs.append(job)
+        self.scheduler.submit(job)
+
+    @rule()
+    def admit(self) -> None:
+        free = RUNNING - self.scheduler.num_running
+        able = [j for j in self.jobs if j.slot == WAITING and j.min_version <= self.scheduler.version]
+        urgent = [j for j in able if j.urgent_at <= self.now]
+        starts = self.scheduler.admit(self.now)
+        assert len(starts) == min(free, len(able))
+        assert all(start.job in able for start in starts)
+        if urgent and starts:
+            assert starts[0].job.urgent_at == min(j.urgent_at for j in urgent)
+        if not urgent:
+            chosen = [start.job.expected_tokens for start in starts]
+            assert chosen == sorted((j.expected_tokens for j in able), reverse=True)[: len(chosen)]
+        for start in starts:
+            tokens = start.job.tokens.tolist()
+            assert start.reused < len(tokens)
+            kept = self.held.get(start.slot, [])[: start.reused]
+            assert kept == [(token, self.weights) for token in tokens[: start.reused]]  # equal tokens, and of these weights
+            self.held[start.slot] = [(token, self.weights) for token in tokens]
+
+    @precondition(lambda self: self.scheduler.num_running)
+    @rule(pick=st.integers(0, RUNNING - 1), keep=st.booleans())
+    def finish(self, pick: int, keep: bool) -> None:
+        job = self.scheduler.running[pick % self.scheduler.num_running]
+        slot = job.slot
+        self.scheduler.finish(slot, np.array([token for token, _ in self.held[slot]], np.int32) if keep else None)
+        assert job.slot == ENDED
+
+    @rule(step=st.integers(-1, 2), recompute=st.booleans())
+    def update(self, step: int, recompute: bool) -> None:
+        self.weights += 1
+        version = max(0, self.scheduler.version + step)
+        running = {j.request_id for j in self.scheduler.running if j.min_version > version}
+        stopped = self.scheduler.update(version)
+        assert {j.request_id for j in stopped} == running
+        for job in stopped:
+            self.scheduler.finish(job.slot, None)
+        if recompute:
+            for job in self.scheduler.running:
+                self.held[job.slot] = [(token, self.weights) for token, _ in self.held[job.slot]]
+                self.scheduler.refreshed(job.slot)
+
+    @rule(pick=st.integers(0, 30))
+    def abort(self, pick: int) -> None:
+        job = self.scheduler.abort(f"r{pick}")
+        expected = next((j for j in self.jobs if j.request_id == f"r{pick}" and (j is job or j.slot != ENDED)), None)
+        assert job is expected
+        if job is not None and job.slot >= 0:
+            self.scheduler.finish(job.slot, None)
+
+    @rule(seconds=st.floats(0, 10))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        late = {j.request_id for j in self.jobs if j.slot != ENDED and j.deadline <= self.now}
+        due = self.scheduler.expire(self.now)
+        assert {j.request_id for j in due} == late
+        for job in due:
+            if job.slot >= 0:
+                self.scheduler.finish(job.slot, None)
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        waiting = [j for j in self.jobs if j.slot == WAITING]
+        running = [j for j in self.jobs if j.slot >= 0]
+        assert (self.scheduler.num_waiting, self.scheduler.num_running) == (len(waiting), len(running))
+        assert len({j.slot for j in running}) == len(running) <= RUNNING
+        assert all(0 <= j.slot < SLOTS and j.min_version <= self.scheduler.version for j in running)
+        deadlines = [j.deadline for j in waiting + running]
+        assert self.scheduler.next_deadline() == (min(deadlines) if deadlines else None)
+
+
+TestScheduler = Machine.TestCase
+TestScheduler.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
