@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import msgspec
 import numpy as np
 
 from broker import wire
 from broker.channel import ChannelClient
-from broker.errors import RequestFailed, RlearnerError
+from broker.errors import RequestFailed, RlearnerError, WireError
 from envhub.choose import Server, choose
-
-log = logging.getLogger(__name__)
 
 GRACE_S: Final = 2.0  # for a reply that the server sends at its deadline
 NOTHING_PAUSE_S: Final = 0.02  # after a reply without tokens, before asking again
 EXPECTED_DECAY: Final = 0.05
-ABORT_WITHIN_S: Final = 2.0
 
 
 class TurnFailed(RlearnerError):
@@ -68,7 +64,7 @@ class Sampled:
 
 
 class Generator:
-    """The hub's side of generation; any number of turns at once.
+    """The hub's side of generation; any number of turns at once. A turn that is cancelled is aborted at its server.
 
     Attributes:
         retries: turns asked again after a failure, so far.
@@ -80,7 +76,6 @@ class Generator:
         self._numbers = itertools.count(1)
         self._outstanding: dict[str, int] = {}
         self._seen: dict[str, tuple[wire.Presence, int]] = {}  # newest presence and our outstanding requests when it came
-        self._aborting: set[asyncio.Task[None]] = set()
         self.retries = self.tokens = 0
 
     def servers(self, policy: str) -> list[Server]:
@@ -128,11 +123,6 @@ class Generator:
                 await asyncio.sleep(NOTHING_PAUSE_S)
         raise TurnFailed(f"no complete turn after {failures} failures: {problem} (policy {ask.policy}, within {ask.timeout_s:g} s)")
 
-    async def close(self) -> None:
-        """Wait until the aborts are on their way."""
-        if self._aborting:
-            await asyncio.wait(self._aborting, timeout=ABORT_WITHIN_S)
-
     def _request(self, ask: Ask, done: Sampled, deadline_s: float) -> wire.GenerateRequest:
         context, sampling = ask.token_ids, ask.sampling
         if done.token_ids:
@@ -153,9 +143,8 @@ class Generator:
         self._outstanding[server.id] = self._outstanding.get(server.id, 0) + 1
         try:
             reply = await self._client.generate(server.address, request, timeout_s=request.deadline_s + GRACE_S)
-        except (RequestFailed, asyncio.CancelledError):
-            self._background(self._client.abort(server.address, request.request_id))
-            raise
+        except WireError as error:
+            raise TurnFailed(f"the request breaks its own rules: {error}") from error
         finally:
             self._outstanding[server.id] -= 1
         if reply.finish_reason == "error":
@@ -171,16 +160,6 @@ class Generator:
         if seen is None or seen[0] is not presence:
             seen = self._seen[presence.id] = (presence, ours)
         return max(ours, presence.running + presence.waiting + ours - seen[1])
-
-    def _background(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._aborting.add(task)
-        task.add_done_callback(self._aborted)
-
-    def _aborted(self, task: asyncio.Task[None]) -> None:
-        self._aborting.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.debug("abort not sent: %s", error)
 
 
 class Expected:

@@ -125,7 +125,6 @@ class Hub:
         self._perform(self.slots.expire())
         if self._ending:
             await asyncio.wait(self._ending, timeout=FAREWELL_S)
-        await self.generator.close()
         await self.client.close()
         await self.players.close()
 

@@ -33,7 +33,6 @@ class FrozenLakeArgs(Section):
     hole_probability: Annotated[float, Field(ge=0, lt=1)] = 0.2
     is_slippery: bool = False
     success_rate: Annotated[float, Field(gt=0, le=1)] = 1 / 3  # share of moves that go where they should on slippery ice
-    observe: Literal["map", "cell"] = "map"  # what follows the first observation: the map again, or the player's cell
     step_penalty: NonNegativeFloat = 0.0  # taken from the reward at every turn
     format_penalty: NonNegativeFloat = 0.0  # taken from the reward for text that is no move
     observe: Literal["map", "cell"] = "map"  # after the first turn: the whole map again, or the player's row and column
@@ -124,8 +123,9 @@ class FrozenLake(Environment):
 
     def demonstrate(self, rng: np.random.Generator, noise: float) -> str:
         best = lakes.best_moves(self.map, self._cell)
-        letters = list(lakes.LETTERS) if not best or rng.random() < noise else best
-        return letters[int(rng.integers(len(letters)))]
+        if best and rng.random() >= noise:
+            return best[0]  # always the same of several best moves: a solver of one mind is easier to learn from
+        return lakes.LETTERS[int(rng.integers(len(lakes.LETTERS)))]
 
     def _observe(self) -> Observation:
         frame = self.text_frame()

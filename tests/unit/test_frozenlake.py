@@ -88,10 +88,10 @@ def test_the_map_may_be_shown_once_and_then_only_the_cell() -> None:
     env = lake(observe="cell", size=12)
     first = env.reset(0, "eval", 0)
     assert first.text == first.anchor
-    assert env.step("nowhere").observation.text == "00"
+    assert env.step("nowhere").observation.text == "0 0"
     env._cell = 11 * 12 + 9
     step = env.step("nowhere")
-    assert step.observation.text == "b9"
+    assert step.observation.text == "11 9"
     assert step.observation.anchor == env.text_frame()
     assert env.reset(0, "eval", 0).text == first.text
 

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from broker import wire
-from broker.errors import RequestFailed
+from broker.errors import RequestFailed, WireError
 from envhub.generate import Ask, Expected, Generator, TurnFailed, mix
 
 Answer = Callable[[wire.GenerateRequest], wire.GenerateReply | Awaitable[wire.GenerateReply]]
@@ -37,16 +37,13 @@ class Client:
     def __init__(self, **servers: Answer) -> None:
         self.servers = servers
         self.asked: list[tuple[str, wire.GenerateRequest]] = []
-        self.aborted: list[tuple[str, str]] = []
 
     async def generate(self, address: str, request: wire.GenerateRequest, *, timeout_s: float) -> wire.GenerateReply:
         self.asked.append((address, request))
         answer = self.servers[address](request)
         return answer if isinstance(answer, wire.GenerateReply) else await answer
 
-    async def abort(self, address: str, request_id: str) -> None:
-        self.aborted.append((address, request_id))
-
+    async def abort(self, address: str, request_id: str) -> None: ...
     async def forget(self, address: str) -> None: ...
     async def close(self) -> None: ...
 
@@ -96,8 +93,6 @@ async def test_a_failure_is_asked_elsewhere() -> None:
     assert (await asking.turn(ask())).server == "b"
     assert [address for address, _ in client.asked] == ["a", "b"]
     assert asking.retries == 1
-    await asking.close()
-    assert client.aborted == [("a", client.asked[0][1].request_id)]
 
 
 async def test_an_error_reply_is_a_failure_and_retries_are_bounded() -> None:
@@ -170,19 +165,14 @@ async def test_load_counts_what_was_sent_since_presence_spoke() -> None:
     assert asking.servers("actor")[0].load == 3
 
 
-async def test_a_turn_that_nobody_waits_for_is_aborted_at_the_server() -> None:
-    async def never(request: wire.GenerateRequest) -> wire.GenerateReply:
-        await asyncio.Event().wait()
-        raise AssertionError
+async def test_a_request_that_cannot_be_sent_fails_its_turn() -> None:
+    def refuses(request: wire.GenerateRequest) -> wire.GenerateReply:
+        raise WireError("too large")
 
-    client = Client(a=never)
-    asking = generator(client, presence("a"))
-    turn = asyncio.create_task(asking.turn(ask()))
-    await asyncio.sleep(0.01)
-    turn.cancel()
-    await asyncio.gather(turn, return_exceptions=True)
-    await asking.close()
-    assert client.aborted == [("a", client.asked[0][1].request_id)]
+    client = Client(a=refuses)
+    with pytest.raises(TurnFailed, match="the request breaks its own rules: too large"):
+        await generator(client, presence("a")).turn(ask())
+    assert len(client.asked) == 1
 
 
 def test_seeds_are_spread_and_stable() -> None:
