@@ -104,7 +104,7 @@ def check(message: wire.Message) -> None:
         if rule is not None:
             rule(message)
     except (TypeError, AttributeError, KeyError, RecursionError) as error:  # built in this process with a value of a wrong type
-        raise WireError(f"{type(message).__name__}: {error}") from None
+        raise WireError(" ".join(f"{type(message).__name__}: {error}".split())) from None
 
 
 def check_trajectory(trajectory: wire.Trajectory) -> None:

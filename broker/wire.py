@@ -322,6 +322,10 @@ _ENCODER = msgspec.msgpack.Encoder()
 _DECODERS: dict[tuple[type[Message], ...], msgspec.msgpack.Decoder[Any]] = {}
 
 
+class _Nothing(Message, frozen=True, tag=""):
+    """A type that no message has."""
+
+
 def encode(message: Message) -> bytes:
     """Check and encode one message.
 
@@ -332,7 +336,7 @@ def encode(message: Message) -> bytes:
     try:
         data = _ENCODER.encode(message)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise WireError(f"{type(message).__name__}: {error}") from None
+        raise WireError(_one_line(f"{type(message).__name__}: {error}")) from None
     if len(data) > MAX_PAYLOAD_BYTES:
         raise WireError(f"{type(message).__name__} is {len(data)} bytes, the limit is {MAX_PAYLOAD_BYTES}")
     return data
@@ -348,16 +352,20 @@ def decode(data: bytes, *types: type[M]) -> M:
         raise WireError(f"message is {len(data)} bytes, the limit is {MAX_PAYLOAD_BYTES}")
     decoder = _DECODERS.get(types)
     if decoder is None:
-        union: Any = types[0]
-        for other in types[1:]:
-            union = union | other
+        union: Any = _Nothing  # one type alone would be read without its name, too
+        for kind in types:
+            union = union | kind
         decoder = _DECODERS[types] = msgspec.msgpack.Decoder(union)
     try:
         message: M = decoder.decode(data)
     except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
-        raise WireError(f"{'/'.join(t.__name__ for t in types)}: {error}") from None
+        raise WireError(_one_line(f"{'/'.join(t.__name__ for t in types)}: {error}")) from None
     checks.check(message)
     return message
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:500]
 
 
 def check(message: Message) -> None:
