@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from broker.config import Section
+from broker.errors import ConfigError
 
 
 class TrainSection(Section):
@@ -82,6 +85,123 @@ class CheckpointSection(Section):
 class TrackersSection(Section):
     """Where metrics go beside metrics.jsonl."""
 
-    use: list[str] = ["tensorboard"]  # names of the registry in learner/trackers
+    use: list[str] = Field(default_factory=lambda: ["tensorboard"])  # names of the registry in learner/trackers
     project: str = "rlearner"
-    args: dict[str, Any] = {}
+    args: dict[str, Any] = Field(default_factory=dict)  # of each tracker by its name
+
+
+def check(config: dict[str, Any]) -> None:
+    """Combinations across sections, before anything starts; imports no plug-in of the registries.
+
+    Args:
+        config: every section with its defaults filled in.
+
+    Raises:
+        ConfigError: the first that cannot work.
+    """
+    if not config["domains"]:
+        raise ConfigError("domains", {}, "name at least one domain, with its env")
+    _check_names(config)
+    _check_model(config)
+    _check_training(config)
+    _check_warm_start(config)
+    if config["eval"]["baseline"] == "actor":
+        raise ConfigError("eval.baseline", "actor", "that is the policy being trained; name another one, for example random")
+
+
+def _check_names(config: dict[str, Any]) -> None:
+    from learner.advantages import ADVANTAGES
+    from learner.backends import BACKENDS
+    from learner.losses import LOSSES
+    from learner.trackers import TRACKERS
+
+    algorithm = config["algorithm"]
+    _known("algorithm.adv_estimator", "advantages", algorithm["adv_estimator"], ADVANTAGES)
+    _known("algorithm.pg_variant", "losses", algorithm["pg_variant"], LOSSES)
+    _known("train.backend", "backends", config["train"]["backend"], BACKENDS)
+    for name in config["trackers"]["use"]:
+        _known("trackers.use", "trackers", name, TRACKERS)
+    for name in config["trackers"]["args"]:
+        if name not in (*config["trackers"]["use"], "tensorboard"):
+            raise ConfigError(f"trackers.args.{name}", config["trackers"]["args"][name], "trackers.use does not name it")
+
+
+def _known(key: str, kind: str, name: str, table: Mapping[str, str]) -> None:
+    """Refuse a name that resolves to nothing; those of the table are taken at their word, unless a library is missing for them."""
+    from broker.registry import known, resolve
+
+    needs = {"wandb": "wandb", "swanlab": "swanlab"}.get(name, "")
+    if name in table and not (kind == "trackers" and needs):
+        return
+    if name not in known(kind, table) or needs or ":" in name:
+        try:
+            resolve(kind, name, table)
+        except ConfigError as error:
+            raise ConfigError(key, name, error.allowed) from None
+
+
+def _check_model(config: dict[str, Any]) -> None:
+    from text.hub import is_local
+    from text.tiny import check_tiny
+
+    model = config["model"]
+    if model["path"] is not None:
+        if is_local(model["path"]):
+            from text.config import check_model_path
+
+            check_model_path(model["path"])
+        return
+    from text.config import TinyModel
+
+    tiny = TinyModel.model_validate(model["tiny"])
+    check_tiny(tiny)
+    for name, domain in config["domains"].items():
+        if domain["max_context_tokens"] > tiny.max_position_embeddings:
+            raise ConfigError(
+                f"domains.{name}.max_context_tokens",
+                domain["max_context_tokens"],
+                f"at most model.tiny.max_position_embeddings, which is {tiny.max_position_embeddings}",
+            )
+
+
+def _check_training(config: dict[str, Any]) -> None:
+    train, algorithm = config["train"], config["algorithm"]
+    if train["warmup_steps"] >= train["steps"] and train["warmup_steps"]:
+        raise ConfigError("train.warmup_steps", train["warmup_steps"], f"below train.steps, which is {train['steps']}")
+    if algorithm["dual_clip"] is not None and algorithm["dual_clip"] <= 1:
+        raise ConfigError("algorithm.dual_clip", algorithm["dual_clip"], "above 1; 3 is usual")
+    for name, domain in config["domains"].items():
+        if domain["max_context_tokens"] > train["micro_batch_tokens"]:
+            raise ConfigError(
+                "train.micro_batch_tokens",
+                train["micro_batch_tokens"],
+                f"at least domains.{name}.max_context_tokens, which is {domain['max_context_tokens']}: one sequence must fit",
+            )
+        if domain["sampling"]["temperature"] == 0:
+            raise ConfigError(f"domains.{name}.sampling.temperature", 0.0, "above 0: greedy tokens have no gradient")
+        if domain["deadline_s"] >= train["ticket_timeout_s"]:
+            raise ConfigError(
+                "train.ticket_timeout_s", train["ticket_timeout_s"], f"above domains.{name}.deadline_s, which is {domain['deadline_s']:g}"
+            )
+        _check_group_size(name, domain["group_size"], algorithm)
+
+
+def _check_group_size(name: str, group_size: int, algorithm: dict[str, Any]) -> None:
+    """A group of one has no spread: nothing to compare with, and always filtered."""
+    if group_size > 1:
+        return
+    if algorithm["adv_estimator"] in ("grpo", "rloo"):
+        raise ConfigError(f"domains.{name}.group_size", group_size, f"at least 2 with algorithm.adv_estimator {algorithm['adv_estimator']}")
+    if algorithm["filter_zero_variance"]:
+        raise ConfigError(f"domains.{name}.group_size", group_size, "at least 2 with algorithm.filter_zero_variance")
+
+
+def _check_warm_start(config: dict[str, Any]) -> None:
+    warm, names = config["warm_start"], list(config["domains"])
+    if not warm["steps"]:
+        return
+    if warm["data"] is not None:
+        if not Path(warm["data"]).is_file():
+            raise ConfigError("warm_start.data", warm["data"], "no such file; a JSONL of conversations")
+    elif warm["domain"] not in names and (warm["domain"] or len(names) > 1):
+        raise ConfigError("warm_start.domain", warm["domain"], f"one of {', '.join(names)}")

@@ -1,0 +1,82 @@
+"""The run's book: one line a step into metrics.jsonl, the trackers and the live view, with what is seen of the fleet beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, Final
+
+from broker import wire
+from broker.jetstream import Bus
+from broker.presence import Roster
+from broker.streams import EPISODES, EVALTICKETS, SAMPLES, TICKETS
+from learner.evaluation import ACTOR
+from learner.ledger import Ledger
+from learner.metrics import MetricsFile, count_tickets, finite
+from learner.trackers import Trackers
+
+SAMPLE_EVERY_S: Final = 1.0
+
+
+class Book:
+    """Composes and writes lines.
+
+    Args:
+        last_step: steps whose lines stay in the file; later ones are written again.
+    """
+
+    def __init__(self, bus: Bus, roster: Roster, ledger: Ledger, trackers: Trackers, path: Path, last_step: int) -> None:
+        self._bus, self._roster, self._ledger, self._trackers = bus, roster, ledger, trackers
+        self._file = MetricsFile(path, last_step)
+        self._idle: dict[str, float] = {}  # rollout server -> share of the last second without work
+        self._depths: dict[str, float] = {}
+        self.newest: dict[str, float] = {}  # the numbers of the newest line
+
+    def services(self) -> list[Coroutine[Any, Any, None]]:
+        """What looks at the fleet, each until cancelled."""
+        return [self._listen(), self._sample()]
+
+    def compose(self, values: dict[str, float]) -> dict[str, float]:
+        """A step's line without its evaluation."""
+        version = float(self._ledger.state.version)
+        head = {"step": version, "policy_version": version, "time": time.time()}
+        fleet = {"rollouter/idle_ratio": self._idle_ratio()}
+        return head | finite(values) | count_tickets(self._ledger) | fleet | self._depths
+
+    async def write(self, line: dict[str, float]) -> None:
+        """Put a composed line wherever lines go."""
+        step = int(line["step"])
+        row: dict[str, Any] = line | {"step": step, "policy_version": step}
+        row |= {name: int(value) for name, value in line.items() if name.startswith("ticket/")}
+        await asyncio.to_thread(self._record, row, line)
+        self.newest = line
+        await self._bus.publish_metrics(wire.Metrics(role="learner", id=self._bus.name, time=line["time"], values=line))
+
+    def _record(self, row: dict[str, Any], line: dict[str, float]) -> None:
+        self._file.write(row)
+        self._trackers.log(row["step"], {name: value for name, value in line.items() if name not in ("step", "time")})
+
+    def close(self) -> None:
+        self._file.close()
+        self._trackers.close()
+
+    def _idle_ratio(self) -> float:
+        """Mean over the actor's servers; 1 where none has ever said what it does."""
+        ids = {server.id for server in self._roster.alive("rollout") if server.policy == ACTOR}
+        known = [idle for name, idle in self._idle.items() if name in ids]
+        return sum(known) / len(known) if known else 1.0
+
+    async def _listen(self) -> None:
+        async for metrics in self._bus.watch_metrics():
+            if metrics.role == "rollout" and "rollouter/idle_ratio" in metrics.values:
+                self._idle[metrics.id] = metrics.values["rollouter/idle_ratio"]
+
+    async def _sample(self) -> None:
+        while True:
+            for stream in (TICKETS, EPISODES, EVALTICKETS):
+                self._depths[f"queue/{stream.name}/depth"] = float(sum((await self._bus.depth(stream)).values()))
+            behind = await self._bus.last_seq(SAMPLES) - self._ledger.state.position
+            self._depths["queue/samples/depth"] = float(max(0, behind))
+            await asyncio.sleep(SAMPLE_EVERY_S)

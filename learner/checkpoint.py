@@ -1,0 +1,113 @@
+"""Checkpoints: a folder that transformers loads, and beside the weights all that the next step depends on.
+
+``checkpoints/step-000020/`` holds the model in Hugging Face format and ``learner/``: ``state.safetensors`` (optimizer, schedule,
+RNG) and ``learner.json`` (ledger, log position, epoch). It is written into a temporary folder, synced and renamed, so what stands
+under its name is whole, whatever dies and whenever.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from broker.errors import UserError
+from text.folders import atomic_folder
+
+if TYPE_CHECKING:
+    from learner.backends.base import Backend
+
+FORMAT: Final = 1
+_NAME = re.compile(r"step-(\d{6,})")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One that was found on disk."""
+
+    path: Path
+    step: int
+    epoch: int
+    ledger: dict[str, Any]
+
+
+def write(folder: Path, backend: Backend, ledger: dict[str, Any], epoch: int) -> Path:
+    """Write one; the backend must be between two steps.
+
+    Args:
+        folder: ``runs/<name>/checkpoints``.
+        ledger: as it was dumped between the same two steps.
+        epoch: incarnation of the learner that writes.
+    """
+    from safetensors.torch import save_file
+
+    target = folder / f"step-{ledger['version']:06d}"
+    with atomic_folder(target) as work:
+        backend.save(work)
+        own = work / "learner"
+        own.mkdir()
+        save_file(backend.state(), str(own / "state.safetensors"))
+        body = {"format": FORMAT, "step": ledger["version"], "epoch": epoch, "ledger": ledger}
+        (own / "learner.json").write_text(json.dumps(body) + "\n", encoding="utf-8")
+    _sync_folder(folder)
+    return target
+
+
+def load_state(checkpoint: Checkpoint, backend: Backend) -> None:
+    """Give a backend that was built from ``checkpoint.path`` its optimizer, schedule and RNG back."""
+    from safetensors.torch import load_file
+
+    backend.load_state(load_file(str(checkpoint.path / "learner" / "state.safetensors")))
+
+
+def found(folder: Path) -> list[Path]:
+    """All checkpoints of a run, oldest first."""
+    named = [(int(match[1]), path) for path in folder.glob("step-*") if (match := _NAME.fullmatch(path.name)) and path.is_dir()]
+    return [path for _, path in sorted(named)]
+
+
+def newest(folder: Path) -> Checkpoint | None:
+    """The one to resume from, None when there is none.
+
+    Raises:
+        UserError: it cannot be read, or another version of this program wrote it.
+    """
+    paths = found(folder)
+    return read(paths[-1]) if paths else None
+
+
+def read(path: Path) -> Checkpoint:
+    """What a checkpoint says about itself.
+
+    Raises:
+        UserError: it cannot be read, or another version of this program wrote it.
+    """
+    file = path / "learner" / "learner.json"
+    try:
+        body = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise UserError(f"{file}: cannot be read: {error}") from None
+    if not isinstance(body, dict) or body.get("format") != FORMAT:
+        raise UserError(f"{file}: format {body.get('format') if isinstance(body, dict) else None!r}, this program reads {FORMAT}")
+    return Checkpoint(path, body["step"], body["epoch"], body["ledger"])
+
+
+def prune(folder: Path, keep: int) -> list[Path]:
+    """Delete all but the newest ``keep``; those that stay, oldest first."""
+    paths = found(folder)
+    for path in paths[:-keep]:
+        shutil.rmtree(path)
+    return paths[-keep:]
+
+
+def _sync_folder(folder: Path) -> None:
+    """A rename lasts once the folder that holds the name is on disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

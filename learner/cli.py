@@ -1,0 +1,87 @@
+"""The command ``rlearner``: start, up, check, sft. Nothing heavy is imported before a command needs it."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from broker.errors import UserError
+from learner.pipelines import sft_cli
+from learner.up import cli as up_cli
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; its exit code: 0 done, 2 bad input (one line says what), 1 anything else."""
+    options = _parse(list(sys.argv[1:] if argv is None else argv))
+    try:
+        return int(options.run(options))
+    except UserError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="rlearner", description="Reinforcement learning for language models, on message queues.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    up_cli.add_parser(commands)
+    start = _add_config_parser(commands, "start", "run the learner; the other processes join by themselves")
+    start.add_argument(
+        "--broker",
+        metavar="URL",
+        default=os.environ.get("RL_BROKER") or "nats://127.0.0.1:4222",
+        help="address of the broker (RL_BROKER, %(default)s)",
+    )
+    start.add_argument(
+        "--connect-deadline", metavar="SECONDS", type=float, default=None, help="give up when no broker answers in time (never)"
+    )
+    start.add_argument(
+        "--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"], help="least level logged (%(default)s)"
+    )
+    start.set_defaults(run=_start)
+    _add_config_parser(commands, "check", "validate a configuration and print it whole").set_defaults(run=_check)
+    sft_cli.add_parser(commands)
+    options, rest = parser.parse_known_args(arguments)
+    if rest:  # key=value after an option
+        if not hasattr(options, "overrides") or any(one.startswith("-") for one in rest):
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        options.overrides += rest
+    return options
+
+
+def _add_config_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=text, description=text)
+    parser.add_argument("config", metavar="CONFIG", help="YAML file, for example configs/quickstart.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win over the file, for example train.steps=50")
+    return parser
+
+
+def _start(options: argparse.Namespace) -> int:
+    from broker import process
+    from broker.runspec import load, validate
+    from learner.prepare import name_run
+
+    async def body(stop: process.Stop) -> None:
+        from learner.service import serve
+
+        logging.getLogger().setLevel(options.log_level)
+        config = validate(name_run(load(options.config, options.overrides), options.config))
+        await serve(config, options.broker, stop, connect_deadline_s=options.connect_deadline)
+
+    return process.main("learner", body)
+
+
+def _check(options: argparse.Namespace) -> int:
+    from broker.runspec import load, validate
+    from learner.prepare import to_yaml
+
+    print(to_yaml(validate(load(options.config, options.overrides))), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""Evaluation on held-out tasks: which tickets to ask for and what came back. The same tasks and seeds every time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from broker import wire
+from broker.config import DomainSection
+from learner.config import EvalSection
+from learner.grants import task_seed
+from learner.intake import episodes, version_bounds
+
+ACTOR = "actor"
+
+
+@dataclass
+class Evaluation:
+    """One policy measured once.
+
+    Attributes:
+        step: the optimizer step after which it was asked for.
+        waiting: numbers of the tickets that have not been answered.
+        groups: what came back.
+        closed: reason -> how many tickets ended without a group.
+        began_s: seconds of any monotonic clock.
+    """
+
+    step: int
+    policy: str
+    waiting: set[int]
+    began_s: float
+    groups: list[wire.Group] = field(default_factory=list)
+    closed: dict[str, int] = field(default_factory=dict)
+
+    def values(self) -> dict[str, float]:
+        """Its line: ``eval/<name>`` for the actor, ``eval/<policy>/success_rate`` for a baseline; empty when nothing came back."""
+        found = [(group.domain, trajectory) for group in self.groups for trajectory in episodes(group)]
+        if not found:
+            return {}
+        success = sum(trajectory.success for _, trajectory in found) / len(found)
+        if self.policy != ACTOR:
+            return {f"eval/{self.policy}/success_rate": success}
+        oldest, newest = version_bounds(self.groups) or (self.step, self.step)
+        values = {
+            "eval/success_rate": success,
+            "eval/reward_mean": sum(trajectory.reward for _, trajectory in found) / len(found),
+            "eval/policy_version_min": float(oldest),
+            "eval/policy_version_max": float(newest),
+            "eval/step": float(self.step),
+            "eval/num_episodes": float(len(found)),
+            "eval/num_closed": float(sum(self.closed.values())),
+        }
+        for domain in sorted({name for name, _ in found}):
+            own = [trajectory.success for name, trajectory in found if name == domain]
+            values[f"eval/domain/{domain}/success_rate"] = sum(own) / len(own)
+        return values
+
+    def episode_rows(self) -> list[dict[str, Any]]:
+        """What is kept of each group for looking at: task, outcome and the replay of its first episode."""
+        return [
+            {
+                "domain": group.domain,
+                "task_index": group.task_index,
+                "success": [trajectory.success for trajectory in episodes(group)],
+                "reward": [trajectory.reward for trajectory in episodes(group)],
+                "response": episodes(group)[0].response,
+                "frames": group.frames,
+            }
+            for group in sorted(self.groups, key=lambda group: (group.domain, group.task_index))
+        ]
+
+
+class Evaluations:
+    """All that were asked for. Pure: tickets out, records in.
+
+    Args:
+        seed: of the run.
+        first_number: of the next evaluation ticket.
+    """
+
+    def __init__(self, section: EvalSection, domains: Mapping[str, DomainSection], seed: int, first_number: int = 1) -> None:
+        self._section, self._domains, self._seed = section, dict(sorted(domains.items())), seed
+        self._next = first_number
+        self.pending: list[Evaluation] = []
+
+    def due(self, step: int, last_step: int) -> bool:
+        """Whether the actor is measured after ``step`` optimizer steps; the last step always is."""
+        every = self._section.every_steps
+        if every == 0:
+            return False
+        return self._section.at_start if step == 0 else step % every == 0 or step == last_step
+
+    def start(self, step: int, policy: str, min_version: int, now_s: float) -> list[wire.EvalTicket]:
+        """The tickets of a new evaluation."""
+        tickets = [
+            wire.EvalTicket(
+                number=number,
+                domain=name,
+                task_index=index,
+                seed=task_seed(self._seed, "eval", name, index),
+                eval_step=step,
+                policy=policy,
+                min_version=min_version,
+                group_size=self._section.group_size,
+                temperature=self._section.temperature,
+                deadline_s=self._domains[name].deadline_s,
+            )
+            for number, (name, index) in enumerate(self._tasks(), start=self._next)
+        ]
+        self._next += len(tickets)
+        self.pending.append(Evaluation(step, policy, {ticket.number for ticket in tickets}, now_s))
+        return tickets
+
+    def apply(self, record: wire.Group | wire.Closed) -> Evaluation | None:
+        """One record; the evaluation that it completed. The first record of a ticket counts, strangers and later ones do not."""
+        evaluation = next((one for one in self.pending if record.ticket in one.waiting), None)
+        if evaluation is None:
+            return None
+        evaluation.waiting.discard(record.ticket)
+        if isinstance(record, wire.Closed):
+            evaluation.closed[record.reason] = evaluation.closed.get(record.reason, 0) + 1
+        else:
+            evaluation.groups.append(record)
+        return self._finish(evaluation) if not evaluation.waiting else None
+
+    def expire(self, now_s: float) -> list[Evaluation]:
+        """Evaluations that have waited longer than ``eval.timeout_s``, with what there is; they end here."""
+        late = [one for one in self.pending if now_s - one.began_s >= self._section.timeout_s]
+        for evaluation in late:
+            evaluation.closed["timeout"] = evaluation.closed.get("timeout", 0) + len(evaluation.waiting)
+        return [self._finish(evaluation) for evaluation in late]
+
+    def _finish(self, evaluation: Evaluation) -> Evaluation:
+        self.pending.remove(evaluation)
+        return evaluation
+
+    def _tasks(self) -> list[tuple[str, int]]:
+        """Domains take turns, so that none is measured at much newer weights than another."""
+        return [(name, index) for index in range(self._section.tasks) for name in self._domains]

@@ -1,0 +1,127 @@
+"""Evaluation beside training: asks for it, reads what comes back, keeps the results until a line takes them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, Final
+
+from broker import wire
+from broker.jetstream import Bus
+from broker.presence import Roster
+from broker.streams import EVALS, EVALTICKETS
+from learner.evaluation import ACTOR, Evaluation, Evaluations
+from learner.tickets import Issuer
+
+log = logging.getLogger(__name__)
+
+TICK_S: Final = 0.5
+
+
+class Evaluator:
+    """The service around ``Evaluations``.
+
+    Args:
+        folder: ``runs/<name>/evals``; one JSONL of episodes for each evaluation, for replays.
+        baseline: a policy to measure once, as soon as a server offers it; empty: none.
+    """
+
+    def __init__(self, bus: Bus, evaluations: Evaluations, roster: Roster, folder: Path, baseline: str) -> None:
+        self._bus, self._evaluations, self._roster, self._folder, self._baseline = bus, evaluations, roster, folder, baseline
+        self._issuer = Issuer(bus, EVALTICKETS)
+        self._completed: list[Evaluation] = []
+        self._changed = asyncio.Event()
+
+    def services(self) -> list[Coroutine[Any, Any, None]]:
+        """What publishes tickets, reads answers and looks at the clock, each until cancelled."""
+        return [self._issuer.serve(), self._read(), self._tick()]
+
+    def step_completed(self, step: int, last_step: int) -> None:
+        """Ask for what is due after ``step`` optimizer steps."""
+        if self._evaluations.due(step, last_step):
+            self._start(step, ACTOR, min_version=step)
+        self._start_baseline(step)
+
+    def take(self, *, last: bool) -> dict[str, float]:
+        """What one line shows: the oldest actor's result not shown yet (the newest on the last line), and baselines."""
+        actors = [one for one in self._completed if one.policy == ACTOR]
+        baselines = [one for one in self._completed if one.policy != ACTOR]
+        shown = actors[-1:] if last else actors[:1]
+        self._completed = [] if last else actors[1:]
+        values: dict[str, float] = {}
+        for evaluation in [*baselines, *shown]:
+            values |= evaluation.values()
+        return values
+
+    async def drain(self, stop: asyncio.Event) -> None:
+        """Wait for what was asked for, ``eval.timeout_s`` at most, or until asked to stop."""
+        if self._baseline:
+            log.warning("no rollout server offers policy %s; it is not measured", self._baseline)
+        while self._evaluations.pending and not stop.is_set():
+            self._changed.clear()
+            try:
+                async with asyncio.timeout(TICK_S):
+                    await self._changed.wait()
+            except TimeoutError:
+                continue
+
+    def _start_baseline(self, step: int) -> None:
+        offered = {server.policy for server in self._roster.alive("rollout") if server.state == "serving"}
+        if self._baseline in offered:
+            policy, self._baseline = self._baseline, ""
+            self._start(step, policy, min_version=0)
+
+    def _start(self, step: int, policy: str, min_version: int) -> None:
+        tickets = self._evaluations.start(step, policy, min_version, time.monotonic())
+        log.info("evaluating %s after step %d on %d tasks", policy, step, len(tickets))
+        for ticket in tickets:
+            self._issuer.put(ticket)
+
+    async def _read(self) -> None:
+        start = await self._bus.last_seq(EVALS) + 1
+        async for entry in self._bus.read_log(EVALS, start):
+            record: Any = entry.message
+            if record is None:
+                await self._bus.dead_letter(EVALS, seq=entry.seq, ticket=entry.ticket, reason=entry.error, data=entry.data)
+                if entry.ticket < 1:
+                    continue
+                detail = "the record does not decode"
+                record = wire.Closed(ticket=entry.ticket, domain="unknown", reason="malformed", detail=detail, by=self._bus.name)
+            if (finished := self._evaluations.apply(record)) is not None:
+                await self._finish(finished)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            for evaluation in self._evaluations.expire(time.monotonic()):
+                log.warning(
+                    "evaluation of %s after step %d ended with %d tasks missing",
+                    evaluation.policy,
+                    evaluation.step,
+                    len(evaluation.waiting),
+                )
+                await self._finish(evaluation)
+
+    async def _finish(self, evaluation: Evaluation) -> None:
+        values = evaluation.values()
+        if values:
+            self._completed.append(evaluation)
+            log.info(
+                "evaluation of %s after step %d",
+                evaluation.policy,
+                evaluation.step,
+                extra={name: round(value, 4) for name, value in values.items() if name.endswith("success_rate")},
+            )
+        else:
+            log.warning("evaluation of %s after step %d brought nothing: %s", evaluation.policy, evaluation.step, evaluation.closed)
+        await asyncio.to_thread(self._keep, evaluation)
+        self._changed.set()
+
+    def _keep(self, evaluation: Evaluation) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        rows = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in evaluation.episode_rows())
+        (self._folder / f"{evaluation.policy}-step-{evaluation.step:06d}.jsonl").write_text(rows, encoding="utf-8")

@@ -1,0 +1,207 @@
+"""The learner's loop: records in, steps out. All that it decides, the ledger decides; this performs it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+from broker import wire
+from broker.errors import LostState
+from broker.jetstream import Bus, LogRecord
+from broker.process import Stop
+from broker.streams import SAMPLES
+from learner import intake
+from learner.book import Book
+from learner.evaluator import Evaluator
+from learner.ledger import Action, Forget, Hold, Issue, Ledger, Take
+from learner.tickets import Issuer
+from learner.training import Trained, Training
+
+log = logging.getLogger(__name__)
+
+
+class Loop:
+    """Runs from the ledger's position to the last step.
+
+    Args:
+        offer: puts the weights of a version on offer, in the training thread; returns the seconds it took.
+        checkpoint: writes the ledger as it was dumped at the last step boundary, with the weights that belong to it.
+        checkpoint_every: steps between two checkpoints, 0 never.
+
+    Attributes:
+        boundary: the ledger at the last step boundary, dumped: what a checkpoint holds.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        ledger: Ledger,
+        training: Training,
+        issuer: Issuer,
+        evaluator: Evaluator,
+        book: Book,
+        stop: Stop,
+        *,
+        offer: Callable[[int], float],
+        fleet_values: Callable[[], dict[str, float]],
+        checkpoint: Callable[[dict[str, object]], Awaitable[None]],
+        checkpoint_every: int,
+    ) -> None:
+        self._bus, self._ledger, self._training, self._issuer = bus, ledger, training, issuer
+        self._evaluator, self._book, self._stop = evaluator, book, stop
+        self._offer, self._fleet_values = offer, fleet_values
+        self._checkpoint, self._checkpoint_every = checkpoint, checkpoint_every
+        self._held: dict[int, wire.Group] = {}
+        self._filtered_before = ledger.state.filtered
+        self._catch_up_to = 0
+        self._offered = -1
+        self._began = time.monotonic()
+        self.boundary = ledger.dump()
+
+    async def run(self) -> bool:
+        """Train until every step is done (True) or a stop is asked for (False).
+
+        Raises:
+            LostState: the broker's log ends before the ledger's position, or was trimmed beyond it.
+        """
+        await self._recover()
+        self._perform(self._ledger.open_credit())
+        self.boundary = self._ledger.dump()
+        self._catch_up_to = await self._bus.last_seq(SAMPLES)
+        await self._offer_if_current()
+        self._evaluator.step_completed(self._ledger.state.version, self._ledger.rules.steps)
+        self._began = time.monotonic()
+        async with aclosing(self._bus.read_log(SAMPLES, self._ledger.state.position + 1)) as records:
+            while not self._ledger.done:
+                if self._ledger.full:
+                    if not await self._end_step():
+                        return False
+                elif (entry := await self._next(records)) is None:
+                    return False
+                else:
+                    await self._take_in(entry)
+        return True
+
+    # --------------------------------------------------------------------------------------------------- records
+
+    async def _next(self, records: AsyncGenerator[LogRecord, None]) -> LogRecord | None:
+        """The next record, or None once a stop is asked for."""
+        following = asyncio.ensure_future(anext(records))
+        stopping = asyncio.ensure_future(self._stop.asked.wait())
+        try:
+            events: set[asyncio.Future[Any]] = {following, stopping, self._training.failed}
+            await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
+            if self._training.failed.done():
+                self._training.failed.result()
+            return following.result() if following.done() and not self._stop.asked.is_set() else None
+        finally:
+            for one in (following, stopping):
+                one.cancel()
+            await asyncio.gather(following, stopping, return_exceptions=True)
+
+    async def _take_in(self, entry: LogRecord) -> None:
+        """Apply one record."""
+        read = intake.read(entry, self._ledger, self._training.backend.vocab_size)
+        if read.problem:
+            log.warning("record %d of the samples log: %s", entry.seq, read.problem)
+            await self._bus.dead_letter(SAMPLES, seq=entry.seq, ticket=entry.ticket, reason=read.problem, data=entry.data)
+        actions = self._ledger.apply(read.record, entry.seq)
+        if read.group is not None and any(isinstance(action, Hold) for action in actions):
+            self._held[read.group.ticket] = read.group
+        if isinstance(entry.message, wire.Closed) and any(isinstance(action, Forget) for action in actions):
+            self._say_closed(entry.message)
+        self._perform(actions)
+        await self._offer_if_current()
+
+    def _perform(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Issue):
+                self._issuer.put(action.ticket)
+            elif isinstance(action, Take):
+                self._training.add(self._held.pop(action.number))
+            elif isinstance(action, Forget):
+                self._held.pop(action.number, None)
+
+    def _say_closed(self, closed: wire.Closed) -> None:
+        """The first, the tenth, the hundredth … of each reason: enough to notice, not enough to drown in."""
+        count = str(self._ledger.state.reasons[closed.reason])
+        if count.rstrip("0") == "1":
+            log.warning(
+                "ticket %d (%s) closed by %s: %s, the %s. so far: %s",
+                closed.ticket,
+                closed.domain,
+                closed.by,
+                closed.reason,
+                count,
+                closed.detail,
+            )
+
+    async def _recover(self) -> None:
+        """Read again the groups that had arrived and were not trained when the ledger was dumped."""
+        wanted = {entry.seq: entry.number for entry in self._ledger.arrived}
+        if wanted:
+            async with aclosing(self._bus.read_log(SAMPLES, min(wanted))) as records:
+                async for record in records:
+                    if record.seq in wanted and isinstance(record.message, wire.Group):
+                        self._held[wanted[record.seq]] = record.message
+                    if record.seq >= max(wanted):
+                        break
+        for entry in self._ledger.arrived:
+            if entry.number not in self._held:
+                raise LostState(f"record {entry.seq} of the samples log is no longer the group of ticket {entry.number}")
+        for entry in self._ledger.state.taken:
+            self._training.add(self._held.pop(entry.number))
+
+    # ----------------------------------------------------------------------------------------------------- steps
+
+    async def _end_step(self) -> bool:
+        """Finish the step that is full and begin the next; False when a stop came first."""
+        waited_s = time.monotonic() - self._began
+        trained = await self._training.finish(self._ledger.state.version)
+        if trained is None:
+            return False
+        actions = self._ledger.complete_step()
+        self.boundary = self._ledger.dump()
+        copy_s = await self._offer_if_current()
+        self._perform([action for action in actions if isinstance(action, Issue)])
+        step, last_step = self._ledger.state.version, self._ledger.rules.steps
+        line = self._book.compose(self._step_values(trained, waited_s, copy_s))
+        self._evaluator.step_completed(step, last_step)
+        if self._ledger.done:
+            await self._evaluator.drain(self._stop.asked)
+        await self._book.write(line | self._evaluator.take(last=self._ledger.done))
+        if self._checkpoint_every and step % self._checkpoint_every == 0 and not self._ledger.done:
+            await self._checkpoint(self.boundary)
+        self._perform([action for action in actions if not isinstance(action, Issue)])
+        return True
+
+    def _step_values(self, trained: Trained, waited_s: float, copy_s: float) -> dict[str, float]:
+        now = time.monotonic()
+        wall_s, self._began = max(now - self._began, 1e-9), now
+        filtered, self._filtered_before = self._ledger.state.filtered - self._filtered_before, self._ledger.state.filtered
+        return (
+            trained.values
+            | {
+                "trainer/idle_ratio": min(1.0, max(0.0, 1.0 - (trained.busy_s + copy_s) / wall_s)),
+                "perf/tokens_per_s": trained.num_tokens / wall_s,
+                "perf/samples_per_s": trained.num_samples / wall_s,
+                "filter/count": float(filtered),
+                "time/step": wall_s,
+                "time/wait_for_batch": waited_s,
+                "time/train": trained.busy_s,
+                "time/offer_weights": copy_s,
+            }
+            | self._fleet_values()
+        )
+
+    async def _offer_if_current(self) -> float:
+        """Offer the version being trained unless it is on offer, or the log is still being caught up with; the seconds it took."""
+        version = self._ledger.state.version
+        if version == self._offered or self._ledger.state.position < self._catch_up_to:
+            return 0.0
+        self._offered = version
+        return await self._training.call(lambda: self._offer(version))

@@ -1,0 +1,41 @@
+"""The learner's use of the weight channel: what is offered, and the probe that goes with it. Imports torch."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from broker import wire
+from broker.jetstream import Bus
+from broker.presence import Roster
+from broker.weights.probe import make_probe
+from broker.weights.send import Sender
+from broker.weights.staging import plan_of
+from broker.weights.transfer import Settings
+from learner.backends.base import Backend
+from learner.config import TrainSection
+
+PROBE_TOKENS: Final = 64
+# Largest difference between two correct computations of one logprob, in nats: another kernel adds up in another order.
+PROBE_TOLERANCE: Final = {"float32": 5e-3, "bfloat16": 0.25, "float16": 0.05}
+
+
+def build_sender(bus: Bus, backend: Backend, train: TrainSection, roster: Roster, epoch: int) -> Sender:
+    """A sender for the backend's weights, staged on the device where they lie."""
+    weights = backend.weights()
+    device = next(iter(weights.values())).device
+    return Sender(
+        bus,
+        plan_of(weights, train.weights_bucket_mib),
+        epoch=epoch,
+        settings=Settings(backend="nccl" if device.type == "cuda" else "gloo", timeout_s=train.weights_timeout_s),
+        roster=roster,
+        device=device,
+    )
+
+
+def probe(backend: Backend, dtype: str) -> wire.Probe:
+    """The same few tokens every time, and what the weights of now make of them."""
+    token_ids = np.random.default_rng(0).integers(0, backend.vocab_size, PROBE_TOKENS).tolist()
+    return make_probe(token_ids, backend.logprobs(token_ids), tolerance=PROBE_TOLERANCE[dtype])

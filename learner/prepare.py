@@ -1,0 +1,189 @@
+"""What happens before the first version: the run's name and folder, the model, the warm start."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any, Final
+
+import yaml
+
+from broker.children import spawn
+from broker.config import RunSection
+from broker.errors import UserError
+from broker.registry import resolve
+from broker.runspec import section
+from learner.config import TrainSection, WarmStartSection
+from text.config import ModelSection
+
+log = logging.getLogger(__name__)
+
+DATA_DIGESTS: Final = "envhub.config:data_digests"  # who reads the data knows which files they are
+Say = Callable[[str], None]
+
+
+class Interrupted(Exception):
+    """Asked to stop before the model was ready."""
+
+
+def name_run(config: dict[str, Any], path: str) -> dict[str, Any]:
+    """The config with ``run.name`` set: the file's name and the time, where the user gave none."""
+    run = config.get("run") or {}
+    if not isinstance(run, dict):
+        return config  # refused by validation
+    run = dict(run)
+    if not run.get("name"):
+        stem = "".join(char if char.isalnum() or char in "_-" else "-" for char in Path(path).stem)
+        run["name"] = f"{stem[:40]}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return {**config, "run": run}
+
+
+def run_folder(config: dict[str, Any]) -> Path:
+    """``<run.dir>/<run.name>``, absolute, for other processes are told paths below it."""
+    run = section(config, "run", RunSection)
+    return (Path(run.dir) / str(run.name)).absolute()
+
+
+def write_config(folder: Path, config: dict[str, Any]) -> Path:
+    """Leave the resolved configuration in the run's folder.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        target = folder / "config.yaml"
+        temporary = folder / "config.yaml.new"
+        temporary.write_text(to_yaml(config), encoding="utf-8")
+        temporary.replace(target)
+    except OSError as error:
+        raise UserError(f"{folder}: {error.strerror}") from None
+    return target
+
+
+def to_yaml(config: dict[str, Any]) -> str:
+    """A configuration as a user would write it."""
+    return str(yaml.safe_dump(config, sort_keys=False, default_flow_style=None, width=110, allow_unicode=True))
+
+
+def data_digests(config: dict[str, Any]) -> dict[str, str]:
+    """Content digest of every data file that the run's hubs read.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    digests: dict[str, str] = resolve("digests", DATA_DIGESTS, {})(config)
+    return digests
+
+
+class Preparation:
+    """Makes the model that training starts from; blocking, meant for a thread.
+
+    Args:
+        config: validated.
+        folder: of the run; ``config.yaml`` is written already.
+        say: told what is happening, for people.
+    """
+
+    def __init__(self, config: dict[str, Any], folder: Path, say: Say) -> None:
+        self._config, self._folder, self._say = config, folder, say
+        self._model = section(config, "model", ModelSection)
+        self._warm = section(config, "warm_start", WarmStartSection)
+        self._run = section(config, "run", RunSection)
+        self._stopped = threading.Event()
+
+    def stop(self) -> None:
+        """Give up soon; ``model_path`` raises Interrupted."""
+        self._stopped.set()
+
+    def model_path(self) -> str:
+        """Folder or hub name of the first weights; what an earlier life of this run left there is taken as it is.
+
+        Raises:
+            UserError: no such model, no demonstrations to be had, or a warm start that diverged.
+            Interrupted: asked to stop.
+        """
+        path = self._base_model()
+        if not self._warm.steps:
+            return path
+        out = self._folder / "warm_start"
+        if not (out / "config.json").exists():
+            self._train(path, self._demonstrations(), out)
+        return str(out)
+
+    def _base_model(self) -> str:
+        if self._model.path is not None:
+            from text.config import check_model_path
+
+            check_model_path(self._model.path)
+            local = Path(self._model.path).expanduser()
+            return str(local.absolute()) if local.is_dir() else self._model.path
+        out = self._folder / "model"
+        if not (out / "config.json").exists():
+            self._say("building the model")
+            from text.tiny import build_tiny
+
+            build_tiny(out, self._model.tiny, seed=self._model.seed, dtype=self._model.dtype)
+        return str(out)
+
+    def _demonstrations(self) -> str:
+        """The file that the warm start learns from."""
+        if self._warm.data is not None:
+            return self._warm.data
+        out, output = self._folder / "demos.jsonl", self._folder / "demos.log"
+        if out.exists():
+            return str(out)
+        self._say(f"playing {self._warm.episodes} demonstrations")
+        domain = ["--domain", self._warm.domain] if self._warm.domain else []
+        arguments = ["--episodes", str(self._warm.episodes), "--noise", str(self._warm.noise), "--seed", str(self._run.seed)]
+        command = [sys.executable, "-m", "envhub.cli", "demos", str(self._folder / "config.yaml"), *domain, *arguments, "--out", str(out)]
+        with output.open("wb") as file:
+            code = self._wait(command, file)
+        lines = output.read_text(errors="replace").splitlines()
+        if code == 2 and (errors := [line for line in lines if line.startswith("error: ")]):
+            raise UserError(errors[-1].removeprefix("error: "))
+        if code != 0:
+            raise UserError(f"envhub demos ended with exit code {code}: {lines[-1] if lines else 'no output'} (see {output})")
+        return str(out)
+
+    def _wait(self, command: list[str], output: IO[bytes]) -> int:
+        child = spawn(command, output)
+        while child.poll() is None:
+            if self._stopped.wait(0.05):
+                child.terminate()
+                child.wait()
+                raise Interrupted
+        return child.returncode
+
+    def _train(self, path: str, data: str, out: Path) -> None:
+        from learner.pipelines.sft import run_sft
+
+        train = section(self._config, "train", TrainSection)
+        self._say("warm start")
+
+        def on_step(step: int, values: dict[str, float]) -> None:
+            if self._stopped.is_set():
+                raise Interrupted
+            if step % 10 == 0 or step == self._warm.steps:
+                self._say(f"warm start, step {step} of {self._warm.steps}, loss {values['loss']:.3f}")
+
+        result = run_sft(
+            path,
+            data,
+            str(out),
+            steps=self._warm.steps,
+            batch_size=self._warm.batch_size,
+            lr=self._warm.lr,
+            seed=self._run.seed,
+            num_threads=train.num_threads,
+            on_step=on_step,
+            micro_batch_tokens=train.micro_batch_tokens,
+            dtype=self._model.dtype,
+            device=train.device,
+            trust_remote_code=self._model.trust_remote_code,
+        )
+        log.info("warm start: %d steps in %.1f s, loss %.3f", result["steps"], result["seconds"], result["loss"])

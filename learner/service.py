@@ -1,0 +1,349 @@
+"""The learner process: opens everything, runs the loop, leaves a checkpoint and a clean table."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from broker import logs, wire
+from broker.errors import Fenced, LostState, UserError
+from broker.jetstream import Bus
+from broker.presence import Roster
+from broker.process import Member, Stop, Stopped
+from broker.registry import resolve
+from broker.runspec import domains, publish_runspec, section
+from broker.streams import CONTROL, EVALTICKETS, RUNS, SAMPLES, TICKETS
+from learner import checkpoint
+from learner.advantages import ADVANTAGES
+from learner.backends import BACKENDS
+from learner.book import Book
+from learner.config import AlgorithmSection, CheckpointSection, EvalSection, TrackersSection, TrainSection
+from learner.evaluation import Evaluations
+from learner.evaluator import Evaluator
+from learner.grants import rules_of
+from learner.ledger import Ledger
+from learner.loop import Loop
+from learner.prepare import Interrupted, Preparation, data_digests, run_folder, write_config
+from learner.tickets import Issuer, Reaper
+from learner.trackers import Trackers
+from learner.training import Training
+from text.config import ModelSection
+
+if TYPE_CHECKING:
+    from broker.weights.send import Sender
+
+log = logging.getLogger(__name__)
+
+ID: Final = "learner"
+
+
+async def serve(config: dict[str, Any], url: str, stop: Stop, *, connect_deadline_s: float | None = None) -> None:
+    """Run the learner until all steps are done or a stop is asked for.
+
+    Args:
+        config: validated, with ``run.name`` set.
+        url: of the broker.
+
+    Raises:
+        UserError: whatever the user can mend, the broker's loss of state and another learner's takeover among it.
+    """
+    run, folder = config["run"]["name"], run_folder(config)
+    logs.identify(run=run, role="learner", process_id=ID)
+    is_new = not (folder / "config.yaml").exists()
+    write_config(folder, config)
+    try:
+        async with AsyncExitStack() as stack:
+            bus = await _unless(stop, Bus.connect(url, run, name=ID, deadline_s=connect_deadline_s))
+            stack.push_async_callback(bus.close)
+            await _refuse_a_stranger(bus, folder, is_new)
+            await bus.ensure_streams()
+            learner = await stack.enter_async_context(_open(config, folder, bus, stop))
+            await learner.run()
+    except (LostState, Fenced) as error:
+        raise UserError(str(error)) from None
+    except Interrupted:
+        raise Stopped(stop.reason) from None
+
+
+async def _unless(stop: Stop, work: Any) -> Any:
+    """The result of a coroutine, unless a stop is asked for first.
+
+    Raises:
+        Stopped: it was.
+    """
+    task, asked = asyncio.ensure_future(work), asyncio.ensure_future(stop.asked.wait())
+    try:
+        await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Stopped(stop.reason)
+        return task.result()
+    finally:
+        for one in (task, asked):
+            one.cancel()
+        await asyncio.gather(task, asked, return_exceptions=True)
+
+
+async def _refuse_a_stranger(bus: Bus, folder: Path, is_new: bool) -> None:
+    """A run that the broker knows and this folder does not is another one of the same name.
+
+    Raises:
+        UserError: so it is.
+    """
+    known = await (await bus.key_value(RUNS)).get(bus.run)
+    if known is not None and is_new:
+        raise UserError(f"run.name: the broker already has a run {bus.run}, and {folder} does not come from it; choose another run.name")
+
+
+@dataclass
+class _State:
+    """What presence and the live view show."""
+
+    phase: str = "starting"
+    epoch: int = 0
+    serving: bool = False
+    fenced: bool = False
+
+
+@asynccontextmanager
+async def _open(config: dict[str, Any], folder: Path, bus: Bus, stop: Stop) -> AsyncIterator[Learner]:
+    """Everything between the broker and the loop, undone in reverse order."""
+    async with AsyncExitStack() as stack:
+        state = _State()
+        placeholder = wire.RunSpec(run=bus.run, wire_version=wire.WIRE_VERSION, epoch=0, config=config, model_path="")
+        member = Member(bus, placeholder, ID, "learner", stop, Roster(bus))
+        stack.push_async_callback(member.leave)
+        learner = Learner(config, folder, member, state)
+        member.announce(learner.presence)
+        member.report(learner.values, lambda: {"phase": state.phase})
+        member.spawn(member.roster.serve())
+        await learner.prepare(stack)
+        yield learner
+
+
+class Learner:
+    """One incarnation of the learner of one run."""
+
+    def __init__(self, config: dict[str, Any], folder: Path, member: Member, state: _State) -> None:
+        self.config, self.folder, self.member, self.state = config, folder, member, state
+        self.bus, self.stop = member.bus, member.stop
+        self.train = section(config, "train", TrainSection)
+        self.algorithm = section(config, "algorithm", AlgorithmSection)
+        self.model = section(config, "model", ModelSection)
+        self.keep = section(config, "checkpoint", CheckpointSection)
+        self.domains = domains(config)
+        self.seed: int = config["run"]["seed"]
+        self.checkpoints = folder / "checkpoints"
+        self.ledger: Ledger | None = None
+        self.book: Book | None = None
+        self.written = -1  # step of the newest checkpoint
+
+    # ----------------------------------------------------------------------------------------------- what others see
+
+    def presence(self) -> wire.Presence:
+        state: Literal["starting", "serving", "draining"] = "serving" if self.state.serving else "starting"
+        return wire.Presence(
+            role="learner",
+            id=ID,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            state="draining" if self.stop.asked.is_set() else state,
+            epoch=self.state.epoch,
+            policy_version=self.ledger.state.version if self.ledger else -1,
+            running=len(self.ledger.state.taken) if self.ledger else 0,
+            waiting=len(self.ledger.waiting_for) if self.ledger else 0,
+            slots=self.train.groups_per_step,
+        )
+
+    def values(self) -> dict[str, float]:
+        """The newest line, again and again, for those who begin to watch late."""
+        return self.book.newest if self.book else {}
+
+    def say(self, phase: str) -> None:
+        """Tell people what is going on; from any thread."""
+        self.state.phase = phase
+        log.info("%s", phase)
+
+    # ------------------------------------------------------------------------------------------------------ prepare
+
+    async def prepare(self, stack: AsyncExitStack) -> None:
+        """Model, backend, epoch, weights on offer, everything that runs beside the loop."""
+        resumed = checkpoint.newest(self.checkpoints)
+        model_path = await self._model_path()
+        if resumed is not None:
+            log.info("resuming from %s", resumed.path)
+        self.say("loading the model")
+        self.training = await self._open_training(str(resumed.path) if resumed else model_path, model_path, stack)
+        rules = rules_of(self.train, self.algorithm, self.domains, self.seed)
+        self.ledger = Ledger.load(rules, resumed.ledger) if resumed else Ledger(rules)
+        if resumed is not None:
+            self.written = resumed.step
+            await self.training.call(partial(checkpoint.load_state, resumed, self.training.backend))
+        if self.ledger.done:
+            steps = self.ledger.state.version
+            raise UserError(f"run {self.bus.run} has completed its {steps} steps; raise train.steps, or choose another run.name")
+        await self._take_epoch(model_path)
+        self.sender = await self._open_sender(stack)
+        await self._open_services(stack)
+
+    async def _model_path(self) -> str:
+        preparation = Preparation(self.config, self.folder, self.say)
+        work = asyncio.create_task(asyncio.to_thread(preparation.model_path))
+        stopping = asyncio.create_task(self.stop.asked.wait())
+        try:
+            await asyncio.wait({work, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not work.done():
+                preparation.stop()
+            stopping.cancel()
+        return await work
+
+    async def _open_training(self, model_path: str, first_path: str, stack: AsyncExitStack) -> Training:
+        backend = await asyncio.to_thread(resolve, "backends", self.train.backend, BACKENDS)  # the import takes seconds
+        build = partial(
+            backend,
+            model_path,
+            train=self.train,
+            algorithm=self.algorithm,
+            model=self.model,
+            seed=self.seed,
+            ref_path=first_path,
+            max_length=max(domain.max_context_tokens for domain in self.domains.values()),
+        )
+        training = Training(
+            build,
+            resolve("advantages", self.algorithm.adv_estimator, ADVANTAGES),
+            self.algorithm,
+            {name: domain.sampling.temperature for name, domain in self.domains.items()},
+            self.train.micro_batch_tokens,
+        )
+        stack.push_async_callback(asyncio.to_thread, training.close)
+        await training.open()
+        return training
+
+    async def _take_epoch(self, model_path: str) -> None:
+        """From here on whoever held the run before is fenced, and everyone else may join."""
+        digests = await asyncio.to_thread(data_digests, self.config)
+        spec = wire.RunSpec(
+            run=self.bus.run,
+            wire_version=wire.WIRE_VERSION,
+            epoch=0,
+            config=self.config,
+            model_path=model_path,
+            data_digests=digests,
+        )
+        self.state.epoch = await publish_runspec(self.bus, spec)
+        control = await self.bus.key_value(CONTROL)
+        await control.put(self.bus.run, wire.DesiredState(state="running"))
+        log.info("epoch %d of run %s", self.state.epoch, self.bus.run)
+        self.member.spawn(self._follow_epoch())
+        self.member.spawn(self._follow_control())
+
+    async def _open_sender(self, stack: AsyncExitStack) -> Sender:
+        from learner.offering import build_sender
+
+        backend, roster = self.training.backend, self.member.roster
+        sender = await self.training.call(lambda: build_sender(self.bus, backend, self.train, roster, self.state.epoch))
+        await sender.start()
+        stack.push_async_callback(sender.close)
+        return sender
+
+    async def _open_services(self, stack: AsyncExitStack) -> None:
+        assert self.ledger is not None
+        trackers = await asyncio.to_thread(
+            Trackers, section(self.config, "trackers", TrackersSection), self.folder, self.bus.run, self.config
+        )
+        self.book = Book(self.bus, self.member.roster, self.ledger, trackers, self.folder / "metrics.jsonl", self.ledger.state.version)
+        stack.callback(self.book.close)
+        evaluation = section(self.config, "eval", EvalSection)
+        first = await self.bus.last_seq(EVALTICKETS) + 1
+        evaluations = Evaluations(evaluation, self.domains, self.seed, first)
+        baseline = evaluation.baseline if evaluation.every_steps else ""
+        self.evaluator = Evaluator(self.bus, evaluations, self.member.roster, self.folder / "evals", baseline)
+        self.issuer = Issuer(self.bus, TICKETS)
+        reaper = Reaper(self.bus, self.ledger, self.member.roster, self.train.ticket_timeout_s)
+        for work in (*self.book.services(), *self.evaluator.services(), self.issuer.serve(), reaper.serve(), self._abandon_when_asked()):
+            self.member.spawn(work)
+
+    # ---------------------------------------------------------------------------------------------------------- run
+
+    async def run(self) -> None:
+        """The loop, and what is left behind after it."""
+        assert self.ledger is not None
+        assert self.book is not None
+        loop = Loop(
+            self.bus,
+            self.ledger,
+            self.training,
+            self.issuer,
+            self.evaluator,
+            self.book,
+            self.stop,
+            offer=self._offer,
+            fleet_values=self._weights_values,
+            checkpoint=self._checkpoint,
+            checkpoint_every=self.keep.every_steps,
+        )
+        self.state.serving = True
+        self.say("training")
+        done = await loop.run()
+        if not self.state.fenced and loop.boundary["version"] != self.written:
+            await self._checkpoint(loop.boundary)
+        if done:
+            await (await self.bus.key_value(CONTROL)).put(self.bus.run, wire.DesiredState(state="stopped", reason="all steps are done"))
+            self.say("done")
+
+    def _offer(self, version: int) -> float:
+        """In the training thread."""
+        from learner.offering import probe
+
+        backend = self.training.backend
+        return self.sender.offer(version, backend.weights(), probe(backend, self.model.dtype))
+
+    def _weights_values(self) -> dict[str, float]:
+        values: dict[str, float] = self.sender.metrics()
+        return values | {"time/broadcast_weights": values.get("weights/seconds", 0.0)}
+
+    async def _checkpoint(self, ledger: dict[str, Any]) -> None:
+        """Write one, delete the oldest, and trim the log behind those that are kept."""
+        path = await self.training.call(partial(checkpoint.write, self.checkpoints, self.training.backend, ledger, self.state.epoch))
+        self.written = ledger["version"]
+        log.info("checkpoint %s", path)
+        kept = await asyncio.to_thread(checkpoint.prune, self.checkpoints, self.keep.keep)
+        assert self.ledger is not None
+        oldest = Ledger.load(self.ledger.rules, checkpoint.read(kept[0]).ledger).first_needed
+        if len(kept) >= self.keep.keep and not self.state.fenced and await self._epoch_on_broker() == self.state.epoch:
+            await self.bus.trim(SAMPLES, oldest)
+
+    # -------------------------------------------------------------------------------------------------- beside the loop
+
+    async def _abandon_when_asked(self) -> None:
+        await self.stop.asked.wait()
+        self.training.abandon()
+
+    async def _epoch_on_broker(self) -> int:
+        found = await (await self.bus.key_value(RUNS)).get(self.bus.run)
+        return found[0].epoch if found and isinstance(found[0], wire.RunSpec) else 0
+
+    async def _follow_epoch(self) -> None:
+        """Leave the run to a newer incarnation."""
+        runs = await self.bus.key_value(RUNS)
+        async for key, message, _ in runs.watch(self.bus.run):
+            if key == self.bus.run and isinstance(message, wire.RunSpec) and message.epoch > self.state.epoch:
+                self.state.fenced = True
+                raise Fenced(
+                    f"run {self.bus.run}: a newer learner took over under epoch {message.epoch}, this one is epoch {self.state.epoch}"
+                )
+
+    async def _follow_control(self) -> None:
+        control = await self.bus.key_value(CONTROL)
+        async for key, message, _ in control.watch(self.bus.run):
+            if key == self.bus.run and isinstance(message, wire.DesiredState) and message.state in ("draining", "stopped"):
+                self.stop.request(f"the run is {message.state}")

@@ -1,0 +1,142 @@
+"""The one thread that touches the model: groups go in as they are accepted, a step comes out.
+
+Jobs run in the order in which they were given, so micro-batches are cut by the order of the log. A step's gradient grows while the
+rest of its groups are still being generated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from broker import wire
+from learner.advantages.base import Estimator
+from learner.config import AlgorithmSection
+from learner.metrics import describe
+from learner.packing import Cutter
+from learner.samples import TrainSample, from_group
+
+if TYPE_CHECKING:
+    from learner.backends.base import Backend
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A step that was taken.
+
+    Attributes:
+        values: metrics of the step, by their published names.
+        num_tokens: sampled tokens in it.
+        num_samples: training sequences in it.
+        busy_s: seconds that the thread spent on it.
+    """
+
+    values: dict[str, float]
+    num_tokens: int
+    num_samples: int
+    busy_s: float
+
+
+class Training:
+    """Owns the thread; made by ``open``, for a backend must be built in the thread that uses it.
+
+    Args:
+        build: makes the backend.
+        estimator: of the advantages.
+        temperatures: sampling temperature of each domain.
+        budget: padded tokens of a micro-batch.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], Backend],
+        estimator: Estimator,
+        algorithm: AlgorithmSection,
+        temperatures: Mapping[str, float],
+        budget: int,
+    ) -> None:
+        self._build, self._estimator, self._algorithm, self._temperatures = build, estimator, algorithm, temperatures
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="training")
+        self._cutter = Cutter[TrainSample](budget)
+        self._groups: list[wire.Group] = []
+        self._busy_s = 0.0
+        self._abandoned = threading.Event()
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def open(self) -> Backend:
+        """Build the backend; only jobs may touch it.
+
+        Raises:
+            ConfigError: what the backend refuses.
+        """
+        self.backend = await self.call(self._build)
+        return self.backend
+
+    async def call(self, job: Callable[[], T]) -> T:
+        """Run a job in the thread, after all given before."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, job)
+
+    def add(self, group: wire.Group) -> None:
+        """Take a group into the step under way; returns at once. What goes wrong is raised by ``failed`` and ``finish``."""
+        future = asyncio.get_running_loop().run_in_executor(self._thread, self._add, group)
+        future.add_done_callback(self._watch)
+
+    async def finish(self, version: int) -> Trained | None:
+        """Train what is left and take the optimizer step; None when the step was abandoned before.
+
+        Args:
+            version: the policy version that is being trained.
+        """
+        trained = await self.call(lambda: self._finish(version))
+        if self.failed.done():
+            self.failed.result()
+        return trained
+
+    def abandon(self) -> None:
+        """Train nothing more: the micro-batch at hand ends, jobs still waiting do nothing, the step under way is not taken."""
+        self._abandoned.set()
+
+    def close(self) -> None:
+        """Wait for the thread to end."""
+        self.abandon()
+        self._thread.shutdown()
+
+    def _watch(self, future: asyncio.Future[None]) -> None:
+        if not future.cancelled() and (error := future.exception()) is not None and not self.failed.done():
+            self.abandon()  # a step that lacks a group must not be taken
+            self.failed.set_exception(error)
+
+    def _add(self, group: wire.Group) -> None:
+        if self._abandoned.is_set():
+            return
+        started = time.monotonic()
+        self._groups.append(group)
+        advantages = self._estimator(group.trajectories, self._algorithm)
+        for sample in from_group(group, advantages, temperature=self._temperatures.get(group.domain, 1.0)):
+            if (full := self._cutter.add(sample)) is not None:
+                self.backend.forward_backward(full)
+                if self._abandoned.is_set():
+                    return
+        self._busy_s += time.monotonic() - started
+
+    def _finish(self, version: int) -> Trained | None:
+        started = time.monotonic()
+        rest = self._cutter.flush()
+        if rest and not self._abandoned.is_set():
+            self.backend.forward_backward(rest)
+        if self._abandoned.is_set():
+            return None
+        values = self.backend.step()
+        groups, self._groups = self._groups, []
+        values = describe(groups, version) | values
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        num_tokens = sum(int(trajectory.loss_mask.array().sum()) for trajectory in trajectories)
+        busy_s, self._busy_s = self._busy_s + time.monotonic() - started, 0.0
+        return Trained(values, num_tokens, len(trajectories), busy_s)
