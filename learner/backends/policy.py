@@ -62,6 +62,8 @@ class Policy:
     @torch.no_grad()
     def logprobs(self, token_ids: Tensor) -> Tensor:
         """log p(token[i + 1] | token[: i + 1]) at temperature 1, (n,) int64 to (n - 1,) float32, on the model's device."""
+        if len(token_ids) < 2:
+            return torch.zeros(0, device=self.device)
         logits = self.module(input_ids=token_ids[None, :-1], use_cache=False).logits[0]
         chosen: Tensor = logits.float().log_softmax(-1).gather(-1, token_ids[1:, None])[:, 0]
         return chosen
@@ -121,18 +123,23 @@ def load_model(path: str, section: ModelSection, device: torch.device) -> Any:
     """A causal language model in evaluation mode.
 
     Raises:
-        ConfigError: there is none at the path.
+        ConfigError: there is none at the path, or it lacks some weights, which transformers would silently draw at random.
     """
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     check_model_path(path)
     logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, section.dtype), trust_remote_code=section.trust_remote_code)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path, dtype=getattr(torch, section.dtype), trust_remote_code=section.trust_remote_code, output_loading_info=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ConfigError("model.path", path, f"transformers cannot load a causal language model from it: {reason}") from error
+    if missing := sorted(info["missing_keys"]):
+        raise ConfigError("model.path", path, f"{len(missing)} of its weights are missing, the first is {missing[0]}")
     return model.eval().to(device)
 
 
