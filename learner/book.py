@@ -18,6 +18,7 @@ from learner.metrics import MetricsFile, count_tickets, finite
 from learner.trackers import Trackers
 
 SAMPLE_EVERY_S: Final = 1.0
+QUEUES: Final = (TICKETS, EPISODES, EVALTICKETS)
 
 
 class Book:
@@ -31,7 +32,7 @@ class Book:
         self._bus, self._roster, self._ledger, self._trackers = bus, roster, ledger, trackers
         self._file = MetricsFile(path, last_step)
         self._idle: dict[str, float] = {}  # rollout server -> share of the last second without work
-        self._depths: dict[str, float] = {}
+        self._depths = {f"queue/{stream.name}/depth": 0.0 for stream in (*QUEUES, SAMPLES)}
         self.newest: dict[str, float] = {}  # the numbers of the newest line
 
     def services(self) -> list[Coroutine[Any, Any, None]]:
@@ -75,7 +76,7 @@ class Book:
 
     async def _sample(self) -> None:
         while True:
-            for stream in (TICKETS, EPISODES, EVALTICKETS):
+            for stream in QUEUES:
                 self._depths[f"queue/{stream.name}/depth"] = float(sum((await self._bus.depth(stream)).values()))
             behind = await self._bus.last_seq(SAMPLES) - self._ledger.state.position
             self._depths["queue/samples/depth"] = float(max(0, behind))
