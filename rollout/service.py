@@ -137,13 +137,12 @@ class Service:
             for request_id in list(self._outstanding):
                 self._engine.abort(request_id)
             await self._quiet(SEND_S)
-        await asyncio.sleep(0)  # the last handler has returned: let the channel send its reply
 
     async def close(self) -> None:
         if self._receiver is not None:
             await self._receiver.close()
+        await self._channel.close()  # answers what is left
         await self._engine.close()
-        await self._channel.close()
 
     async def handle(self, request: wire.GenerateRequest) -> wire.GenerateReply:
         """Answer one request; while draining, with nothing, so that the asker goes elsewhere."""

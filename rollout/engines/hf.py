@@ -148,24 +148,27 @@ class HFEngine:
             core.model.close()
 
     def _turn(self, core: Core) -> bool:
-        """Take commands, admit, run one pass, send what ended; sleeps when there is nothing to compute. False: closed."""
-        block = not core.can_step
-        while True:
-            try:
-                command = self._commands.get(block, self._patience(core) if block else None)
-            except queue.Empty:
-                break
-            if command is None:
-                return False
-            command(core)
-            block = False
+        """Take commands, admit, run one pass, send what ended; with nothing to compute, sleep. False: closed."""
         core.admit(time.monotonic())
         if core.can_step:
             core.step()
         if core.outbox:
             outputs, core.outbox = core.outbox, []
             self._post(self._deliver, outputs)
+        elif not core.can_step:  # only a command or a deadline changes anything now
+            with contextlib.suppress(queue.Empty):
+                if not self._obey(core, self._commands.get(timeout=self._patience(core))):
+                    return False
+        with contextlib.suppress(queue.Empty):
+            while self._obey(core, self._commands.get_nowait()):
+                pass
+            return False
         return True
+
+    def _obey(self, core: Core, command: Command | None) -> bool:
+        if command is not None:
+            command(core)
+        return command is not None
 
     def _patience(self, core: Core) -> float | None:
         due = core.scheduler.next_deadline()

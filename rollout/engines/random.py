@@ -61,6 +61,8 @@ class RandomEngine:
             self._choices = [[*self._tokenizer.encode(choice), end] for choice in self._args.choices]
 
     async def generate(self, request: wire.GenerateRequest) -> Output:
+        if self._closed.is_set():
+            raise RuntimeError("the engine has stopped")
         why = problem(request, max_context_tokens=self._config.section.max_context_tokens, vocab_size=None)
         if not why and request.request_id in self._running:
             why = f"request_id {request.request_id!r} is already running or waiting"
