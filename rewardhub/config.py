@@ -24,18 +24,14 @@ def check(config: dict[str, Any]) -> None:
     """Refuse rewards that cannot be loaded.
 
     Raises:
-        ConfigError: unknown name (the known ones are listed), no such file, module or function, arguments it does not take,
-            or a pool's name that may not stand in a subject.
+        ConfigError: unknown name (the known ones are listed), no such file, module or function, arguments it does not take.
     """
     from broker.runspec import domains
-    from broker.streams import token
     from rewardhub.rewards import function
 
     for name, domain in domains(config).items():
         for index, reward in enumerate(domain.rewards):
-            key = f"domains.{name}.rewards.{index}"
-            token(reward.pool, f"{key}.pool")
-            function.check(reward.name, reward.args, key)
+            function.check(reward.name, reward.args, f"domains.{name}.rewards.{index}")
 
 
 def labels(rewards: Sequence[Reward]) -> list[str]:

@@ -8,6 +8,8 @@ import json
 import socket
 import sys
 from collections.abc import Awaitable
+from contextlib import closing
+from io import BufferedReader
 
 import msgspec
 
@@ -23,6 +25,10 @@ class Worker:
     def __init__(self) -> None:
         self._rewards: dict[str, function.Score] = {}
         self._loop = asyncio.Runner()  # one loop for its whole life, so that a coroutine's clients stay usable
+
+    def close(self) -> None:
+        """End the loop of its coroutines."""
+        self._loop.close()
 
     def answer(self, request: protocol.Load | protocol.Score) -> protocol.Done | protocol.Failed:
         """Do what the hub asks; whatever goes wrong in a reward becomes an answer."""
@@ -58,7 +64,11 @@ async def _wait(value: Awaitable[object]) -> object:
 def serve(connection: socket.socket) -> None:
     """Answer requests until the other end closes."""
     worker = Worker()
-    stream = connection.makefile("rb")
+    with connection, connection.makefile("rb") as stream, closing(worker):
+        _answer_all(worker, connection, stream)
+
+
+def _answer_all(worker: Worker, connection: socket.socket, stream: BufferedReader) -> None:
     while len(header := stream.read(protocol.HEADER.size)) == protocol.HEADER.size:
         (size,) = protocol.HEADER.unpack(header)
         try:

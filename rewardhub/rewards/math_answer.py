@@ -14,6 +14,7 @@ from broker.config import Section
 from rewardhub.rewards.base import Sample
 
 LONGEST_ANSWER: Final = 4000  # characters from the end that are looked at: an answer stands there, and parsing is not linear
+BOXED: Final = "\\boxed"
 _MARKDOWN: Final = re.compile(r"[*_`]{1,3}")
 _GROUPED: Final = re.compile(r"(?<=\d),(?=\d{3}(\D|$))")
 
@@ -42,6 +43,7 @@ class MathAnswer:
         logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off
         self._args = args
         self._verifier: Any = math_verify
+        self._last: tuple[str | None, list[Any]] = (None, [])
         self._targets = [LatexExtractionConfig(), ExprExtractionConfig()]
 
     def score(self, sample: Sample) -> float:
@@ -50,18 +52,25 @@ class MathAnswer:
         Raises:
             ValueError: the reference holds no answer; that is a fault of the data, not of the policy.
         """
-        gold = self._parse(self._answer(sample.reference))
-        if not gold:
-            raise ValueError(f"no mathematical answer in the reference {sample.reference[-200:]!r}")
+        gold = self._gold(sample.reference)
         found = self._parse(self._answer(sample.response[-LONGEST_ANSWER:]))
         equal = bool(found) and self._verifier.verify(gold, found, timeout_seconds=None)
         return self._args.correct if equal else self._args.wrong
+
+    def _gold(self, reference: str) -> list[Any]:
+        # The episodes of a group share their reference.
+        if reference != self._last[0]:
+            parsed = self._parse(self._answer(reference))
+            if not parsed:
+                raise ValueError(f"no mathematical answer in the reference {reference[-200:]!r}")
+            self._last = (reference, parsed)
+        return self._last[1]
 
     def _answer(self, text: str) -> str:
         marker = self._args.answer_after
         _, found, after = text.rpartition(marker) if marker else ("", "", text)
         if not found:
-            return text
+            return text[max(text.rfind(BOXED), 0) :]  # of several boxes the last is the answer
         # Behind a marker stands a bare number or formula; without dressing it parses as what it is.
         line = next((line for line in after.splitlines() if line.strip()), "")
         return _MARKDOWN.sub("", _GROUPED.sub("", line)).strip()

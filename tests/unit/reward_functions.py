@@ -1,0 +1,97 @@
+"""Rewards of a user's own, good and bad, for the tests of the reward hub."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+not_callable = 3
+
+
+def length(sample: Any) -> int:
+    return len(sample.response)
+
+
+def scaled(sample: Any, *, factor: float, offset: float = 0.0) -> float:
+    return factor * len(sample.response) + offset
+
+
+async def parts(sample: Any) -> dict[str, float]:
+    await asyncio.sleep(0.001)
+    return {"brevity": -len(sample.response), "grounded": float(sample.prompt in sample.response)}
+
+
+def raises(sample: Any) -> float:
+    raise KeyError("no such thing")
+
+
+def exits(sample: Any) -> float:
+    sys.exit(3)
+
+
+def crashes(sample: Any) -> float:
+    os.abort()
+
+
+def hangs(sample: Any) -> float:
+    while True:
+        time.sleep(0.01)
+
+
+def hangs_on_x(sample: Any) -> float:
+    while sample.response == "x":
+        pass
+    return 1.0
+
+
+def prints(sample: Any) -> float:
+    print("a reward may print", flush=True)
+    os.write(1, b"even so\n")
+    return 2.0
+
+
+def flaky(sample: Any, *, folder: str) -> float:
+    """Crashes, then raises, then works."""
+    tries = len(list(Path(folder).iterdir()))
+    (Path(folder) / str(tries)).touch()
+    if tries == 0:
+        os.abort()
+    if tries == 1:
+        raise ConnectionError("not yet")
+    return 5.0
+
+
+def forks(sample: Any, *, folder: str) -> float:
+    """Leaves a grandchild that outlives it, and hangs."""
+    child = os.fork()
+    if child == 0:
+        time.sleep(600)
+        os._exit(0)
+    (Path(folder) / "grandchild").write_text(str(child))
+    (Path(folder) / "worker").write_text(str(os.getpid()))
+    time.sleep(600)
+    return 0.0
+
+
+def nan(sample: Any) -> float:
+    return float("nan")
+
+
+def nothing(sample: Any) -> None:
+    return None
+
+
+def text(sample: Any) -> str:
+    return "1.0"
+
+
+def infinite_part(sample: Any) -> dict[str, float]:
+    return {"good": 1.0, "bad": float("inf")}
+
+
+class NoScore:
+    pass

@@ -1,0 +1,115 @@
+"""Rewards by name, dotted path and file path; what they may take and answer."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from broker.config import Reward
+from broker.errors import ConfigError
+from rewardhub import config, protocol
+from rewardhub.rewards import REWARDS, base, function
+from rewardhub.rewards.base import InvalidValue, check_value
+from rewardhub.worker import Worker
+
+HERE = str(Path(__file__).with_name("reward_functions.py"))
+
+
+def sample(response: str = "four", prompt: str = "our") -> base.Sample:
+    return base.Sample(
+        domain="d", task_index=3, prompt=prompt, response=response, reference="", reward=0.5, reward_parts={"env": 0.5}, success=True,
+        end="length", num_turns=2, num_tokens=9, metrics={"moves": 2.0},
+    )  # fmt: skip
+
+
+def answer(name: str, **args: Any) -> protocol.Done | protocol.Failed:
+    asked = protocol.Score(f"{HERE}:{name}", args, sample())
+    # Through the bytes, as between processes.
+    with closing(Worker()) as worker:
+        reply = worker.answer(protocol.request(protocol.frame(asked)[protocol.HEADER.size :]))
+    return protocol.answer(protocol.frame(reply)[protocol.HEADER.size :])
+
+
+def test_functions_answer_numbers_or_parts() -> None:
+    assert answer("length") == protocol.Done(4.0)
+    assert answer("scaled", factor=2.5, offset=-1) == protocol.Done(9.0)
+    assert answer("parts") == protocol.Done({"brevity": -4.0, "grounded": 1.0})
+
+
+def test_coroutines_share_one_loop() -> None:
+    asked = protocol.Score(f"{HERE}:parts", {}, sample("our", "our"))
+    with closing(Worker()) as worker:
+        answers = [worker.answer(asked) for _ in range(3)]
+    assert answers == [protocol.Done({"brevity": -3.0, "grounded": 1.0})] * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "detail", "retry"),
+    [
+        ("raises", "KeyError: 'no such thing'", True),
+        ("exits", "SystemExit: 3", True),
+        ("nan", "the reward must be finite, got nan", False),
+        ("nothing", "the reward must be a number, got NoneType None", False),
+        ("text", "the reward must be a number, got str '1.0'", False),
+        ("infinite_part", "part 'bad' must be finite, got inf", False),
+    ],
+)
+def test_what_is_no_number_is_said_plainly(name: str, detail: str, retry: bool) -> None:
+    assert answer(name) == protocol.Failed(f"{HERE}:{name}: {detail}", retry)
+
+
+def test_values() -> None:
+    assert check_value(True) == 1.0
+    assert check_value(np.float32(0.5)) == 0.5
+    assert check_value(np.array(2.0)) == 2.0
+    assert check_value({"a": 1, "b": np.int64(-2)}) == {"a": 1.0, "b": -2.0}
+    for bad in ({}, {"": 1.0}, {1: 1.0}, [1.0], np.array([1.0, 2.0]), 1j, "1", b"1", 10**400):
+        with pytest.raises(InvalidValue):
+            check_value(bad)
+
+
+def test_a_dotted_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    assert function.load("reward_functions:length", {})(sample()) == 4
+
+
+@pytest.mark.parametrize(
+    ("reward", "line"),
+    [
+        ({"name": "math_anser"}, "domains.qa.rewards.0.name: 'math_anser' is not allowed; did you mean 'math_answer'? known: math_answer;"),
+        ({"name": "nowhere/f.py:score"}, "domains.qa.rewards.0.name: 'nowhere/f.py:score' is not allowed; there is no file nowhere/f.py"),
+        ({"name": "no_such_pkg:score"}, "domains.qa.rewards.0.name: 'no_such_pkg:score' is not allowed; there is no module 'no_such_pkg'"),
+        ({"name": f"{HERE}:absent"}, f"domains.qa.rewards.0.name: '{HERE}:absent' is not allowed; {HERE} has no 'absent'"),
+        ({"name": f"{HERE}:not_callable"}, f"domains.qa.rewards.0.name: '{HERE}:not_callable' is not allowed; it must be a function or"),
+        ({"name": f"{HERE}:NoScore"}, f"domains.qa.rewards.0.name: '{HERE}:NoScore' is not allowed; a class must have a method score"),
+        ({"name": f"{HERE}:scaled"}, "domains.qa.rewards.0.args: {} is not allowed; scaled(sample: 'Any', *, factor: 'float', offset"),
+        (
+            {"name": f"{HERE}:length", "args": {"x": 1}},
+            "domains.qa.rewards.0.args: {'x': 1} is not allowed; length(sample: 'Any') -> 'int'",
+        ),
+        (
+            {"name": "math_answer", "args": {"corect": 1}},
+            "domains.qa.rewards.0.args.corect: 1 is not allowed; known: answer_after, correct",
+        ),
+        ({"name": "math_answer", "args": {"wrong": "x"}}, "domains.qa.rewards.0.args.wrong: 'x' is not allowed; Input should be a valid"),
+    ],
+)
+def test_check_names_key_value_and_what_is_allowed(reward: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config.check({"domains": {"qa": {"env": "qa", "rewards": [reward]}}})
+    assert str(caught.value).startswith(line)
+    assert "\n" not in str(caught.value)
+
+
+def test_check_takes_what_is_right() -> None:
+    rewards = [{"name": name} for name in REWARDS] + [{"name": f"{HERE}:scaled", "args": {"factor": 2}, "pool": "slow"}]
+    config.check({"domains": {"qa": {"env": "qa", "rewards": rewards}, "lake": {"env": "frozenlake"}}})
+
+
+def test_labels_are_short_and_no_two_alike() -> None:
+    names = ["math_answer", "a/b.py:brevity", "math_answer", "other:brevity", "math_answer"]
+    assert config.labels([Reward(name=n) for n in names]) == ["math_answer", "brevity", "math_answer_2", "brevity_2", "math_answer_3"]

@@ -1,0 +1,154 @@
+"""Real worker processes: what hangs or crashes costs one process and is told apart from a score."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from broker.config import Reward
+from broker.errors import UserError
+from rewardhub.rewards.base import Sample
+from rewardhub.workers import ScoreFailed, Workers
+
+HERE = str(Path(__file__).with_name("reward_functions.py"))
+
+
+def reward(name: str, **args: Any) -> Reward:
+    return Reward(name=f"{HERE}:{name}", args=args)
+
+
+def sample(response: str = "four") -> Sample:
+    return Sample(
+        domain="d", task_index=0, prompt="p", response=response, reference="#### 42", reward=0.0, reward_parts={}, success=False,
+        end="terminated", num_turns=1, num_tokens=1, metrics={},
+    )  # fmt: skip
+
+
+@pytest.fixture
+async def workers() -> AsyncIterator[Workers]:
+    pool = Workers(2, 1.0, [reward("length")])
+    await pool.start()
+    yield pool
+    children = [worker.child.pid for worker in pool._living]
+    await pool.close()
+    assert not [pid for pid in children if psutil.pid_exists(pid)]
+
+
+async def test_many_scores_at_once(workers: Workers) -> None:
+    values = await asyncio.gather(*(workers.score(reward("length"), sample("x" * n)) for n in range(50)))
+    assert values == [float(n) for n in range(50)]
+    assert await workers.score(reward("parts"), sample("p")) == {"brevity": -1.0, "grounded": 1.0}
+    assert workers.num_killed == 0
+
+
+async def test_math_answers_in_a_worker(workers: Workers) -> None:
+    slow_import = Workers(1, 30.0, [Reward(name="math_answer")])
+    await slow_import.start()
+    try:
+        assert await slow_import.score(Reward(name="math_answer"), sample("#### 42")) == 1.0
+        assert await slow_import.score(Reward(name="math_answer"), sample("#### 43")) == 0.0
+    finally:
+        await slow_import.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "detail", "killed"),
+    [
+        ("hangs", "hangs: no score within 1 s", 1),
+        ("crashes", "crashes: the worker process died by SIGABRT", 1),
+        ("raises", "raises: KeyError: 'no such thing'", 0),
+        ("exits", "exits: SystemExit: 3", 0),
+    ],
+)
+async def test_a_bad_reward_costs_only_itself(workers: Workers, name: str, detail: str, killed: int) -> None:
+    started = time.monotonic()
+    bad = asyncio.create_task(workers.score(reward(name), sample()))
+    good = await asyncio.gather(*(workers.score(reward("length"), sample("ok")) for _ in range(10)))
+    with pytest.raises(ScoreFailed, match=rf"{detail}$") as caught:
+        await bad
+    assert caught.value.retry
+    assert good == [2.0] * 10
+    assert workers.num_killed == killed
+    assert time.monotonic() - started < 20
+    # Both places work again afterwards.
+    assert await asyncio.gather(*(workers.score(reward("length"), sample("ab")) for _ in range(4))) == [2.0] * 4
+
+
+async def test_a_number_that_is_none_is_not_worth_another_try(workers: Workers) -> None:
+    with pytest.raises(ScoreFailed, match="must be finite, got nan") as caught:
+        await workers.score(reward("nan"), sample())
+    assert not caught.value.retry
+
+
+async def test_a_reward_may_print(workers: Workers) -> None:
+    assert await workers.score(reward("prints"), sample()) == 2.0
+    assert await workers.score(reward("length"), sample("abc")) == 3.0
+
+
+async def test_what_a_killed_worker_started_dies_with_it(workers: Workers, tmp_path: Path) -> None:
+    with pytest.raises(ScoreFailed, match="no score within"):
+        await workers.score(reward("forks", folder=str(tmp_path)), sample())
+    for name in ("worker", "grandchild"):
+        pid = int((tmp_path / name).read_text())
+        for _ in range(50):
+            if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                break
+            await asyncio.sleep(0.1)
+        else:
+            pytest.fail(f"{name} {pid} is still alive")
+
+
+async def test_cancelled_work_does_not_answer_the_next_question(workers: Workers) -> None:
+    task = asyncio.create_task(workers.score(reward("hangs"), sample()))
+    await asyncio.sleep(0.3)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await asyncio.gather(*(workers.score(reward("length"), sample("abcd")) for _ in range(4))) == [4.0] * 4
+
+
+async def test_a_reward_that_cannot_be_loaded_stops_the_start() -> None:
+    pool = Workers(2, 1.0, [reward("absent")])
+    with pytest.raises(UserError, match="has no 'absent'"):
+        await pool.start()
+    await pool.close()
+    assert not pool._living
+
+
+async def test_cpu_time_is_counted_beyond_the_death_of_a_worker(workers: Workers) -> None:
+    before = workers.cpu_s()
+    with pytest.raises(ScoreFailed):
+        await workers.score(reward("hangs_on_x"), sample("x"))
+    assert workers.cpu_s() - before > 0.3
+
+
+def test_workers_do_not_outlive_a_hub_that_is_killed(tmp_path: Path) -> None:
+    code = (
+        "import asyncio, sys\nfrom rewardhub.workers import Workers\n"
+        "async def main():\n"
+        "    pool = Workers(2, 5.0, [])\n"
+        "    await pool.start()\n"
+        "    print(*(w.child.pid for w in pool._living), flush=True)\n"
+        "    await asyncio.sleep(600)\n"
+        "asyncio.run(main())\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as hub:
+        assert hub.stdout is not None
+        pids = [int(pid) for pid in hub.stdout.readline().split()]
+        assert len(pids) == 2
+        os.kill(hub.pid, signal.SIGKILL)
+        hub.wait()
+        deadline = time.monotonic() + 20
+        while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
