@@ -12,8 +12,9 @@ from broker.process import Member
 from broker.streams import EVALTICKETS, Stream
 from envhub.slots import Slots
 
-POLL_S: Final = 1.0  # at a queue that was empty
-CROWDED_POLL_S: Final = 0.05  # the same, when another queue wants the room
+IDLE_POLL_S: Final = 1.0  # at a queue that was empty, while the hub has little to do
+POLL_S: Final = 0.2  # the same, while it has much to do
+CROWDED_POLL_S: Final = 0.05  # the same, while another queue wants the room
 CROWDED_PAUSE_S: Final = 0.5  # before asking an empty queue again that had to make way
 EVAL_SHARE: Final = 2  # evaluations take at most one slot in so many
 
@@ -26,7 +27,6 @@ class Turnstile:
         self._line = asyncio.Lock()
         self._waiting = 0
         self._freed = asyncio.Event()
-        self._wanted = asyncio.Event()
 
     def poke(self) -> None:
         """Slots may have been freed."""
@@ -43,12 +43,10 @@ class Turnstile:
         try:
             async with self._line:
                 while not (count := self.slots.reserve(group_size, limit)):
-                    self._wanted.set()
                     await self._freed.wait()
                 return count
         finally:
             self._waiting -= 1
-            self._wanted.clear()
 
     def release(self, group_size: int, count: int) -> None:
         """Give back what ``reserve`` gave."""
@@ -59,10 +57,6 @@ class Turnstile:
     def crowded(self) -> bool:
         """Whether another queue waits for room."""
         return self._waiting > 0
-
-    async def wanted(self) -> None:
-        """Wait until another queue lacks room."""
-        await self._wanted.wait()
 
 
 @dataclass
@@ -98,7 +92,7 @@ class Feed:
         while True:
             await self.member.running.wait()
             if not self.ready(self.stream):
-                await self.member.roster.changed(POLL_S)
+                await self.member.roster.changed(IDLE_POLL_S)
             elif (most := self._most()) <= 0:
                 await self.turnstile.changed()
             else:
@@ -112,16 +106,17 @@ class Feed:
         taken = self.in_hand(self.stream)
         return max((slots // EVAL_SHARE - taken) // self.group_size, 0 if taken else 1)
 
+    def _patience_s(self, crowded: bool) -> float:
+        slots = self.turnstile.slots
+        return CROWDED_POLL_S if crowded or self._found else IDLE_POLL_S if slots.free > slots.n // 2 else POLL_S
+
     async def _fetch(self, queue: WorkQueue, most: int) -> None:
         size = self.group_size
-        # A queue that was empty gets room for one group only, and makes way when another wants that room.
+        # A queue that was empty gets room for one group only, and for a short while only where others may want it.
         count = await self.turnstile.reserve(size, most if self._found else 1)
         crowded = self.turnstile.crowded
         try:
-            if crowded or self._found:
-                deliveries = await queue.fetch(count, CROWDED_POLL_S)
-            else:
-                deliveries = await self._unless_wanted(queue, count)
+            deliveries = await queue.fetch(count, self._patience_s(crowded))
         finally:
             self.turnstile.release(size, count)
         self._found = bool(deliveries)
@@ -129,14 +124,3 @@ class Feed:
             self.group_size = self.accept(self.stream, self.domain, delivery) or self.group_size
         if crowded and not deliveries:
             await asyncio.sleep(CROWDED_PAUSE_S)
-
-    async def _unless_wanted(self, queue: WorkQueue, count: int) -> list[Delivery]:
-        fetch = asyncio.create_task(queue.fetch(count, POLL_S))
-        wanted = asyncio.create_task(self.turnstile.wanted())
-        try:
-            await asyncio.wait({fetch, wanted}, return_when=asyncio.FIRST_COMPLETED)
-            return fetch.result() if fetch.done() else []
-        finally:
-            for task in (fetch, wanted):
-                task.cancel()
-            await asyncio.gather(fetch, wanted, return_exceptions=True)

@@ -124,6 +124,11 @@ class Slots:
         return len(self._queue)
 
     @property
+    def free(self) -> int:
+        """Slots that nobody runs in, waits for or has reserved; negative when more wait than there is room for."""
+        return self.n - self._running - len(self._queue) - self._reserved
+
+    @property
     def jobs(self) -> list[str]:
         """Keys of the groups in hand, oldest first."""
         return list(self._groups)
@@ -135,8 +140,7 @@ class Slots:
         if self.draining:
             return 0
         need = self._need(group_size)
-        free = self.n - self._running - len(self._queue) - self._reserved
-        count = max(0, min(limit, free // need))
+        count = max(0, min(limit, self.free // need))
         self._reserved += count * need
         return count
 

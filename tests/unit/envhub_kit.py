@@ -75,7 +75,8 @@ class Count(Environment):
         self._trouble("step")
         reward = float("nan") if self.args.trouble == "nan" else 0.5
         done = self._at >= self.args.until
-        return StepResult(Observation(str(self._at), anchor=str(self._at)), reward, done, bool(text), done, metrics={"at": self._at})
+        anchor = str(self._at) if self.args.trouble != "large" else "x" * 3_000_000
+        return StepResult(Observation(str(self._at), anchor=anchor), reward, done, bool(text), done, metrics={"at": self._at})
 
     def close(self) -> None:
         type(self).closed += 1
