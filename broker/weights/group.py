@@ -13,9 +13,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Final, Literal
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -26,9 +27,13 @@ from broker.errors import TransferFailed
 Backend = Literal["gloo", "nccl"]
 
 IN_FLIGHT: Final = 3  # buckets on the wire at once
-POLL_S: Final = 0.0002
+POLL_S: Final = 0.0005
+SLICE_S: Final = 0.05
 PEEK_EVERY_S: Final = 0.1
 KEEP_S: Final = 3600.0  # store operations never end by the store's own timeout, which would write a page to stderr
+
+
+WATCHES: Final[WeakSet[Watch]] = WeakSet()  # whatever is waiting, so that the end of the process can end it
 
 
 class Watch:
@@ -38,6 +43,7 @@ class Watch:
         self.reason = ""
         self.beat_at = time.monotonic()
         self._peeked = 0.0
+        WATCHES.add(self)
 
     def cancel(self, reason: str) -> None:
         """End the wait with TransferFailed."""
@@ -77,13 +83,23 @@ def connect_store(host: str, port: int, timeout_s: float) -> TCPStore:
     Raises:
         TransferFailed: nobody answers there.
     """
+    if not reachable(host, port, timeout_s):
+        raise TransferFailed(f"nobody answers at the rendezvous store {host}:{port}")
     try:
-        socket.create_connection((host, port), timeout_s).close()  # a dead port is found out quietly
         store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
-    except (OSError, RuntimeError) as error:
+    except RuntimeError as error:
         raise TransferFailed(f"no rendezvous store at {host}:{port}: {first_line(error)}") from None
     store.set_timeout(timedelta(seconds=KEEP_S))
     return store
+
+
+def reachable(host: str, port: int, timeout_s: float) -> bool:
+    """Whether the store's process is there; asked first, because torch writes a stack trace to stderr when it is not."""
+    try:
+        socket.create_connection((host, port), timeout_s).close()
+    except OSError:
+        return False
+    return True
 
 
 class Communicator:
@@ -97,7 +113,7 @@ class Communicator:
         self, store: Store, name: str, rank: int, size: int, *, backend: Backend, host: str, timeout_s: float, connect_timeout_s: float
     ) -> None:
         self.name, self.rank, self.size, self.timeout_s = name, rank, size, timeout_s
-        self._works: list[Any] = []
+        self._polls = backend == "nccl"  # its wait with a timeout would abort the communicator
         make = _make_nccl if backend == "nccl" else _make_gloo
         try:
             self._group: Any = make(PrefixStore(f"{name}/group", store), rank, size, host, connect_timeout_s)
@@ -127,7 +143,7 @@ class Communicator:
             if not complete:
                 if time.monotonic() - progress_at > self.timeout_s:
                     raise TransferFailed(f"bucket {flying[0][0]} of {len(buckets)} took longer than {self.timeout_s:g} s")
-                time.sleep(POLL_S)
+                self._rest(flying[0][1])
                 continue
             progress_at = time.monotonic()
             for index, work in complete:
@@ -140,6 +156,14 @@ class Communicator:
         options.rootRank, options.rootTensor, options.asyncOp = 0, 0, True
         options.timeout = timedelta(seconds=self.timeout_s)
         return self._group.broadcast([bucket], options)
+
+    def _rest(self, work: Any) -> None:
+        """A moment until ``work`` may be complete; not longer, for it may be another one that fails."""
+        if self._polls:
+            time.sleep(POLL_S)
+            return
+        with suppress(RuntimeError):  # not done yet, or failed: the caller looks
+            work.wait(timedelta(seconds=SLICE_S))
 
     def close(self) -> threading.Thread:
         """Let go of it; gloo's destructor waits for operations that may still hang, so it runs in a thread of its own."""
@@ -192,6 +216,6 @@ def _environment(key: str, value: str) -> Any:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what torch says, without the source file it was built from."""
-    first = str(error).partition("\n")[0]
+    """The first line of what torch says, without the source file it was built from and without its advice."""
+    first = str(error).partition("\n")[0].partition(" This is typically caused")[0]
     return first.partition("] ")[2] if first.startswith("[/") else first

@@ -135,8 +135,10 @@ class Membership:
             failed: None when every member has its bytes; else the members to blame, as far as known.
         """
         assert self._running is not None, "no transfer is running"
-        if failed is not None:
+        asked_again = self._running.version == self.version and bool(self._joins.keys() & set(self._running.members))
+        if failed is not None or asked_again:
             self._communicator = None
+        if failed is not None:
             self._suspects.update(failed)
         elif self._running.version == self.version:
             self._received.update(self._running.members)

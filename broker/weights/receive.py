@@ -29,6 +29,7 @@ Load = Callable[[Mapping[str, Tensor], wire.WeightsOffer], Awaitable[None]]
 
 SAY_EVERY_S: Final = 10.0  # a learner that is away is mentioned this often
 STUCK_AFTER_S: Final = 10.0  # beyond the longest wait a thread has agreed to
+LEAVE_WITHIN_S: Final = 1.0  # a thread that was told to leave and does not hangs in a call that knows no timeout
 
 
 class Receiver:
@@ -66,7 +67,7 @@ class Receiver:
         self._state = Acceptance(self.plan.digest, None)
         self._flat: Flat | None = None
         self._communicator: Communicator | None = None
-        self._watch = Watch()
+        self._watch, self._receiving_epoch = Watch(), 0
         self._changed, self._served = asyncio.Event(), asyncio.Condition()
         self._tasks: list[asyncio.Task[None]] = []
         self._said = -SAY_EVERY_S
@@ -112,6 +113,8 @@ class Receiver:
     async def _follow_offers(self) -> None:
         async for offer in self._bus.watch_last(WEIGHTS):
             assert isinstance(offer, wire.WeightsOffer)
+            if offer.epoch > self._receiving_epoch:
+                self._watch.cancel(f"the learner of epoch {offer.epoch} took over")
             refused = self._state.offered(offer)
             self.refused = ""
             if offer.plan != self.plan.digest and self._state.newest is offer:
@@ -188,7 +191,8 @@ class Receiver:
             raise TransferFailed(f"the learner sends by {offer.backend}, this server is set to {self._settings.backend}")
         flat = self._flat or Flat(self.plan, self._device)
         communicator, self._flat, self._communicator = self._communicator, None, None
-        watch = self._watch = Watch()
+        watch, self._receiving_epoch = Watch(), offer.epoch
+        self._watch = watch
         started = time.monotonic()
         self._communicator = await _patiently(
             in_thread(lambda: self._take(answer, offer.digest, flat, communicator, watch), "weights-receive"), watch, answer.timeout_s
@@ -234,8 +238,9 @@ async def _patiently(future: asyncio.Future[Communicator], watch: Watch, timeout
     """
     while not future.done():
         await asyncio.wait({future}, timeout=0.5)
-        if not future.done() and time.monotonic() - watch.beat_at > timeout_s + STUCK_AFTER_S:
+        silent_s = time.monotonic() - watch.beat_at
+        if not future.done() and silent_s > (LEAVE_WITHIN_S if watch.reason else timeout_s + STUCK_AFTER_S):
             future.cancel()
-            watch.cancel("given up")
-            raise TransferFailed(f"stuck for more than {timeout_s + STUCK_AFTER_S:g} s; the learner may be stopped")
+            watch.cancel(f"stuck for {silent_s:.0f} s; the learner may be stopped")
+            raise TransferFailed(watch.reason)
     return future.result()

@@ -6,13 +6,19 @@ A blocking call gets a daemon thread of its own: one that hangs in torch is left
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
+from weakref import WeakSet
+
+from broker.weights.group import WATCHES
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+_threads: WeakSet[threading.Thread] = WeakSet()
 
 
 def spawn(body: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -49,5 +55,17 @@ def in_thread(call: Callable[[], T], name: str) -> asyncio.Future[T]:
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, result, failure)
 
-    threading.Thread(target=run, name=name, daemon=True).start()
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    _threads.add(thread)
+    thread.start()
     return future
+
+
+@atexit.register
+def leave(within_s: float = 1.0) -> None:
+    """End all waits: Python kills a daemon thread inside torch in a way that aborts the process."""
+    for watch in list(WATCHES):
+        watch.cancel("the process ends")
+    deadline = time.monotonic() + within_s
+    for thread in list(_threads):
+        thread.join(max(0.0, deadline - time.monotonic()))

@@ -23,7 +23,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from broker import wire
 from broker.errors import TransferFailed
 from broker.weights.digest import combine, digest_bucket
-from broker.weights.group import Backend, Communicator, Watch, first_line
+from broker.weights.group import Backend, Communicator, Watch, first_line, reachable
 from broker.weights.membership import Start, parse_session
 from broker.weights.staging import Flat
 
@@ -160,9 +160,10 @@ def follow(
         if (received := combine(digests)) != digest:
             raise TransferFailed(f"digest of version {session.version}: received {received}, offered {digest}; nothing was loaded")
     except TransferFailed as error:
-        with suppress(TransferFailed):  # the store may be what failed
-            lines.say(f"ready/{rank}", str(error))
-            lines.say(f"done/{rank}", str(error))
+        if reachable(session.host, session.port, 1.0):
+            with suppress(TransferFailed):  # the store may be what failed
+                lines.say(f"ready/{rank}", str(error))
+                lines.say(f"done/{rank}", str(error))
         if group is not None:
             group.close()
         raise

@@ -18,6 +18,7 @@ from weights_model import SHAPES, content, make_tensors, probe_of
 from broker import wire
 from broker.errors import Fenced
 from broker.jetstream import Bus
+from broker.presence import Roster
 from broker.streams import WEIGHTS
 from broker.weights.send import Sender
 from broker.weights.staging import plan_of
@@ -58,10 +59,10 @@ async def spawn(broker_url: str, run_name: str, bus: Bus) -> AsyncIterator[Spawn
     """Starts receivers; all of them are killed afterwards."""
     children: list[Child] = []
 
-    async def start(server: str, **options: Any) -> Child:
+    async def start(server: str, *, script: str = "weights_child.py", **options: Any) -> Child:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
-            str(HERE / "weights_child.py"),
+            str(HERE / script),
             broker_url,
             run_name,
             server,
@@ -153,6 +154,36 @@ async def test_stopped_in_the_middle_costs_its_timeout_at_most(sender: Sender, s
     assert (await victim.hears(event="loaded"))["content"] == load["content"]
 
 
+class StubRoster(Roster):
+    """Says what the test says."""
+
+    def __init__(self, *servers: str) -> None:
+        self.servers = set(servers)
+
+    def alive(self, role: str) -> list[wire.Presence]:
+        assert role == "rollout"
+        return [wire.Presence(role=role, id=server, host="h", pid=1, state="serving") for server in sorted(self.servers)]
+
+
+async def test_member_that_lost_presence_ends_a_transfer_before_its_timeout(bus: Bus, spawn: Spawn) -> None:
+    victim, survivor = await spawn("r1", at_bucket=6, do="stop"), await spawn("r2")
+    await ready(victim, survivor)
+    roster = StubRoster("r1", "r2")
+    sender = Sender(bus, plan_of(make_tensors(0), 1), epoch=1, settings=Settings(timeout_s=60.0), roster=roster)
+    await sender.start()
+    try:
+        expected = offer(sender, 0)
+        await victim.hears(event="stop")
+        roster.servers.discard("r1")
+        started = time.monotonic()
+        assert (await survivor.hears(event="loaded"))["content"] == expected
+        assert time.monotonic() - started < 8
+    finally:
+        started = time.monotonic()
+        await sender.close()
+        assert time.monotonic() - started < 3
+
+
 async def test_corrupted_bytes_are_not_loaded(sender: Sender, spawn: Spawn) -> None:
     child = await spawn("r1", at_bucket=3, do="corrupt")
     await ready(child)
@@ -193,6 +224,14 @@ async def test_another_model_is_refused_in_one_line_with_the_first_difference(se
     )
 
 
+async def becomes_fenced(sender: Sender) -> bool:
+    for _ in range(200):
+        if sender.fenced:
+            return True
+        await asyncio.sleep(0.05)
+    return False
+
+
 async def test_newer_learner_takes_over_and_the_older_is_fenced(bus: Bus, sender: Sender, spawn: Spawn) -> None:
     child = await spawn("r1")
     await ready(child)
@@ -204,9 +243,7 @@ async def test_newer_learner_takes_over_and_the_older_is_fenced(bus: Bus, sender
         expected = offer(second, 4)  # resumed from a checkpoint before version 5
         assert (await child.hears(event="loaded", epoch=2))["content"] == expected
         offer(sender, 6)
-        async with asyncio.timeout(10):
-            while not sender.fenced:
-                await asyncio.sleep(0.05)
+        assert await becomes_fenced(sender)
         async for newest in bus.watch_last(WEIGHTS):
             assert isinstance(newest, wire.WeightsOffer)
             assert (newest.epoch, newest.version) == (2, 4)
@@ -216,3 +253,21 @@ async def test_newer_learner_takes_over_and_the_older_is_fenced(bus: Bus, sender
             await third.start()
     finally:
         await second.close()
+
+
+@pytest.mark.parametrize("do", ["kill", "stop"])
+async def test_learner_that_dies_or_hangs_in_the_middle_is_succeeded(bus: Bus, spawn: Spawn, do: str) -> None:
+    children = [await spawn("r1"), await spawn("r2")]
+    await ready(*children)
+    learner = await spawn("learner", script="weights_learner.py", at_bucket=9, do=do)
+    await learner.hears(event=do)
+    successor = Sender(bus, plan_of(make_tensors(0), 1), epoch=2, settings=SETTINGS)
+    await successor.start()
+    try:
+        expected = offer(successor, 0)
+        started = time.monotonic()
+        loads = await asyncio.gather(*(child.hears(event="loaded") for child in children))
+        assert [(load["epoch"], load["content"]) for load in loads] == [(2, expected)] * 2
+        assert time.monotonic() - started < 10
+    finally:
+        await successor.close()

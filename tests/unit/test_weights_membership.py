@@ -1,0 +1,191 @@
+"""Who is sent what in which communicator: by hand, and under any interleaving."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from broker import wire
+from broker.weights.membership import Action, Cancel, Membership, Refuse, Start, parse_session
+
+GATHER_S, TTL_S = 0.5, 5.0
+
+
+def join(server: str, version: int, *, epoch: int = 1, plan: str = "p") -> wire.WeightsJoin:
+    return wire.WeightsJoin(server=server, epoch=epoch, version=version, plan=plan)
+
+
+def make(version: int = 1) -> Membership:
+    state = Membership(1, "p", gather_s=GATHER_S, join_ttl_s=TTL_S)
+    assert state.offered(version) == []
+    return state
+
+
+def test_waits_for_the_expected_and_starts_when_they_are_here() -> None:
+    state = make()
+    assert state.joined(join("b", 1), 10.0) == []
+    assert state.tick(10.1, {"a", "b"}, None) == []
+    assert state.joined(join("a", 1), 10.2) == []
+    assert state.tick(10.2, {"a", "b"}, None) == [Start("1-1.0", 1, ("a", "b"), fresh=True)]
+
+
+def test_does_not_wait_longer_than_the_gathering_time() -> None:
+    for expected in (None, {"a", "b"}):
+        state = make()
+        state.joined(join("b", 1), 10.0)
+        assert state.tick(10.49, expected, None) == []
+        assert state.tick(10.51, expected, None) == [Start("1-1.0", 1, ("b",), fresh=True)]
+
+
+def test_same_members_use_the_communicator_again() -> None:
+    state = make()
+    sessions = []
+    for version, members in ((1, "ab"), (2, "ab"), (3, "a"), (4, "a"), (5, "ab")):
+        if version > 1:
+            state.offered(version)
+        for server in members:
+            state.joined(join(server, version), 0.0)
+        (start,) = state.tick(0.0, set(members), None)
+        assert isinstance(start, Start)
+        sessions.append((start.session, start.fresh))
+        state.ended(0.0, None)
+    assert sessions == [("1-1.0", True), ("1-1.1", False), ("1-2.0", True), ("1-2.1", False), ("1-3.0", True)]
+
+
+def test_failure_ends_the_communicator_and_the_failed_are_not_waited_for() -> None:
+    state = make()
+    for server in "ab":
+        state.joined(join(server, 1), 0.0)
+    state.tick(0.0, {"a", "b"}, None)
+    state.ended(1.0, {"a"})
+    state.joined(join("b", 1), 1.0)
+    assert state.tick(1.0, {"a", "b"}, None) == [Start("1-2.0", 1, ("b",), fresh=True)]
+    state.ended(2.0, None)
+    state.joined(join("a", 1), 3.0)  # it was only slow
+    assert state.tick(3.0, {"a"}, None) == [Start("1-3.0", 1, ("a",), fresh=True)]
+
+
+def test_server_that_asks_again_for_what_it_got_gets_a_new_communicator() -> None:
+    state = make()
+    for _ in range(2):
+        state.joined(join("a", 1), 0.0)
+        (start,) = state.tick(0.0, {"a"}, None)
+        assert isinstance(start, Start)
+        assert start.fresh
+        state.ended(0.0, None)
+
+
+def test_refusals() -> None:
+    state = make(version=4)
+    assert state.joined(join("a", 4, epoch=2), 0.0) == [Refuse("a", "epoch 2 is over, this is epoch 1")]
+    assert state.joined(join("a", 3), 0.0) == [Refuse("a", "superseded by version 4")]
+    assert state.joined(join("a", 4, plan="q"), 0.0) == [Refuse("a", "another model: bucket plan q is not the offer's p")]
+    state.joined(join("a", 4), 0.0)
+    assert state.offered(5) == [Refuse("a", "superseded by version 5")]
+    assert state.tick(9.0, set(), None) == []
+
+
+def test_join_whose_server_gave_up_waiting_is_forgotten() -> None:
+    state = make()
+    state.joined(join("a", 1), 0.0)
+    assert state.tick(TTL_S + 0.1, {"a"}, None) == []
+    assert not state.busy
+
+
+def test_running_transfer_goes_on_beside_a_newer_offer_and_later_joins_wait() -> None:
+    state = make()
+    state.joined(join("a", 1), 0.0)
+    state.tick(0.0, {"a"}, {"a"})
+    state.offered(2)
+    state.joined(join("b", 2), 0.1)
+    assert state.tick(0.1, {"b"}, {"a", "b"}) == []
+    state.ended(0.2, None)
+    assert state.tick(0.2, {"b"}, {"a", "b"}) == [Start("1-2.0", 2, ("b",), fresh=True)]
+
+
+def test_member_that_goes_away_ends_the_transfer() -> None:
+    state = make()
+    for server in "ab":
+        state.joined(join(server, 1), 0.0)
+    state.tick(0.0, {"a", "b"}, {"a", "b"})
+    assert state.tick(0.1, set(), {"a", "b"}) == []
+    assert state.tick(0.2, set(), {"b"}) == [Cancel("a went away")]
+    assert state.tick(0.3, None, None) == []
+
+
+def test_session_names() -> None:
+    assert parse_session("3-14.2") == ("3-14", 2)
+
+
+class Interleavings(RuleBasedStateMachine):
+    """Servers with communicators of their own, and a sender that may be interrupted anywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now, self.version = 0.0, 0
+        self.state = Membership(1, "p", gather_s=GATHER_S, join_ttl_s=TTL_S)
+        self.state.offered(0)
+        self.waiting: dict[str, int] = {}  # server -> version it asked for
+        self.known: dict[str, str] = {}  # server -> the communicator it has
+        self.running: Start | None = None
+
+    def perform(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Refuse):
+                self.waiting.pop(action.server, None)
+            elif isinstance(action, Start):
+                assert self.running is None, "two transfers at once"
+                assert action.version == self.version, "only the newest is started"
+                assert list(action.members) == sorted(set(action.members))
+                name, uses = parse_session(action.session)
+                assert action.fresh == (uses == 0)
+                for server in action.members:
+                    assert self.waiting.pop(server) == action.version, "only those who asked and still wait"
+                    if action.fresh:
+                        self.known[server] = name
+                    else:
+                        assert self.known[server] == name, "used again only where every member has it"
+                self.running = action
+
+    @rule(server=st.sampled_from("abcd"))
+    def join_newest(self, server: str) -> None:
+        if self.running is not None and server in self.running.members and self.running.version == self.version:
+            self.known.pop(server, None)  # it was restarted
+        self.waiting[server] = self.version
+        self.perform(self.state.joined(join(server, self.version), self.now))
+
+    @rule(server=st.sampled_from("abcd"))
+    def join_older(self, server: str) -> None:
+        if self.version and server not in self.waiting:
+            assert self.state.joined(join(server, self.version - 1), self.now) == [Refuse(server, f"superseded by version {self.version}")]
+
+    @rule()
+    def offer(self) -> None:
+        self.version += 1
+        self.perform(self.state.offered(self.version))
+        assert not self.waiting, "whoever waited was told"
+
+    @rule(seconds=st.floats(0.01, 2.0), expected=st.none() | st.sets(st.sampled_from("abcd")))
+    def time_passes(self, seconds: float, expected: set[str] | None) -> None:
+        self.now += seconds
+        self.perform(self.state.tick(self.now, expected, None))
+
+    @precondition(lambda self: self.running is not None)
+    @rule(failed=st.none() | st.sets(st.sampled_from("abcd")))
+    def transfer_ends(self, failed: set[str] | None) -> None:
+        assert self.running is not None
+        if failed is not None:
+            for server in self.running.members:
+                self.known.pop(server, None)
+        self.state.ended(self.now, failed)
+        self.running = None
+
+    @invariant()
+    def nobody_waits_for_ever(self) -> None:
+        if self.waiting:
+            assert self.state.busy
+
+
+Interleavings.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestInterleavings = Interleavings.TestCase
