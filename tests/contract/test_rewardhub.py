@@ -1,0 +1,298 @@
+"""Real reward hubs on a real broker: scored once, passed on, closed with a reason, never lost, never a made-up zero."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from broker import runspec, wire
+from broker.jetstream import Bus, LogRecord
+from broker.presence import Roster
+from broker.store import store
+from broker.streams import CONTROL, DEAD, EPISODES, EVALS, SAMPLES, Stream
+
+ROOT = Path(__file__).parents[2]
+FUNCTIONS = str(ROOT / "tests" / "unit" / "reward_functions.py")
+CONFIG: dict[str, Any] = {
+    "domains": {
+        "qa": {
+            "env": "qa",
+            "rewards": [
+                {"name": "math_answer", "weight": 2.0},
+                {"name": f"{FUNCTIONS}:length", "weight": -0.125, "pool": "style"},
+            ],
+        },
+        "trap": {"env": "qa", "rewards": [{"name": f"{FUNCTIONS}:hangs_on_x"}]},
+        "lake": {"env": "frozenlake"},
+    },
+    "rewardhub": {"workers": 2, "timeout_s": 1.0, "max_retries": 1, "max_groups": 4, "drain_timeout_s": 20.0},
+}
+
+
+def trajectory(episode: int, response: str) -> wire.Trajectory:
+    return wire.Trajectory(
+        episode=episode,
+        token_ids=wire.column([5, 6, 7], "<i4"),
+        loss_mask=wire.column([0, 1, 1], "|u1"),
+        logprobs=wire.column([0, -1, -2], "<f4"),
+        version_runs=wire.column([4, 2], "<i4"),
+        turns=[wire.Turn(start=1, end=3, reward=0.0, valid=True, finish_reason="stop", server="r1")],
+        reward=0.0,
+        reward_parts={},
+        success=False,
+        end="terminated",
+        response=response,
+    )
+
+
+def group(
+    ticket: int, *responses: str, domain: str = "qa", pools: tuple[str, ...] = ("default", "style"), eval_step: int = -1
+) -> wire.Group:
+    return wire.Group(
+        ticket=ticket, domain=domain, task_index=0, min_version=0, hub="e1", deliveries=1, pools=list(pools), prompt="6 * 7?",
+        reference="6 * 7 = 42\n#### 42", trajectories=[trajectory(i, text) for i, text in enumerate(responses)], eval_step=eval_step,
+    )  # fmt: skip
+
+
+class HubProcess:
+    """One ``rewardhub`` as a child process."""
+
+    def __init__(self, process: asyncio.subprocess.Process, name: str) -> None:
+        self.process, self.name = process, name
+
+    async def end(self, number: int = signal.SIGTERM) -> tuple[int, str]:
+        """Send a signal and wait; exit code and what it wrote to stderr."""
+        if self.process.returncode is None:
+            self.process.send_signal(number)
+        return await self.wait()
+
+    async def wait(self) -> tuple[int, str]:
+        _, error = await asyncio.wait_for(self.process.communicate(), 60)
+        assert self.process.returncode is not None
+        return self.process.returncode, error.decode()
+
+
+@asynccontextmanager
+async def hub(url: str, run: str, name: str, *words: str) -> AsyncIterator[HubProcess]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "rewardhub.cli", "--broker", url, "--run", run, "--id", name, *words,
+        stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    started = HubProcess(process, name)
+    try:
+        yield started
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.communicate()
+
+
+async def publish_spec(bus: Bus, config: dict[str, Any] = CONFIG) -> None:
+    spec = wire.RunSpec(run=bus.run, wire_version=wire.WIRE_VERSION, epoch=1, config=config, model_path="none")
+    await runspec.publish_runspec(bus, spec)
+
+
+async def put(bus: Bus, one: wire.Group) -> None:
+    await bus.publish(EPISODES, one, key=one.pools[0], ticket=one.ticket)
+
+
+async def put_bytes(bus: Bus, pool: str, data: bytes, ticket: int) -> None:
+    headers = {wire.TICKET_HEADER: str(ticket)} if ticket else {}
+    await store(bus.link, EPISODES.stream_name(bus.run), EPISODES.subject(bus.run, pool), data, headers)
+
+
+async def records(bus: Bus, stream: Stream, count: int, within_s: float = 60.0) -> list[LogRecord]:
+    """The first ``count`` records of a log."""
+    found: list[LogRecord] = []
+    async with asyncio.timeout(within_s):
+        async for record in bus.read_log(stream, 1):
+            found.append(record)
+            if len(found) == count:
+                break
+    return found
+
+
+async def until(condition: Callable[[], Any], within_s: float = 30.0) -> None:
+    async with asyncio.timeout(within_s):
+        while True:
+            result = condition()
+            if await result if asyncio.iscoroutine(result) else result:
+                return
+            await asyncio.sleep(0.05)
+
+
+async def empty(bus: Bus) -> bool:
+    return not sum((await bus.depth(EPISODES)).values())
+
+
+async def test_groups_visit_their_pools_and_end_in_their_log(bus: Bus, broker_url: str) -> None:
+    await publish_spec(bus)
+    for ticket in (1, 2):
+        await put(bus, group(ticket, "#### 42", "#### 41"))
+    await put(bus, group(3, "so 42", eval_step=20))
+    async with hub(broker_url, bus.run, "math", "--pools", "default"), hub(broker_url, bus.run, "style", "--pools", "style"):
+        found = await records(bus, SAMPLES, 2)
+        (measured,) = await records(bus, EVALS, 1)
+        await until(lambda: empty(bus))
+    assert sorted(record.ticket for record in found) == [1, 2]
+    for record in found:
+        done = record.message
+        assert isinstance(done, wire.Group)
+        assert (done.ticket, done.pools, done.reward_hubs) == (record.ticket, [], ["math", "style"])
+        right, wrong = done.trajectories
+        assert (right.reward, right.reward_parts, right.success) == (2.0 - 7 / 8, {"math_answer": 1.0, "length": 7.0}, True)
+        assert (wrong.reward, wrong.reward_parts, wrong.success) == (-7 / 8, {"math_answer": 0.0, "length": 7.0}, False)
+        assert done.reward_s > 0
+        assert done.reference == "6 * 7 = 42\n#### 42"
+    assert isinstance(measured.message, wire.Group)
+    assert (measured.message.eval_step, measured.message.trajectories[0].success) == (20, True)
+    assert await bus.last_seq(DEAD) == 0
+
+
+async def test_a_reward_that_hangs_closes_its_ticket_and_nothing_else(bus: Bus, broker_url: str) -> None:
+    await publish_spec(bus)
+    bad = group(1, "fine", "x", domain="trap", pools=("default",))
+    await put(bus, bad)
+    for ticket in range(2, 8):
+        await put(bus, group(ticket, "fine", "fine", domain="trap", pools=("default",)))
+    async with hub(broker_url, bus.run, "h", "--workers", "2"):
+        found = await records(bus, SAMPLES, 7)
+        await until(lambda: empty(bus))
+        (dead,) = await records(bus, DEAD, 1)
+    by_ticket = {record.ticket: record.message for record in found}
+    closed = by_ticket.pop(1)
+    assert isinstance(closed, wire.Closed)
+    assert (closed.reason, closed.domain, closed.by, closed.eval_step) == ("reward_error", "trap", "h", -1)
+    assert closed.detail.startswith("episode 1: ")
+    assert closed.detail.endswith("hangs_on_x: no score within 1 s (after 2 tries)")
+    assert sorted(by_ticket) == [2, 3, 4, 5, 6, 7]
+    assert all(isinstance(m, wire.Group) and [t.reward for t in m.trajectories] == [1.0, 1.0] for m in by_ticket.values())
+    letter = dead.message
+    assert isinstance(letter, wire.DeadLetter)
+    assert (letter.stream, letter.ticket, letter.by, letter.data) == ("episodes", 1, "h", wire.encode(bad))
+    assert letter.reason.startswith("reward_error: episode 1: ")
+
+
+async def test_malformed_messages_close_their_ticket_by_the_header_and_work_goes_on(bus: Bus, broker_url: str) -> None:
+    await publish_spec(bus)
+    unknown_field = msgspec.msgpack.encode({**msgspec.msgpack.decode(wire.encode(group(12, "a", eval_step=5))), "extra": 1})
+    await put_bytes(bus, "default", b"\xc1 not MessagePack", 11)
+    await put_bytes(bus, "default", unknown_field, 12)
+    await put_bytes(bus, "default", b"", 0)
+    await put_bytes(bus, "default", wire.encode(group(13, "a", pools=("style",))), 13)
+    await put_bytes(bus, "default", wire.encode(group(14, "a", domain="elsewhere")), 14)
+    await put(bus, group(15, "#### 42"))
+    async with hub(broker_url, bus.run, "h"):
+        found = await records(bus, SAMPLES, 4)
+        (of_evaluation,) = await records(bus, EVALS, 1)
+        letters = await records(bus, DEAD, 5)
+        await until(lambda: empty(bus))
+    closed = {r.ticket: r.message for r in [*found, of_evaluation] if isinstance(r.message, wire.Closed)}
+    assert {ticket: message.reason for ticket, message in closed.items()} == dict.fromkeys((11, 12, 13, 14), "malformed")
+    assert (closed[12].eval_step, closed[11].eval_step) == (5, -1)
+    assert closed[13].detail == "in the queue of pool default, but its pools are ['style']"
+    assert closed[14].detail == "domain 'elsewhere' is not one of the run's: qa, trap, lake"
+    assert [r.ticket for r in found if isinstance(r.message, wire.Group)] == [15]
+    assert sorted(r.message.ticket for r in letters if isinstance(r.message, wire.DeadLetter)) == [0, 11, 12, 13, 14]
+    assert {r.message.data for r in letters if isinstance(r.message, wire.DeadLetter)} >= {b"\xc1 not MessagePack", unknown_field, b""}
+
+
+async def test_a_hub_that_is_killed_loses_nothing(bus: Bus, broker_url: str) -> None:
+    slow = {**CONFIG, "rewardhub": {**CONFIG["rewardhub"], "timeout_s": 600.0}}
+    await publish_spec(bus, slow)
+    await put(bus, group(1, "x", domain="trap", pools=("default",)))
+    await put(bus, group(2, "#### 42", pools=("default",)))
+    async with hub(broker_url, bus.run, "first", "--workers", "2") as first:
+        await records(bus, SAMPLES, 1)  # the good one is through, the other hangs
+        code, _ = await first.end(signal.SIGKILL)
+        assert code == -signal.SIGKILL
+    await publish_spec(bus)  # as a learner that resumes with a shorter timeout would
+    async with hub(broker_url, bus.run, "second"):
+        found = await records(bus, SAMPLES, 2)
+        await until(lambda: empty(bus))
+    assert isinstance(found[0].message, wire.Group)
+    assert isinstance(found[1].message, wire.Closed)
+    assert (found[1].message.ticket, found[1].message.reason, found[1].message.by) == (1, "reward_error", "second")
+
+
+async def test_draining_finishes_what_it_has_and_leaves_the_rest(bus: Bus, broker_url: str) -> None:
+    await publish_spec(bus)
+    roster = Roster(bus)
+    following = asyncio.create_task(roster.serve())
+    async with hub(broker_url, bus.run, "h") as one:
+        await until(lambda: [p for p in roster.alive("rewardhub") if p.state == "serving"])
+        (presence,) = roster.alive("rewardhub")
+        assert (presence.id, presence.serves, presence.slots) == ("h", ["default", "style"], 4)
+        await put(bus, group(1, "x", domain="trap", pools=("default",)))
+        await until(lambda: [p for p in roster.alive("rewardhub") if p.running])
+        code, error = await one.end()
+        assert code == 0, error
+        assert "Traceback" not in error
+        (ended,) = await records(bus, SAMPLES, 1)
+        assert isinstance(ended.message, wire.Closed)  # it had its tries before the hub left
+        await put(bus, group(2, "#### 42", pools=("default",)))
+        assert await bus.depth(EPISODES) == {"default": 1}
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+
+
+async def test_metrics_tell_what_it_does(bus: Bus, broker_url: str) -> None:
+    await publish_spec(bus)
+    seen: list[wire.Metrics] = []
+
+    async def watch() -> None:
+        async for metrics in bus.watch_metrics():
+            seen.append(metrics)
+
+    watching = asyncio.create_task(watch())
+    async with hub(broker_url, bus.run, "h"):
+        await until(lambda: seen)
+        await put(bus, group(1, "#### 42", "#### 1", pools=("default",)))
+        await until(lambda: any(m.values.get("rewardhub/groups") == 1 for m in seen))
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    scored = next(m for m in seen if "reward/mean" in m.values)
+    assert (scored.role, scored.id) == ("rewardhub", "h")
+    assert (scored.values["reward/mean"], scored.values["reward/math_answer"]) == (1.0, 0.5)
+    assert scored.values["time/reward"] > 0
+    assert seen[-1].values["process/cpu_s"] > 0.1
+
+
+async def test_a_run_without_rewards_keeps_the_hub_idle_until_it_ends(bus: Bus, broker_url: str) -> None:
+    await publish_spec(bus, {"domains": {"lake": {"env": "frozenlake"}}})
+    async with hub(broker_url, bus.run, "h") as one:
+        await asyncio.sleep(1.5)
+        await (await bus.key_value(CONTROL)).put(bus.run, wire.DesiredState(state="stopped", reason="all steps done"))
+        code, error = await one.wait()
+    assert code == 0, error
+    assert "no domain of this run has a reward for a hub" in error
+
+
+@pytest.mark.parametrize(
+    ("words", "change", "line"),
+    [
+        (("--pools", "styel"), {}, "error: --pools: 'styel' is not allowed; the pools of this run are default, style"),
+        ((), {"name": "/nowhere/f.py:score"}, "error: rewards.name: '/nowhere/f.py:score' is not allowed; there is no file /nowhere/f.py"),
+    ],
+)
+async def test_bad_input_is_one_line_and_exit_code_two(
+    bus: Bus, broker_url: str, words: tuple[str, ...], change: dict[str, str], line: str
+) -> None:
+    config = CONFIG
+    if change:
+        config = {"domains": {"qa": {"env": "qa", "rewards": [change]}}}
+    await publish_spec(bus, config)
+    async with hub(broker_url, bus.run, "h", *words) as one:
+        code, error = await one.wait()
+    assert code == 2
+    assert [text for text in error.splitlines() if text.startswith("error: ")] == [line]
+    assert "Traceback" not in error
