@@ -18,7 +18,7 @@ from text.config import ModelSection
 class Backend(Protocol):
     """A policy, its optimizer and its gradient. Used by one thread at a time.
 
-    A step is any number of ``forward_backward`` calls and one ``step``. State may be taken and loaded only between steps.
+    A step is any number of ``forward_backward`` calls and one ``step``, or ``discard``. State may be taken and loaded only between steps.
 
     Args:
         model_path: folder or hub name of the weights to start from, in Hugging Face format.
@@ -60,6 +60,10 @@ class Backend(Protocol):
 
     def step(self) -> dict[str, float]:
         """Normalise over all that was added since the last step, clip, update; the step's metrics by their published names."""
+        ...
+
+    def discard(self) -> None:
+        """Forget what was added since the last step, as if the step under way had not begun."""
         ...
 
     def weights(self) -> dict[str, Tensor]:

@@ -86,6 +86,12 @@ class Optimizer:
         self.updates += 1
         return {"grad_norm": float(norm), "lr": lr, "skipped": float(not finite)}
 
+    def discard(self) -> None:
+        """Forget the gradient."""
+        self._adamw.zero_grad()
+        for parameter in self._live.values():
+            parameter.grad = None
+
     def state(self) -> dict[str, Tensor]:
         """CPU copies of moments, master weights and counts, by ``<kind>.<parameter name>``."""
         found = {"updates": torch.tensor(self.updates)}

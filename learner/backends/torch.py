@@ -100,6 +100,11 @@ class TorchBackend:
         self._counts, self._sums = Counts(), dict[str, float]()
         return metrics
 
+    def discard(self) -> None:
+        """Forget what was added since the last step, as if the step under way had not begun."""
+        self._optimizer.discard()
+        self._counts, self._sums = Counts(), dict[str, float]()
+
     def weights(self) -> dict[str, Tensor]:
         """The live tensors by their state-dict names, tied ones once; they change at the next ``step``."""
         return self.policy.weights()

@@ -179,6 +179,18 @@ def test_state_within_a_step_is_refused(path):
         trainer.state()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_discarded_step_leaves_no_trace(path, dtype):
+    trainers = [backend(path, model=ModelSection(dtype=dtype)) for _ in range(2)]
+    trainers[0].forward_backward(samples(1))
+    trainers[0].discard()
+    assert trainers[0].state()
+    for trainer in trainers:
+        trainer.forward_backward(samples(2))
+    assert trainers[0].step() == trainers[1].step()
+    assert torch.equal(flat(trainers[0]), flat(trainers[1]))
+
+
 def test_the_state_of_another_model_is_refused_and_changes_nothing(path):
     trainer = backend(path)
     state = trainer.state()
