@@ -1,0 +1,90 @@
+"""Checkpoints: whole or not there, found in order, pruned from the oldest."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from broker.errors import UserError
+from learner import checkpoint
+from learner.grants import DomainRule, Rules
+from learner.ledger import Arrived, Ledger
+
+
+class Stub:
+    """As much of a backend as a checkpoint needs."""
+
+    def __init__(self) -> None:
+        self.loaded: dict[str, Tensor] = {}
+        self.broken = False
+
+    def save(self, path: Path) -> None:
+        (path / "config.json").write_text("{}")
+        if self.broken:
+            raise RuntimeError("the disk is full")
+
+    def state(self) -> dict[str, Tensor]:
+        return {"optimizer.step": torch.tensor([7]), "rng.cpu": torch.arange(4, dtype=torch.uint8)}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        self.loaded = state
+
+
+def ledger_at(step: int) -> dict[str, Any]:
+    rules = Rules(steps=12, groups_per_step=1, max_staleness=1, on_late="wait", seed=0, domains=(DomainRule("lake", 1.0, 2, 2, 1.0),))
+    ledger = Ledger(rules)
+    ledger.open_credit()
+    for seq in range(1, step + 1):
+        ledger.apply(Arrived(seq, ledger.ticket(seq).min_version, (0.0, 1.0)), seq)
+        ledger.complete_step()
+    return ledger.dump()
+
+
+def test_written_found_and_loaded(tmp_path: Path) -> None:
+    folder, backend = tmp_path / "checkpoints", Stub()
+    assert checkpoint.newest(folder) is None
+    for step in (2, 10):
+        path = checkpoint.write(folder, backend, ledger_at(step), epoch=3)  # type: ignore[arg-type]
+        assert path == folder / f"step-{step:06d}"
+    found = checkpoint.newest(folder)
+    assert found is not None
+    assert (found.path, found.step, found.epoch, found.ledger) == (folder / "step-000010", 10, 3, ledger_at(10))
+    checkpoint.load_state(found, backend)  # type: ignore[arg-type]
+    assert {name: tensor.tolist() for name, tensor in backend.loaded.items()} == {"optimizer.step": [7], "rng.cpu": [0, 1, 2, 3]}
+    assert (found.path / "config.json").read_text() == "{}"
+
+
+def test_the_same_step_is_replaced(tmp_path: Path) -> None:
+    checkpoint.write(tmp_path, Stub(), ledger_at(1), epoch=1)  # type: ignore[arg-type]
+    checkpoint.write(tmp_path, Stub(), ledger_at(1), epoch=2)  # type: ignore[arg-type]
+    assert [checkpoint.read(path).epoch for path in checkpoint.found(tmp_path)] == [2]
+
+
+def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
+    backend = Stub()
+    backend.broken = True
+    with pytest.raises(RuntimeError, match="the disk is full"):
+        checkpoint.write(tmp_path, backend, ledger_at(1), epoch=1)  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_pruned_from_the_oldest(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        checkpoint.write(tmp_path, Stub(), ledger_at(step), epoch=1)  # type: ignore[arg-type]
+    (tmp_path / "step-notes").mkdir()
+    assert [path.name for path in checkpoint.prune(tmp_path, 2)] == ["step-000003", "step-000004"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000003", "step-000004", "step-notes"]
+    assert [path.name for path in checkpoint.prune(tmp_path, 5)] == ["step-000003", "step-000004"]
+
+
+@pytest.mark.parametrize("body", ["", "[]", "not json", json.dumps({"format": 99})])
+def test_an_unreadable_one_is_named(tmp_path: Path, body: str) -> None:
+    path = checkpoint.write(tmp_path, Stub(), ledger_at(1), epoch=1)  # type: ignore[arg-type]
+    (path / "learner" / "learner.json").write_text(body)
+    with pytest.raises(UserError, match=r"learner\.json: (cannot be read|format)"):
+        checkpoint.newest(tmp_path)

@@ -1,0 +1,262 @@
+"""What surrounds the ledger, without a network: reading records, evaluation, ageing tickets, the training thread."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from broker import wire
+from broker.config import DomainSection
+from broker.jetstream import LogRecord
+from learner import intake
+from learner.config import AlgorithmSection, EvalSection
+from learner.evaluation import Evaluations
+from learner.grants import DomainRule, Rules
+from learner.ledger import Arrived, Ended, Ledger
+from learner.samples import TrainSample
+from learner.tickets import Reaper
+from learner.training import Training
+
+
+def trajectory(episode: int = 0, reward: float = 1.0, runs: tuple[int, ...] = (0, 2), token: int = 7) -> wire.Trajectory:
+    sampled = sum(runs[1::2])
+    return wire.Trajectory(
+        episode=episode,
+        token_ids=wire.column([3, token] + [4] * sampled, "<i4"),
+        loss_mask=wire.column([0, 0] + [1] * sampled, "|u1"),
+        logprobs=wire.column([0.0, 0.0] + [-1.0] * sampled, "<f4"),
+        version_runs=wire.column(runs, "<i4"),
+        turns=[wire.Turn(start=2, end=2 + sampled, reward=reward, valid=True, finish_reason="stop", server="s")] if sampled else [],
+        reward=reward,
+        reward_parts={},
+        success=reward > 0,
+        end="terminated",
+    )
+
+
+def group(trajectories: list[wire.Trajectory] | None = None, **more: Any) -> wire.Group:
+    given: dict[str, Any] = {"ticket": 1, "domain": "lake", "task_index": 0, "min_version": 0, "hub": "h", "deliveries": 1, "pools": []}
+    return wire.Group(**{**given, **more}, trajectories=trajectories or [trajectory()])
+
+
+def a_ledger(**more: Any) -> Ledger:
+    given: dict[str, Any] = {"steps": 4, "groups_per_step": 2, "max_staleness": 1, "on_late": "wait", "seed": 0}
+    ledger = Ledger(Rules(**{**given, **more}, domains=(DomainRule("lake", 1.0, 2, 2, 1.0),)))
+    ledger.open_credit()
+    return ledger
+
+
+def record(message: wire.Message | None, *, ticket: int = 0, error: str = "") -> LogRecord:
+    return LogRecord(seq=1, message=message, error=error, ticket=ticket, data=b"")
+
+
+# ------------------------------------------------------------------------------------------------------- intake
+
+
+def test_a_good_group() -> None:
+    good = group([trajectory(0, 1.0, (0, 2)), trajectory(1, -0.5, (0, 1, 0, 3))])
+    assert intake.read(record(good), a_ledger(), 100) == intake.Intake(Arrived(1, 0, (1.0, -0.5)), good)
+
+
+def test_a_closing() -> None:
+    closed = wire.Closed(ticket=3, domain="lake", reason="late", detail="", by="h")
+    assert intake.read(record(closed), a_ledger(), 100) == intake.Intake(Ended(3, "late"))
+
+
+def test_bytes_that_do_not_decode_end_the_ticket_in_the_header() -> None:
+    read = intake.read(record(None, ticket=2, error="truncated"), a_ledger(), 100)
+    assert read == intake.Intake(Ended(2, "malformed"), problem="truncated")
+
+
+@pytest.mark.parametrize(
+    ("bad", "problem"),
+    [
+        (group(pools=["judge"]), "never scored by pool judge"),
+        (group(eval_step=3), "belongs to an evaluation"),
+        (group(policy="random"), "policy random"),
+        (group(domain="sea"), "asked for lake task 0, not sea task 0"),
+        (group(task_index=4), "asked for lake task 0, not lake task 4"),
+        (group([trajectory(token=100)]), "token id 100 of episode 0, the vocabulary has 100"),
+        (group([trajectory(runs=(0, 1, 1, 1))]), "a token of policy version 1 while 0 is being trained"),
+    ],
+)
+def test_a_group_that_cannot_be_trained_on(bad: wire.Group, problem: str) -> None:
+    read = intake.read(record(bad), a_ledger(), 100)
+    assert read.record == Ended(1, "malformed")
+    assert read.group is None
+    assert problem in read.problem
+
+
+def test_a_group_without_sampled_tokens_is_as_new_as_can_be() -> None:
+    assert intake.read(record(group([trajectory(runs=())])), a_ledger(), 100).record == Arrived(1, 0, (1.0,))
+
+
+# --------------------------------------------------------------------------------------------------- evaluation
+
+
+def evaluations(**more: Any) -> Evaluations:
+    domains = {"sea": DomainSection(env="x", deadline_s=5), "lake": DomainSection(env="x", deadline_s=9)}
+    return Evaluations(EvalSection(every_steps=10, tasks=2, temperature=0.5, **more), domains, seed=1, first_number=11)
+
+
+def test_the_same_tasks_every_time() -> None:
+    ev = evaluations()
+    first, second = ev.start(0, "actor", 0, 0.0), ev.start(10, "actor", 10, 0.0)
+    assert [(t.number, t.domain, t.task_index, t.deadline_s) for t in first] == [
+        (11, "lake", 0, 9), (12, "sea", 0, 5), (13, "lake", 1, 9), (14, "sea", 1, 5),
+    ]  # fmt: skip
+    assert [t.number for t in second] == [15, 16, 17, 18]
+    assert [(t.domain, t.task_index, t.seed) for t in first] == [(t.domain, t.task_index, t.seed) for t in second]
+    assert {(t.eval_step, t.policy, t.min_version, t.temperature) for t in second} == {(10, "actor", 10, 0.5)}
+
+
+def test_when_it_is_due() -> None:
+    assert [step for step in range(26) if evaluations().due(step, 25)] == [0, 10, 20, 25]
+    assert [step for step in range(26) if evaluations(at_start=False).due(step, 25)] == [10, 20, 25]
+    off = Evaluations(EvalSection(), {}, seed=1)
+    assert not any(off.due(step, 25) for step in range(26))
+
+
+def test_results_by_hand() -> None:
+    ev = evaluations(group_size=2)
+    ev.start(10, "actor", 10, 0.0)
+    both = [trajectory(0, 1.0, (10, 2)), trajectory(1, 0.0, (10, 1, 12, 1))]
+    assert ev.apply(group(both, ticket=11, domain="lake", eval_step=10)) is None
+    assert ev.apply(group(both, ticket=11, domain="lake", eval_step=10)) is None  # a duplicate
+    assert ev.apply(group(both, ticket=99, domain="lake", eval_step=10)) is None  # a stranger
+    assert ev.apply(group([trajectory(0, 4.0, (11, 1))], ticket=12, domain="sea", eval_step=10)) is None
+    assert ev.apply(wire.Closed(ticket=13, domain="lake", reason="deadline", detail="", by="h", eval_step=10)) is None
+    done = ev.apply(wire.Closed(ticket=14, domain="sea", reason="deadline", detail="", by="h", eval_step=10))
+    assert done is not None
+    assert done.closed == {"deadline": 2}
+    assert done.values() == pytest.approx(
+        {
+            "eval/success_rate": 2 / 3,
+            "eval/reward_mean": 5 / 3,
+            "eval/policy_version_min": 10,
+            "eval/policy_version_max": 12,
+            "eval/step": 10,
+            "eval/num_episodes": 3,
+            "eval/num_closed": 2,
+            "eval/domain/lake/success_rate": 0.5,
+            "eval/domain/sea/success_rate": 1.0,
+        }
+    )
+    assert ev.pending == []
+
+
+def test_a_baseline_and_an_evaluation_that_takes_too_long() -> None:
+    ev = evaluations(timeout_s=100.0)
+    ev.start(0, "random", 0, 5.0)
+    ev.apply(group([trajectory(0, 0.0, (0, 1))], ticket=11, eval_step=0, policy="random"))
+    assert ev.expire(104.9) == []
+    (late,) = ev.expire(105.0)
+    assert late.values() == {"eval/random/success_rate": 0.0}
+    assert late.closed == {"timeout": 3}
+    ev.start(0, "random", 0, 5.0)
+    (nothing,) = ev.expire(105.0)
+    assert nothing.values() == {}
+
+
+# ------------------------------------------------------------------------------------------------------ tickets
+
+
+class Fleet:
+    """A roster."""
+
+    def __init__(self) -> None:
+        self.hubs: list[wire.Presence] = []
+
+    def alive(self, role: str) -> list[wire.Presence]:
+        return self.hubs if role == "envhub" else []
+
+
+def test_tickets_age_only_while_someone_serves_their_domain() -> None:
+    fleet, ledger = Fleet(), a_ledger()
+    reaper = Reaper(None, ledger, fleet, timeout_s=3.0)  # type: ignore[arg-type]
+    assert reaper.tick(10.0) == []
+    fleet.hubs = [wire.Presence(role="envhub", id="h", host="", pid=1, state="serving", serves=["sea"])]
+    assert reaper.tick(10.0) == []
+    fleet.hubs = [wire.Presence(role="envhub", id="h", host="", pid=1, state="serving", serves=["lake"])]
+    assert reaper.tick(2.0) == []
+    ledger.apply(Arrived(1, 0, (0.0, 1.0)), 1)
+    ledger.apply(Ended(2, "env_error"), 2)  # replaced by 5, which starts at 0
+    assert reaper.tick(1.0) == [3, 4]
+    assert reaper.tick(1.0) == []  # once
+    assert reaper.tick(1.0) == [5]
+
+
+# ----------------------------------------------------------------------------------------------------- training
+
+
+class Recording:
+    """A backend that notes what it is given."""
+
+    vocab_size = 100
+
+    def __init__(self) -> None:
+        self.batches: list[list[int]] = []
+        self.fail = False
+
+    def forward_backward(self, samples: list[TrainSample]) -> dict[str, float]:
+        if self.fail:
+            raise RuntimeError("out of memory")
+        self.batches.append([sample.group for sample in samples])
+        return {}
+
+    def step(self) -> dict[str, float]:
+        return {"actor/pg_loss": 1.5}
+
+
+def halves(trajectories: Any, algorithm: AlgorithmSection) -> list[Any]:
+    return [np.full(len(one.loss_mask.array()), 0.5) for one in trajectories]
+
+
+async def a_training(backend: Recording, budget: int) -> Training:
+    training = Training(lambda: backend, halves, AlgorithmSection(), {"lake": 1.0}, budget)  # type: ignore[arg-type, return-value]
+    await training.open()
+    return training
+
+
+async def test_micro_batches_start_before_the_step_is_full_and_follow_the_order_of_the_groups() -> None:
+    backend = Recording()
+    training = await a_training(backend, budget=9)  # three inputs a sample, so three samples fill a micro-batch
+    for number in (5, 3):
+        training.add(group([trajectory(0), trajectory(1)], ticket=number))
+    await training.call(lambda: None)
+    assert backend.batches == [[5, 5, 3]]
+    training.add(group([trajectory(0), trajectory(1)], ticket=4))
+    trained = await training.finish(version=0)
+    assert backend.batches == [[5, 5, 3], [3, 4, 4]]
+    assert trained is not None
+    assert (trained.num_samples, trained.num_tokens, trained.values["actor/pg_loss"]) == (6, 12, 1.5)
+    assert trained.values["reward/mean"] == 1.0
+    training.close()
+
+
+async def test_an_abandoned_step_is_not_taken() -> None:
+    backend = Recording()
+    training = await a_training(backend, budget=3)
+    training.add(group([trajectory(0), trajectory(1)]))
+    await training.call(lambda: None)
+    assert backend.batches == [[1]]
+    training.abandon()
+    training.add(group())
+    assert await training.finish(version=0) is None
+    assert backend.batches == [[1]]
+    training.close()
+
+
+async def test_a_failing_backend_is_noticed_at_once_and_the_step_is_not_taken() -> None:
+    backend = Recording()
+    backend.fail = True
+    training = await a_training(backend, budget=3)
+    training.add(group([trajectory(0), trajectory(1)]))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        await asyncio.wait_for(asyncio.shield(training.failed), 5)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        await training.finish(version=0)
+    training.close()

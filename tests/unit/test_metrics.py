@@ -1,0 +1,152 @@
+"""A step's figures by hand, and the file they stand in."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from broker import wire
+from learner.grants import DomainRule, Rules
+from learner.ledger import Arrived, Ended, Ledger
+from learner.metrics import MetricsFile, count_tickets, describe, finite, read_lines
+
+
+def trajectory(
+    episode: int,
+    reward: float,
+    runs: list[int],
+    turns: list[tuple[bool, str]],
+    *,
+    success: bool = False,
+    metrics: dict[str, float] | None = None,
+) -> wire.Trajectory:
+    """Three tokens of prompt and sum(runs[1::2]) sampled ones."""
+    sampled = sum(runs[1::2])
+    return wire.Trajectory(
+        episode=episode,
+        token_ids=wire.column([5] * (3 + sampled), "<i4"),
+        loss_mask=wire.column([0] * 3 + [1] * sampled, "|u1"),
+        logprobs=wire.column([0.0] * 3 + [-1.0] * sampled, "<f4"),
+        version_runs=wire.column(runs, "<i4"),
+        turns=[
+            wire.Turn(start=3 + i, end=4 + i, reward=0.0, valid=valid, finish_reason=reason, server="s")  # type: ignore[arg-type]
+            for i, (valid, reason) in enumerate(turns)
+        ],
+        reward=reward,
+        reward_parts={"env": reward / 2, "format": reward / 2},
+        success=success,
+        end="terminated",
+        metrics=metrics or {},
+    )
+
+
+def group(domain: str, trajectories: list[wire.Trajectory], **more: Any) -> wire.Group:
+    given = {"ticket": 1, "task_index": 0, "min_version": 0, "hub": "h", "deliveries": 1, "pools": []}
+    return wire.Group(**{**given, **more}, domain=domain, trajectories=trajectories)
+
+
+def test_a_step_by_hand() -> None:
+    stop, cut = (True, "stop"), (False, "length")
+    lake = group(
+        "lake",
+        [
+            trajectory(0, 1.0, [4, 2, 5, 2], [stop, stop], success=True, metrics={"moves": 2.0}),
+            trajectory(1, 0.0, [3, 1, 5, 1], [cut], metrics={"moves": 4.0, "falls": 1.0}),
+        ],
+        generate_s=2.0,
+        env_step_s=0.5,
+    )
+    math_ = group("math", [trajectory(0, -1.0, [5, 6], [stop]), trajectory(1, -1.0, [5, 8], [cut])], reward_s=1.0)
+    values = describe([lake, math_], version=5)
+    expected = {
+        "reward/mean": -0.25,
+        "reward/max": 1.0,
+        "reward/min": -1.0,
+        "reward/lake/mean": 0.5,
+        "reward/math/mean": -1.0,
+        "reward_parts/env/mean": -0.125,
+        "reward_parts/format/mean": -0.125,
+        "frac_reward_zero_std": 0.5,
+        "env/success_rate": 0.25,
+        "env/moves": 3.0,
+        "env/falls": 1.0,
+        "env/valid_action_rate": 3 / 5,
+        "env/num_turns": 5 / 4,
+        "response_length/mean": (4 + 2 + 6 + 8) / 4,
+        "response_length/max": 8.0,
+        "response_length/clip_ratio": 0.5,
+        "staleness/mean": (2 * 1 + 1 * 2) / 20,
+        "staleness/max": 2.0,
+        "time/generate": 1.0,
+        "time/env_step": 0.25,
+        "time/reward": 0.5,
+    }
+    assert values == pytest.approx(expected)
+
+
+def test_an_episode_in_several_trajectories_counts_once() -> None:
+    parts = [trajectory(0, 1.0, [0, 2], [(True, "stop")], success=True), trajectory(0, 1.0, [0, 3], [(True, "stop")], success=True)]
+    other = trajectory(1, 0.0, [0, 1], [(True, "stop")])
+    values = describe([group("lake", [*parts, other])], version=0)
+    assert values["reward/mean"] == 0.5
+    assert values["env/success_rate"] == 0.5
+    assert values["env/num_turns"] == 1.5
+    assert values["response_length/mean"] == 2.0
+
+
+def test_a_step_without_a_sampled_token() -> None:
+    values = describe([group("lake", [trajectory(0, 0.0, [], [])])], version=3)
+    assert (values["staleness/mean"], values["staleness/max"], values["env/valid_action_rate"]) == (0.0, 0.0, 0.0)
+
+
+def test_tickets_and_what_is_on_the_way() -> None:
+    lake = DomainRule("lake", 1.0, 2, 2, 1.0)
+    ledger = Ledger(Rules(steps=4, groups_per_step=2, max_staleness=1, on_late="wait", seed=0, domains=(lake,)))
+    ledger.open_credit()
+    ledger.apply(Arrived(1, 0, (0.0, 1.0)), 1)
+    ledger.apply(Ended(2, "late"), 2)
+    ledger.apply(Ended(3, "env_error"), 3)
+    ledger.apply(Ended(3, "env_error"), 4)
+    assert count_tickets(ledger) == {
+        "ticket/issued": 6,
+        "ticket/trained": 0,
+        "ticket/filtered": 0,
+        "ticket/dropped": 1,
+        "ticket/dead": 1,
+        "ticket/open": 4,
+        "ticket/duplicate": 1,
+        "ticket/unknown": 0,
+        "ticket/closed_env_error": 1,
+        "ticket/closed_late": 1,
+        "off_policy/dropped": 1,
+        "off_policy/in_flight": 3,
+        "off_policy/in_queue": 1,
+    }
+
+
+def test_a_resumed_run_writes_its_later_lines_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path)
+    for step in (1, 2, 3):
+        file.write({"step": step, "reward/mean": step / 2})
+    file.close()
+    with path.open("a") as torn:
+        torn.write('{"step": 4, "rew')
+    again = MetricsFile(path, last_step=2)
+    again.write({"step": 3, "reward/mean": 9.0})
+    again.close()
+    assert read_lines(path) == [{"step": 1, "reward/mean": 0.5}, {"step": 2, "reward/mean": 1.0}, {"step": 3, "reward/mean": 9.0}]
+    assert path.read_text().count("\n") == 3
+
+
+def test_a_line_is_json_of_finite_numbers(tmp_path: Path) -> None:
+    assert finite({"a": 1.0, "b": math.nan, "c": math.inf}) == {"a": 1.0}
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        file.write({"step": 1, "a": math.nan})
+    file.close()
+    assert json.dumps(read_lines(tmp_path / "metrics.jsonl")) == "[]"

@@ -1,0 +1,94 @@
+"""Trackers: every name resolves to something that logs and closes; a broken one costs the run nothing."""
+
+from __future__ import annotations
+
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from broker.errors import ConfigError
+from learner.config import TrackersSection
+from learner.trackers import TRACKERS, Trackers
+
+
+class Recorder:
+    """Stands in for the library of a tracker and remembers the calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Any]] = []
+
+    def init(self, **settings: Any) -> Recorder:
+        self.calls.append(("init", settings))
+        return self
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.calls.append(("log", (step, values)))
+
+    def finish(self) -> None:
+        self.calls.append(("finish", None))
+
+
+def test_tensorboard_is_always_there(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trackers = Trackers(TrackersSection(use=[]), tmp_path, "demo", {})
+    trackers.log(1, {"reward/mean": 0.25, "staleness/max": 1.0})
+    trackers.log(2, {"reward/mean": 0.75})
+    trackers.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert sorted(events.Tags()["scalars"]) == ["reward/mean", "staleness/max"]
+    assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.75)]
+
+
+@pytest.mark.parametrize("name", [name for name in TRACKERS if name != "tensorboard"])
+def test_extras_hand_on_what_they_get(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder, module = Recorder(), types.ModuleType(name)
+    for function in ("init", "log", "finish"):
+        setattr(module, function, getattr(recorder, function))
+    monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, f"learner.trackers.{name}", raising=False)
+    section = TrackersSection(use=[name], project="lakes", args={name: {"mode": "offline"}})
+    trackers = Trackers(section, tmp_path, "demo", {"train": {"steps": 3}})
+    trackers.log(4, {"reward/mean": 0.5})
+    trackers.close()
+    monkeypatch.delitem(sys.modules, f"learner.trackers.{name}")
+    kinds = [kind for kind, _ in recorder.calls]
+    assert kinds == ["init", "log", "finish"]
+    settings = recorder.calls[0][1]
+    assert (settings["project"], settings["mode"], settings["config"]) == ("lakes", "offline", {"train": {"steps": 3}})
+    assert "demo" in (settings.get("name"), settings.get("experiment_name"))
+    assert recorder.calls[1][1] == (4, {"reward/mean": 0.5})
+
+
+class Broken:
+    """Fails at its second line."""
+
+    logged: list[int] = []  # noqa: RUF012  # read by the test
+
+    def __init__(self, *_: object) -> None:
+        self.logged.clear()
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        if step == 2:
+            raise ConnectionError("no network")
+        self.logged.append(step)
+
+    def close(self) -> None:
+        raise AssertionError("it was left out")
+
+
+def test_a_broken_tracker_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trackers = Trackers(TrackersSection(use=[f"{__name__}:Broken"]), tmp_path, "demo", {})
+    for step in (1, 2, 3):
+        trackers.log(step, {"a": 1.0})
+    trackers.close()
+    assert Broken.logged == [1]
+    assert "failed at step 2 and is left out from here on" in caplog.text
+
+
+def test_an_unknown_or_missing_one_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="known: swanlab, tensorboard, wandb"):
+        Trackers(TrackersSection(use=["mlflow"]), tmp_path, "demo", {})
