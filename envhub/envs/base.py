@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -101,6 +102,15 @@ class Environment:
     def num_tasks(cls, args: Any, split: Split) -> int | None:
         """How many different tasks there are, None when there is no end; a larger index wraps around."""
         return None
+
+    @classmethod
+    def example(cls, folder: Path) -> dict[str, Any]:
+        """``env_args`` of a small instance for the contract tests, which run over every registered environment.
+
+        Args:
+            folder: an empty one, for data files that it needs.
+        """
+        return {}
 
     def reset(self, task_index: int, split: Split, seed: int) -> Observation | Awaitable[Observation]:
         """Start a task; a pure function of its arguments."""

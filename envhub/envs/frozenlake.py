@@ -1,9 +1,9 @@
 """Gymnasium's FrozenLake-v1 on generated maps, as text.
 
-The observation is the whole map, one character a cell and one row a line, with ``P`` where the player stands; with
-``observe: cell`` the map is shown once and from then on the player's row and column, counted from 0, which is all that
-changes and costs a fifth of the tokens. The action is one letter of ``LDRU``. Reward 1 on the goal, 0 in a hole, plus the
-optional penalties.
+The observation is the whole map, one character a cell and one row a line, with ``P`` where the player stands. With
+``observe: cell`` the map is shown once, and every turn says where the player is and what lies around: row and column
+from 0, then the neighbours in the order of the moves, ``#`` beyond the edge (``1 0 #FHS``); it costs half the tokens. The
+action is one letter of ``LDRU``. Reward 1 on the goal, 0 in a hole, plus the optional penalties.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class FrozenLakeArgs(Section):
     success_rate: Annotated[float, Field(gt=0, le=1)] = 1 / 3  # share of moves that go where they should on slippery ice
     step_penalty: NonNegativeFloat = 0.0  # taken from the reward at every turn
     format_penalty: NonNegativeFloat = 0.0  # taken from the reward for text that is no move
-    observe: Literal["map", "cell"] = "map"  # after the first turn: the whole map again, or the player's row and column
+    observe: Literal["map", "cell"] = "map"  # the whole map at every turn, or at the first one only
     answer_tag: bool = False  # read the move from the last <answer>…</answer> instead of the whole text
 
 
@@ -129,9 +129,17 @@ class FrozenLake(Environment):
 
     def _observe(self) -> Observation:
         frame = self.text_frame()
+        if self.args.observe == "map":
+            return Observation(frame, anchor=frame)
+        return Observation(self._surroundings() if self._turns else f"{frame}\n{self._surroundings()}", anchor=frame)
+
+    def _surroundings(self) -> str:
+        """Row, column and the four neighbours of the player, for example ``1 0 #FHS``."""
         row, column = divmod(self._cell, self.args.size)
-        shown = f"{row} {column}" if self.args.observe == "cell" and self._turns else frame
-        return Observation(shown, anchor=frame)
+        around = [(row + down, column + right) for down, right in lakes.MOVES]
+        inside = range(self.args.size)
+        cells = "".join(self.map[r][c] if r in inside and c in inside else "#" for r, c in around)
+        return f"{row} {column} {cells}"
 
     def _under_player(self) -> str:
         row, column = divmod(self._cell, self.args.size)

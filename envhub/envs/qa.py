@@ -7,7 +7,8 @@ from a second file, or from a share at the end of the first that training then n
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -64,6 +65,12 @@ class QuestionAnswer(Environment):
     @classmethod
     def num_tasks(cls, args: QuestionAnswerArgs, split: Split) -> int | None:
         return len(_rows(args, split))
+
+    @classmethod
+    def example(cls, folder: Path) -> dict[str, Any]:
+        file = folder / "sums.jsonl"
+        file.write_text("".join(f'{{"question": "{n} + {n} = ?", "answer": "{2 * n}"}}\n' for n in range(20)), encoding="utf-8")
+        return {"path": str(file), "eval_share": 0.2}
 
     def reset(self, task_index: int, split: Split, seed: int) -> Observation:
         """The seed plays no part: the order is the run's own, so that an epoch meets every row once."""

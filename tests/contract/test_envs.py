@@ -1,0 +1,131 @@
+"""One suite that every registered environment passes; a line in the registry enrols a newcomer."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from broker.config import DomainSection
+from broker.errors import ConfigError
+from broker.registry import known
+from envhub.domain import Domain, load_domain
+from envhub.envs import ENVS
+from envhub.envs.base import Environment, Observation, StepResult, can_demonstrate
+
+MAX_TURNS = 64
+
+
+@pytest.fixture(params=known("envs", ENVS))
+def domain(request: pytest.FixtureRequest, tmp_path: Path) -> Domain:
+    bare = load_domain_class(request.param)
+    section = DomainSection(
+        env=request.param, env_args=bare.example(tmp_path), rewards=[] if bare.has_reward else [{"name": "math_answer"}]
+    )  # type: ignore[list-item]
+    made = load_domain("d", section)
+    made.check()
+    return made
+
+
+def load_domain_class(name: str) -> type[Environment]:
+    from broker.registry import resolve
+
+    found: type[Environment] = resolve("envs", name, ENVS)
+    return found
+
+
+async def call(environment: Environment, method: str, *args: Any) -> Any:
+    result = getattr(environment, method)(*args)
+    return await result if inspect.isawaitable(result) else result
+
+
+async def episode(environment: Environment, texts: Any, split: str = "train", index: int = 0, seed: int = 1) -> list[str]:
+    """Observations of one episode whose actions come from ``texts(turn)``."""
+    observation = await call(environment, "reset", index, split, seed)
+    assert isinstance(observation, Observation)
+    seen = [observation.text]
+    for turn in range(MAX_TURNS):
+        step = await call(environment, "step", texts(turn))
+        assert isinstance(step, StepResult)
+        assert all(map(math.isfinite, (step.reward, *step.metrics.values())))
+        assert step.done or not step.success, "solved, but it goes on"
+        seen.append(step.observation.text)
+        if step.done:
+            break
+    return seen
+
+
+async def test_an_episode_is_a_function_of_its_task_and_actions(domain: Domain) -> None:
+    one, other = domain.make(), domain.make()
+    rng = np.random.default_rng(0)
+    texts = ["".join(chr(c) for c in rng.integers(32, 127, size=3)) for _ in range(MAX_TURNS)]
+    if can_demonstrate(domain.environment):
+        await call(one, "reset", 0, "train", 1)
+        texts[0] = one.demonstrate(rng, 0.0)
+    for split in ("train", "eval"):
+        first = await episode(one, texts.__getitem__, split)
+        assert first == await episode(other, texts.__getitem__, split)
+        assert first == await episode(one, texts.__getitem__, split), "an instance remembers its last episode"
+    one.close()
+    other.close()
+
+
+async def test_there_are_many_tasks_and_held_out_ones_are_others(domain: Domain) -> None:
+    environment = domain.make()
+    prompts: dict[str, set[str]] = {}
+    for split in ("train", "eval"):
+        prompts[split] = {(await call(environment, "reset", index, split, index)).text for index in range(40)}
+    assert len(prompts["train"]) > 8
+    assert not prompts["train"] & prompts["eval"]
+    for split in ("train", "eval"):
+        there = domain.num_tasks(split)  # type: ignore[arg-type]
+        assert there is None or there >= 1
+    environment.close()
+
+
+@pytest.mark.parametrize("text", ["", " ", "\n\n", "no action at all", "𓀀\x00", "x" * 100_000])
+async def test_no_text_breaks_it(domain: Domain, text: str) -> None:
+    environment = domain.make()
+    await episode(environment, lambda _: text)
+    environment.close()
+
+
+async def test_pictures_and_frames_if_it_has_any(domain: Domain) -> None:
+    environment = domain.make()
+    await call(environment, "reset", 0, "eval", 1)
+    assert isinstance(environment.text_frame(), str)
+    if domain.environment.render_frame is not Environment.render_frame:
+        frame = environment.render_frame()
+        assert (frame.dtype, frame.ndim, frame.shape[2]) == (np.uint8, 3, 3)
+    environment.close()
+
+
+async def test_its_solver_does_better_without_noise(domain: Domain) -> None:
+    if not can_demonstrate(domain.environment):
+        return
+    environment = domain.make()
+
+    async def return_of(noise: float) -> float:
+        total, rng = 0.0, np.random.default_rng(0)
+        for index in range(30):
+            await call(environment, "reset", index, "train", index)
+            for _ in range(MAX_TURNS):
+                text = environment.demonstrate(rng, noise)
+                step = await call(environment, "step", text)
+                total += step.reward if domain.environment.has_reward else text == environment.reference
+                if step.done:
+                    break
+        return total
+
+    assert await return_of(0.0) > await return_of(1.0)
+    environment.close()
+
+
+def test_unknown_arguments_are_refused(domain: Domain) -> None:
+    section = domain.section.model_copy(update={"env_args": {**domain.section.env_args, "nonsense": 1}})
+    with pytest.raises(ConfigError, match=r"domains\.d\.env_args\.nonsense"):
+        load_domain("d", section)
