@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import difflib
+import json
+from typing import Any, Literal, TypeVar
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 
@@ -10,6 +12,8 @@ from broker.config import Section
 from broker.errors import ConfigError
 from broker.registry import known, resolve
 from rollout.engines import ENGINE_ARGS, ENGINES
+
+S = TypeVar("S", bound=Section)
 
 
 class RolloutSection(Section):
@@ -52,11 +56,22 @@ def check_engine(section: RolloutSection) -> None:
     if section.engine not in known("engines", ENGINES) and ":" not in section.engine:
         resolve("engines", section.engine, ENGINES)  # raises, naming the known ones
     if section.engine in ENGINE_ARGS:
-        model: type[Section] = resolve("engine_args", section.engine, ENGINE_ARGS)
-        try:
-            model.model_validate(section.engine_args)
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"])
-            what = f"known: {', '.join(model.model_fields)}" if first["type"] == "extra_forbidden" else first["msg"]
-            raise ConfigError(f"rollout.engine_args.{where}", first["input"], what) from None
+        parse("rollout.engine_args", section.engine_args, resolve("engine_args", section.engine, ENGINE_ARGS))
+
+
+def parse(where: str, value: dict[str, Any], model: type[S]) -> S:
+    """One section from plain values, as strictly as a config file is read.
+
+    Raises:
+        ConfigError: the first bad key, unknown ones before all others.
+    """
+    try:
+        return model.model_validate_json(json.dumps(value), strict=True)
+    except ValidationError as error:
+        problem = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
+        key = ".".join([where, *(str(part) for part in problem["loc"])])
+        if problem["type"] != "extra_forbidden":
+            raise ConfigError(key, problem["input"], problem["msg"][0].lower() + problem["msg"][1:]) from None
+        close = difflib.get_close_matches(str(problem["loc"][-1]), model.model_fields, n=1)
+        allowed = f"did you mean {where}.{close[0]}?" if close else f"known: {', '.join(model.model_fields)}"
+        raise ConfigError(key, problem["input"], f"unknown key, {allowed}") from None

@@ -12,20 +12,18 @@ import os
 import socket
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import numpy as np
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from broker import channel, process, registry, runspec, wire
 from broker.config import BrokerSection
-from broker.errors import UserError
 from rollout import gpus
 from rollout.config import RolloutSection
 from rollout.engines import ENGINES
 from rollout.engines.base import Engine, EngineConfig, Output
 from rollout.meter import Meter
+from rollout.options import own_section
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,34 +58,6 @@ async def run(options: argparse.Namespace, stop: process.Stop) -> None:
             await service.serve()
         finally:
             await service.close()
-
-
-def own_section(config: Mapping[str, Any], options: argparse.Namespace) -> RolloutSection:
-    """The run's section ``rollout`` with this server's options and ``key=value`` overrides on top, checked with all others.
-
-    Another engine than the run's own does not inherit its ``engine_args``.
-
-    Raises:
-        UserError: an override that is none, or a value that is not allowed.
-    """
-    section = dict(config.get("rollout") or {})
-    if options.engine is not None:
-        if options.engine != section.get("engine", RolloutSection().engine):
-            section["engine_args"] = {}
-        section["engine"] = options.engine
-    if options.policy is not None:
-        section["policy"] = options.policy
-    for override in options.overrides:
-        key, equals, _ = override.removeprefix("rollout.").partition("=")
-        if not equals or not key:
-            raise UserError(f"override {override!r} is not allowed; write key=value, for example max_running=32")
-    try:
-        given = OmegaConf.from_dotlist([override.removeprefix("rollout.") for override in options.overrides])
-        merged = OmegaConf.to_container(OmegaConf.merge(OmegaConf.create(section), given), resolve=False)
-    except (OmegaConfBaseException, ValueError, TypeError) as error:
-        raise UserError(f"overrides {' '.join(options.overrides)}: {' '.join(str(error).split())}") from None
-    checked = runspec.validate({**config, "rollout": merged})
-    return runspec.section(checked, "rollout", RolloutSection)
 
 
 class Service:

@@ -1,0 +1,54 @@
+"""What one rollout server runs with: the run's section, its command line's options, and overrides."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from broker.errors import UserError
+from rollout.config import RolloutSection, check, parse
+
+
+def own_section(config: Mapping[str, Any], options: argparse.Namespace) -> RolloutSection:
+    """The run's section ``rollout`` with this server's options and ``key=value`` overrides on top.
+
+    Only this section is checked, and what it has to do with the domains: files of other roles need not exist here.
+    Another engine than the run's own does not inherit its ``engine_args``.
+
+    Raises:
+        UserError: an override that is none, or a value that is not allowed.
+    """
+    section = dict(config.get("rollout") or {})
+    if options.engine is not None:
+        if options.engine != section.get("engine", RolloutSection().engine):
+            section["engine_args"] = {}
+        section["engine"] = options.engine
+    if options.policy is not None:
+        section["policy"] = options.policy
+    for override in options.overrides:
+        section = overridden(section, override)
+    parsed = parse("rollout", section, RolloutSection)
+    check({**config, "rollout": parsed.model_dump(mode="json")})
+    return parsed
+
+
+def overridden(section: dict[str, Any], override: str) -> dict[str, Any]:
+    """The section with one ``key=value`` on top, whose value is YAML; the key may begin with ``rollout.``.
+
+    Raises:
+        UserError: it is no key=value.
+    """
+    key, equals, _ = override.partition("=")
+    if not equals or not key:
+        raise UserError(f"override {override!r} is not allowed; write key=value, for example max_running=32")
+    try:
+        given = OmegaConf.from_dotlist([override.removeprefix("rollout.")])
+        merged: Any = OmegaConf.to_container(OmegaConf.merge(OmegaConf.create(section), given), resolve=False)
+    except (OmegaConfBaseException, YAMLError, ValueError, TypeError) as error:
+        raise UserError(f"override {override!r} is not allowed; {' '.join(str(error).split())}") from None
+    return dict(merged)
