@@ -12,26 +12,24 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Coroutine, Iterable
-from dataclasses import dataclass, field
-from typing import Any, Final
-
-import msgspec
+from collections.abc import Iterable
+from typing import Final
 
 from broker import channel, wire
 from broker.config import BrokerSection
-from broker.errors import ConfigError, UserError, WireError
+from broker.errors import ConfigError, UserError
 from broker.jetstream import Delivery
 from broker.process import Member, Stop, join
 from broker.runspec import section
 from broker.streams import EVALTICKETS, TICKETS, Stream
-from envhub.assignment import Assignment, assignment, destination, group, results, reward_pools
+from envhub.assignment import assignment
 from envhub.calls import Calls
 from envhub.config import EnvhubSection
 from envhub.domain import Domain, load_domains
-from envhub.episode import EpisodeFailed, Limits, Played, Players, Task
+from envhub.episode import EpisodeFailed, Limits, Players, Task
 from envhub.feed import Feed, Turnstile
 from envhub.generate import Generator
+from envhub.outbox import InHand, Outbox
 from envhub.slots import Abort, Action, Close, Finish, HandBack, Slots, Start
 from envhub.tally import Tally
 from text.tokenizer import Tokenizer
@@ -40,17 +38,6 @@ log = logging.getLogger(__name__)
 
 TICK_S: Final = 0.25
 FAREWELL_S: Final = 10.0  # for the last publishes and hand-backs
-
-
-@dataclass
-class _InHand:
-    """A ticket in work."""
-
-    asked: Assignment
-    delivery: Delivery
-    domain: Domain
-    tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
-    played: dict[int, Played] = field(default_factory=dict)
 
 
 async def serve(options: argparse.Namespace, stop: Stop) -> None:
@@ -69,7 +56,7 @@ class Hub:
     def __init__(self, member: Member, *, n: int | None = None, names: Iterable[str] = ()) -> None:
         config = member.spec.config
         self.settings = section(config, "envhub", EnvhubSection)
-        self.member, self.bus, self.spec = member, member.bus, member.spec
+        self.member, self.spec = member, member.spec
         self.domains = _serving(load_domains(config), list(names))
         for domain in self.domains.values():
             domain.check()
@@ -81,8 +68,8 @@ class Hub:
         self.slots = Slots(n or self.settings.n, self.settings.max_retries)
         self.tally = Tally()
         self.turnstile = Turnstile(self.slots)
-        self._in_hand: dict[str, _InHand] = {}
-        self._ending: set[asyncio.Task[None]] = set()
+        self.outbox = Outbox(member, self.tally)
+        self._in_hand: dict[str, InHand] = {}
         self._addresses: set[str] = set()
 
     # -- life
@@ -123,10 +110,11 @@ class Hub:
             await asyncio.sleep(TICK_S / 5)
             self._tick()
         self._perform(self.slots.expire())
-        if self._ending:
-            await asyncio.wait(self._ending, timeout=FAREWELL_S)
+        await self.outbox.empty(FAREWELL_S)
         await self.client.close()
         await self.players.close()
+        if self.outbox.failure is not None:
+            raise self.outbox.failure
 
     def _tick(self) -> None:
         epoch = self.member.spec.epoch
@@ -171,7 +159,7 @@ class Hub:
         ticket = delivery.message
         if ticket is None or getattr(ticket, "domain", None) != domain:
             problem = delivery.error or f"a ticket of another domain in the queue of {domain}"
-            self._background(self._refuse(stream, domain, delivery, problem))
+            self.outbox.refuse(stream, domain, delivery, problem)
             return 0
         asked = assignment(ticket)
         held = self._in_hand.get(asked.key)
@@ -179,17 +167,9 @@ class Hub:
             held.delivery = delivery  # the same ticket again: the newest delivery is the one to acknowledge
             return asked.group_size
         drop_late = (self.spec.config.get("train") or {}).get("on_late") == "drop"
-        self._in_hand[asked.key] = _InHand(asked, delivery, self.domains[domain])
+        self._in_hand[asked.key] = InHand(asked, delivery, self.domains[domain])
         self._perform(self.slots.offer(asked.job(delivery.num_delivered, drop_late=drop_late), time.monotonic()))
         return asked.group_size
-
-    async def _refuse(self, stream: Stream, domain: str, delivery: Delivery, problem: str) -> None:
-        number = delivery.ticket or (delivery.seq if stream is TICKETS else 0)  # a ticket's number is its sequence
-        log.warning("%s: message %d is no ticket: %s", stream.name, delivery.seq, problem)
-        await self.bus.dead_letter(stream, seq=delivery.seq, ticket=number, reason=problem, data=delivery.data)
-        if number:
-            await self._publish_closed(stream, number, domain, "malformed", problem, eval_step=-1)
-        await delivery.ack()
 
     # -- decisions into deeds
 
@@ -203,17 +183,17 @@ class Hub:
                     held.tasks.pop(episode).cancel()
                 case Finish(key, episodes):
                     del self._in_hand[key]
-                    self._background(self._finish(held, [held.played[episode] for episode in episodes]))
+                    self.outbox.finish(held, [held.played[episode] for episode in episodes])
                 case Close(key, reason, detail):
                     del self._in_hand[key]
-                    self._background(self._close(held, reason, detail))
+                    self.outbox.close(held, reason, detail)
                 case HandBack(key, delay_s, detail):
                     del self._in_hand[key]
-                    self._background(self._hand_back(held, delay_s, detail))
+                    self.outbox.hand_back(held, delay_s, detail)
         if actions:
             self.turnstile.poke()
 
-    async def _play(self, key: str, held: _InHand, episode: int, attempt: int) -> None:
+    async def _play(self, key: str, held: InHand, episode: int, attempt: int) -> None:
         asked = held.asked
         task = Task(
             id=f"{self.member.id}.{key}.{episode}.{attempt}",
@@ -248,60 +228,13 @@ class Hub:
             self._perform(self.slots.finished(key, episode))
             self.turnstile.poke()
 
-    def _failed(self, key: str, held: _InHand, episode: int, error: EpisodeFailed) -> None:
+    def _failed(self, key: str, held: InHand, episode: int, error: EpisodeFailed) -> None:
         if self._in_hand.get(key) is not held:
             return
         self.tally.failures += 1
         log.warning("%s episode %d failed: %s", key, episode, error.detail)
         held.tasks.pop(episode, None)
         self._perform(self.slots.failed(key, episode, error.kind, error.detail))
-
-    # -- groups and closings out
-
-    async def _finish(self, held: _InHand, played: list[Played]) -> None:
-        asked, pools = held.asked, reward_pools(held.domain.section)
-        message = group(asked, played, pools=pools, hub=self.member.id, deliveries=held.delivery.num_delivered)
-        stream, key = destination(asked, pools)
-        try:
-            await self.bus.publish(stream, message, key=key, ticket=asked.number, message_id=asked.key)
-        except WireError as error:
-            size = len(msgspec.msgpack.encode(message))
-            reason: wire.ClosedReason = "too_large" if size + 512 > min(wire.MAX_PAYLOAD_BYTES, self.bus.link.max_payload) else "malformed"
-            await self._close(held, reason, str(error))
-            return
-        self.tally.groups += 1
-        await held.delivery.ack()
-
-    async def _close(self, held: _InHand, reason: wire.ClosedReason, detail: str) -> None:
-        asked = held.asked
-        log.warning("%s closed: %s: %s", asked.key, reason, detail)
-        await self._publish_closed(asked.stream, asked.number, asked.domain, reason, detail, eval_step=asked.eval_step)
-        await held.delivery.ack()
-
-    async def _publish_closed(
-        self, stream: Stream, number: int, domain: str, reason: wire.ClosedReason, detail: str, *, eval_step: int
-    ) -> None:
-        line = " ".join(detail.split())[:1000]
-        closed = wire.Closed(ticket=number, domain=domain, reason=reason, detail=line, by=self.member.id, eval_step=eval_step)
-        self.tally.closed += 1
-        await self.bus.publish(results(stream), closed, ticket=number, message_id=f"{stream.name}-{number}")
-
-    async def _hand_back(self, held: _InHand, delay_s: float, detail: str) -> None:
-        log.info("%s handed back: %s", held.asked.key, detail)
-        self.tally.handed_back += 1
-        await held.delivery.nak(delay_s)
-
-    def _background(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._ending.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._ending.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            # Nothing was acknowledged, so another hub gets the ticket when this one ends.
-            log.error("could not end a ticket", exc_info=error)
-            self.member.stop.request(f"{type(error).__name__}: {error}")
 
     # -- what others see
 

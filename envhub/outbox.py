@@ -1,0 +1,125 @@
+"""What ends a ticket: its Group or Closed is stored first, then the ticket is acknowledged."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import msgspec
+
+from broker import wire
+from broker.errors import WireError
+from broker.jetstream import Delivery
+from broker.process import Member
+from broker.streams import TICKETS, Stream
+from envhub.assignment import Assignment, destination, group, results, reward_pools
+from envhub.domain import Domain
+from envhub.episode import Played
+from envhub.tally import Tally
+
+log = logging.getLogger(__name__)
+
+HEADER_BYTES: Final = 512
+DETAIL_CHARS: Final = 1000
+
+
+@dataclass
+class InHand:
+    """A ticket in work."""
+
+    asked: Assignment
+    delivery: Delivery
+    domain: Domain
+    tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    played: dict[int, Played] = field(default_factory=dict)
+
+
+class Outbox:
+    """Ends tickets in the background.
+
+    Attributes:
+        failure: why a ticket could not be ended, None while all goes well. The hub stops then: what was not acknowledged
+            goes to another hub.
+    """
+
+    def __init__(self, member: Member, tally: Tally) -> None:
+        self._member, self._bus, self._tally = member, member.bus, tally
+        self.failure: BaseException | None = None
+        self._ending: set[asyncio.Task[None]] = set()
+
+    def finish(self, held: InHand, played: Sequence[Played]) -> None:
+        """The ticket's group is these episodes."""
+        self._background(self._finish(held, played))
+
+    def close(self, held: InHand, reason: wire.ClosedReason, detail: str) -> None:
+        """The ticket ends without a group."""
+        self._background(self._close(held, reason, detail))
+
+    def hand_back(self, held: InHand, delay_s: float, detail: str) -> None:
+        """The ticket is for someone else."""
+        self._background(self._hand_back(held, delay_s, detail))
+
+    def refuse(self, stream: Stream, domain: str, delivery: Delivery, problem: str) -> None:
+        """The message is no ticket of its queue; whatever ticket it stands for is closed."""
+        self._background(self._refuse(stream, domain, delivery, problem))
+
+    async def empty(self, timeout_s: float) -> None:
+        """Wait until everything is stored and acknowledged."""
+        if self._ending:
+            await asyncio.wait(self._ending, timeout=timeout_s)
+
+    async def _finish(self, held: InHand, played: Sequence[Played]) -> None:
+        asked, pools = held.asked, reward_pools(held.domain.section)
+        message = group(asked, played, pools=pools, hub=self._member.id, deliveries=held.delivery.num_delivered)
+        stream, key = destination(asked, pools)
+        try:
+            await self._bus.publish(stream, message, key=key, ticket=asked.number, message_id=asked.key)
+        except WireError as error:
+            await self._close(held, "too_large" if self._is_too_large(message) else "malformed", str(error))
+            return
+        self._tally.groups += 1
+        await held.delivery.ack()
+
+    def _is_too_large(self, message: wire.Group) -> bool:
+        return len(msgspec.msgpack.encode(message)) + HEADER_BYTES > min(wire.MAX_PAYLOAD_BYTES, self._bus.link.max_payload)
+
+    async def _close(self, held: InHand, reason: wire.ClosedReason, detail: str) -> None:
+        asked = held.asked
+        log.warning("%s closed: %s: %s", asked.key, reason, detail)
+        await self._publish_closed(asked.stream, asked.number, asked.domain, reason, detail, eval_step=asked.eval_step)
+        await held.delivery.ack()
+
+    async def _hand_back(self, held: InHand, delay_s: float, detail: str) -> None:
+        log.info("%s handed back: %s", held.asked.key, detail)
+        self._tally.handed_back += 1
+        await held.delivery.nak(delay_s)
+
+    async def _refuse(self, stream: Stream, domain: str, delivery: Delivery, problem: str) -> None:
+        number = delivery.ticket or (delivery.seq if stream is TICKETS else 0)  # a ticket's number is its sequence
+        log.warning("%s: message %d is no ticket: %s", stream.name, delivery.seq, problem)
+        await self._bus.dead_letter(stream, seq=delivery.seq, ticket=number, reason=problem, data=delivery.data)
+        if number:
+            await self._publish_closed(stream, number, domain, "malformed", problem, eval_step=-1)
+        await delivery.ack()
+
+    async def _publish_closed(
+        self, stream: Stream, number: int, domain: str, reason: wire.ClosedReason, detail: str, *, eval_step: int
+    ) -> None:
+        line = " ".join(detail.split())[:DETAIL_CHARS]
+        closed = wire.Closed(ticket=number, domain=domain, reason=reason, detail=line, by=self._member.id, eval_step=eval_step)
+        self._tally.closed += 1
+        await self._bus.publish(results(stream), closed, ticket=number, message_id=f"{stream.name}-{number}")
+
+    def _background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._ending.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._ending.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.failure = self.failure or error
+            self._member.stop.request(f"{type(error).__name__}: {error}")
