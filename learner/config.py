@@ -72,6 +72,7 @@ class EvalSection(Section):
     temperature: NonNegativeFloat = 1.0
     at_start: bool = True
     baseline: str = ""  # policy measured once beside the actor, for example ``random``; empty: none
+    baseline_args: dict[str, Any] = {}  # engine_args of the baseline's server in ``rlearner up``, for example choices: [L, R]
     timeout_s: PositiveFloat = 600.0  # the run waits this long for its last evaluation
 
 

@@ -1,4 +1,4 @@
-"""What a run leaves for the eye: reward.png and a GIF of an episode before and after training."""
+"""What a run leaves for the eye: reward.png, a GIF of an episode before and after training, and what to do next."""
 
 from __future__ import annotations
 
@@ -9,22 +9,51 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from learner.metrics import read_lines
+from learner.up.board import duration
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSONL file; a half-written last line is left out."""
-    lines = []
-    for text in path.read_text().splitlines() if path.exists() else []:
-        try:
-            lines.append(json.loads(text))
-        except json.JSONDecodeError:
-            break
-    return lines
+Row = dict[str, Any]
 
 
-def draw_rewards(lines: list[dict[str, Any]], out: Path) -> bool:
-    """Reward and success per step, with the evaluations on held-out tasks; False when there is nothing to draw."""
+def finish(folder: Path, seconds: float) -> None:
+    """Draw what can be drawn from a run's folder, and say what happened and what to do next."""
+    lines = read_lines(folder / "metrics.jsonl")
     if not lines:
-        return False
+        print(f"stopped before the first step; logs are in {folder / 'logs'}")
+        return
+    made = [draw_rewards(lines, folder / "reward.png"), *render_before_and_after(folder)]
+    print("\n".join(summary(folder, lines, [path for path in made if path], seconds)))
+
+
+def summary(folder: Path, lines: list[Row], made: list[Path], seconds: float) -> list[str]:
+    """The closing words."""
+    last = lines[-1]
+    measured = [(line.get("eval/step", line["step"]), line["eval/success_rate"]) for line in lines if "eval/success_rate" in line]
+    words = ["", f"{last['step']} steps in {duration(seconds)}"]
+    if measured:
+        words.append("success on held-out tasks: " + ", ".join(f"{rate:.3f} after step {step:.0f}" for step, rate in measured))
+    words += [f"success of the {name} engine on the same tasks: {rate:.3f}" for name, rate in baselines(lines).items()]
+    counts = " + ".join(f"{last.get(f'ticket/{name}', 0):.0f} {name}" for name in ("trained", "filtered", "dropped", "dead", "open"))
+    words += [f"tickets: {last.get('ticket/issued', 0):.0f} issued = {counts}", ""]
+    newest = max((folder / "checkpoints").glob("step-*"), default=None)
+    words += [f"  {path}" for path in [folder / "metrics.jsonl", *made, *([newest] if newest else [])]]
+    words += ["", "next:", f"  tensorboard --logdir {folder / 'tensorboard'}"]
+    if newest:
+        words.append(f"  python -c \"from transformers import AutoModelForCausalLM as M; print(M.from_pretrained('{newest}'))\"")
+    words.append("  change a setting: rlearner up <the same file> algorithm.clip_high=0.28 train.max_staleness=4")
+    return words
+
+
+def baselines(lines: list[Row]) -> dict[str, float]:
+    """Success of the policies measured beside the actor, by name: lines hold ``eval/<policy>/success_rate``."""
+    named = [(name.split("/"), value) for line in lines for name, value in line.items()]
+    return {parts[1]: value for parts, value in named if len(parts) == 3 and parts[0] == "eval" and parts[2] == "success_rate"}
+
+
+def draw_rewards(lines: list[Row], out: Path) -> Path | None:
+    """Reward and success per step, with the evaluations on held-out tasks; None when there is nothing to draw."""
+    if not lines:
+        return None
     import matplotlib
 
     matplotlib.use("Agg")
@@ -36,14 +65,8 @@ def draw_rewards(lines: list[dict[str, Any]], out: Path) -> bool:
     axes.plot(steps, [line.get("env/success_rate", math.nan) for line in lines], color="tab:blue", alpha=0.5, label="success, training")
     measured = [(line.get("eval/step", line["step"]), line["eval/success_rate"]) for line in lines if "eval/success_rate" in line]
     if measured:
-        axes.plot(*zip(*measured, strict=True), "o-", color="tab:green", label="success, held-out tasks")
-    baselines = {
-        n.split("/")[1]: v
-        for line in lines
-        for n, v in line.items()
-        if n.startswith("eval/") and n.count("/") == 2 and n.endswith("/success_rate")
-    }
-    for name, value in baselines.items():
+        axes.plot([step for step, _ in measured], [rate for _, rate in measured], "o-", color="tab:green", label="success, held-out tasks")
+    for name, value in baselines(lines).items():
         axes.axhline(value, linestyle="--", color="tab:red", label=f"success, {name} engine")
     axes.set_xlabel("optimizer step")
     axes.grid(alpha=0.3)
@@ -51,4 +74,44 @@ def draw_rewards(lines: list[dict[str, Any]], out: Path) -> bool:
     figure.tight_layout()
     figure.savefig(out, dpi=120)
     pyplot.close(figure)
-    return True
+    return out
+
+
+def pick_task(before: list[Row], after: list[Row]) -> tuple[Row, Row] | None:
+    """The same task before and after: one that was failed and then solved where there is one, else the first both have."""
+    later = {(row["domain"], row["task_index"]): row for row in after if row.get("frames")}
+    pairs = [(row, later[key]) for row in before if row.get("frames") and (key := (row["domain"], row["task_index"])) in later]
+    learned = [(first, last) for first, last in pairs if not first["success"][0] and last["success"][0]]
+    longest = max(learned, key=lambda pair: len(pair[1]["frames"]), default=None)
+    return longest or (pairs[0] if pairs else None)
+
+
+def render_before_and_after(folder: Path) -> list[Path]:
+    """``before.gif`` and ``after.gif`` by ``envhub render``; none for environments without pictures."""
+    evaluations = sorted((folder / "evals").glob("actor-step-*.jsonl"))
+    pair = pick_task(read_lines(evaluations[0]), read_lines(evaluations[-1])) if len(evaluations) > 1 else None
+    if pair is None:
+        return []
+    made = []
+    for name, row, file in zip(("before", "after"), pair, (evaluations[0], evaluations[-1]), strict=True):
+        start, *rest = (json.loads(frame) for frame in row["frames"])
+        step = int(file.stem.rsplit("-", 1)[1])
+        out = folder / f"{name}.gif"
+        place = [
+            "--domain",
+            row["domain"],
+            "--task-index",
+            str(start["task_index"]),
+            "--seed",
+            str(start["seed"]),
+            "--split",
+            start["split"],
+        ]
+        what = ["--actions", json.dumps([frame["action"] for frame in rest]), "--title", f"step {step}", "--out", str(out)]
+        command = [sys.executable, "-m", "envhub.cli", "render", str(folder / "config.yaml"), *place, *what]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            made.append(out)
+        else:
+            print(f"no {name}.gif: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}", file=sys.stderr)
+    return made

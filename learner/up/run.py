@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import sys
 import time
 from pathlib import Path
@@ -53,8 +54,10 @@ async def up(config: dict[str, Any], arguments: list[str], stop: Stop) -> None:
             fleet.add("rollout-server", "rollout.cli", ["--id", "rollout-1"])
             fleet.add("envhub", "envhub.cli", ["--id", "envhub-1"])
             fleet.add("rewardhub", "rewardhub.cli", ["--id", "rewardhub-1"])
-            if section(config, "eval", EvalSection).baseline == "random":
-                fleet.add("rollout-random", "rollout.cli", ["--engine", "random", "--policy", "random", "--id", "random-1"])
+            evaluation = section(config, "eval", EvalSection)
+            if evaluation.every_steps and evaluation.baseline == "random":
+                engine_args = f"engine_args={json.dumps(evaluation.baseline_args)}"  # YAML reads JSON
+                fleet.add("rollout-random", "rollout.cli", ["--engine", "random", "--policy", "random", "--id", "random-1", engine_args])
             await _show(config, broker.url, fleet, learner, stop)
         finally:
             await asyncio.to_thread(fleet.stop, ("learner",), patience_s=LEARNER_PATIENCE_S if stop.asked.is_set() else 10.0)
