@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SEND_S: Final = 2.0  # for the partial outputs of aborted requests to leave
+SEND_S: Final = 2.0  # for aborted requests to be answered with their partial output
+FAREWELL_S: Final = 0.25  # between the last answer and the end of the connection, so that askers read the one before the other
 
 
 async def run(options: argparse.Namespace, stop: process.Stop) -> None:
@@ -107,6 +108,7 @@ class Service:
             for request_id in list(self._outstanding):
                 self._engine.abort(request_id)
             await self._quiet(SEND_S)
+        await asyncio.sleep(FAREWELL_S)
 
     async def close(self) -> None:
         if self._receiver is not None:
