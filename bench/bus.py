@@ -2,10 +2,10 @@
 
     python -m bench.bus [--seconds 5] [--size-kib 16]
 
-One process publishes to the stream ``episodes`` and takes from it, through the same ``Bus`` that the hubs use, against a
-private nats-server: once with the server's default sync interval, once with ``sync_interval: always``. In both, a message
-is written to the file before it is confirmed; with the second it is also on the disk. A cycle is one group that was
-published (confirmed), fetched, decoded with all checks and acknowledged (confirmed).
+One process publishes to the stream ``episodes`` and another takes from it, through the same ``Bus`` that the hubs use,
+against a private nats-server: once with the server's default sync interval, once with ``sync_interval: always``. In both, a
+message is written to the file before it is confirmed; with the second it is also on the disk. A cycle is one group that was
+checked, encoded, published (confirmed), fetched, decoded with all checks and acknowledged (confirmed).
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import subprocess
+import sys
 import tempfile
-import time
 
 import numpy as np
 import uvloop
@@ -28,6 +29,8 @@ from broker.streams import EPISODES
 POOL = "bench"
 WRITERS = 64  # groups that are published at once, as by one busy hub
 FETCH = 128
+FULL = 1024  # groups waiting in the stream at which the writer pauses
+WARM_UP_S = 1.0
 
 
 def group_of(size_bytes: int) -> wire.Group:
@@ -51,55 +54,71 @@ def _group(num_tokens: int) -> wire.Group:
     )
 
 
-class Cycles:
-    """Publishes, fetches and acknowledges until cancelled, and counts."""
+async def write(url: str, run: str, size_bytes: int) -> None:
+    """Publish until killed, without running far ahead of the reader."""
+    bus = await Bus.connect(url, run, name="bench-writer", deadline_s=20)
+    group = group_of(size_bytes)
+    may_write = asyncio.Event()
 
-    def __init__(self, bus: Bus, group: wire.Group) -> None:
-        self._bus, self._group = bus, group
-        self._room = asyncio.Semaphore(4 * FETCH)  # published and not yet acknowledged, so that neither side runs ahead
-        self.done = 0
-
-    async def run(self, seconds: float) -> float:
-        """Cycles per second, counted after a short warm-up."""
-        tasks = [asyncio.create_task(self._publish()) for _ in range(WRITERS)] + [asyncio.create_task(self._take())]
-        await asyncio.sleep(0.5)
-        before, started = self.done, time.perf_counter()
-        await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
-        rate = (self.done - before) / (time.perf_counter() - started)
-        for task in tasks:
-            task.cancel()
-        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
-            if isinstance(outcome, Exception):
-                raise outcome
-        return rate
-
-    async def _publish(self) -> None:
+    async def publish() -> None:
         while True:
-            await self._room.acquire()
-            await self._bus.publish(EPISODES, self._group, key=POOL, ticket=1)
+            await may_write.wait()
+            await bus.publish(EPISODES, group, key=POOL, ticket=1)
 
-    async def _take(self) -> None:
-        queue = await self._bus.work_queue(EPISODES, POOL)
-        async with asyncio.TaskGroup() as acking:
-            while True:
-                for delivery in await queue.fetch(FETCH, 0.2):
-                    assert delivery.message is not None, delivery.error
-                    acking.create_task(delivery.ack()).add_done_callback(self._acked)
-
-    def _acked(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and task.exception() is None:
-            self.done += 1
-            self._room.release()
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(WRITERS):
+            tasks.create_task(publish())
+        while True:
+            if (await bus.depth(EPISODES)).get(POOL, 0) < FULL:
+                may_write.set()
+            else:
+                may_write.clear()
+            await asyncio.sleep(0.02)
 
 
-async def measure(url: str, group: wire.Group, seconds: float, name: str) -> float:
-    """Cycles per second in a run of its own."""
-    bus = await Bus.connect(url, name, name="bench", deadline_s=20)
-    await bus.ensure_streams()
-    rate = await Cycles(bus, group).run(seconds)
-    await bus.delete_streams()
+async def read(url: str, run: str, seconds: float) -> float:
+    """Fetch and acknowledge; cycles per second after a warm-up."""
+    bus = await Bus.connect(url, run, name="bench-reader", deadline_s=20)
+    queue = await bus.work_queue(EPISODES, POOL)
+    loop = asyncio.get_running_loop()
+    started, done, acking = 0.0, 0, set[asyncio.Task[None]]()
+    end = loop.time() + 60.0  # until the writer begins
+    while loop.time() < end:
+        deliveries = await queue.fetch(FETCH, 1.0)
+        if deliveries and not started:
+            started = loop.time() + WARM_UP_S
+            end = started + seconds
+        for delivery in deliveries:
+            assert delivery.message is not None, delivery.error
+            acking.add(asyncio.create_task(delivery.ack()))
+        acked = {task for task in acking if task.done()}
+        acking -= acked
+        for task in acked:
+            task.result()
+        done += len(acked) if started and loop.time() > started else 0
+    rate = done / (loop.time() - started)
+    await asyncio.gather(*acking)
     await bus.close()
     return rate
+
+
+async def prepare(url: str, run: str) -> None:
+    """Create the streams."""
+    bus = await Bus.connect(url, run, name="bench", deadline_s=20)
+    await bus.ensure_streams()
+    await bus.close()
+
+
+def measure(size_bytes: int, seconds: float, *, sync_always: bool) -> float:
+    """Cycles per second against a fresh server."""
+    with tempfile.TemporaryDirectory(prefix="rlearner-bench-") as store, BrokerServer(store, sync_always=sync_always) as server:
+        uvloop.run(prepare(server.url, "bench"))
+        with subprocess.Popen([sys.executable, "-m", "bench.bus", "--write", server.url, "--size-kib", str(size_bytes / 1024)]) as writer:
+            try:
+                rate: float = uvloop.run(read(server.url, "bench", seconds))
+                return rate
+            finally:
+                writer.kill()
 
 
 def main() -> None:
@@ -108,13 +127,16 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5.0, help="length of one measurement")
     parser.add_argument("--repeats", type=int, default=3, help="measurements of each kind; the median counts")
     parser.add_argument("--size-kib", type=float, default=16.0, help="encoded size of a group")
+    parser.add_argument("--write", metavar="URL", help=argparse.SUPPRESS)  # the writer's process
     options = parser.parse_args()
-    group = group_of(int(options.size_kib * 1024))
-    print(f"groups of {len(wire.encode(group))} bytes")
+    size_bytes = int(options.size_kib * 1024)
+    if options.write:
+        uvloop.run(write(options.write, "bench", size_bytes))
+        return
+    print(f"groups of {len(wire.encode(group_of(size_bytes)))} bytes")
     figures = {}
     for name, sync_always in (("cycle_per_s", False), ("cycle_per_s_sync_always", True)):
-        with tempfile.TemporaryDirectory(prefix="rlearner-bench-") as store, BrokerServer(store, sync_always=sync_always) as server:
-            rates = [uvloop.run(measure(server.url, group, options.seconds, f"bench-{n}")) for n in range(options.repeats)]
+        rates = [measure(size_bytes, options.seconds, sync_always=sync_always) for _ in range(options.repeats)]
         print(f"{name}: {', '.join(f'{rate:.0f}' for rate in rates)}")
         figures[name] = round(float(np.median(rates)), 1)
     print(json.dumps(figures))
