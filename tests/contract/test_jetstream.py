@@ -163,6 +163,26 @@ async def test_thousands_may_be_held_at_once(bus: Bus) -> None:
     assert sorted(held) == list(range(1, count + 1))
 
 
+async def test_impatient_fetchers_of_one_queue_get_on(bus: Bus) -> None:
+    """Pulls that expire half served must not cost the fetchers their time; 2.9 drops those without a word."""
+    count = 600
+    queue = await bus.work_queue(TICKETS, "lake")
+    got: list[int] = []
+
+    async def fetcher() -> None:
+        while len(got) < count:
+            deliveries = await queue.fetch(64, 0.01)
+            got.extend(delivery.seq for delivery in deliveries)
+            await asyncio.gather(*(delivery.ack() for delivery in deliveries))
+
+    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+        for _ in range(3):
+            group.create_task(fetcher())
+        for number in range(1, count + 1):
+            group.create_task(bus.publish(TICKETS, ticket(number), key="lake"))
+    assert sorted(got) == list(range(1, count + 1))
+
+
 async def test_a_malformed_message_still_names_its_ticket(bus: Bus) -> None:
     name = TICKETS.stream_name(bus.run)
     headers = {MESSAGE_ID: "bad", wire.TICKET_HEADER: "41"}
