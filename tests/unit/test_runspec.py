@@ -112,9 +112,11 @@ DOMAIN: dict[str, Any] = {"env": "frozenlake"}
 
 
 def test_defaults_are_filled_in_and_the_result_validates_to_itself() -> None:
-    config = runspec.validate(runspec.load("quickstart"))
+    loaded = runspec.load("quickstart", ["train.steps=61"])
+    config = runspec.validate(loaded)
     assert set(config) == set(runspec.SECTIONS)
-    assert config["train"]["steps"] == 60
+    assert config["train"]["steps"] == 61
+    assert config["domains"]["lake"]["env_args"] == loaded["domains"]["lake"]["env_args"]
     assert config["train"]["betas"] == [0.9, 0.999]
     assert config["domains"]["lake"]["sampling"]["top_p"] == 1.0
     assert runspec.validate(config) == config
