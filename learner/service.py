@@ -295,10 +295,8 @@ class Learner:
         self.say("training")
         done = await loop.run()
         if not self.state.fenced and loop.boundary["version"] != self.written:
-            if await self.training.undo():
-                await self._checkpoint(loop.boundary)
-            else:
-                log.warning("no checkpoint of step %d: its successor is under way and cannot be undone", loop.boundary["version"])
+            await self.training.undo()
+            await self._checkpoint(loop.boundary)
         if done:
             await (await self.bus.key_value(CONTROL)).put(self.bus.run, wire.DesiredState(state="stopped", reason="all steps are done"))
             self.say("done")

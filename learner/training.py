@@ -67,7 +67,6 @@ class Training:
         self._cutter = Cutter[TrainSample](budget)
         self._groups: list[wire.Group] = []
         self._busy_s = 0.0
-        self._under_way = False  # whether the backend holds a gradient
         self._abandoned = threading.Event()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -104,9 +103,9 @@ class Training:
         """Train nothing more: the micro-batch at hand ends, jobs still waiting do nothing, the step under way is not taken."""
         self._abandoned.set()
 
-    async def undo(self) -> bool:
-        """Forget what an abandoned step has added so far; whether the backend is between two steps now."""
-        return await self.call(self._undo)
+    async def undo(self) -> None:
+        """Forget what an abandoned step has added so far: the backend is between two steps again."""
+        await self.call(self.backend.discard)
 
     def close(self) -> None:
         """Wait for the thread to end."""
@@ -126,31 +125,19 @@ class Training:
         advantages = self._estimator(group.trajectories, self._algorithm)
         for sample in from_group(group, advantages, temperature=self._temperatures.get(group.domain, 1.0)):
             if (full := self._cutter.add(sample)) is not None:
-                self._forward_backward(full)
+                self.backend.forward_backward(full)
                 if self._abandoned.is_set():
                     return
         self._busy_s += time.monotonic() - started
-
-    def _forward_backward(self, samples: list[TrainSample]) -> None:
-        self._under_way = True
-        self.backend.forward_backward(samples)
-
-    def _undo(self) -> bool:
-        discard = getattr(self.backend, "discard", None)
-        if self._under_way and discard is not None:
-            discard()
-            self._under_way = False
-        return not self._under_way
 
     def _finish(self, version: int) -> Trained | None:
         started = time.monotonic()
         rest = self._cutter.flush()
         if rest and not self._abandoned.is_set():
-            self._forward_backward(rest)
+            self.backend.forward_backward(rest)
         if self._abandoned.is_set():
             return None
         values = self.backend.step()
-        self._under_way = False
         groups, self._groups = self._groups, []
         values = describe(groups, version) | values
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]

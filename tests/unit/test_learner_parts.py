@@ -210,6 +210,9 @@ class Recording:
     def step(self) -> dict[str, float]:
         return {"actor/pg_loss": 1.5}
 
+    def discard(self) -> None:
+        self.batches.clear()
+
 
 def halves(trajectories: Any, algorithm: AlgorithmSection) -> list[Any]:
     return [np.full(len(one.loss_mask.array()), 0.5) for one in trajectories]
@@ -247,6 +250,8 @@ async def test_an_abandoned_step_is_not_taken() -> None:
     training.add(group())
     assert await training.finish(version=0) is None
     assert backend.batches == [[1]]
+    await training.undo()
+    assert backend.batches == []
     training.close()
 
 
