@@ -73,11 +73,23 @@ class Subscribed:
         self._inner: Subscription | None = None
 
     async def attach(self, client: Client) -> None:
+        """Subscribe on a new connection."""
         self._inner = await client.subscribe(
             self.subject, self.queue, self.callback, pending_msgs_limit=0, pending_bytes_limit=0
         )  # no limits: the client would drop what exceeds them
 
+    async def drain(self) -> None:
+        """Ask for no more, and return when all that was sent before has been called back with."""
+        self._link.forget(self)
+        inner, self._inner = self._inner, None
+        if inner is not None:
+            try:
+                await inner.drain()  # type: ignore[no-untyped-call]
+            except nats.errors.Error:
+                log.debug("%s: the connection went before its subscription", self.subject)
+
     async def close(self) -> None:
+        """Call back no more."""
         self._link.forget(self)
         inner, self._inner = self._inner, None
         if inner is not None:

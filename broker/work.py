@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from collections import deque
+from collections.abc import Coroutine
 from typing import Any, Final
 
 from nats.aio.msg import Msg
@@ -88,21 +89,20 @@ class WorkQueue:
     def __init__(self, link: Link, marks: Marks, stream: Stream, run: str, key: str) -> None:
         self._link, self._marks, self._types = link, marks, stream.messages
         self._stream_name, self._consumer, self._filter = stream.stream_name(run), key, stream.subject(run, key)
-        self._inbox = f"{link.inbox}.{link.next_token()}"
-        self._subscribed: Subscribed | None = None
+        self._inbox = ""
+        self._subscribed: Subscribed | None = None  # to the inbox; None before the first pull, and after one was given up
         self._fetching = asyncio.Lock()
         self._pull = 0  # number of the current pull
         self._wanted = 0  # messages the current pull still waits for, 0 when there is none
         self._arrived: deque[Msg] = deque()
         self._ended = ""  # status that ended the current pull
         self._changed = asyncio.Event()
-        self._handing_back: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
         """Create the consumer if need be and listen."""
         self._marks.start()
         await self._ensure()
-        self._subscribed = await self._link.subscribe(f"{self._inbox}.*", self._on_message)
         self._link.on_disconnect.add(self._on_disconnect)
 
     async def close(self) -> None:
@@ -134,6 +134,9 @@ class WorkQueue:
         if not await _wait(self._link.connected, left_s):
             return []
         await self._link.ready()
+        if self._subscribed is None:
+            self._inbox = f"{self._link.inbox}.{self._link.next_token()}"
+            self._subscribed = await self._link.subscribe(f"{self._inbox}.*", self._on_message)
         expires_s = min(left_s, LONGEST_PULL_S) if left_s >= SHORTEST_PULL_S else 0.0
         self._pull += 1
         self._wanted, self._ended = limit, ""
@@ -151,7 +154,7 @@ class WorkQueue:
             await asyncio.sleep(PAUSE_S)
             return self._take()
         except BaseException:
-            self._hand_back(self._take())
+            self._give_up_pull()
             raise
         finally:
             self._wanted = 0
@@ -203,12 +206,22 @@ class WorkQueue:
         self._ended = "disconnected"
         self._changed.set()
 
+    def _give_up_pull(self) -> None:
+        """Hand back what arrived, and leave the inbox: the broker drops a pull that nobody listens for any more."""
+        self._hand_back(self._take())
+        subscribed, self._subscribed = self._subscribed, None
+        if subscribed is not None:
+            self._beside(subscribed.drain())
+
     def _hand_back(self, messages: list[Msg]) -> None:
         for message in messages:
             self._marks.release(message.reply)
-            task = asyncio.create_task(self._hand_back_one(message.reply))
-            self._handing_back.add(task)
-            task.add_done_callback(self._handing_back.discard)
+            self._beside(self._hand_back_one(message.reply))
+
+    def _beside(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     async def _hand_back_one(self, ack_subject: str) -> None:
         try:

@@ -142,17 +142,37 @@ async def test_nak_hands_over_at_once_or_after_a_delay(bus: Bus, other: Bus) -> 
     assert 0.8 < time.monotonic() - started < 3.0
 
 
-async def test_a_cancelled_fetch_keeps_nothing(bus: Bus, other: Bus) -> None:
+async def test_a_cancelled_fetch_claims_nothing(bus: Bus, other: Bus) -> None:
     queue = await bus.work_queue(TICKETS, "lake")
-    fetching = asyncio.create_task(queue.fetch(5, 30.0))
-    await asyncio.sleep(0.2)
-    fetching.cancel()
-    await asyncio.gather(fetching, return_exceptions=True)
-    await bus.publish(TICKETS, ticket(1), key="lake")
-    started = time.monotonic()
-    (delivery,) = await (await other.work_queue(TICKETS, "lake")).fetch(1, 10.0)
-    assert delivery.seq == 1
-    assert time.monotonic() - started < 2.0  # handed back, not left to expire
+    for number in (1, 2):
+        fetching = asyncio.create_task(queue.fetch(5, 30.0))
+        await asyncio.sleep(0.2)
+        fetching.cancel()
+        await asyncio.gather(fetching, return_exceptions=True)
+        await asyncio.sleep(0.2)
+        await bus.publish(TICKETS, ticket(number), key="lake")
+        started = time.monotonic()
+        (delivery,) = await (await other.work_queue(TICKETS, "lake")).fetch(1, 10.0)
+        assert (delivery.seq, delivery.num_delivered) == (number, 1)  # nobody else had it in between
+        assert time.monotonic() - started < 2.0
+    await bus.publish(TICKETS, ticket(3), key="lake")
+    assert [delivery.seq for delivery in await queue.fetch(5, 5.0)] == [3]
+
+
+async def test_what_reaches_a_cancelled_fetch_is_handed_back(bus: Bus, other: Bus) -> None:
+    queue = await bus.work_queue(TICKETS, "lake")
+    theirs = await other.work_queue(TICKETS, "lake")
+    for number in range(1, 21):
+        fetching = asyncio.create_task(queue.fetch(5, 30.0))
+        await asyncio.sleep(0.01)
+        publishing = asyncio.create_task(bus.publish(TICKETS, ticket(number), key="lake"))
+        await asyncio.sleep(0.0004 * number)  # before, while and after it arrives
+        fetching.cancel()
+        (mine,) = await asyncio.gather(fetching, return_exceptions=True)
+        await publishing
+        deliveries = await theirs.fetch(1, 2.0) if isinstance(mine, BaseException) else mine
+        assert [delivery.seq for delivery in deliveries] == [number]
+        await deliveries[0].ack()
 
 
 async def test_thousands_may_be_held_at_once(bus: Bus) -> None:
