@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 LINGER_MS: Final = 1000  # how long close waits for answers to leave
 HEARTBEAT_MS: Final = 2000
 SILENT_MS: Final = 10_000  # a peer that answers no heartbeat for this long is gone, even if TCP has not noticed
+READ_TURNS: Final = 100_000  # of the event loop; bounds the reading when the server is already back
+QUIET_TURNS: Final = 10  # after the socket is empty, until the reading task has passed on the last answer
 LOST: Final = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED  # an answer can no longer come; nobody listens
 
 
@@ -161,6 +163,7 @@ class ZmqClient:
         while True:
             event = await recv_monitor_message(line.monitor)
             refused = event["event"] == zmq.EVENT_CONNECT_RETRIED
+            await _read_to_the_end(line.socket)
             self._asker.fail_all("nobody listens there" if refused else "the connection broke", address)
 
     async def _hang_up(self, line: _Line) -> None:
@@ -170,6 +173,16 @@ class ZmqClient:
         line.socket.disable_monitor()
         line.monitor.close(0)
         line.socket.close()
+
+
+async def _read_to_the_end(socket: zmq.asyncio.Socket) -> None:
+    """Let the reading task have what had arrived before the connection ended: a server that closes answers first."""
+    quiet = 0
+    for _ in range(READ_TURNS):
+        quiet = 0 if int(socket.get(zmq.EVENTS)) & zmq.POLLIN else quiet + 1
+        if quiet > QUIET_TURNS:
+            return
+        await asyncio.sleep(0)
 
 
 async def _close(context: zmq.asyncio.Context, sockets: list[zmq.asyncio.Socket]) -> None:
