@@ -44,6 +44,7 @@ Action = Start | Refuse | Cancel
 class _Running:
     version: int
     members: tuple[str, ...]
+    seen: set[str]  # members that were known to be there; who has just come may not be known yet
 
 
 class Membership:
@@ -105,7 +106,10 @@ class Membership:
             alive: servers that are there; None: unknown.
         """
         if self._running is not None:
-            gone = [server for server in self._running.members if alive is not None and server not in alive]
+            if alive is None:
+                return []
+            self._running.seen.update(alive)
+            gone = [server for server in self._running.members if server in self._running.seen and server not in alive]
             return [Cancel(f"{', '.join(gone)} went away")] if gone else []
         for server in [server for server, since in self._joins.items() if now - since > self._join_ttl_s]:
             del self._joins[server]
@@ -114,9 +118,9 @@ class Membership:
         all_here = expected is not None and not set(expected) - self._suspects - self._joins.keys()
         if not all_here and now - self._gathering_since < self._gather_s:
             return []
-        return [self._start()]
+        return [self._start(alive or ())]
 
-    def _start(self) -> Start:
+    def _start(self, alive: Collection[str]) -> Start:
         members = tuple(sorted(self._joins))
         self._joins.clear()
         if self._communicator is not None and self._communicator[1] == members:
@@ -125,7 +129,7 @@ class Membership:
             self._serial += 1
             serial, uses = self._serial, 0
         self._communicator = (serial, members, uses + 1)
-        self._running = _Running(self.version, members)
+        self._running = _Running(self.version, members, set(alive))
         return Start(session_name(self.epoch, serial, uses), self.version, members, fresh=uses == 0)
 
     def ended(self, now: float, failed: Collection[str] | None) -> None:

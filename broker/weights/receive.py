@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import Final
 
 import torch
@@ -44,7 +45,7 @@ class Receiver:
             these bytes already, only the version is new. The version counts as served once ``load`` has returned.
         bucket_mib: the sender's.
         dtype: what floating-point tensors travel as, the sender's; None: their own.
-        device: where the staging buffer lies; the GPU for nccl.
+        device: where buckets arrive by nccl, a GPU; None: where the tensors lie. By gloo they arrive on the CPU. The offer says which.
     """
 
     def __init__(
@@ -56,14 +57,15 @@ class Receiver:
         *,
         bucket_mib: float = 32.0,
         dtype: torch.dtype | None = None,
-        device: str | torch.device = "cpu",
+        device: str | torch.device | None = None,
         settings: Settings | None = None,
     ) -> None:
         self.plan = plan_of(tensors, bucket_mib, dtype=dtype)
         self.refused = ""  # why the newest offer is not for this server, for example another model
-        self.last_error = ""
+        self.last_error = ""  # why the last attempt failed, empty after a success
         self._bus, self._id, self._tensors, self._load = bus, server_id, tensors, load
-        self._device, self._settings = device, settings or Settings()
+        self._device = torch.device(device) if device is not None else next(iter(tensors.values())).device
+        self._settings = settings or Settings()
         self._state = Acceptance(self.plan.digest, None)
         self._flat: Flat | None = None
         self._communicator: Communicator | None = None
@@ -93,6 +95,10 @@ class Receiver:
         """weights/{version,seconds,gbytes_per_s,load_seconds,failures}: served, last transfer, last load, since start."""
         return {**self._values, "weights/failures": float(self._state.failures)}
 
+    async def join(self) -> None:
+        """Never returns; raises what stopped the channel here, if anything unexpected ever does."""
+        await asyncio.gather(*self._tasks)
+
     async def close(self) -> None:
         """Leave whatever transfer runs; waits a second at most."""
         self._watch.cancel("the server is leaving")
@@ -107,6 +113,18 @@ class Receiver:
         self._flat = Flat(self.plan, self._device)
         self._flat.fill(self._tensors)
         return self._flat.digest()
+
+    def _staging(self, backend: str) -> Flat:
+        """Where the next version arrives.
+
+        Raises:
+            TransferFailed: by nccl, and there is no GPU here.
+        """
+        if backend == "nccl" and self._device.type != "cuda":
+            raise TransferFailed(f"the learner sends by nccl, the weights here are on {self._device.type}; use gloo there or a GPU here")
+        device = self._device if backend == "nccl" else torch.device("cpu")
+        kept, self._flat = self._flat, None
+        return kept if kept is not None and kept.buffer.device.type == device.type else Flat(self.plan, device)
 
     # ------------------------------------------------------------------------------------------ offers
 
@@ -170,6 +188,7 @@ class Receiver:
             log.warning("weights: epoch %d version %d: %s; again in %.1f s", offer.epoch, offer.version, error, delay_s)
         else:
             self._state.taken(offer)
+            self.last_error = ""
             self._values["weights/version"] = float(offer.version)
             async with self._served:
                 self._served.notify_all()
@@ -187,32 +206,27 @@ class Receiver:
         answer = await self._ask(offer)
         if answer.error or answer.version != offer.version:
             raise RequestFailed(answer.error or f"it sends version {answer.version}")
-        if offer.backend != self._settings.backend:
-            raise TransferFailed(f"the learner sends by {offer.backend}, this server is set to {self._settings.backend}")
-        flat = self._flat or Flat(self.plan, self._device)
-        communicator, self._flat, self._communicator = self._communicator, None, None
+        flat = self._staging(offer.backend)
+        communicator, self._communicator = self._communicator, None
         watch, self._receiving_epoch = Watch(), offer.epoch
         self._watch = watch
         started = time.monotonic()
         self._communicator = await _patiently(
-            in_thread(lambda: self._take(answer, offer.digest, flat, communicator, watch), "weights-receive"), watch, answer.timeout_s
+            in_thread(lambda: self._take(answer, offer, flat, communicator, watch), "weights-receive"), watch, answer.timeout_s
         )
         self._flat = flat  # after a failure it is dropped instead: a hanging operation may still write into it
         seconds = time.monotonic() - started
         self._values |= {"weights/seconds": seconds, "weights/gbytes_per_s": self.plan.size_bytes / seconds / 1e9}
         await self._bring_in(flat.tensors, offer)
 
-    def _take(self, answer: wire.WeightsSession, digest: str, flat: Flat, communicator: Communicator | None, watch: Watch) -> Communicator:
-        if torch.device(self._device).type == "cuda":
-            torch.cuda.set_device(self._device)
-        settings = Settings(
-            backend=self._settings.backend,
-            host=self._settings.host,
-            timeout_s=answer.timeout_s,
-            connect_timeout_s=self._settings.connect_timeout_s,
-        )
+    def _take(
+        self, answer: wire.WeightsSession, offer: wire.WeightsOffer, flat: Flat, communicator: Communicator | None, watch: Watch
+    ) -> Communicator:
+        if flat.buffer.is_cuda:
+            torch.cuda.set_device(flat.buffer.device)
+        settings = replace(self._settings, backend=offer.backend, timeout_s=answer.timeout_s)
         store = connect_store(answer.host, answer.port, settings.connect_timeout_s)
-        return follow(store, answer, digest, flat, communicator, settings, watch)
+        return follow(store, answer, offer.digest, flat, communicator, settings, watch)
 
     async def _bring_in(self, tensors: Mapping[str, Tensor], offer: wire.WeightsOffer) -> None:
         started = time.monotonic()

@@ -46,7 +46,7 @@ class Sender:
         plan: from ``staging.plan_of``, once per model.
         epoch: incarnation of this learner.
         roster: who is there; None: a transfer waits ``gather_s`` for joins in any case.
-        device: where the staging buffers lie; the GPU for nccl.
+        device: the GPU that nccl sends from; gloo sends from the CPU.
         policy: the policy whose servers are waited for.
     """
 
@@ -64,9 +64,10 @@ class Sender:
     ) -> None:
         self.plan, self.epoch = plan, epoch
         self.fenced = False  # a newer learner offers weights; nothing is offered here any more
-        self._bus, self._roster, self._policy, self._device = bus, roster, policy, device
+        self._bus, self._roster, self._policy = bus, roster, policy
         self._settings = settings or Settings()
-        self._staging = Staging(plan, device)
+        self._device = torch.device(device if self._settings.backend == "nccl" else "cpu")
+        self._staging = Staging(plan, self._device)
         self._membership = Membership(epoch, plan.digest, gather_s=gather_s, join_ttl_s=JOIN_TIMEOUT_S)
         self._replies: dict[str, asyncio.Future[wire.WeightsSession]] = {}
         self._communicator: Communicator | None = None
@@ -288,7 +289,7 @@ class Sender:
         self._poke.set()
 
     def _send(self, start: Start, communicator: Communicator | None, watch: Watch) -> tuple[Communicator, float]:
-        if torch.device(self._device).type == "cuda":
+        if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         try:
             with self._staging.sending(start.version) as flat:

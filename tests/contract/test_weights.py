@@ -219,7 +219,7 @@ async def test_another_model_is_refused_in_one_line_with_the_first_difference(se
     offer(sender, 0)
     reason = (await child.hears(event="error"))["reason"]
     assert reason == (
-        "epoch 1 version 0 is another model than the one here: "
+        "weights: epoch 1 version 0 is another model than the one here: "
         "layers.0.down float32[2048, 512] here is layers.0.down float32[2048, 1024] in the offer"
     )
 

@@ -33,6 +33,14 @@ def say(**fields: Any) -> None:
     print(json.dumps(fields), flush=True)
 
 
+class Saying(logging.Handler):
+    """Passes on what the receiver complains about."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno >= logging.WARNING:
+            say(event="error", reason=record.getMessage())
+
+
 def misbehave(at_bucket: int, what: str) -> None:
     """Wrap the digest, which sees every bucket as it comes."""
     original, seen = transfer.digest_bucket, 0
@@ -71,16 +79,11 @@ async def main(url: str, run: str, server: str, options: dict[str, Any]) -> None
     receiver = Receiver(bus, server, held, load, bucket_mib=1, settings=Settings(connect_timeout_s=2))
     await receiver.start()
     say(event="ready")
-    told = ""
-    while os.getppid() != 1:
-        await asyncio.sleep(0.05)
-        error = receiver.refused or receiver.last_error
-        if error != told:
-            say(event="error", reason=error, failures=receiver.metrics()["weights/failures"])
-            told = error
+    await asyncio.sleep(120)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+    logging.getLogger("broker.weights.receive").addHandler(Saying())
     asyncio.run(main(sys.argv[1], sys.argv[2], sys.argv[3], json.loads(sys.argv[4])))

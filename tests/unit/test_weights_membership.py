@@ -114,6 +114,15 @@ def test_member_that_goes_away_ends_the_transfer() -> None:
     assert state.tick(0.3, None, None) == []
 
 
+def test_member_whose_presence_is_not_known_yet_is_not_gone() -> None:
+    state = make()
+    state.joined(join("a", 1), 0.0)
+    assert state.tick(1.0, set(), set()) == [Start("1-1.0", 1, ("a",), fresh=True)]
+    assert state.tick(1.1, set(), set()) == []
+    assert state.tick(1.2, set(), {"a"}) == []
+    assert state.tick(1.3, set(), set()) == [Cancel("a went away")]
+
+
 def test_session_names() -> None:
     assert parse_session("3-14.2") == ("3-14", 2)
 
