@@ -12,10 +12,11 @@ from typing import Any, Final, TypeVar
 from nats.aio.msg import Msg
 
 from broker import wire
-from broker.errors import LostState, RequestFailed, UserError, WireError
-from broker.kv import KeyValue, kv_prefix, kv_stream_name
-from broker.link import ApiError, Disconnected, Link, NoResponders, NoStream, Subscribed
+from broker.errors import LostState, RequestFailed, WireError
+from broker.kv import KeyValue
+from broker.link import Disconnected, Link, NoResponders, Subscribed
 from broker.marks import Marks
+from broker.provision import delete_stream, ensure_stream, stream_config
 from broker.reader import bounds, follow
 from broker.store import EXPECTED_LAST_SEQ, MESSAGE_ID, store
 from broker.streams import DEAD, METRICS, STREAMS, Kind, Stream
@@ -29,10 +30,7 @@ M = TypeVar("M", bound=wire.Message)
 
 MAX_IN_FLIGHT: Final = 1024  # unconfirmed publishes of one process
 HEADER_BYTES: Final = 512  # room for headers beside the largest message
-DUPLICATE_WINDOW_S: Final = 120.0
 DEAD_BYTES: Final = 1 << 20
-STREAM_EXISTS: Final = 10058
-NO_ROOM: Final = (10047, 10028)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,37 +92,22 @@ class Bus:
         Raises:
             UserError: no JetStream, or no room for another run.
         """
-        configs = [config for stream in STREAMS if (config := _stream_config(stream, self.run))]
-        await asyncio.gather(*(self._ensure_stream(config) for config in configs))
+        configs = [config for stream in STREAMS if (config := stream_config(stream, self.run))]
+        await asyncio.gather(*(ensure_stream(self.link, config) for config in configs))
 
     async def delete_streams(self) -> None:
         """Remove this run's streams with all that is in them, and its keys."""
         for stream in STREAMS:
-            config = _stream_config(stream, self.run)
+            config = stream_config(stream, self.run)
             if config is None:
                 continue
             if stream.kind is not Kind.KV:
-                await self._delete_stream(config["name"])
+                await delete_stream(self.link, config["name"])
             else:
                 bucket = await self.key_value(stream)
                 for key in await bucket.keys():
                     if key == self.run or key.startswith(f"{self.run}."):
                         await bucket.delete(key)
-
-    async def _ensure_stream(self, config: dict[str, Any]) -> None:
-        try:
-            await self.link.api(f"STREAM.CREATE.{config['name']}", config)
-        except ApiError as error:
-            if error.err_code in NO_ROOM:
-                raise UserError(f"the broker at {self.link.where} has no room for run {self.run}: {error.description}") from None
-            if error.err_code != STREAM_EXISTS:  # exists with other settings, for example of an operator
-                raise
-
-    async def _delete_stream(self, name: str) -> None:
-        try:
-            await self.link.api(f"STREAM.DELETE.{name}")
-        except NoStream:
-            log.debug("%s was not there", name)
 
     # ---------------------------------------------------------------------------------------- publish
 
@@ -247,9 +230,9 @@ class Bus:
             if key == self.run or key.startswith(f"{self.run}."):
                 await self.dead_letter(stream, seq=seq, ticket=0, reason=f"{key}: {reason}", data=data)
 
-        config = _stream_config(stream, self.run or "any")
+        config = stream_config(stream, self.run or "any")
         assert config is not None, f"{stream.name} is not stored"
-        await self._ensure_stream(config)
+        await ensure_stream(self.link, config)
         return self._buckets.setdefault(stream.name, KeyValue(self.link, stream, config["name"].removeprefix("KV_"), malformed))
 
     async def dead_letter(self, stream: Stream, *, seq: int, ticket: int, reason: str, data: bytes) -> None:
@@ -325,30 +308,3 @@ class Bus:
             task.add_done_callback(tasks.discard)
 
         return await self.link.subscribe(stream.subject(self.run, key), receive)
-
-
-def _stream_config(stream: Stream, run: str) -> dict[str, Any] | None:
-    """JetStream's configuration of a row of the table, None for rows that are not stored. Durations are nanoseconds."""
-    if stream.kind in (Kind.REQUEST, Kind.BEST_EFFORT):
-        return None
-    name = stream.stream_name(run)
-    config: dict[str, Any] = {
-        "name": name,
-        "subjects": [stream.all_subjects(run)],
-        "storage": "file",
-        "retention": "limits",
-        "discard": "old" if stream.max_bytes else "new",
-        "max_bytes": stream.max_bytes or -1,
-        "duplicate_window": int(DUPLICATE_WINDOW_S * 1e9),
-        "num_replicas": 1,
-    }
-    if stream.kind is Kind.WORK_QUEUE:
-        config["retention"] = "workqueue"
-    elif stream.kind is Kind.LAST_VALUE:
-        config |= {"max_msgs_per_subject": 1, "discard": "old"}
-    elif stream.kind is Kind.KV:
-        config |= {"name": kv_stream_name(name), "subjects": [f"{kv_prefix(name)}>"], "max_msgs_per_subject": 1, "allow_rollup_hdrs": True}
-        if stream.ttl_s:
-            age = int(stream.ttl_s * 1e9)
-            config |= {"max_age": age, "duplicate_window": age}
-    return config

@@ -22,7 +22,10 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
-from broker.errors import BrokerUnreachable, LostState, RlearnerError, UserError
+from broker.answers import ApiError, Disconnected, Error, NoResponders, NoStream
+from broker.errors import BrokerUnreachable, UserError
+
+__all__ = ["ApiError", "Disconnected", "Error", "Link", "NoResponders", "NoStream", "Subscribed"]
 
 log = logging.getLogger(__name__)
 
@@ -35,34 +38,6 @@ STUCK_AFTER_S: Final = 30.0
 SCHEMES: Final = ("nats", "tls", "ws", "wss")
 
 Callback = Callable[[Msg], Awaitable[None]]
-
-
-class Disconnected(RlearnerError):
-    """The connection broke before the answer came; it may or may not have been done."""
-
-
-class NoResponders(RlearnerError):
-    """Nobody listens on that subject."""
-
-
-class ApiError(RlearnerError):
-    """JetStream refused a request; ``err_code`` is its own number, ``code`` the HTTP-like class."""
-
-    def __init__(self, code: int, err_code: int, description: str) -> None:
-        super().__init__(f"{description} ({err_code})")
-        self.code, self.err_code, self.description = code, err_code, description
-
-
-class NoStream(ApiError, LostState):
-    """The stream does not exist: it was purged, or the broker lost its store."""
-
-
-class Error(msgspec.Struct):
-    """The error part of every JetStream answer."""
-
-    code: int
-    err_code: int = 0
-    description: str = ""
 
 
 class Subscribed:
@@ -293,7 +268,10 @@ class Link:
         """Call back with every message from now on, across reconnects, in order, one at a time."""
         subscribed = Subscribed(self, subject, callback, queue)
         self._subscribed.add(subscribed)
-        await subscribed.attach(self._client)
+        try:
+            await subscribed.attach(self._client)
+        except nats.errors.Error:
+            log.debug("%s: no connection now; the next one subscribes", subject)
         return subscribed
 
     def forget(self, subscribed: Subscribed) -> None:

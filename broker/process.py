@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Final, TypeVar
 
@@ -21,9 +20,12 @@ import uvloop
 from broker import logs, wire
 from broker.errors import ConfigError, RlearnerError, UserError
 from broker.jetstream import Bus
-from broker.presence import Announcer, Roster
+from broker.member import Member, Stop
+from broker.presence import Roster
 from broker.runspec import check_digests, discover_run, wait_for_runspec
 from broker.streams import CONTROL, RUNS, token
+
+__all__ = ["Member", "Stop", "Stopped", "add_join_options", "join", "main"]
 
 log = logging.getLogger(__name__)
 
@@ -34,29 +36,10 @@ EXIT_SECOND_SIGNAL: Final = 130
 DEFAULT_BROKER: Final = "nats://127.0.0.1:4222"
 SAY_EVERY_S: Final = 5.0
 POLL_S: Final = 0.5
-REPORT_EVERY_S: Final = 1.0
 
 
 class Stopped(RlearnerError):
     """Asked to stop before there was anything to undo; the process ends with exit code 0."""
-
-
-class Stop:
-    """Asked to end: by SIGTERM or SIGINT, by the operator's desired state, or by the process itself.
-
-    The first asks for a drain; a second signal exits at once with 130.
-    """
-
-    def __init__(self) -> None:
-        self.asked = asyncio.Event()
-        self.reason = ""
-
-    def request(self, reason: str) -> None:
-        """Ask for a drain; only the first reason counts."""
-        if not self.asked.is_set():
-            self.reason = reason
-            self.asked.set()
-            log.info("stopping: %s", reason)
 
 
 # -------------------------------------------------------------------------------------------------------- main
@@ -134,97 +117,6 @@ def add_join_options(parser: argparse.ArgumentParser) -> None:
     add("--id", metavar="NAME", default=None, help="name of this process, unique in the run (made up)")
     add("--connect-deadline", metavar="SECONDS", type=float, default=None, help="give up when no broker answers in time (never)")
     add("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"], help="least level logged (%(default)s)")
-
-
-@dataclass
-class Member:
-    """A process that joined a run.
-
-    Attributes:
-        spec: the newest RunSpec; replaced when the learner resumes under a new epoch.
-        running: set while the operator does not want a pause; ``await member.running.wait()`` before taking new work.
-        desired: what the operator wants: running, paused, draining or stopped.
-    """
-
-    bus: Bus
-    spec: wire.RunSpec
-    id: str
-    role: str
-    stop: Stop
-    roster: Roster
-    running: asyncio.Event = field(default_factory=asyncio.Event)
-    desired: str = "running"
-    _announcer: Announcer | None = None
-    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    _failure: BaseException | None = None
-
-    def __post_init__(self) -> None:
-        self.follow(self.desired, "")
-
-    @property
-    def paused(self) -> bool:
-        """Whether the operator wants no new work to be taken."""
-        return not self.running.is_set()
-
-    def announce(self, describe: Callable[[], wire.Presence]) -> None:
-        """Start putting presence every second."""
-        self._announcer = Announcer(self.bus, describe)
-        self.spawn(self._announcer.serve())
-
-    def poke(self) -> None:
-        """Put presence now."""
-        if self._announcer is not None:
-            self._announcer.poke()
-
-    def report(self, values: Callable[[], dict[str, float]], text: Callable[[], dict[str, str]] | None = None) -> None:
-        """Publish metrics every second from now on."""
-        self.spawn(self._keep_reporting(values, text))
-
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run beside the process until it leaves; a failure asks it to stop and is raised when it does."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-
-    def follow(self, desired: str, reason: str) -> None:
-        """Take over what the operator wants.
-
-        ``draining`` stops who starts new work, the environment hubs; those who serve them stay until ``stopped``.
-        """
-        self.desired = desired
-        if desired == "paused":
-            self.running.clear()
-        else:
-            self.running.set()
-        if desired == "stopped" or (desired == "draining" and self.role == "envhub"):
-            self.stop.request(f"the run is {desired}" + (f": {reason}" if reason else ""))
-
-    async def leave(self) -> None:
-        """Undo all of it.
-
-        Raises:
-            Exception: what a part that ran beside the process failed with.
-        """
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        if self._announcer is not None:
-            await self._announcer.close()
-        if self._failure is not None:
-            raise self._failure
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._failure = self._failure or error
-            self.stop.request(f"{type(error).__name__}: {error}")
-
-    async def _keep_reporting(self, values: Callable[[], dict[str, float]], text: Callable[[], dict[str, str]] | None) -> None:
-        while True:
-            numbers = wire.Metrics(role=self.role, id=self.id, time=time.time(), values=values(), text=text() if text else {})
-            await self.bus.publish_metrics(numbers)
-            await asyncio.sleep(REPORT_EVERY_S)
 
 
 @asynccontextmanager

@@ -8,23 +8,33 @@ import hashlib
 import importlib
 import json
 import logging
-import re
 from collections.abc import Mapping, Sequence
-from importlib import resources
-from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import msgspec
 import pydantic
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from broker import wire
 from broker.config import DomainSection, Section
+from broker.configfile import load
 from broker.errors import ConfigError, UserError, WireError
 from broker.jetstream import Bus
 from broker.streams import CONTROL, RUNS, token
+
+__all__ = [
+    "CHECKS",
+    "SECTIONS",
+    "check_digests",
+    "digest_file",
+    "discover_run",
+    "domains",
+    "find_runs",
+    "load",
+    "publish_runspec",
+    "section",
+    "validate",
+    "wait_for_runspec",
+]
 
 log = logging.getLogger(__name__)
 
@@ -59,90 +69,6 @@ S = TypeVar("S", bound=Section)
 
 SAY_EVERY_S: Final = 5.0
 POLL_S: Final = 0.25
-
-_KEY = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*")
-
-
-# ------------------------------------------------------------------------------------------------------- load
-
-
-def load(path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Read a YAML file with what it inherits (key ``inherit``: file name or list, relative to it), apply ``key=value`` overrides.
-
-    Later files win over earlier ones, the file over what it inherits, overrides over all. Mappings are merged, lists replaced.
-
-    Raises:
-        UserError: missing or malformed file, override that is no key=value.
-    """
-    config = _read(_find(path), ())
-    for override in overrides:
-        _override(config, override)
-    try:
-        plain = OmegaConf.to_container(config, resolve=True)
-    except OmegaConfBaseException as error:
-        raise UserError(f"{path}: {_one_line(error)}") from None
-    return {str(key): value for key, value in plain.items()} if isinstance(plain, dict) else {}
-
-
-def _find(path: str) -> Path:
-    """The file relative to the working folder, else the one of that name among the configurations that come with the package."""
-    if Path(path).is_file():
-        return Path(path)
-    shipped = Path(str(resources.files("configs")))
-    name = path.removeprefix("configs/")
-    for candidate in (shipped / name, shipped / f"{name}.yaml"):
-        if not Path(path).is_absolute() and candidate.is_file():
-            return candidate
-    names = sorted(str(file.relative_to(shipped)) for file in shipped.rglob("*.yaml"))
-    raise UserError(f"{path}: no such file; the package brings {', '.join(names)}")
-
-
-def _read(path: Path, inheriting: tuple[Path, ...]) -> DictConfig:
-    path = path.resolve()
-    if path in inheriting:
-        raise UserError(f"{path}: inherits itself through {' -> '.join(file.name for file in (*inheriting, path))}")
-    try:
-        own = OmegaConf.load(path)
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from None
-    except (YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
-        raise UserError(f"{path}: {_one_line(error)}") from None
-    if not isinstance(own, DictConfig):
-        raise UserError(f"{path}: expected a mapping of sections at the top")
-    parents = own.pop("inherit", [])
-    names = [parents] if isinstance(parents, str) else list(parents)
-    merged = OmegaConf.create({})
-    for name in names:
-        parent = path.parent / str(name)
-        if not parent.is_file():
-            raise UserError(f"{path}: inherit: {name!r}: no such file {parent}")
-        merged = _merge(merged, _read(parent, (*inheriting, path)), path)
-    return _merge(merged, own, path)
-
-
-def _merge(base: DictConfig, top: DictConfig, path: Path) -> DictConfig:
-    try:
-        merged = OmegaConf.merge(base, top)
-    except (OmegaConfBaseException, ValueError, TypeError) as error:
-        raise UserError(f"{path}: {_one_line(error)}") from None
-    assert isinstance(merged, DictConfig)
-    return merged
-
-
-def _override(config: DictConfig, override: str) -> None:
-    key, equals, text = override.partition("=")
-    if not equals or not _KEY.fullmatch(key):
-        raise UserError(f"override {override!r} is not allowed; write key=value, for example train.steps=50")
-    try:
-        parsed = OmegaConf.create(f"value: {text}" if text.strip() else "value: ''")
-        value = OmegaConf.to_container(parsed, resolve=False)["value"]  # type: ignore[index,call-overload]
-        OmegaConf.update(config, key, value, merge=True, force_add=True)
-    except (OmegaConfBaseException, YAMLError, ValueError, TypeError, AttributeError, IndexError) as error:
-        raise UserError(f"override {override!r} is not allowed; {_one_line(error)}") from None
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
 
 
 # --------------------------------------------------------------------------------------------------- validate

@@ -10,8 +10,9 @@ from typing import Final
 
 import msgspec
 
+from broker.answers import ApiError, Disconnected, Error, NoResponders
 from broker.errors import LostState, RlearnerError
-from broker.link import PAUSE_S, SAY_EVERY_S, ApiError, Disconnected, Error, Link, NoResponders
+from broker.link import PAUSE_S, SAY_EVERY_S, Link
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,67 @@
+"""Making the streams of the table on the broker, and removing them."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Final
+
+from broker.errors import UserError
+from broker.kv import kv_prefix, kv_stream_name
+from broker.link import ApiError, Link, NoStream
+from broker.streams import Kind, Stream
+
+log = logging.getLogger(__name__)
+
+DUPLICATE_WINDOW_S: Final = 120.0
+STREAM_EXISTS: Final = 10058
+NO_ROOM: Final = (10047, 10028)
+
+
+async def ensure_stream(link: Link, config: dict[str, Any]) -> None:
+    """Create a stream; one that exists stays as it is, whatever its settings, for an operator may have changed them.
+
+    Raises:
+        UserError: the broker has no room for it.
+    """
+    try:
+        await link.api(f"STREAM.CREATE.{config['name']}", config)
+    except ApiError as error:
+        if error.err_code in NO_ROOM:
+            raise UserError(f"the broker at {link.where} has no room for {config['name']}: {error.description}") from None
+        if error.err_code != STREAM_EXISTS:
+            raise
+
+
+async def delete_stream(link: Link, name: str) -> None:
+    """Delete a stream with all that is in it, if it is there."""
+    try:
+        await link.api(f"STREAM.DELETE.{name}")
+    except NoStream:
+        log.debug("%s was not there", name)
+
+
+def stream_config(stream: Stream, run: str) -> dict[str, Any] | None:
+    """JetStream's configuration of a row of the table, None for rows that are not stored. Durations are nanoseconds."""
+    if stream.kind in (Kind.REQUEST, Kind.BEST_EFFORT):
+        return None
+    name = stream.stream_name(run)
+    config: dict[str, Any] = {
+        "name": name,
+        "subjects": [stream.all_subjects(run)],
+        "storage": "file",
+        "retention": "limits",
+        "discard": "old" if stream.max_bytes else "new",
+        "max_bytes": stream.max_bytes or -1,
+        "duplicate_window": int(DUPLICATE_WINDOW_S * 1e9),
+        "num_replicas": 1,
+    }
+    if stream.kind is Kind.WORK_QUEUE:
+        config["retention"] = "workqueue"
+    elif stream.kind is Kind.LAST_VALUE:
+        config |= {"max_msgs_per_subject": 1, "discard": "old"}
+    elif stream.kind is Kind.KV:
+        config |= {"name": kv_stream_name(name), "subjects": [f"{kv_prefix(name)}>"], "max_msgs_per_subject": 1, "allow_rollup_hdrs": True}
+        if stream.ttl_s:
+            age = int(stream.ttl_s * 1e9)
+            config |= {"max_age": age, "duplicate_window": age}
+    return config
