@@ -17,8 +17,9 @@ import pytest
 
 from broker.config import Reward
 from broker.errors import UserError
+from rewardhub import workers as workers_module
 from rewardhub.rewards.base import Sample
-from rewardhub.workers import ScoreFailed, Workers
+from rewardhub.workers import NoWorker, ScoreFailed, Workers
 
 HERE = str(Path(__file__).with_name("reward_functions.py"))
 
@@ -152,3 +153,18 @@ def test_workers_do_not_outlive_a_hub_that_is_killed(tmp_path: Path) -> None:
         while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
             assert time.monotonic() < deadline
             time.sleep(0.05)
+
+
+async def test_a_machine_that_starts_no_process_is_nobodys_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Workers(1, 5.0, [])
+    real = workers_module.spawn
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise OSError("out of processes")
+
+    monkeypatch.setattr(workers_module, "spawn", refuse)
+    with pytest.raises(NoWorker, match="no worker process can be started: out of processes"):
+        await pool.score(reward("length"), sample())
+    monkeypatch.setattr(workers_module, "spawn", real)
+    assert await pool.score(reward("length"), sample("abc")) == 3.0  # the place was not lost
+    await pool.close()
