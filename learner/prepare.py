@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -112,6 +113,8 @@ class Preparation:
             return path
         out = self._folder / "warm_start"
         if not (out / "config.json").exists():
+            # Importing torch takes seconds; they pass while the demonstrations are played in a process of their own.
+            threading.Thread(target=import_module, args=("learner.pipelines.sft",), name="import-sft", daemon=True).start()
             self._train(path, self._demonstrations(), out)
         return str(out)
 

@@ -17,7 +17,9 @@ import yaml
 from broker import wire
 from broker.jetstream import Bus
 from broker.runspec import validate
+from broker.streams import TICKETS
 from learner import checkpoint
+from learner.cli import main
 from learner.prepare import to_yaml
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -40,25 +42,39 @@ def test_check_prints_the_whole_configuration() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["check", "no-such.yaml"], "no-such.yaml: no such file"),
-        (["check", "configs/quickstart.yaml", "train.stepz=3"], "train.stepz: 3 is not allowed; unknown key, did you mean 'train.steps'?"),
-        (["check", "configs/quickstart.yaml", "train.steps=0"], "train.steps: 0 is not allowed; "),
-        (["check", "configs/quickstart.yaml", "domains.lake.env=pond"], "frozenlake"),
-        (["check", "configs/quickstart.yaml", "rollout.engine=vlm"], "hf"),
-        (["start", "configs/quickstart.yaml", "algorithm.pg_variant=pppo"], "algorithm.pg_variant: 'pppo' is not allowed"),
-        (["start", "configs/quickstart.yaml", "model.path=/no/such/model"], "model.path: '/no/such/model' is not allowed; no such folder"),
-        (["start", "configs/quickstart.yaml", "nonsense"], "override 'nonsense' is not allowed; write key=value"),
-        (["start", "configs/quickstart.yaml", "run=5"], "run: 5 is not allowed; expected a mapping"),
+        (["no-such.yaml"], "no-such.yaml: no such file"),
+        (["configs/quickstart.yaml", "train.stepz=3"], "train.stepz: 3 is not allowed; unknown key, did you mean 'train.steps'?"),
+        (["configs/quickstart.yaml", "train.steps=0"], "train.steps: 0 is not allowed; "),
+        (["configs/quickstart.yaml", "domains.lake.env=pond"], "frozenlake"),
+        (["configs/quickstart.yaml", "rollout.engine=vlm"], "hf"),
+        (["configs/quickstart.yaml", "model.path=/no/such/model"], "model.path: '/no/such/model' is not allowed; no such folder"),
+        (["configs/quickstart.yaml", "nonsense"], "override 'nonsense' is not allowed; write key=value"),
+        (["configs/quickstart.yaml", "run=5"], "run: 5 is not allowed; expected a mapping"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], said: str) -> None:
-    done = rlearner(*arguments)
+def test_check_says_in_one_line_what_is_wrong(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("error: ")
+    assert printed.err.count("\n") == 1
+    assert said in printed.err
+
+
+def test_start_refuses_bad_input_with_one_line_and_exit_code_2() -> None:
+    done = rlearner("start", "configs/quickstart.yaml", "algorithm.pg_variant=pppo")
     assert done.returncode == 2
     assert done.stdout == ""
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1
-    assert said in errors[0]
+    assert done.stderr.splitlines()[-1].startswith("error: algorithm.pg_variant: 'pppo' is not allowed; did you mean 'ppo'?")
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["up", "x.yaml", "--no-such"], ["no-such-command"], []])
+def test_unknown_options_and_commands_are_usage_errors(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert "usage: rlearner" in capsys.readouterr().err
 
 
 def test_an_unreachable_broker_is_waited_for_until_the_deadline(tmp_path: Path) -> None:
@@ -105,3 +121,35 @@ async def test_sigterm_leaves_a_checkpoint_and_exit_code_0(bus: Bus, broker_url:
     newest = checkpoint.newest(tmp_path / run_name / "checkpoints")
     assert newest is not None
     assert newest.step == lines[-1]["step"]
+
+
+async def test_kill_9_and_resume_trains_every_ticket_once(bus: Bus, broker_url: str, run_name: str, tmp_path: Path) -> None:
+    train = {"steps": 8, "groups_per_step": 2, "max_staleness": 1}
+    file = tmp_path / "run.yaml"
+    file.write_text(to_yaml(fleet.config(str(tmp_path), run_name, train=train, checkpoint={"every_steps": 3})))
+    command = [sys.executable, "-m", "learner.cli", "start", str(file), "--broker", broker_url]
+    killed: list[int] = []
+    process: asyncio.subprocess.Process | None = None
+
+    def answer(ticket: wire.Ticket) -> list[wire.Message | bytes]:
+        if ticket.number == 12 and not killed:
+            assert process is not None
+            process.kill()
+            killed.append(ticket.min_version)
+        if ticket.number == 5:
+            return [wire.Closed(ticket=5, domain="lake", reason="env_error", detail="it broke", by="made-up")]
+        return [fleet.group(ticket, ticket.min_version)]
+
+    async with fleet.Hub(bus, answer) as hub, asyncio.timeout(110):
+        for expected in (-signal.SIGKILL, 0):
+            with (tmp_path / "learner.log").open("ab") as output:
+                process = await asyncio.create_subprocess_exec(*command, stdout=output, stderr=output, env=ENV)
+            assert await process.wait() == expected, (tmp_path / "learner.log").read_text()
+    assert killed == [4]  # after the checkpoint of step 3
+    assert [ticket.number for ticket in hub.tickets] == list(range(1, 18))  # 16 and the replacement, each delivered once
+    assert await bus.last_seq(TICKETS) == 17
+    lines = [json.loads(line) for line in (tmp_path / run_name / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    last = lines[-1]
+    assert [last[f"ticket/{name}"] for name in ("issued", "trained", "filtered", "dropped", "dead", "open")] == [17, 16, 0, 0, 1, 0]
+    assert "resuming from" in (tmp_path / "learner.log").read_text()
