@@ -65,6 +65,7 @@ class Ticket(Message, frozen=True, tag="Ticket"):
     group_size: int  # episodes in the group
     min_group_size: int  # episodes that suffice once the deadline has passed
     deadline_s: float  # seconds from the first delivery until the group closes with what it has
+    num_greedy: int = 0  # so many of the episodes, the last ones, are sampled at temperature 0: a baseline, never trained on
 
 
 class EvalTicket(Message, frozen=True, tag="EvalTicket"):
@@ -118,6 +119,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     end: EpisodeEnd  # why the episode ended
     response: str = ""  # text of the last sampled turn, for rewards that read text
     metrics: dict[str, float] = {}  # numbers from the environment, averaged into env/<name>
+    greedy: bool = False  # sampled at temperature 0 as a baseline, never trained on
 
 
 class Group(Message, frozen=True, tag="Group"):

@@ -27,6 +27,7 @@ class Assignment:
     min_group_size: int
     deadline_s: float
     max_staleness: int | None = None
+    num_greedy: int = 0
     split: Split = "train"
     policy: str = "actor"
     temperature: float | None = None
@@ -36,6 +37,10 @@ class Assignment:
     def key(self) -> str:
         """Unique among all tickets of the run."""
         return f"{self.stream.name}-{self.number}"
+
+    def is_greedy(self, episode: int) -> bool:
+        """Whether an episode is one of the baseline's, sampled at temperature 0: the group's last ones are."""
+        return episode >= self.group_size - self.num_greedy
 
     def job(self, num_delivered: int, *, drop_late: bool) -> Job:
         """The ticket as the slots see it; with ``drop_late`` it is given up when it cannot be in time any more."""
@@ -57,6 +62,7 @@ def assignment(ticket: wire.Message) -> Assignment:
             ticket.min_group_size,
             ticket.deadline_s,
             max_staleness=ticket.max_staleness,
+            num_greedy=ticket.num_greedy,
         )
     assert isinstance(ticket, wire.EvalTicket), f"{type(ticket).__name__} is no ticket"
     return Assignment(

@@ -56,6 +56,7 @@ class Task:
     policy: str = "actor"
     min_version: int = 0
     temperature: float | None = None  # None: the domain's own
+    greedy: bool = False  # a baseline at temperature 0
     record: bool = False
 
 
@@ -268,6 +269,7 @@ class _Episode:
                 "valid_action_rate": sum(turn.valid for turn in turns) / len(turns),
                 "num_turns": float(len(turns)),
             },
+            greedy=self._task.greedy,
         )
         versions = conversation.version_runs[::2]
         return Played(

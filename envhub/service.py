@@ -204,7 +204,8 @@ class Hub:
             episode=episode,
             policy=asked.policy,
             min_version=asked.min_version,
-            temperature=asked.temperature,
+            temperature=0.0 if asked.is_greedy(episode) else asked.temperature,
+            greedy=asked.is_greedy(episode),
             record=asked.split == "eval" and episode == 0,
         )
 
