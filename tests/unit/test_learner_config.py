@@ -10,6 +10,9 @@ import yaml
 
 from broker.errors import ConfigError
 from broker.runspec import load, validate
+from learner.advantages import ADVANTAGES
+from learner.backends import BACKENDS
+from learner.losses import LOSSES
 from learner.prepare import name_run, run_folder, to_yaml
 
 LAKE = {"env": "frozenlake", "group_size": 4, "max_context_tokens": 256, "sampling": {"max_tokens": 4}, "deadline_s": 60}
@@ -23,9 +26,9 @@ def merged(**sections: Any) -> dict[str, Any]:
     ("sections", "key", "allowed"),
     [
         ({"domains": {}}, "domains", "at least one domain"),
-        ({"algorithm": {"pg_variant": "pppo"}}, "algorithm.pg_variant", "did you mean 'ppo'? known: ppo"),
-        ({"algorithm": {"adv_estimator": "nope"}}, "algorithm.adv_estimator", "known: grpo, reinforce, rloo"),
-        ({"train": {"backend": "jax"}}, "train.backend", "known: torch"),
+        ({"algorithm": {"pg_variant": "pppo"}}, "algorithm.pg_variant", f"did you mean 'ppo'? known: {', '.join(sorted(LOSSES))}"),
+        ({"algorithm": {"adv_estimator": "nope"}}, "algorithm.adv_estimator", f"known: {', '.join(sorted(ADVANTAGES))}"),
+        ({"train": {"backend": "jax"}}, "train.backend", f"known: {', '.join(sorted(BACKENDS))}"),
         ({"trackers": {"use": ["tensorbord"]}}, "trackers.use", "did you mean 'tensorboard'? known: swanlab, tensorboard, wandb"),
         ({"trackers": {"args": {"wandb": {}}}}, "trackers.args.wandb", "trackers.use does not name it"),
         ({"algorithm": {"pg_variant": "no.such:thing"}}, "algorithm.pg_variant", "there is no module 'no.such'"),
