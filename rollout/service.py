@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -18,6 +19,7 @@ import numpy as np
 
 from broker import channel, process, registry, runspec, wire
 from broker.config import BrokerSection
+from broker.errors import UserError
 from rollout import gpus
 from rollout.config import RolloutSection
 from rollout.engines import ENGINES
@@ -43,6 +45,7 @@ async def run(options: argparse.Namespace, stop: process.Stop) -> None:
         UserError: a GPU, an engine, a model or a setting that cannot be used.
     """
     device = gpus.select(options.gpus)  # first of all: torch must not be loaded before
+    loading = asyncio.create_task(asyncio.to_thread(_import_engine, options.engine or RolloutSection().engine))
     async with process.join("rollout", options, stop) as member:
         section = own_section(member.spec.config, options)
         model = member.spec.config.get("model") or {}
@@ -53,12 +56,19 @@ async def run(options: argparse.Namespace, stop: process.Stop) -> None:
             trust_remote_code=model.get("trust_remote_code", False),
             device=device,
         )
-        engine: Engine = registry.resolve("engines", section.engine, ENGINES)(config)
-        service = Service(member, section, engine)
+        await loading
+        engine_class: type[Engine] = await asyncio.to_thread(registry.resolve, "engines", section.engine, ENGINES)
+        service = Service(member, section, engine_class(config))
         try:
             await service.serve()
         finally:
             await service.close()
+
+
+def _import_engine(name: str) -> None:
+    """Import the probable engine's libraries (seconds) while the run is waited for; what fails here fails again in ``run``."""
+    with contextlib.suppress(UserError):
+        registry.resolve("engines", name, ENGINES)
 
 
 class Service:

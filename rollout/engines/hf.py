@@ -17,6 +17,7 @@ import torch
 from broker import wire
 from rollout.engines.base import NO_VERSION, EngineConfig, Output, Stats, UpdateMode
 from rollout.engines.hf_core import Core
+from rollout.engines.memory import keep_freed_memory
 
 T = TypeVar("T")
 Command = Callable[[Core], None]
@@ -131,6 +132,7 @@ class HFEngine:
         if self._config.section.num_threads:
             torch.set_num_threads(self._config.section.num_threads)
         try:
+            keep_freed_memory()
             core = Core(self._config)
         except Exception as error:  # noqa: BLE001 - carried to start()
             self._post(_fail, ready, error)
