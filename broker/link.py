@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 SAY_EVERY_S: Final = 3.0
 CALL_TIMEOUT_S: Final = 5.0
+CLOSE_WITHIN_S: Final = 5.0
 NO_JETSTREAM_AFTER_S: Final = 10.0
 NO_STREAM: Final = 10059
 PAUSE_S: Final = 0.02  # before a repetition, so that a connection not yet known to be gone is not hammered
@@ -172,9 +173,11 @@ class Link:
         await self._on_connected()
 
     async def _abandon(self) -> None:
+        """Close the client; it fails an assertion when it never began to connect, and at writing to a socket that is gone."""
         try:
-            await self._client.close()
-        except (OSError, nats.errors.Error, AssertionError):  # AssertionError: it had not begun to connect
+            async with asyncio.timeout(CLOSE_WITHIN_S):
+                await self._client.close()
+        except (OSError, nats.errors.Error, AssertionError, RuntimeError):
             log.debug("closing a connection that was not open")
 
     async def _on_connected(self) -> None:
@@ -229,7 +232,7 @@ class Link:
             await self._client.publish(subject, payload, reply, headers)
         except nats.errors.MaxPayloadError:
             raise
-        except (nats.errors.Error, OSError) as error:
+        except (nats.errors.Error, OSError, RuntimeError) as error:  # RuntimeError: uvloop's word for a socket that is gone
             raise Disconnected(str(error)) from None
 
     async def call(self, subject: str, payload: bytes, *, headers: dict[str, str] | None = None, timeout_s: float = CALL_TIMEOUT_S) -> Msg:

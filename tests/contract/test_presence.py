@@ -11,12 +11,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import uvloop
 
 from broker import wire
 from broker.jetstream import Bus
 from broker.presence import Announcer, Roster
 from broker.server import BrokerServer
-from broker.streams import PRESENCE
+from broker.streams import PRESENCE, TICKETS
 
 
 class Process:
@@ -143,3 +144,34 @@ async def test_nobody_dies_of_a_broker_that_is_restarted(tmp_path: Path) -> None
     await announcer.close()
     await bus.close()
     server.stop()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+def test_leaving_while_the_broker_is_away_takes_no_time(number: signal.Signals, tmp_path: Path) -> None:
+    """On uvloop, as every process runs; its sockets fail in ways of their own."""
+
+    async def leave(server: BrokerServer) -> float:
+        bus = await Bus.connect(server.url, "demo", name="x", deadline_s=20)
+        await bus.ensure_streams()
+        queue = await bus.work_queue(TICKETS, "lake")
+        announcer, roster = Announcer(bus, Process("rollout", "r1").describe), Roster(bus)
+        await announcer.start()
+        await roster.start()
+        fetching = asyncio.create_task(queue.fetch(1, 60.0))
+        await asyncio.sleep(0.3)
+        os.kill(server.pid, number)
+        await asyncio.sleep(0.7)
+        started = time.monotonic()
+        await roster.close()
+        await announcer.close()
+        fetching.cancel()
+        await asyncio.gather(fetching, return_exceptions=True)
+        await bus.close()
+        return time.monotonic() - started
+
+    with BrokerServer(str(tmp_path)) as server:
+        try:
+            assert uvloop.run(leave(server)) < 6.0
+        finally:
+            if number == signal.SIGSTOP:
+                os.kill(server.pid, signal.SIGCONT)
