@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -15,6 +16,8 @@ from broker.errors import TransferFailed, UserError
 from rollout.engines.args import HFArgs
 from rollout.engines.base import EngineConfig
 from rollout.engines.hf_attention import Pass, Segment, SlotAttention
+
+log = logging.getLogger(__name__)
 
 _numbers: Final = itertools.count()
 _SELF_TEST_TOKENS: Final = 12
@@ -192,7 +195,11 @@ def pick_device(wanted: str) -> torch.device:
     available = torch.cuda.is_available()
     if wanted == "cuda" and not available:
         raise UserError(f"GPUs were asked for, but this torch ({torch.__version__}) cannot use them; install its CUDA build")
-    return torch.device("cuda" if available and wanted != "cpu" else "cpu")
+    if not available or wanted == "cpu":
+        return torch.device("cpu")
+    if torch.cuda.device_count() > 1:
+        log.warning("engine hf uses the first of %d GPUs; start one rollout-server for each", torch.cuda.device_count())
+    return torch.device("cuda")
 
 
 def fitting_context(model: Any, wanted: int) -> int:
