@@ -19,6 +19,7 @@ class TrainSection(Section):
     groups_per_step: PositiveInt = 16
     max_staleness: NonNegativeInt = 1  # versions a trained token may lag behind
     on_late: Literal["drop", "wait"] = "wait"
+    streaming: Literal["auto", "always", "never"] = "auto"  # whether a step starts before its last group is in
     backend: str = "torch"  # a name of the registry in learner/backends
     device: str = "auto"  # auto, cpu, cuda, cuda:1
     lr: PositiveFloat = 1e-6
@@ -34,21 +35,79 @@ class TrainSection(Section):
     weights_timeout_s: PositiveFloat = 30.0  # longest wait for one bucket
 
 
+class RewardNormalization(Section):
+    """Rewards to a common scale before any estimator sees them; both types null leave them alone."""
+
+    grouping: Literal["traj_group_id", "state", "inductive", "batch"] = "traj_group_id"  # same ticket, first anchor, domain; all
+    norm_mean_type: Literal["group", "batch"] | None = None  # whose mean is taken off
+    norm_std_type: Literal["group", "batch"] | None = None  # whose standard deviation divides
+
+
+class CriticSection(Section):
+    """A value model of the policy's architecture, trained beside it."""
+
+    enabled: bool = False
+    lr: PositiveFloat = 1e-5
+    weight_decay: NonNegativeFloat = 0.0
+    max_grad_norm: NonNegativeFloat = 1.0  # 0 is off
+    clip: PositiveFloat | None = 0.2  # values move at most this far from those of the step's start; null: as they like
+    warmup_steps: NonNegativeInt = 0  # steps that train the critic alone
+
+
 class AlgorithmSection(Section):
     """What the gradient is."""
 
     adv_estimator: str = "grpo"  # a name of the registry in learner/advantages
     norm_std: bool = True  # divide by the group's standard deviation
+    gamma: Annotated[float, Field(ge=0, le=1)] = 1.0  # discount: per sampled token, in gigpo per turn
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] = 1.0
+    step_advantage_w: NonNegativeFloat = 1.0  # gigpo: weight of the step's advantage beside the episode's
+    anchor_similarity: Annotated[float, Field(gt=0, le=1)] = 1.0  # gigpo: from here on two observations count as one state
+    reward_normalization: RewardNormalization = RewardNormalization()
+    reward_clip: PositiveFloat | None = None  # rewards into [-x, x], after normalisation
+    format_penalty: NonNegativeFloat = 0.0  # taken off for each turn that parsed to no action
+    overlong_buffer: NonNegativeInt = 0  # tokens before overlong_length over which the penalty grows; 0 is off
+    overlong_length: PositiveInt | None = None  # sampled tokens of a trajectory at which the penalty is full
+    overlong_factor: PositiveFloat = 1.0
+    mask_truncated: bool = False  # samples cut for their length count in their group's mean, but are not trained on
+    whiten_advantages: bool = False  # over the trained tokens of the step
+    advantage_clip: PositiveFloat | None = None  # advantages into [-x, x], after whitening
+    keep_fraction: Annotated[float, Field(gt=0, le=1)] = 0.25  # starpo_s: groups of a step that are trained on
     pg_variant: str = "ppo"  # a name of the registry in learner/losses
     clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
     clip_high: Annotated[float, Field(ge=0)] = 0.2
     dual_clip: PositiveFloat | None = None
+    importance_sampling_level: Literal["sequence", "token"] = "sequence"  # topr: whose ratio tapers
+    correction: str = "none"  # a name of the registry in learner/corrections
+    correction_level: Literal["token", "sequence", "geometric"] = "token"  # whose ratio is bounded
+    correction_low: NonNegativeFloat = 0.5  # icepop, mis: ratios below count nothing
+    correction_high: PositiveFloat = 2.0  # ratios above are cut (tis, decoupled) or count nothing (icepop, mis)
+    correction_mode: Literal["truncate", "mask"] = "truncate"  # decoupled: what becomes of ratios above correction_high
+    mis_estimator: Literal["k1", "k2", "k3"] = "k1"  # k1 bounds the ratio on both sides, k2 and k3 the divergence by correction_high
+    opsm_delta: NonNegativeFloat = 1e-4  # nats per token; bad sequences further than this from the policy count nothing
+    prox_logp_method: Literal["recompute", "interpolate"] = "recompute"  # where the logprobs at the step's start come from
+    num_epochs: PositiveInt = 1  # passes over a step's samples
+    num_minibatches: PositiveInt = 1  # updates of one pass
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
     kl_coef: NonNegativeFloat = 0.0  # 0: no reference model is loaded
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_placement: Literal["loss", "reward"] = "loss"
+    kl_target: PositiveFloat | None = None  # nats per token; the coefficient, from kl_coef on, follows it
+    kl_horizon: PositiveFloat = 10000.0  # sequences over which it does
     entropy_coef: NonNegativeFloat = 0.0
+    critic: CriticSection = CriticSection()
     filter_zero_variance: bool = False  # dynamic sampling: such groups are filtered and replaced
     max_replacements_per_step: NonNegativeInt = 64  # at this bound what there is gets trained
+
+
+def num_updates(algorithm: AlgorithmSection) -> int:
+    """Optimizer updates of one step."""
+    return algorithm.num_epochs * algorithm.num_minibatches
+
+
+def kl_in_reward(algorithm: AlgorithmSection) -> bool:
+    """Whether rewards depend on the divergence from the reference."""
+    return algorithm.kl_coef > 0 and algorithm.kl_placement == "reward"
 
 
 class WarmStartSection(Section):
@@ -113,12 +172,14 @@ def check(config: dict[str, Any]) -> None:
 def _check_names(config: dict[str, Any]) -> None:
     from learner.advantages import ADVANTAGES
     from learner.backends import BACKENDS
+    from learner.corrections import CORRECTIONS
     from learner.losses import LOSSES
     from learner.trackers import TRACKERS
 
     algorithm = config["algorithm"]
     _known("algorithm.adv_estimator", "advantages", algorithm["adv_estimator"], ADVANTAGES)
     _known("algorithm.pg_variant", "losses", algorithm["pg_variant"], LOSSES)
+    _known("algorithm.correction", "corrections", algorithm["correction"], CORRECTIONS)
     _known("train.backend", "backends", config["train"]["backend"], BACKENDS)
     for name in config["trackers"]["use"]:
         _known("trackers.use", "trackers", name, TRACKERS)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
+import numpy as np
+
 
 class Sized(Protocol):
     """Anything that a forward pass reads ``num_inputs`` tokens of."""
@@ -54,6 +56,18 @@ def cut(samples: Sequence[S], budget: int) -> list[list[S]]:
     cutter = Cutter[S](budget)
     batches = [batch for sample in samples if (batch := cutter.add(sample))]
     return batches + ([rest] if (rest := cutter.flush()) else [])
+
+
+def minibatches(samples: Sequence[S], count: int, seed: Sequence[int]) -> list[list[S]]:
+    """One pass over a step's samples in ``count`` parts of like size, fewer where there are fewer samples, but at least one.
+
+    Args:
+        seed: of the order; one part keeps that of the samples.
+    """
+    if count == 1 or len(samples) < 2:
+        return [list(samples)]
+    order = np.random.default_rng(list(seed)).permutation(len(samples))
+    return [[samples[i] for i in part] for part in np.array_split(order, min(count, len(samples)))]
 
 
 def by_length(samples: Sequence[S], budget: int) -> list[list[S]]:

@@ -27,12 +27,18 @@ class TrainSample:
     group: int  # ticket number
     reward: float
     temperature: float = 1.0  # logits are divided by it, as they were in sampling
+    proximal_logprobs: Array | None = None  # float32, under the policy at the start of the step; None: not recomputed
+    values: Array | None = None  # float32, the critic's at the start of the step, of the state in which the token was sampled
+    returns: Array | None = None  # float32, what the critic is to learn
 
     def __post_init__(self) -> None:
         n = len(self.token_ids)
         for name in ("token_ids", "loss_mask", "rollout_logprobs", "versions", "advantages"):
             if getattr(self, name).shape != (n,):
                 raise ValueError(f"{name} has shape {getattr(self, name).shape}, expected ({n},)")
+        for name in ("proximal_logprobs", "values", "returns"):
+            if (found := getattr(self, name)) is not None and found.shape != (n,):
+                raise ValueError(f"{name} has shape {found.shape}, expected ({n},)")
         if n and self.loss_mask[0]:
             raise ValueError("loss_mask is 1 at position 0, which nothing predicts")
         if not self.temperature > 0:
@@ -54,7 +60,18 @@ class TrainSample:
         return int(self.positions[-1]) if len(self.positions) else 0
 
 
-def from_trajectory(trajectory: wire.Trajectory, advantages: Array, *, group: int, temperature: float = 1.0) -> TrainSample:
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """What the models say about a sample's T trained tokens before the step; None what was not asked for."""
+
+    logprobs: Array | None = None  # (T,) float32, under the policy
+    kl: Array | None = None  # (T,) float32, estimate of the divergence from the reference, in nats
+    values: Array | None = None  # (T,) float32, the critic's
+
+
+def from_trajectory(
+    trajectory: wire.Trajectory, advantages: Array, *, group: int, temperature: float = 1.0, trained: bool = True
+) -> TrainSample:
     """Unpack one trajectory.
 
     Args:
@@ -62,6 +79,7 @@ def from_trajectory(trajectory: wire.Trajectory, advantages: Array, *, group: in
         advantages: (n,) one value per token; those of masked positions are ignored.
         group: ticket number.
         temperature: of the sampling.
+        trained: False masks every token.
     """
     sampled = trajectory.loss_mask.array().astype(bool)
     runs = trajectory.version_runs.array().reshape(-1, 2)
@@ -69,6 +87,8 @@ def from_trajectory(trajectory: wire.Trajectory, advantages: Array, *, group: in
     versions[sampled] = np.repeat(runs[:, 0], runs[:, 1])
     mask = sampled.copy()
     mask[:1] = False  # sampled from an empty context: no model gives it a logprob
+    if not trained:
+        mask[:] = False
     return TrainSample(
         token_ids=trajectory.token_ids.array(),
         loss_mask=mask.astype(np.uint8),
@@ -84,10 +104,12 @@ def from_trajectory(trajectory: wire.Trajectory, advantages: Array, *, group: in
 def from_group(group: wire.Group, advantages: Sequence[Array], *, temperature: float = 1.0) -> list[TrainSample]:
     """One sample per trajectory, in the group's order.
 
+    Greedy baselines get no trained tokens.
+
     Args:
         group: scored.
         advantages: one array per trajectory, as an estimator of ``learner.advantages`` gives them.
         temperature: of the domain's sampling.
     """
     pairs = zip(group.trajectories, advantages, strict=True)
-    return [from_trajectory(one, values, group=group.ticket, temperature=temperature) for one, values in pairs]
+    return [from_trajectory(one, values, group=group.ticket, temperature=temperature, trained=not one.greedy) for one, values in pairs]

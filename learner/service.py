@@ -223,6 +223,7 @@ class Learner:
             self.algorithm,
             {name: domain.sampling.temperature for name, domain in self.domains.items()},
             self.train.micro_batch_tokens,
+            stream=self.train.streaming != "never",
         )
         stack.push_async_callback(asyncio.to_thread, training.close)
         await training.open()

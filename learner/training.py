@@ -1,7 +1,7 @@
 """The one thread that touches the model: groups go in as they are accepted, a step comes out.
 
 Jobs run in the order in which they were given, so micro-batches are cut by the order of the log. A step's gradient grows while the
-rest of its groups are still being generated.
+rest of its groups are still being generated, unless the algorithm must see the whole step first.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from broker import wire
-from learner.advantages.base import Estimator
+from learner.assembly import Assembly
 from learner.config import AlgorithmSection
 from learner.metrics import describe
 from learner.packing import Cutter
-from learner.samples import TrainSample, from_group
+from learner.samples import TrainSample
 
 if TYPE_CHECKING:
     from learner.backends.base import Backend
@@ -52,17 +52,20 @@ class Training:
         estimator: of the advantages.
         temperatures: sampling temperature of each domain.
         budget: padded tokens of a micro-batch.
+        stream: False waits for all groups of a step even where the algorithm could begin without them.
     """
 
     def __init__(
         self,
         build: Callable[[], Backend],
-        estimator: Estimator,
+        estimator: Any,
         algorithm: AlgorithmSection,
         temperatures: Mapping[str, float],
         budget: int,
+        *,
+        stream: bool = True,
     ) -> None:
-        self._build, self._estimator, self._algorithm, self._temperatures = build, estimator, algorithm, temperatures
+        self._build, self._assembly = build, Assembly(estimator, algorithm, temperatures, stream=stream)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="training")
         self._cutter = Cutter[TrainSample](budget)
         self._groups: list[wire.Group] = []
@@ -122,22 +125,34 @@ class Training:
             return
         started = time.monotonic()
         self._groups.append(group)
-        advantages = self._estimator(group.trajectories, self._algorithm)
-        for sample in from_group(group, advantages, temperature=self._temperatures.get(group.domain, 1.0)):
+        if self._assembly.needs_batch:
+            return
+        for sample in self._assembly.stream(group):
             if (full := self._cutter.add(sample)) is not None:
                 self.backend.forward_backward(full)
                 if self._abandoned.is_set():
                     return
         self._busy_s += time.monotonic() - started
 
-    def _finish(self, version: int) -> Trained | None:
-        started = time.monotonic()
+    def _train_rest(self) -> dict[str, float] | None:
+        """The end of a step whose gradient has grown as its groups came; None if it is abandoned."""
         rest = self._cutter.flush()
         if rest and not self._abandoned.is_set():
             self.backend.forward_backward(rest)
+        return None if self._abandoned.is_set() else self.backend.step()
+
+    def _train_batch(self) -> dict[str, float] | None:
+        """A step that begins when all its groups are there; once begun it is taken to its end, for updates cannot be undone."""
         if self._abandoned.is_set():
             return None
-        values = self.backend.step()
+        samples = self._assembly.batch(self._groups, self.backend.score, self.backend.kl_coef)
+        return None if self._abandoned.is_set() else self.backend.update(samples)
+
+    def _finish(self, version: int) -> Trained | None:
+        started = time.monotonic()
+        values = self._train_batch() if self._assembly.needs_batch else self._train_rest()
+        if values is None:
+            return None
         groups, self._groups = self._groups, []
         values = describe(groups, version) | values
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]

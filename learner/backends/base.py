@@ -11,14 +11,15 @@ import numpy.typing as npt
 from torch import Tensor
 
 from learner.config import AlgorithmSection, TrainSection
-from learner.samples import TrainSample
+from learner.samples import Scores, TrainSample
 from text.config import ModelSection
 
 
 class Backend(Protocol):
     """A policy, its optimizer and its gradient. Used by one thread at a time.
 
-    A step is any number of ``forward_backward`` calls and one ``step``, or ``discard``. State may be taken and loaded only between steps.
+    A step is any number of ``forward_backward`` calls and one ``step``, or ``discard``; or one ``update``, with ``score`` before it
+    where the algorithm needs the models' word on the samples. State may be taken and loaded only between steps.
 
     Args:
         model_path: folder or hub name of the weights to start from, in Hugging Face format.
@@ -60,6 +61,19 @@ class Backend(Protocol):
 
     def step(self) -> dict[str, float]:
         """Normalise over all that was added since the last step, clip, update; the step's metrics by their published names."""
+        ...
+
+    def update(self, samples: Sequence[TrainSample]) -> dict[str, float]:
+        """A whole step at once: ``num_epochs`` passes in ``num_minibatches`` updates each, the critic's among them; its metrics."""
+        ...
+
+    def score(self, samples: Sequence[TrainSample]) -> list[Scores]:
+        """What policy, reference and critic say about samples before the step, one entry each."""
+        ...
+
+    @property
+    def kl_coef(self) -> float:
+        """Weight of the divergence from the reference in the step under way."""
         ...
 
     def discard(self) -> None:

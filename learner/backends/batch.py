@@ -24,6 +24,10 @@ class Batch:
     advantages: Tensor  # (T,) float32
     temperature: Tensor | None  # (T,) float32, None when 1 everywhere
     num_rows: int
+    versions: Tensor  # (T,) int64, policy version that sampled each token
+    proximal_logprobs: Tensor | None = None  # (T,) float32, None where some sample has none
+    values: Tensor | None = None  # (T,) float32, likewise
+    returns: Tensor | None = None  # (T,) float32, likewise
 
 
 def collate(samples: Sequence[TrainSample], device: torch.device) -> Batch:
@@ -40,6 +44,12 @@ def collate(samples: Sequence[TrainSample], device: torch.device) -> Batch:
     def put(values: Array) -> Tensor:
         return torch.from_numpy(values).to(device, non_blocking=True)
 
+    def optional(name: str) -> Tensor | None:
+        columns = [getattr(s, name) for s in samples]
+        if any(column is None for column in columns):
+            return None
+        return put(np.concatenate([column[s.positions] for column, s in zip(columns, samples, strict=True)]))
+
     return Batch(
         input_ids=put(ids),
         predictors=put(np.concatenate([row * longest + s.positions - 1 for row, s in enumerate(samples)])),
@@ -49,4 +59,8 @@ def collate(samples: Sequence[TrainSample], device: torch.device) -> Batch:
         advantages=put(np.concatenate([s.advantages[s.positions] for s in samples])),
         temperature=None if (temperatures == 1).all() else put(temperatures),
         num_rows=len(samples),
+        versions=put(np.concatenate([s.versions[s.positions] for s in samples]).astype(np.int64)),
+        proximal_logprobs=optional("proximal_logprobs"),
+        values=optional("values"),
+        returns=optional("returns"),
     )

@@ -57,8 +57,12 @@ class Optimizer:
                 live.grad = None
 
     @torch.no_grad()
-    def step(self, denominator: float) -> dict[str, float]:
+    def step(self, denominator: float, at: int | None = None) -> dict[str, float]:
         """Divide the gradient by ``denominator``, clip it to ``max_grad_norm``, update, and forget it.
+
+        Args:
+            denominator: of the loss.
+            at: where the schedule of the learning rate stands, in steps from 0; None: every update is a step.
 
         A gradient that is not finite changes nothing but the count of updates.
 
@@ -75,7 +79,7 @@ class Optimizer:
         finite = bool(torch.isfinite(norm))
         if self._train.max_grad_norm and finite:
             nn.utils.clip_grads_with_norm_(masters, self._train.max_grad_norm, norm)
-        lr = self._train.lr * lr_factor(self.updates, self._train)
+        lr = self._train.lr * lr_factor(self.updates if at is None else at, self._train)
         if finite:
             for group in self._adamw.param_groups:
                 group["lr"] = lr

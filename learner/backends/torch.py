@@ -12,18 +12,17 @@ import torch
 from torch import Tensor
 
 from broker.errors import ConfigError, WireError
-from broker.registry import resolve
-from learner.aggregation import Counts, denominator, token_weights
+from learner.aggregation import Counts, denominator
 from learner.backends.batch import Batch, collate
+from learner.backends.critic import Critic
+from learner.backends.figures import average, figures
+from learner.backends.objective import Objective
 from learner.backends.optim import Optimizer
 from learner.backends.policy import Policy, pick_device
-from learner.config import AlgorithmSection, TrainSection
-from learner.kl import kl_penalty
-from learner.losses import LOSSES
-from learner.losses.base import Loss, Tokens
-from learner.losses.ratios import ratio_metrics, ratio_sums
-from learner.packing import by_length
-from learner.samples import TrainSample
+from learner.config import AlgorithmSection, TrainSection, kl_in_reward
+from learner.kl import Coefficient, kl_penalty
+from learner.packing import by_length, cut, minibatches
+from learner.samples import Scores, TrainSample
 from text.config import ModelSection
 from text.hub import copy_tokenizer
 
@@ -31,7 +30,7 @@ _CPU_SLICE_TOKENS: Final = 2048  # padded tokens; larger slices pad more and fal
 
 
 class TorchBackend:
-    """See ``learner.backends.base.Backend``. old_logprobs are the rollout's, so a step may start while it is still being generated."""
+    """See ``learner.backends.base.Backend``."""
 
     def __init__(
         self,
@@ -48,14 +47,19 @@ class TorchBackend:
         if train.num_threads:
             torch.set_num_threads(train.num_threads)
         torch.manual_seed(seed)
-        self._algorithm, self._max_length = algorithm, max_length
-        self._loss: Loss = resolve("losses", algorithm.pg_variant, LOSSES)
+        self._algorithm, self._max_length, self._seed = algorithm, max_length, seed
+        self._objective = Objective(algorithm)
         self.device = pick_device(train.device)
+        self._micro_tokens = train.micro_batch_tokens
         self._slice_tokens = min(train.micro_batch_tokens, _CPU_SLICE_TOKENS if self.device.type == "cpu" else train.micro_batch_tokens)
         self.policy = Policy(model_path, model, self.device)
         self._ref = Policy(ref_path or model_path, model, self.device, trainable=False) if algorithm.kl_coef else None
+        self._kl = Coefficient(algorithm.kl_coef, algorithm.kl_target, algorithm.kl_horizon)
+        self._critic = Critic(ref_path or model_path, algorithm.critic, train, model, self.device) if algorithm.critic.enabled else None
         self._optimizer = Optimizer(dict(self.policy.module.named_parameters()), train)
+        self._version = 0
         self._counts, self._sums = Counts(), dict[str, float]()
+        self._reward_kl: float | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -63,12 +67,17 @@ class TorchBackend:
         return self.policy.vocab_size
 
     @property
-    def updates(self) -> int:
-        """Steps taken, over all incarnations."""
-        return self._optimizer.updates
+    def version(self) -> int:
+        """Steps completed, over all incarnations."""
+        return self._version
+
+    @property
+    def kl_coef(self) -> float:
+        """Weight of the divergence from the reference in the step under way."""
+        return self._kl.value
 
     def forward_backward(self, samples: Sequence[TrainSample]) -> dict[str, float]:
-        """Add one micro-batch to the gradient of the step under way, not yet normalised.
+        """Add one micro-batch to the gradient of the update under way, not yet normalised.
 
         Returns:
             Sums over the micro-batch: ``tokens``, ``rows``, ``inputs``, ``pg_loss``, ``entropy`` and those of the loss's statistics.
@@ -79,9 +88,8 @@ class TorchBackend:
         trained = [sample for sample in samples if sample.num_inputs]
         self._check_ids(trained)
         # Without a KL or entropy term a row whose advantages are all 0 adds nothing to the gradient: it is measured, not trained.
-        idle = (
-            [] if self._algorithm.kl_coef or self._algorithm.entropy_coef else [s for s in trained if not s.advantages[s.positions].any()]
-        )
+        every_row = self._kl_in_loss or self._algorithm.entropy_coef > 0
+        idle = [] if every_row else [s for s in trained if not s.advantages[s.positions].any()]
         skipped = {id(sample) for sample in idle}
         sums = {"tokens": 0.0, "rows": 0.0, "inputs": float(sum(sample.num_inputs for sample in trained))}
         for part in by_length([sample for sample in trained if id(sample) not in skipped], self._slice_tokens):
@@ -93,11 +101,80 @@ class TorchBackend:
         return sums
 
     def step(self) -> dict[str, float]:
-        """Normalise over all that was added since the last step, clip, update; the step's metrics by their published names."""
+        """One update over all that was added since the last step; the step's metrics by their published names."""
+        num_rows = self._counts.rows
+        return self._complete(self._take(), num_rows)
+
+    def update(self, samples: Sequence[TrainSample]) -> dict[str, float]:
+        """A whole step at once: ``num_epochs`` passes in ``num_minibatches`` updates each, the critic's beside the policy's.
+
+        During the critic's warm-up the policy stays as it is. With more than one minibatch a pass takes the samples in an order drawn
+        from the run's seed, the version and the pass, so that it is the same after a resume; with one in the order they come in.
+        """
+        rows = [sample for sample in samples if sample.num_inputs]
+        self._check_ids(rows)
+        trains_policy = self._critic is None or self._version >= self._algorithm.critic.warmup_steps
+        done: list[dict[str, float]] = []
+        for epoch in range(self._algorithm.num_epochs):
+            for part in minibatches(rows, self._algorithm.num_minibatches, (self._seed, self._version, epoch)):
+                done.append(self._update(part, trains_policy))
+        metrics = average(done, self._algorithm.num_epochs) | {"actor/num_updates": float(len(done) if trains_policy else 0)}
+        return self._complete(metrics, len(rows))
+
+    def _update(self, part: Sequence[TrainSample], trains_policy: bool) -> dict[str, float]:
+        found: dict[str, float] = {}
+        if self._critic is not None:
+            for piece in by_length(part, self._slice_tokens):
+                self._critic.forward_backward(collate(piece, self.device))
+            found = self._critic.step(self._version)
+        if trains_policy:
+            for micro in cut(part, self._micro_tokens):
+                self.forward_backward(micro)
+            found |= self._take()
+        return found
+
+    @torch.no_grad()
+    def score(self, samples: Sequence[TrainSample]) -> list[Scores]:
+        """What the models say about samples before the step: logprobs, divergence where it stands in the reward, values."""
+        rows = [sample for sample in samples if sample.num_inputs]
+        self._check_ids(rows)
+        found: dict[int, Scores] = {}
+        for piece in by_length(rows, self._slice_tokens):
+            batch, ends = collate(piece, self.device), np.cumsum([sample.num_tokens for sample in piece])[:-1].tolist()
+            logprobs, _ = self.policy.score(batch)
+            columns = [logprobs, None, self._critic.values(batch) if self._critic is not None else None]
+            if self._ref is not None and not self._kl_in_loss:
+                columns[1] = kl_penalty(logprobs, self._ref.score(batch)[0], self._algorithm.kl_estimator)
+            parts = [[None] * len(piece) if c is None else np.split(c.cpu().numpy(), ends) for c in columns]
+            found |= {id(sample): Scores(*row) for sample, row in zip(piece, zip(*parts, strict=True), strict=True)}
+        kl = [scores.kl for scores in found.values() if scores.kl is not None]
+        self._reward_kl = float(np.concatenate(kl).mean()) if kl else None
+        empty = np.zeros(0, np.float32)
+        nothing = Scores(empty, None if self._kl_in_loss or self._ref is None else empty, None if self._critic is None else empty)
+        return [found.get(id(sample), nothing) for sample in samples]
+
+    @property
+    def _kl_in_loss(self) -> bool:
+        return self._ref is not None and not kl_in_reward(self._algorithm)
+
+    def _take(self) -> dict[str, float]:
+        """One update of the policy; its metrics."""
         scale = denominator(self._algorithm.loss_agg_mode, self._counts, self._max_length)
-        done = self._optimizer.step(scale)
-        metrics = self._metrics(scale) | {f"actor/{name}": value for name, value in done.items()}
+        done = self._optimizer.step(scale, self._version)
+        metrics = figures(self._sums, self._counts, scale, self._algorithm) | {f"actor/{name}": value for name, value in done.items()}
         self._counts, self._sums = Counts(), dict[str, float]()
+        return metrics
+
+    def _complete(self, metrics: dict[str, float], num_rows: int) -> dict[str, float]:
+        """The step is over."""
+        if self._ref is not None:
+            metrics["actor/kl_coef"] = self._kl.value
+            if self._reward_kl is not None:
+                metrics["actor/reward_kl"] = self._reward_kl
+            kl = metrics.get("actor/kl_loss", self._reward_kl)
+            if kl is not None:
+                self._kl.update(kl, num_rows)
+        self._version, self._reward_kl = self._version + 1, None
         return metrics
 
     def discard(self) -> None:
@@ -123,6 +200,9 @@ class TorchBackend:
         if self._counts.rows:
             raise RuntimeError("a step is under way; its state is taken before or after")
         state = {f"optimizer.{name}": tensor for name, tensor in self._optimizer.state().items()}
+        state |= {"version": torch.tensor(self._version), "kl_coef": torch.tensor(self._kl.value, dtype=torch.float64)}
+        if self._critic is not None:
+            state |= {f"critic.{name}": tensor for name, tensor in self._critic.state().items()}
         state["rng.cpu"] = torch.get_rng_state()
         if self.device.type == "cuda":
             state["rng.cuda"] = torch.cuda.get_rng_state(self.device)
@@ -134,8 +214,12 @@ class TorchBackend:
         Raises:
             UserError: it belongs to another model.
         """
-        prefix = "optimizer."
-        self._optimizer.load_state({name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)})
+        self._optimizer.load_state(_below("optimizer.", state))
+        if self._critic is not None:
+            self._critic.load_state(_below("critic.", state))
+        self._version = int(state["version"])
+        if self._kl.target is not None:
+            self._kl.value = float(state["kl_coef"])
         torch.set_rng_state(state["rng.cpu"])
         if self.device.type == "cuda" and "rng.cuda" in state:
             torch.cuda.set_rng_state(state["rng.cuda"], self.device)
@@ -145,57 +229,28 @@ class TorchBackend:
         batch = collate(samples, self.device)
         with torch.set_grad_enabled(train):
             logprobs, entropy = self.policy.score(batch, entropy_grad=self._algorithm.entropy_coef > 0)
-            total, sums = self._objective(batch, logprobs, entropy)
+            ref_logprobs = self._ref_logprobs(batch)
+            total, sums = self._objective(batch, logprobs, entropy, ref_logprobs, kl_coef=self._kl.value, version=self._version)
         if train:
             total.backward()  # type: ignore[no-untyped-call]
             self._optimizer.collect()
-        sums |= ratio_sums(logprobs, batch.rollout_logprobs)
         names, values = list(sums), torch.stack([value.detach().double() for value in sums.values()]).tolist()  # one transfer
         counts = {"tokens": float(len(batch.targets)), "rows": float(batch.num_rows), "padded": float(batch.input_ids.numel())}
         return counts | dict(zip(names, values, strict=True))
 
-    def _objective(self, batch: Batch, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The slice's share of the numerator of the loss, and sums for the metrics."""
-        algorithm = self._algorithm
-        tokens = Tokens(logprobs, batch.rollout_logprobs, batch.advantages, batch.sequence, batch.num_rows)
-        losses, sums = self._loss(tokens, algorithm)
-        weights = token_weights(algorithm.loss_agg_mode, batch.sequence, batch.num_rows)
-        sums = {**sums, "pg_loss": (weights * losses).sum(), "entropy": entropy.sum()}
-        sums["ppo_kl"] = (tokens.old_logprobs - logprobs).sum()
-        if self._ref is not None:
-            with torch.no_grad():
-                ref_logprobs, _ = self._ref.score(batch)
-            penalty = kl_penalty(logprobs, ref_logprobs, algorithm.kl_estimator)
-            losses = losses + algorithm.kl_coef * penalty
-            sums["kl"] = penalty.sum()
-        if algorithm.entropy_coef:
-            losses = losses - algorithm.entropy_coef * entropy
-        return (weights * losses).sum(), sums
-
-    def _metrics(self, scale: float) -> dict[str, float]:
-        sums, tokens = self._sums, self._counts.tokens
-        mean = {name: sums.get(name, 0.0) / max(tokens, 1) for name in ("entropy", "ppo_kl", "clipped", "dual_clipped", "kl")}
-        metrics = {
-            "actor/pg_loss": sums.get("pg_loss", 0.0) / scale,
-            "actor/entropy": mean["entropy"],
-            "actor/ppo_kl": mean["ppo_kl"],
-            "actor/pg_clipfrac": mean["clipped"],
-            "actor/num_tokens": float(tokens),
-            "actor/num_rows": float(self._counts.rows),
-            "actor/num_input_tokens": sums.get("inputs", 0.0),
-            "actor/num_padded_tokens": sums.get("padded", 0.0),
-        }
-        if self._algorithm.dual_clip is not None:
-            metrics["actor/pg_clipfrac_lower"] = mean["dual_clipped"]
-        if self._ref is not None:
-            metrics["actor/kl_loss"] = mean["kl"]
-        return metrics | ratio_metrics(sums, tokens)
+    @torch.no_grad()
+    def _ref_logprobs(self, batch: Batch) -> Tensor | None:
+        return self._ref.score(batch)[0] if self._ref is not None and self._kl_in_loss else None
 
     def _check_ids(self, samples: Sequence[TrainSample]) -> None:
         for sample in samples:
             largest = int(sample.token_ids.max())
             if largest >= self.vocab_size:
                 raise WireError(f"group {sample.group}: token id {largest} is outside the model's vocabulary of {self.vocab_size}")
+
+
+def _below(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
 
 
 def _add(into: dict[str, float], values: Mapping[str, float]) -> None:

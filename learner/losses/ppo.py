@@ -18,14 +18,18 @@ def ppo(tokens: Tokens, algorithm: AlgorithmSection) -> tuple[Tensor, dict[str, 
     Returns:
         Losses (T,), and the sums ``clipped`` (tokens whose clipped branch was the worse one) and ``dual_clipped``.
     """
-    r, advantages = ratio(tokens.logprobs, tokens.old_logprobs), tokens.advantages
-    plain = -r * advantages
-    bounded = -r.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high) * advantages
-    losses = torch.maximum(plain, bounded)
-    stats = {"clipped": (bounded > plain).sum()}
+    advantages = tokens.advantages
+    losses, stats = clipped_surrogate(ratio(tokens.logprobs, tokens.old_logprobs), advantages, algorithm.clip_low, algorithm.clip_high)
     if algorithm.dual_clip is not None:
         ceiling = -algorithm.dual_clip * advantages
         capped = (advantages < 0) & (losses > ceiling)
         losses = torch.where(capped, ceiling, losses)
         stats["dual_clipped"] = capped.sum()
     return losses, stats
+
+
+def clipped_surrogate(r: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """``-min(r A, clip(r, 1 - low, 1 + high) A)``, and the sum ``clipped``; (T,) each."""
+    plain = -r * advantages
+    bounded = -r.clamp(1 - low, 1 + high) * advantages
+    return torch.maximum(plain, bounded), {"clipped": (bounded > plain).sum()}

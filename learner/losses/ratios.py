@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from learner.corrections.base import Correction
 from learner.losses.base import MAX_LOG_RATIO
 
 
@@ -24,6 +25,30 @@ def ratio_sums(logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Tensor]:
         "k3": (weight - 1 - log_ratio).sum(),
         "weight": weight.sum(),
         "weight_squared": torch.square(weight).sum(),
+    }
+
+
+def correction_sums(correction: Correction) -> dict[str, Tensor]:
+    """Sums over the tokens of a micro-batch for the truncated figures of ``correction_metrics``, float64."""
+    weight = correction.weights.double()
+    return {
+        "corrected": weight.sum(),
+        "corrected_squared": torch.square(weight).sum(),
+        "corr_clipped": correction.clipped.sum(),
+        "corr_masked": correction.masked.sum(),
+    }
+
+
+def correction_metrics(sums: Mapping[str, float], num_tokens: float) -> dict[str, float]:
+    """What a correction made of the raw ratios: mean and effective sample size of its weights, shares of tokens cut and masked."""
+    if num_tokens == 0 or "corrected" not in sums:
+        return {"rollout_corr/clipped_fraction": 0.0, "rollout_corr/masked_fraction": 0.0}
+    squared = sums["corrected_squared"]
+    return {
+        "rollout_corr/truncated_is_mean": sums["corrected"] / num_tokens,
+        "rollout_corr/truncated_ess": sums["corrected"] ** 2 / (num_tokens * squared) if squared else 0.0,
+        "rollout_corr/clipped_fraction": sums["corr_clipped"] / num_tokens,
+        "rollout_corr/masked_fraction": sums["corr_masked"] / num_tokens,
     }
 
 

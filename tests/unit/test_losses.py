@@ -85,7 +85,7 @@ def test_ppo_equals_the_formula(rows, low, high, dual):
     assert 0 <= stats["clipped"] <= len(rows)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", [name for name in LOSSES if name not in ("gspo", "cispo", "topr")])  # those hold weights back
 def test_every_loss_has_the_gradient_of_its_values(name):
     generator = torch.Generator().manual_seed(4)
     new, old, advantages = (torch.randn(30, generator=generator, dtype=torch.float64) for _ in range(3))

@@ -152,7 +152,7 @@ def test_a_resumed_trainer_goes_on_bit_for_bit(path, tmp_path):
     data = safetensors.torch.save(whole.state())
     resumed = backend(str(tmp_path), train=train)
     resumed.load_state(safetensors.torch.load(data))
-    assert resumed.updates == 2
+    assert resumed.version == 2
     for step in range(2, 4):
         for trainer in (whole, resumed):
             trainer.forward_backward(samples(step))
@@ -200,7 +200,7 @@ def test_the_state_of_another_model_is_refused_and_changes_nothing(path):
     state["optimizer.exp_avg.model.norm.weight"] = torch.zeros(3)
     with pytest.raises(UserError, match=r"shape \(3,\), not \(32,\)"):
         trainer.load_state(state)
-    assert trainer.updates == 0
+    assert trainer.version == 0
 
 
 def test_bfloat16_keeps_master_weights(tmp_path):
@@ -262,7 +262,7 @@ def test_a_step_without_samples(path):
     metrics = trainer.step()
     assert torch.equal(flat(trainer), before)
     assert all(np.isfinite(list(metrics.values())))
-    assert (metrics["actor/num_tokens"], trainer.updates) == (0, 1)
+    assert (metrics["actor/num_tokens"], trainer.version) == (0, 1)
 
 
 def test_rows_without_trained_tokens_do_not_count(path):

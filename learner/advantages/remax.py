@@ -1,0 +1,28 @@
+"""ReMax: the reward of a greedy episode on the same task is the baseline. Li et al. (arXiv 2310.10505)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from broker import wire
+from learner.advantages.base import FloatArray, rewards_of, spread
+from learner.config import AlgorithmSection
+
+
+def advantages(rewards: FloatArray, greedy_reward: float) -> FloatArray:
+    """``R - R_greedy``, (group_size,)."""
+    return rewards - greedy_reward
+
+
+def estimate(trajectories: Sequence[wire.Trajectory], algorithm: AlgorithmSection) -> list[FloatArray]:
+    """An ``Estimator``: the greedy episodes of the group are the baseline, by their mean, and get 0 themselves.
+
+    A group whose greedy episode is missing (it did not end in time) has no baseline and teaches nothing.
+    """
+    greedy = np.array([trajectory.greedy for trajectory in trajectories], dtype=bool)
+    rewards = rewards_of(trajectories)
+    if not greedy.any():
+        return spread(np.zeros_like(rewards), trajectories)
+    return spread(np.where(greedy, 0.0, advantages(rewards, float(rewards[greedy].mean()))), trajectories)

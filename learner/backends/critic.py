@@ -1,0 +1,118 @@
+"""A value model: the policy's architecture with one number per position in place of the vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from broker.errors import UserError
+from learner.backends.batch import Batch
+from learner.backends.optim import Optimizer
+from learner.backends.policy import load_model
+from learner.config import CriticSection, TrainSection
+from text.config import ModelSection
+
+_PREFIX = "weight."
+
+
+def value_losses(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
+    """``0.5 max((V - R)^2, (V_old + clip(V - V_old, ±clip) - R)^2)``. Schulman et al., PPO's reference implementation (2017).
+
+    Args:
+        values: (T,) now, with gradient.
+        old_values: (T,) at the start of the step.
+        returns: (T,) targets.
+        clip: largest useful move, None for the plain squared error.
+
+    Returns:
+        Losses (T,), and where the clipped branch was the worse one (T,) bool.
+    """
+    plain = torch.square(values - returns)
+    if clip is None:
+        return 0.5 * plain, torch.zeros_like(plain, dtype=torch.bool)
+    bounded = torch.square(old_values + (values - old_values).clamp(-clip, clip) - returns)
+    return 0.5 * torch.maximum(plain, bounded), bounded > plain
+
+
+class Critic:
+    """V of the state in which each trained token was sampled. The head starts at 0, and so do all values.
+
+    Args:
+        path: weights of the trunk, those that the policy started from.
+    """
+
+    def __init__(self, path: str, section: CriticSection, train: TrainSection, model: ModelSection, device: torch.device) -> None:
+        self._section = section
+        loaded = load_model(path, model, device)
+        self.module = nn.ModuleDict({"trunk": loaded.base_model, "head": nn.Linear(loaded.config.get_text_config().hidden_size, 1)})
+        nn.init.zeros_(self.module["head"].weight)  # type: ignore[arg-type]
+        nn.init.zeros_(self.module["head"].bias)  # type: ignore[arg-type]
+        self.module.to(device).requires_grad_(True)
+        own = {"lr": section.lr, "weight_decay": section.weight_decay, "max_grad_norm": section.max_grad_norm}
+        self.optimizer = Optimizer(dict(self.module.named_parameters()), train.model_copy(update=own))
+        self._tokens = 0
+        self._sums = {"loss": 0.0, "clipped": 0.0, "values": 0.0, "error": 0.0, "returns": 0.0, "returns_squared": 0.0}
+
+    def values(self, batch: Batch) -> Tensor:
+        """(T,) float32."""
+        hidden = self.module["trunk"](input_ids=batch.input_ids, use_cache=False).last_hidden_state
+        chosen = hidden.flatten(0, 1).index_select(0, batch.predictors).float()
+        values: Tensor = self.module["head"](chosen)[:, 0]
+        return values
+
+    def forward_backward(self, batch: Batch) -> None:
+        """Add a slice to the gradient of the update under way, not yet normalised."""
+        assert batch.values is not None
+        assert batch.returns is not None
+        values = self.values(batch)
+        losses, clipped = value_losses(values, batch.values, batch.returns, self._section.clip)
+        losses.sum().backward()  # type: ignore[no-untyped-call]
+        self.optimizer.collect()
+        self._tokens += len(losses)
+        error = torch.square(values.detach() - batch.returns)
+        found = [losses.detach(), clipped, values.detach(), error, batch.returns, torch.square(batch.returns)]
+        for name, value in zip(self._sums, torch.stack([part.double().sum() for part in found]).tolist(), strict=True):
+            self._sums[name] += value
+
+    def step(self, at: int) -> dict[str, float]:
+        """Update, normalised over all tokens since the last one; metrics by their published names.
+
+        Args:
+            at: steps completed.
+        """
+        count = max(self._tokens, 1)
+        done = self.optimizer.step(float(count), at)
+        mean = {name: total / count for name, total in self._sums.items()}
+        variance = mean["returns_squared"] - mean["returns"] ** 2
+        self._tokens, self._sums = 0, dict.fromkeys(self._sums, 0.0)
+        return {
+            "critic/vf_loss": mean["loss"],
+            "critic/vf_clipfrac": mean["clipped"],
+            "critic/vpred_mean": mean["values"],
+            "critic/vf_explained_var": 1.0 - mean["error"] / variance if variance > 1e-12 else 0.0,
+            "critic/grad_norm": done["grad_norm"],
+            "critic/lr": done["lr"],
+        }
+
+    def state(self) -> dict[str, Tensor]:
+        """CPU copies of weights, moments and counts."""
+        weights = {_PREFIX + name: tensor.detach().to("cpu", copy=True) for name, tensor in self.module.named_parameters()}
+        return weights | {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state().items()}
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take back what ``state`` gave.
+
+        Raises:
+            UserError: it belongs to another model, or there was no critic.
+        """
+        weights = {name.removeprefix(_PREFIX): value for name, value in state.items() if name.startswith(_PREFIX)}
+        own = dict(self.module.named_parameters())
+        if weights.keys() != own.keys() or any(own[name].shape != value.shape for name, value in weights.items()):
+            raise UserError("the checkpoint's critic belongs to another model, or there is none; begin a new run")
+        for name, value in weights.items():
+            own[name].copy_(value)
+        prefix = "optimizer."
+        self.optimizer.load_state({name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)})

@@ -1,0 +1,47 @@
+"""From the sums of an update to metrics by their published names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from learner.aggregation import Counts
+from learner.config import AlgorithmSection
+from learner.losses.ratios import correction_metrics, ratio_metrics
+
+
+def figures(sums: Mapping[str, float], counts: Counts, scale: float, algorithm: AlgorithmSection) -> dict[str, float]:
+    """The metrics of one update.
+
+    Args:
+        sums: over its tokens, as ``learner.backends.objective`` names them.
+        counts: of what was in it.
+        scale: denominator of its loss.
+    """
+    tokens = counts.tokens
+    mean = {name: sums.get(name, 0.0) / max(tokens, 1) for name in ("entropy", "ppo_kl", "clipped", "dual_clipped", "kl")}
+    metrics = {
+        "actor/pg_loss": sums.get("pg_loss", 0.0) / scale,
+        "actor/entropy": mean["entropy"],
+        "actor/ppo_kl": mean["ppo_kl"],
+        "actor/pg_clipfrac": mean["clipped"],
+        "actor/num_tokens": float(tokens),
+        "actor/num_rows": float(counts.rows),
+        "actor/num_input_tokens": sums.get("inputs", 0.0),
+        "actor/num_padded_tokens": sums.get("padded", 0.0),
+    }
+    if algorithm.dual_clip is not None:
+        metrics["actor/pg_clipfrac_lower"] = mean["dual_clipped"]
+    if "kl" in sums:
+        metrics["actor/kl_loss"] = mean["kl"]
+    return metrics | ratio_metrics(sums, tokens) | correction_metrics(sums, tokens)
+
+
+def average(rows: Sequence[Mapping[str, float]], num_epochs: int) -> dict[str, float]:
+    """The metrics of a step of several updates: their means; counts are those of one pass over the samples."""
+    if not rows:
+        return {}
+    totals = {name: sum(row[name] for row in rows) for name in rows[0]}
+    return {
+        name: total / (num_epochs if name.startswith("actor/num_") or name == "actor/skipped" else len(rows))
+        for name, total in totals.items()
+    }

@@ -1,0 +1,62 @@
+"""What is minimised: the policy loss under its correction, the divergence from the reference, the entropy bonus."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from broker.registry import resolve
+from learner.aggregation import token_weights
+from learner.backends.batch import Batch
+from learner.config import AlgorithmSection
+from learner.corrections import CORRECTIONS
+from learner.corrections.base import Corrector, Facts, interpolate
+from learner.kl import kl_penalty
+from learner.losses import LOSSES
+from learner.losses.base import Loss, Tokens
+from learner.losses.ratios import correction_sums, ratio_sums
+
+
+class Objective:
+    """The numerator of a loss; the denominator is known when the whole batch has been seen (``learner.aggregation``)."""
+
+    def __init__(self, algorithm: AlgorithmSection) -> None:
+        self._algorithm = algorithm
+        self._loss: Loss = resolve("losses", algorithm.pg_variant, LOSSES)
+        self._correct: Corrector = resolve("corrections", algorithm.correction, CORRECTIONS)
+
+    def __call__(
+        self, batch: Batch, logprobs: Tensor, entropy: Tensor, ref_logprobs: Tensor | None, *, kl_coef: float, version: int
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """A slice's share of the numerator, with gradient, and sums for the metrics.
+
+        Args:
+            batch: T trained tokens; all tokens of its sequences.
+            logprobs: (T,) under the policy being trained.
+            entropy: (T,) in nats.
+            ref_logprobs: (T,) under the reference, None to leave the divergence out.
+            kl_coef: weight of the divergence.
+            version: policy version at the start of the step.
+        """
+        algorithm, proximal = self._algorithm, self._proximal(batch, logprobs, version)
+        facts = Facts(logprobs.detach(), proximal, batch.rollout_logprobs, batch.advantages, batch.sequence, batch.num_rows)
+        correction = self._correct(facts, algorithm)
+        tokens = Tokens(logprobs, correction.old_logprobs, batch.advantages, batch.sequence, batch.num_rows)
+        losses, sums = self._loss(tokens, algorithm)
+        losses = correction.weights * losses
+        weights = token_weights(algorithm.loss_agg_mode, batch.sequence, batch.num_rows)
+        sums = {**sums, **correction_sums(correction), "pg_loss": (weights * losses).sum(), "entropy": entropy.sum()}
+        sums["ppo_kl"] = (correction.old_logprobs - logprobs).sum()
+        sums |= ratio_sums(logprobs if algorithm.correction == "none" else proximal, batch.rollout_logprobs)
+        if ref_logprobs is not None:
+            penalty = kl_penalty(logprobs, ref_logprobs, algorithm.kl_estimator)
+            losses = losses + kl_coef * penalty
+            sums["kl"] = penalty.sum()
+        if algorithm.entropy_coef:
+            losses = losses - algorithm.entropy_coef * entropy
+        return (weights * losses).sum(), sums
+
+    def _proximal(self, batch: Batch, logprobs: Tensor, version: int) -> Tensor:
+        """Logprobs at the start of the step, (T,), without gradient; with one update that is the forward pass at hand."""
+        if self._algorithm.prox_logp_method == "interpolate":
+            return interpolate(logprobs.detach(), batch.rollout_logprobs, batch.versions, version)
+        return logprobs.detach() if batch.proximal_logprobs is None else batch.proximal_logprobs
