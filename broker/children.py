@@ -14,7 +14,9 @@ from typing import IO, Final
 _PR_SET_PDEATHSIG: Final = 1
 
 
-def spawn(command: Sequence[str], output: IO[bytes], *, pass_fds: Sequence[int] = (), env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+def spawn(
+    command: Sequence[str], output: IO[bytes], *, pass_fds: Sequence[int] = (), env: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
     """Start a child with both outputs going to ``output``; it gets SIGTERM when this process dies (Linux).
 
     The kernel sends that signal when the *thread* that forked ends, so a thread that lives as long as the child forks it.

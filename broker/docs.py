@@ -36,7 +36,7 @@ A `Column` is a map of `dtype` (a numpy dtype string: `<i4` 32-bit integers, `<f
 `data` (the values' bytes, one after the other). The examples show `data` as the list of its values.
 
 The header `{wire.TICKET_HEADER}` carries the ticket's number beside messages that belong to one, so that a body that does not decode still
-closes its ticket.
+closes its ticket; `{wire.EVAL_HEADER}` stands beside it on what belongs to an evaluation.
 """
 
 

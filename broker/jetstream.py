@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
+import msgspec
 from nats.aio.msg import Msg
 
 from broker import wire
@@ -135,6 +137,8 @@ class Bus:
         headers = {MESSAGE_ID: message_id or f"{self.link.inbox}.{self.link.next_token()}"}
         if ticket:
             headers[wire.TICKET_HEADER] = str(ticket)
+        if (eval_step := getattr(message, "eval_step", -1)) >= 0:
+            headers[wire.EVAL_HEADER] = str(eval_step)
         if expected_last_seq is not None:
             headers[EXPECTED_LAST_SEQ] = str(expected_last_seq)
         async with self._in_flight:
@@ -245,9 +249,10 @@ class Bus:
     # --------------------------------------------------------------------------------------- unstored
 
     async def publish_metrics(self, metrics: wire.Metrics) -> None:
-        """Best effort: lost while disconnected or when nobody listens."""
+        """Best effort: lost while disconnected or when nobody listens. Values that are no finite number are left out."""
+        finite = {name: value for name, value in metrics.values.items() if math.isfinite(value)}
         try:
-            await self.link.send(METRICS.subject(self.run, metrics.id), wire.encode(metrics))
+            await self.link.send(METRICS.subject(self.run, metrics.id), wire.encode(msgspec.structs.replace(metrics, values=finite)))
         except Disconnected:
             log.debug("metrics not sent")
 

@@ -70,7 +70,7 @@ SAMPLES: Final = Stream(
 )
 EVALTICKETS: Final = Stream("evaltickets", Kind.WORK_QUEUE, (wire.EvalTicket,), "domain", "learner", "envhub", "until acknowledged")
 EVALS: Final = Stream(
-    "evals", Kind.LOG, (wire.Group, wire.Closed), "", "rewardhub, envhub", "learner", "the run's life, bounded", max_bytes=1 << 30
+    "evals", Kind.LOG, (wire.Group, wire.Closed), "", "rewardhub, envhub", "learner", "the run's life, bounded", max_bytes=1 << 28
 )
 WEIGHTS: Final = Stream("weights", Kind.LAST_VALUE, (wire.WeightsOffer,), "", "learner", "rollout", "last value")
 WEIGHTSYNC: Final = Stream("weightsync", Kind.REQUEST, (wire.WeightsJoin, wire.WeightsSession), "epoch", "rollout", "learner", "not")
@@ -78,7 +78,7 @@ GENERATE: Final = Stream(
     "generate", Kind.REQUEST, (wire.GenerateRequest, wire.AbortRequest, wire.GenerateReply), "server", "envhub", "rollout", "not"
 )
 METRICS: Final = Stream("metrics", Kind.BEST_EFFORT, (wire.Metrics,), "process", "all", "whoever watches", "not")
-DEAD: Final = Stream("dead", Kind.LOG, (wire.DeadLetter,), "stream", "all", "operator", "until purged", max_bytes=1 << 30)
+DEAD: Final = Stream("dead", Kind.LOG, (wire.DeadLetter,), "stream", "all", "operator", "until purged", max_bytes=1 << 26)
 CONTROL: Final = Stream("control", Kind.KV, (wire.DesiredState,), "run", "operator", "all", "last value")
 PRESENCE: Final = Stream("presence", Kind.KV, (wire.Presence,), "run.role.id", "all", "all", "5 s", ttl_s=5.0)
 RUNS: Final = Stream("runs", Kind.KV, (wire.RunSpec,), "run", "learner", "all who join", "last value")

@@ -23,6 +23,7 @@ from broker.errors import WireError
 
 WIRE_VERSION: Final = 1
 MAX_PAYLOAD_BYTES: Final = 8 * 1024 * 1024
+EVAL_HEADER: Final = "Rl-Eval-Step"  # eval_step beside what belongs to an evaluation; absent from training
 TICKET_HEADER: Final = "Rl-Ticket"  # ticket number, so that a body that does not decode still closes its ticket
 NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")  # whatever becomes part of a subject or key
 

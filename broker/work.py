@@ -39,17 +39,19 @@ class Delivery:
         message: the decoded message, None when it did not decode.
         error: why it did not decode, else empty.
         ticket: from the TICKET_HEADER, 0 if absent or no number.
+        eval_step: from the EVAL_HEADER, -1 (training) if absent or no number.
         seq: its sequence in the stream.
         num_delivered: how many times it was delivered to anyone, 1 = first.
         data: the bytes as they came.
     """
 
-    __slots__ = ("_link", "_marks", "_subject", "data", "error", "message", "num_delivered", "seq", "ticket")
+    __slots__ = ("_link", "_marks", "_subject", "data", "error", "eval_step", "message", "num_delivered", "seq", "ticket")
 
     def __init__(self, link: Link, marks: Marks, types: tuple[type[wire.Message], ...], message: Msg) -> None:
         self._link, self._marks, self._subject = link, marks, message.reply
         self.num_delivered, self.seq, _ = delivery_numbers(message.reply)
         self.ticket = ticket_of(message.headers)
+        self.eval_step = number_of(message.headers, wire.EVAL_HEADER, -1)
         self.data = message.data
         self.message, self.error = decode(message.data, types)
 
@@ -253,8 +255,13 @@ def delivery_numbers(ack_subject: str) -> tuple[int, int, int]:
 
 def ticket_of(headers: dict[str, str] | None) -> int:
     """The number in the TICKET_HEADER, 0 if absent or none."""
-    text = headers.get(wire.TICKET_HEADER, "") if headers else ""
-    return int(text) if text.isascii() and text.isdigit() else 0
+    return number_of(headers, wire.TICKET_HEADER, 0)
+
+
+def number_of(headers: dict[str, str] | None, name: str, otherwise: int) -> int:
+    """The natural number in a header, ``otherwise`` if the header is absent or holds something else."""
+    text = headers.get(name, "") if headers else ""
+    return int(text) if text.isascii() and text.isdigit() else otherwise
 
 
 def decode(data: bytes, types: tuple[type[wire.Message], ...]) -> tuple[wire.Message | None, str]:

@@ -54,16 +54,6 @@ def log_of(eval_step: int) -> Stream:
     return EVALS if eval_step >= 0 else SAMPLES
 
 
-def eval_step_of(data: bytes) -> int:
-    """The ``eval_step`` of bytes that are no valid group, as far as they tell; -1 (training) if they do not."""
-    try:
-        value = msgspec.msgpack.decode(data)
-    except (msgspec.DecodeError, ValueError, RecursionError):
-        return -1
-    step = value.get("eval_step", -1) if isinstance(value, dict) else -1
-    return step if isinstance(step, int) else -1
-
-
 def refusal(group: wire.Group, pool: str, domains: Mapping[str, DomainSection], num_delivered: int) -> Close | None:
     """Why a group from the queue of ``pool`` is not even begun, or None."""
     if num_delivered >= MAX_DELIVERIES:

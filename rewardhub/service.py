@@ -25,7 +25,7 @@ from broker.process import Member, Stop, join
 from broker.runspec import domains, section
 from broker.streams import EPISODES
 from rewardhub.config import RewardhubSection, all_pools
-from rewardhub.routing import Action, Ask, Close, Forward, Scoring, eval_step_of, log_of, refusal, sample_of
+from rewardhub.routing import Action, Ask, Close, Forward, Scoring, log_of, refusal, sample_of
 from rewardhub.tally import Tally
 from rewardhub.workers import NoWorker, ScoreFailed, Workers
 
@@ -170,7 +170,7 @@ class Hub:
     async def _refuse(self, job: _Job) -> None:
         delivery = job.delivery
         close = Close("malformed", delivery.error)
-        await self._close(job, delivery.ticket, "unknown", eval_step_of(delivery.data), close)
+        await self._close(job, delivery.ticket, "unknown", delivery.eval_step, close)
 
     async def _score(self, job: _Job, group: wire.Group) -> None:
         """Score everything there is to score; the first that cannot be had ends it."""

@@ -14,10 +14,12 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from broker import wire
 from broker.errors import BrokerUnreachable, ConfigError, LostState, RequestFailed, WireError
+from broker.examples import EXAMPLES
 from broker.jetstream import Bus, LogRecord
 from broker.link import Disconnected
 from broker.server import BrokerServer
@@ -502,7 +504,7 @@ async def test_requests_are_answered_or_fail(bus: Bus, other: Bus) -> None:
 
 
 async def test_metrics_reach_who_watches(bus: Bus, other: Bus) -> None:
-    metrics = wire.Metrics(role="rollout", id="r1", time=1.0, values={"time/train": 2.0})
+    metrics = wire.Metrics(role="rollout", id="r1", time=1.0, values={"time/train": 2.0, "actor/pg_loss": float("nan")})
 
     async def first_metrics(one: Bus) -> wire.Metrics:
         async with aclosing(one.watch_metrics()) as metrics:
@@ -512,7 +514,18 @@ async def test_metrics_reach_who_watches(bus: Bus, other: Bus) -> None:
     while not watching.done():
         await bus.publish_metrics(metrics)
         await asyncio.sleep(0.05)
-    assert watching.result() == metrics
+    assert watching.result() == wire.Metrics(role="rollout", id="r1", time=1.0, values={"time/train": 2.0})
+
+
+async def test_a_header_tells_evaluation_from_training(bus: Bus) -> None:
+    example = EXAMPLES[wire.Group]
+    for number, eval_step in ((1, -1), (2, 0), (3, 40)):
+        group = msgspec.structs.replace(example, ticket=number, pools=["p"], eval_step=eval_step)
+        await bus.publish(EPISODES, group, key="p", ticket=number)
+    deliveries = await (await bus.work_queue(EPISODES, "p")).fetch(3, 5.0)
+    assert [(d.ticket, d.eval_step) for d in deliveries] == [(1, -1), (2, 0), (3, 40)]
+    for delivery in deliveries:
+        await delivery.ack()
 
 
 # -------------------------------------------------------------------------------------- isolation, life, death

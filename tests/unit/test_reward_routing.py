@@ -11,7 +11,7 @@ from broker import wire
 from broker.config import DomainSection, Reward
 from broker.streams import EPISODES, EVALS, MAX_DELIVERIES, SAMPLES
 from rewardhub.rewards.base import Value
-from rewardhub.routing import Ask, Close, Forward, Scoring, eval_step_of, refusal, sample_of
+from rewardhub.routing import Ask, Close, Forward, Scoring, refusal, sample_of
 
 REWARDS = [
     Reward(name="math_answer", weight=2.0),
@@ -158,14 +158,6 @@ def test_what_is_not_even_begun() -> None:
         (msgspec.structs.replace(group(["default"]), domain="lake"), "domain 'lake' is not one of the run's: qa"),
     ):
         assert refusal(wrong, "default", DOMAINS, 1) == Close("malformed", line)
-
-
-def test_bytes_tell_their_log_as_far_as_they_can() -> None:
-    assert eval_step_of(wire.encode(group(["default"], eval_step=20))) == 20
-    assert eval_step_of(wire.encode(group(["default"]))) == -1
-    for data in (b"", b"\xc1", b"\x90", msgspec.msgpack.encode({"eval_step": "x"}), msgspec.msgpack.encode({"a": 1})):
-        assert eval_step_of(data) == -1
-    assert eval_step_of(msgspec.msgpack.encode({"eval_step": 5, "unknown": [None]})) == 5
 
 
 def test_what_a_reward_sees() -> None:
