@@ -50,6 +50,7 @@ SECTIONS: Final[dict[str, str]] = {
     "warm_start": "learner.config:WarmStartSection",
     "eval": "learner.config:EvalSection",
     "checkpoint": "learner.config:CheckpointSection",
+    "samples": "learner.config:SamplesSection",
     "trackers": "learner.config:TrackersSection",
     "rollout": "rollout.config:RolloutSection",
     "envhub": "envhub.config:EnvhubSection",

@@ -1,4 +1,4 @@
-"""The learner's sections: train, algorithm, warm_start, eval, checkpoint, trackers."""
+"""The learner's sections: train, algorithm, warm_start, eval, checkpoint, samples, trackers."""
 
 from __future__ import annotations
 
@@ -140,6 +140,13 @@ class CheckpointSection(Section):
 
     every_steps: NonNegativeInt = 0  # 0: only at the end
     keep: Annotated[int, Field(ge=2)] = 2
+
+
+class SamplesSection(Section):
+    """Whether consumed records are kept, for trace, audit and replay without a broker."""
+
+    keep: bool = False  # archive them in the run's folder
+    max_file_mib: PositiveFloat = 256.0  # of one file of the archive
 
 
 class TrackersSection(Section):

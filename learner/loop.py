@@ -18,6 +18,7 @@ from learner import intake
 from learner.book import Book
 from learner.evaluator import Evaluator
 from learner.ledger import Action, Forget, Hold, Issue, Ledger, Take
+from learner.records import Records
 from learner.tickets import Issuer
 from learner.training import Trained, Training
 
@@ -44,6 +45,7 @@ class Loop:
         issuer: Issuer,
         evaluator: Evaluator,
         book: Book,
+        records: Records,
         stop: Stop,
         *,
         offer: Callable[[int], float],
@@ -52,7 +54,7 @@ class Loop:
         checkpoint_every: int,
     ) -> None:
         self._bus, self._ledger, self._training, self._issuer = bus, ledger, training, issuer
-        self._evaluator, self._book, self._stop = evaluator, book, stop
+        self._evaluator, self._book, self._records, self._stop = evaluator, book, records, stop
         self._offer, self._fleet_values = offer, fleet_values
         self._checkpoint, self._checkpoint_every = checkpoint, checkpoint_every
         self._held: dict[int, wire.Group] = {}
@@ -69,8 +71,10 @@ class Loop:
             LostState: the broker's log ends before the ledger's position, or was trimmed beyond it.
         """
         await self._recover()
-        self._perform(self._ledger.open_credit())
+        opened = self._ledger.open_credit()
+        self._perform(opened)
         self.boundary = self._ledger.dump()
+        await self._records.began(opened)
         self._catch_up_to = await self._bus.last_seq(SAMPLES)
         await self._offer_if_current()
         self._evaluator.step_completed(self._ledger.state.version, self._ledger.rules.steps)
@@ -110,6 +114,7 @@ class Loop:
             log.warning("record %d of the samples log: %s", entry.seq, read.problem)
             await self._bus.dead_letter(SAMPLES, seq=entry.seq, ticket=entry.ticket, reason=read.problem, data=entry.data)
         actions = self._ledger.apply(read.record, entry.seq)
+        await self._records.consumed(entry, read, actions)
         if read.group is not None and any(isinstance(action, Hold) for action in actions):
             self._held[read.group.ticket] = read.group
         if isinstance(entry.message, wire.Closed) and any(isinstance(action, Forget) for action in actions):
@@ -164,8 +169,10 @@ class Loop:
         trained = await self._training.finish(self._ledger.state.version)
         if trained is None:
             return False
+        taken = list(self._ledger.state.taken)
         actions = self._ledger.complete_step()
         self.boundary = self._ledger.dump()
+        await self._records.completed(taken, actions)
         copy_s = await self._offer_if_current()
         self._perform([action for action in actions if isinstance(action, Issue)])
         step, last_step = self._ledger.state.version, self._ledger.rules.steps

@@ -25,13 +25,14 @@ from learner import checkpoint
 from learner.advantages import ADVANTAGES
 from learner.backends import BACKENDS
 from learner.book import Book
-from learner.config import AlgorithmSection, CheckpointSection, EvalSection, TrackersSection, TrainSection
+from learner.config import AlgorithmSection, CheckpointSection, EvalSection, SamplesSection, TrackersSection, TrainSection
 from learner.evaluation import Evaluations
 from learner.evaluator import Evaluator
 from learner.grants import rules_of
 from learner.ledger import Ledger
 from learner.loop import Loop
 from learner.prepare import Interrupted, Preparation, data_digests, run_folder, write_config
+from learner.records import Records
 from learner.tickets import Issuer, Reaper
 from learner.trackers import Trackers
 from learner.training import Training
@@ -263,6 +264,8 @@ class Learner:
         )
         self.book = Book(self.bus, self.member.roster, self.ledger, trackers, self.folder / "metrics.jsonl", self.ledger.state.version)
         stack.callback(self.book.close)
+        self.records = Records(self.folder, self.ledger, section(self.config, "samples", SamplesSection), self.stop)
+        stack.callback(self.records.close)
         evaluation = section(self.config, "eval", EvalSection)
         first = await self.bus.last_seq(EVALTICKETS) + 1
         evaluations = Evaluations(evaluation, self.domains, self.seed, first)
@@ -286,6 +289,7 @@ class Learner:
             self.issuer,
             self.evaluator,
             self.book,
+            self.records,
             self.stop,
             offer=self._offer,
             fleet_values=self._weights_values,
@@ -315,6 +319,7 @@ class Learner:
 
     async def _checkpoint(self, ledger: dict[str, Any]) -> None:
         """Write one, delete the oldest, and trim the log behind those that are kept."""
+        await self.records.sync()
         path = await self.training.call(partial(checkpoint.write, self.checkpoints, self.training.backend, ledger, self.state.epoch))
         self.written = ledger["version"]
         log.info("checkpoint %s", path)

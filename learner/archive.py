@@ -1,0 +1,160 @@
+"""``runs/<name>/samples/``: the records that the learner consumed, byte for byte as they stood in the log (``samples.keep``).
+
+From it ``rlearner trace``, ``rlearner audit`` and a replay work without a broker. A file is named by its first record's sequence and
+holds frames: magic, sequence, ticket header, length, digest, then the record's bytes. Records of the log never change, so whoever
+writes a frame twice writes the same one; a reader leaves a file where the next one begins.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Final
+
+from broker.jetstream import LogRecord
+from broker.streams import SAMPLES
+from broker.work import decode
+from learner.ledgerfile import digest
+
+FOLDER: Final = "samples"
+SUFFIX: Final = ".frames"
+MAGIC: Final = b"RLS1"
+_HEADER: Final = struct.Struct("<4sQqI8s")  # magic, sequence, ticket, bytes of the record, its digest
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One archived record; with ``error`` set, what follows in its file is lost."""
+
+    seq: int
+    ticket: int  # from the record's header, 0 if absent
+    data: bytes
+    error: str = ""
+
+    def record(self) -> LogRecord:
+        """As the log's reader would have given it."""
+        message, error = decode(self.data, SAMPLES.messages)
+        return LogRecord(self.seq, message, error, self.ticket, self.data)
+
+
+class Archive:
+    """Open for appending.
+
+    Args:
+        folder: ``runs/<name>/samples``.
+        position: of the resumed ledger; records beyond it are cut off, for they will be consumed again.
+        max_file_bytes: a file is left for the next one once it is this large.
+    """
+
+    def __init__(self, folder: Path, position: int, max_file_bytes: int) -> None:
+        self._folder, self._max = folder, max_file_bytes
+        self._file = -1
+        self._size = 0
+        self._done: list[int] = []  # files left since the last sync
+        folder.mkdir(parents=True, exist_ok=True)
+        cut(folder, position)
+
+    def append(self, record: LogRecord) -> None:
+        """Write one; after an error, the same call again repeats it in the same place.
+
+        Raises:
+            OSError: no space, for example.
+        """
+        if self._file < 0 or self._size >= self._max:
+            following = os.open(self._folder / f"{record.seq:012d}{SUFFIX}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            if self._file >= 0:
+                self._done.append(self._file)
+            self._file, self._size = following, 0
+        frame = _HEADER.pack(MAGIC, record.seq, record.ticket, len(record.data), bytes.fromhex(digest(record.data))) + record.data
+        start = 0
+        while start < len(frame):
+            start += os.pwrite(self._file, frame[start:], self._size + start)
+        self._size += len(frame)
+
+    def sync(self) -> None:
+        """What was appended survives a power loss."""
+        while self._done:
+            os.fsync(self._done[0])
+            os.close(self._done.pop(0))
+        if self._file >= 0:
+            os.fsync(self._file)
+        handle = os.open(self._folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+    def close(self) -> None:
+        for file in [*self._done, self._file]:
+            if file >= 0:
+                os.close(file)
+        self._done, self._file = [], -1
+
+
+def files(folder: Path) -> list[tuple[int, Path]]:
+    """(first sequence, file), oldest first."""
+    return sorted((int(path.stem), path) for path in folder.glob(f"*{SUFFIX}") if path.stem.isdecimal())
+
+
+def cut(folder: Path, position: int) -> None:
+    """Remove every record beyond ``position``."""
+    for first, path in files(folder):
+        if first > position:
+            path.unlink()
+            continue
+        with path.open("rb") as file:
+            end = 0
+            while (header := _header(file)) is not None and header[1] <= position:
+                end = file.seek(header[3], os.SEEK_CUR)
+        if end < path.stat().st_size:
+            os.truncate(path, end)
+
+
+def frames(folder: Path, start: int = 1) -> Iterator[Frame]:
+    """Every record from sequence ``start`` on, in order; half a frame at the very end is none."""
+    found = files(folder)
+    for i, (_, path) in enumerate(found):
+        until = found[i + 1][0] if i + 1 < len(found) else 0
+        if until and until <= start:
+            continue
+        for frame in _frames_of(path, is_last=not until):
+            if until and frame.seq >= until:
+                break
+            if frame.seq >= start or frame.error:
+                yield frame
+
+
+def find(folder: Path, seq: int) -> Frame | None:
+    """One record, None when it is not there."""
+    frame = next(frames(folder, seq), None)
+    return frame if frame is not None and frame.seq == seq and not frame.error else None
+
+
+def _header(file: BinaryIO) -> tuple[bytes, int, int, int, bytes] | None:
+    """The next frame's header, None where none begins."""
+    data = file.read(_HEADER.size)
+    if len(data) < _HEADER.size or not data.startswith(MAGIC):
+        return None
+    magic, seq, ticket, length, check = _HEADER.unpack(data)
+    return magic, seq, ticket, length, check
+
+
+def _frames_of(path: Path, *, is_last: bool) -> Iterator[Frame]:
+    size, seq = path.stat().st_size, 0
+    with path.open("rb") as file:
+        while (begin := file.tell()) < size:
+            header = _header(file)
+            data = file.read(header[3]) if header else b""
+            if header is None or len(data) < header[3]:
+                file.seek(begin)
+                if not is_last or (header is None and size - begin >= _HEADER.size):
+                    yield Frame(seq, 0, b"", error=f"{path.name}: no frame at byte {begin}, after record {seq}")
+                return
+            seq = header[1]
+            if bytes.fromhex(digest(data)) != header[4]:
+                yield Frame(seq, 0, b"", error=f"{path.name}: the bytes of record {seq} are damaged")
+                return
+            yield Frame(seq, header[2], data)

@@ -1,0 +1,218 @@
+"""``runs/<name>/ledger.jsonl``: what became of every ticket, one line for each event, for the auditor and for people.
+
+The lines follow from the log alone, without a clock: a learner that was killed and reads the log again writes the same bytes. A line
+of state ``boundary`` ends each step; a resumed learner cuts the file behind the boundary that its checkpoint holds, half a line of a
+crash with it. It goes on in a new file under the old name, so that an earlier incarnation which wakes up writes into the void.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Final, Literal
+
+import msgspec
+
+from learner.ledger import Action, Entry, Forget, Hold, Issue, Ledger, Refuse
+
+NAME: Final = "ledger.jsonl"
+State = Literal["issued", "arrived", "trained", "filtered", "dropped", "dead", "duplicate", "unknown", "boundary", "unrecorded"]
+FINAL: Final = ("trained", "filtered", "dropped", "dead")
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """One event. ``duplicate`` and ``unknown`` are records that changed nothing; ``unrecorded`` stands for all that is missing before."""
+
+    state: State
+    ticket: int = 0
+    seq: int = 0  # of the record that arrived or ended the ticket; of the last record applied, at a boundary
+    step: int = 0  # the step that trained it; steps completed, at a boundary
+    oldest: int = -1  # oldest policy version among its sampled tokens
+    newest: int = -1  # newest one
+    digest: str = ""  # of the record's bytes
+    reason: str = ""  # why it ended untrained
+    domain: str = ""  # issued: what stands on the ticket
+    task_index: int = -1
+    min_version: int = -1
+    counts: dict[str, int] = {}  # boundary: the ledger's own
+    groups_per_step: int = 0  # boundary: the rules it ran by
+    max_staleness: int = -1
+
+
+_ENCODER: Final = msgspec.json.Encoder()
+_DECODER: Final = msgspec.json.Decoder(Line)
+
+
+def digest(data: bytes) -> str:
+    """What tells one record's bytes from another's, 16 hex digits."""
+    return blake2b(data, digest_size=8).hexdigest()
+
+
+class Scribe:
+    """From the ledger's actions to lines. Pure.
+
+    Args:
+        lines: those that are in the file already.
+    """
+
+    def __init__(self, lines: Sequence[Line] = ()) -> None:
+        self._held: dict[int, Line] = {}  # by ticket: arrived, and not ended yet
+        for line in lines:
+            if line.state == "arrived":
+                self._held[line.ticket] = line
+            elif line.state in FINAL:
+                self._held.pop(line.ticket, None)
+
+    def record(
+        self, actions: Sequence[Action], *, seq: int, data_digest: str = "", reason: str = "", bounds: tuple[int, int] | None = None
+    ) -> list[Line]:
+        """What one record of the log changed.
+
+        Args:
+            actions: the ledger's answer to it.
+            seq: the record's sequence in the log.
+            reason: why the ticket was closed, empty for a group.
+            bounds: oldest and newest version of the group's tokens, None when there are none.
+        """
+        oldest, newest = bounds or (-1, -1)
+        lines = []
+        for action in actions:
+            if isinstance(action, Hold):
+                line = Line(state="arrived", ticket=action.number, seq=seq, oldest=oldest, newest=newest, digest=data_digest)
+                self._held[action.number] = line
+                lines.append(line)
+            elif isinstance(action, Refuse):
+                lines.append(Line(state=action.why, ticket=action.number, seq=seq, digest=data_digest))
+            elif isinstance(action, Issue):
+                lines.append(_issued(action))
+            elif isinstance(action, Forget):
+                new = Line(
+                    state=action.outcome,
+                    ticket=action.number,
+                    seq=seq,
+                    oldest=oldest,
+                    newest=newest,
+                    digest=data_digest,
+                    reason=reason or ("zero_variance" if action.outcome == "filtered" else "late"),
+                )
+                lines.append(self._ended(action, new))
+        return lines
+
+    def step(self, taken: Sequence[Entry], actions: Sequence[Action], ledger: Ledger) -> list[Line]:
+        """What the completion of a step changed.
+
+        Args:
+            taken: the groups it was made of.
+            actions: the ledger's answer.
+            ledger: after the step.
+        """
+        step = ledger.state.version
+        lines = []
+        for entry in taken:
+            held = self._held.pop(entry.number, None) or Line(
+                state="arrived", ticket=entry.number, seq=entry.seq, oldest=entry.oldest_version
+            )
+            lines.append(msgspec.structs.replace(held, state="trained", step=step))
+        for action in actions:
+            if isinstance(action, Issue):
+                lines.append(_issued(action))
+            elif isinstance(action, Forget):  # too old for the next step
+                lines.append(self._ended(action, Line(state=action.outcome, ticket=action.number, reason="late")))
+        return [*lines, boundary(ledger)]
+
+    def begin(self, actions: Sequence[Action], ledger: Ledger) -> list[Line]:
+        """What opening the credit at a start changed."""
+        return [_issued(action) for action in actions if isinstance(action, Issue)] + [boundary(ledger)]
+
+    def _ended(self, action: Forget, line: Line) -> Line:
+        """The line of a ticket that ended; of the group's own record, where one had arrived."""
+        held = self._held.pop(action.number, None)
+        return line if held is None else msgspec.structs.replace(held, state=action.outcome, reason="late")
+
+
+def _issued(action: Issue) -> Line:
+    t = action.ticket
+    return Line(state="issued", ticket=t.number, domain=t.domain, task_index=t.task_index, min_version=t.min_version)
+
+
+def boundary(ledger: Ledger) -> Line:
+    """The line that ends a step."""
+    s, rules = ledger.state, ledger.rules
+    return Line(
+        state="boundary",
+        step=s.version,
+        seq=s.position,
+        counts=ledger.counts(),
+        groups_per_step=rules.groups_per_step,
+        max_staleness=rules.max_staleness,
+    )
+
+
+class LedgerFile:
+    """The file, open for appending; every write lands behind the last one that succeeded.
+
+    Args:
+        ledger: as it was resumed; what the file says beyond it is cut off.
+    """
+
+    def __init__(self, path: Path, ledger: Ledger) -> None:
+        lines, _ = read(path)
+        self.lines = kept_lines(lines, ledger)
+        data = encode(self.lines)
+        temporary = path.with_suffix(".new")
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        self._file = os.open(path, os.O_WRONLY)
+        self._size = len(data)
+
+    def append(self, data: bytes) -> None:
+        """Write whole lines; after an error, the same call again repeats it in the same place.
+
+        Raises:
+            OSError: no space, for example.
+        """
+        start = 0
+        while start < len(data):
+            start += os.pwrite(self._file, data[start:], self._size + start)
+        self._size += len(data)
+
+    def sync(self) -> None:
+        """What was appended survives a power loss."""
+        os.fsync(self._file)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+def kept_lines(lines: Sequence[Line], ledger: Ledger) -> list[Line]:
+    """Those that a ledger, as it was resumed, still stands by."""
+    s = ledger.state
+    if not s.issued:
+        return []
+    for end in range(len(lines), 0, -1):
+        line = lines[end - 1]
+        if line.state == "boundary" and (line.step, line.seq, line.counts.get("issued")) == (s.version, s.position, s.issued):
+            return list(lines[:end])
+    return [Line(state="unrecorded", step=s.version, seq=s.position, counts=ledger.counts())]
+
+
+def encode(lines: Sequence[Line]) -> bytes:
+    """Whole lines, as the file holds them."""
+    return b"".join(_ENCODER.encode(line) + b"\n" for line in lines)
+
+
+def read(path: Path) -> tuple[list[Line], str]:
+    """The lines of a file and, where one of them cannot be read, why; half a line at the end is none."""
+    lines: list[Line] = []
+    rows = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    for number, row in enumerate(rows[:-1], start=1):
+        try:
+            lines.append(_DECODER.decode(row))
+        except (msgspec.DecodeError, ValueError) as error:
+            return lines, f"{path.name}:{number}: {error}"
+    return lines, ""
