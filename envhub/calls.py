@@ -85,7 +85,7 @@ class Calls:
             if blocking and not inspect.iscoroutinefunction(function):
                 return await self._in_thread(environment, name, function, args)
             result = function(*args)
-            return await self._within(name, result) if inspect.isawaitable(result) else result
+            return await self._within(name, result) if hasattr(result, "__await__") else result
         except CallFailed:
             raise
         except (Exception, SystemExit) as error:  # the environment is someone else's code

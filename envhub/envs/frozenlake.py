@@ -47,6 +47,24 @@ def _lake(lake: lakes.Map, is_slippery: bool, success_rate: float) -> Any:
     return FrozenLakeEnv(desc=list(lake), is_slippery=is_slippery, success_rate=success_rate)
 
 
+@lru_cache(maxsize=8192)  # the episodes of a group see the same cells of the same map again and again
+def _frame(lake: lakes.Map, cell: int) -> str:
+    """The map with the player on it."""
+    cells, size = "".join(lake), len(lake)
+    shown = cells[:cell] + PLAYER[cells[cell]] + cells[cell + 1 :]
+    return "\n".join(shown[start : start + size] for start in range(0, size * size, size))
+
+
+@lru_cache(maxsize=8192)
+def _surroundings(lake: lakes.Map, cell: int) -> str:
+    """Row, column and the four neighbours of the player, for example ``1 0 #FHS``."""
+    row, column = divmod(cell, len(lake))
+    inside = range(len(lake))
+    around = [(row + down, column + right) for down, right in lakes.MOVES]
+    cells = "".join(lake[r][c] if r in inside and c in inside else "#" for r, c in around)
+    return f"{row} {column} {cells}"
+
+
 class FrozenLake(Environment):
     """One lake at a time."""
 
@@ -107,10 +125,7 @@ class FrozenLake(Environment):
         return word if len(word) == 1 and word in lakes.LETTERS else None
 
     def text_frame(self) -> str:
-        cells = "".join(self.map)
-        shown = cells[: self._cell] + PLAYER[cells[self._cell]] + cells[self._cell + 1 :]
-        size = self.args.size
-        return "\n".join(shown[start : start + size] for start in range(0, size * size, size))
+        return _frame(self.map, self._cell)
 
     def render_frame(self) -> Frame:
         if self._painter is None:
@@ -131,15 +146,8 @@ class FrozenLake(Environment):
         frame = self.text_frame()
         if self.args.observe == "map":
             return Observation(frame, anchor=frame)
-        return Observation(self._surroundings() if self._turns else f"{frame}\n{self._surroundings()}", anchor=frame)
-
-    def _surroundings(self) -> str:
-        """Row, column and the four neighbours of the player, for example ``1 0 #FHS``."""
-        row, column = divmod(self._cell, self.args.size)
-        around = [(row + down, column + right) for down, right in lakes.MOVES]
-        inside = range(self.args.size)
-        cells = "".join(self.map[r][c] if r in inside and c in inside else "#" for r, c in around)
-        return f"{row} {column} {cells}"
+        around = _surroundings(self.map, self._cell)
+        return Observation(around if self._turns else f"{frame}\n{around}", anchor=frame)
 
     def _under_player(self) -> str:
         row, column = divmod(self._cell, self.args.size)
