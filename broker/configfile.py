@@ -12,8 +12,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from broker.errors import UserError
+from broker.errors import ConfigError, UserError
 
+_PRESET = re.compile(r"[A-Za-z][\w+-]*")
 _KEY = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*")
 
 
@@ -21,6 +22,7 @@ def load(path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Read a YAML file with what it inherits (key ``inherit``: file name or list, relative to it), apply ``key=value`` overrides.
 
     Later files win over earlier ones, the file over what it inherits, overrides over all. Mappings are merged, lists replaced.
+    ``algorithm=<name>`` puts the preset ``configs/algorithm/<name>.yaml`` in the section's place; overrides after it change the preset.
 
     Raises:
         UserError: missing or malformed file, override that is no key=value.
@@ -87,9 +89,26 @@ def _override(config: DictConfig, override: str) -> None:
     try:
         parsed = OmegaConf.create(f"value: {text}" if text.strip() else "value: ''")
         value = OmegaConf.to_container(parsed, resolve=False)["value"]  # type: ignore[index,call-overload]
-        OmegaConf.update(config, key, value, merge=True, force_add=True)
+        if key == "algorithm" and isinstance(value, str):
+            config[key] = _preset(value)
+        else:
+            OmegaConf.update(config, key, value, merge=True, force_add=True)
     except (OmegaConfBaseException, YAMLError, ValueError, TypeError, AttributeError, IndexError) as error:
         raise UserError(f"override {override!r} is not allowed; {_one_line(error)}") from None
+
+
+def _preset(name: str) -> DictConfig:
+    """An algorithm by name: the user's own ``configs/algorithm/<name>.yaml``, else the one that comes with the package.
+
+    Raises:
+        ConfigError: there is none; lists those that come with the package.
+    """
+    folder = Path(str(resources.files("configs"))) / "algorithm"
+    candidates = (Path("configs", "algorithm", f"{name}.yaml"), folder / f"{name}.yaml")
+    path = next((path for path in candidates if _PRESET.fullmatch(name) and path.is_file()), None)
+    if path is None:
+        raise ConfigError("algorithm", name, f"known: {', '.join(sorted(file.stem for file in folder.glob('*.yaml')))}")
+    return _read(path, ())
 
 
 def _one_line(error: Exception) -> str:

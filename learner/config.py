@@ -131,7 +131,7 @@ class EvalSection(Section):
     temperature: NonNegativeFloat = 1.0
     at_start: bool = True
     baseline: str = ""  # policy measured once beside the actor, for example ``random``; empty: none
-    baseline_args: dict[str, Any] = {}  # engine_args of the baseline's server in ``rlearner up``, for example choices: [L, R]
+    baseline_args: dict[str, Any] = Field(default_factory=dict)  # engine_args of the baseline's server in ``rlearner up``, for example choices: [L, R]
     timeout_s: PositiveFloat = 600.0  # the run waits this long for its last evaluation
 
 
@@ -171,6 +171,9 @@ def check(config: dict[str, Any]) -> None:
     _check_names(config)
     _check_model(config)
     _check_training(config)
+    from learner.combinations import check_algorithm
+
+    check_algorithm(config)
     _check_warm_start(config)
     if config["eval"]["baseline"] == "actor":
         raise ConfigError("eval.baseline", "actor", "that is the policy being trained; name another one, for example random")
@@ -234,11 +237,9 @@ def _check_model(config: dict[str, Any]) -> None:
 
 
 def _check_training(config: dict[str, Any]) -> None:
-    train, algorithm = config["train"], config["algorithm"]
+    train = config["train"]
     if train["warmup_steps"] >= train["steps"] and train["warmup_steps"]:
         raise ConfigError("train.warmup_steps", train["warmup_steps"], f"below train.steps, which is {train['steps']}")
-    if algorithm["dual_clip"] is not None and algorithm["dual_clip"] <= 1:
-        raise ConfigError("algorithm.dual_clip", algorithm["dual_clip"], "above 1; 3 is usual")
     for name, domain in config["domains"].items():
         if domain["max_context_tokens"] > train["micro_batch_tokens"]:
             raise ConfigError(
@@ -252,17 +253,6 @@ def _check_training(config: dict[str, Any]) -> None:
             raise ConfigError(
                 "train.ticket_timeout_s", train["ticket_timeout_s"], f"above domains.{name}.deadline_s, which is {domain['deadline_s']:g}"
             )
-        _check_group_size(name, domain["group_size"], algorithm)
-
-
-def _check_group_size(name: str, group_size: int, algorithm: dict[str, Any]) -> None:
-    """A group of one has no spread: nothing to compare with, and always filtered."""
-    if group_size > 1:
-        return
-    if algorithm["adv_estimator"] in ("grpo", "rloo"):
-        raise ConfigError(f"domains.{name}.group_size", group_size, f"at least 2 with algorithm.adv_estimator {algorithm['adv_estimator']}")
-    if algorithm["filter_zero_variance"]:
-        raise ConfigError(f"domains.{name}.group_size", group_size, "at least 2 with algorithm.filter_zero_variance")
 
 
 def _check_warm_start(config: dict[str, Any]) -> None:

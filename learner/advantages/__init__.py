@@ -15,3 +15,7 @@ ADVANTAGES: Final[dict[str, str]] = {
     "reinforce++_baseline": "learner.advantages.reinforce_plus_plus:estimate_baseline",
     "gigpo": "learner.advantages.gigpo:estimate",
 }
+
+# What settings are checked by, without importing anything.
+WHOLE_BATCH: Final = frozenset({"gae", "reinforce++", "reinforce++_baseline"})  # take all groups of a step at once
+NEEDS_GROUPS: Final = frozenset({"grpo", "dr_grpo", "rloo", "reinforce++_baseline", "gigpo"})  # compare episodes of one group

@@ -1,0 +1,88 @@
+"""Settings of an algorithm that make no sense together, refused before anything starts; no torch, no plug-in is imported."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from broker.errors import ConfigError
+from learner.advantages import NEEDS_GROUPS, WHOLE_BATCH
+from learner.assembly import waits_for_batch
+from learner.config import AlgorithmSection
+
+# Engines whose logprobs are those of the distribution that top-p, top-k and min-p leave; all others' are of the whole one.
+PROCESSED_LOGPROBS: Final = frozenset({"hf", "random"})
+
+
+def check_algorithm(config: dict[str, Any]) -> None:
+    """Everything about ``algorithm`` and what stands around it.
+
+    Raises:
+        ConfigError: the first combination that cannot work; says what goes together.
+    """
+    algorithm = AlgorithmSection.model_validate(config["algorithm"])
+    _check_values(algorithm)
+    _check_critic(algorithm)
+    _check_streaming(config["train"]["streaming"], algorithm)
+    _check_correction(algorithm)
+    for name, domain in config["domains"].items():
+        _check_domain(name, domain, algorithm, config["rollout"]["engine"])
+    if config["model"]["dtype"] == "float16":
+        raise ConfigError("model.dtype", "float16", "float32 or bfloat16: gradients underflow in float16")
+
+
+def _check_values(algorithm: AlgorithmSection) -> None:
+    if algorithm.dual_clip is not None and algorithm.dual_clip <= 1:
+        raise ConfigError("algorithm.dual_clip", algorithm.dual_clip, "above 1; 3 is usual")
+    if algorithm.kl_target is not None and not algorithm.kl_coef:
+        raise ConfigError("algorithm.kl_target", algorithm.kl_target, "null, or algorithm.kl_coef above 0 to start from")
+    buffer, length = algorithm.overlong_buffer, algorithm.overlong_length
+    if buffer and (length is None or length < buffer):
+        raise ConfigError("algorithm.overlong_length", length, f"at least algorithm.overlong_buffer, which is {buffer}")
+
+
+def _check_critic(algorithm: AlgorithmSection) -> None:
+    estimator = algorithm.adv_estimator
+    if estimator == "gae" and not algorithm.critic.enabled:
+        raise ConfigError("algorithm.critic.enabled", False, "true with algorithm.adv_estimator gae, which needs a critic")
+    if algorithm.critic.enabled and estimator != "gae" and ":" not in estimator:
+        raise ConfigError("algorithm.critic.enabled", True, f"false with algorithm.adv_estimator {estimator}; only gae reads a critic")
+
+
+def _check_streaming(streaming: str, algorithm: AlgorithmSection) -> None:
+    whole = f"adv_estimator {algorithm.adv_estimator}" if algorithm.adv_estimator in WHOLE_BATCH else waits_for_batch(algorithm)
+    if streaming == "always" and whole:
+        raise ConfigError("train.streaming", streaming, f"auto or never with algorithm.{whole}, which needs all groups of a step")
+
+
+def _check_correction(algorithm: AlgorithmSection) -> None:
+    """On-policy every ratio is 1 and every correction the identity, so 1 must lie between the bounds."""
+    name, low, high = algorithm.correction, algorithm.correction_low, algorithm.correction_high
+    bounded_above = name in ("tis", "decoupled", "icepop") or (name == "mis" and algorithm.mis_estimator == "k1")
+    if bounded_above and high < 1:
+        raise ConfigError("algorithm.correction_high", high, f"at least 1 with algorithm.correction {name}: on-policy the ratio is 1")
+    if bounded_above and name in ("icepop", "mis") and low > 1:
+        raise ConfigError("algorithm.correction_low", low, f"at most 1 with algorithm.correction {name}: on-policy the ratio is 1")
+
+
+def _check_domain(name: str, domain: dict[str, Any], algorithm: AlgorithmSection, engine: str) -> None:
+    key, estimator = f"domains.{name}", algorithm.adv_estimator
+    if domain["group_size"] == 1:  # a group of one has no spread: nothing to compare with, and always filtered
+        if estimator in NEEDS_GROUPS:
+            raise ConfigError(f"{key}.group_size", 1, f"at least 2 with algorithm.adv_estimator {estimator}")
+        if algorithm.filter_zero_variance:
+            raise ConfigError(f"{key}.group_size", 1, "at least 2 with algorithm.filter_zero_variance")
+        if algorithm.pg_variant == "starpo_s":
+            raise ConfigError(
+                f"{key}.group_size", 1, "at least 2 with algorithm.pg_variant starpo_s, which goes by their variance"
+            )
+    if estimator == "gigpo" and domain["max_turns"] == 1:
+        raise ConfigError(f"{key}.max_turns", 1, "above 1 with algorithm.adv_estimator gigpo, which compares the steps of episodes")
+    if engine in PROCESSED_LOGPROBS or ":" in engine:
+        return
+    for option, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+        if (value := domain["sampling"][option]) != off:
+            raise ConfigError(
+                f"{key}.sampling.{option}",
+                value,
+                f"{off:g} with rollout.engine {engine}, which cannot return the logprobs of what is left; those that can: hf",
+            )
