@@ -22,6 +22,7 @@ class DomainRule:
     group_size: int
     min_group_size: int
     deadline_s: float
+    num_greedy: int = 0  # baseline episodes on top of them
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,10 @@ class Rules:
 
 def rules_of(train: TrainSection, algorithm: AlgorithmSection, domains: dict[str, Any], seed: int) -> Rules:
     """The rules that a validated configuration asks for."""
+    greedy = 1 if algorithm.adv_estimator == "remax" else 0
     rows = tuple(
-        DomainRule(name, d.weight, d.group_size, d.min_group_size or d.group_size, d.deadline_s) for name, d in sorted(domains.items())
+        DomainRule(name, d.weight, d.group_size, d.min_group_size or d.group_size, d.deadline_s, greedy)
+        for name, d in sorted(domains.items())
     )
     return Rules(
         steps=train.steps,

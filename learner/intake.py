@@ -71,8 +71,8 @@ def version_bounds(groups: list[wire.Group]) -> tuple[int, int] | None:
 
 
 def episodes(group: wire.Group) -> list[wire.Trajectory]:
-    """One trajectory per episode, the last where an episode is cut into several, in order of the episodes."""
-    last = {trajectory.episode: trajectory for trajectory in group.trajectories}
+    """One trajectory per episode, the last where an episode is cut into several, in order of the episodes; without greedy baselines."""
+    last = {trajectory.episode: trajectory for trajectory in group.trajectories if not trajectory.greedy}
     return [last[number] for number in sorted(last)]
 
 
