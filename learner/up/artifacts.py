@@ -15,18 +15,24 @@ from learner.up.board import duration
 Row = dict[str, Any]
 
 
-def finish(folder: Path, seconds: float) -> None:
+def finish(folder: Path, seconds: float, cpu_s: dict[str, float]) -> None:
     """Draw what can be drawn from a run's folder, and say what happened and what to do next."""
     lines = read_lines(folder / "metrics.jsonl")
     if not lines:
         print(f"stopped before the first step; logs are in {folder / 'logs'}")
         return
     made = [draw_rewards(lines, folder / "reward.png"), *render_before_and_after(folder)]
-    print("\n".join(summary(folder, lines, [path for path in made if path], seconds)))
+    print("\n".join(summary(folder, lines, [path for path in made if path], seconds, cpu_s)))
 
 
-def summary(folder: Path, lines: list[Row], made: list[Path], seconds: float) -> list[str]:
-    """The closing words."""
+def summary(folder: Path, lines: list[Row], made: list[Path], seconds: float, cpu_s: dict[str, float]) -> list[str]:
+    """The closing words.
+
+    Args:
+        made: the pictures.
+        seconds: from the start of the broker on.
+        cpu_s: processor seconds by process.
+    """
     last = lines[-1]
     measured = [(line.get("eval/step", line["step"]), line["eval/success_rate"]) for line in lines if "eval/success_rate" in line]
     words = ["", f"{last['step']} steps in {duration(seconds)}"]
@@ -34,6 +40,8 @@ def summary(folder: Path, lines: list[Row], made: list[Path], seconds: float) ->
         words.append("success on held-out tasks: " + ", ".join(f"{rate:.3f} after step {step:.0f}" for step, rate in measured))
     words += [f"success of the {name} engine on the same tasks: {rate:.3f}" for name, rate in baselines(lines).items()]
     counts = " + ".join(f"{last.get(f'ticket/{name}', 0):.0f} {name}" for name in ("trained", "filtered", "dropped", "dead", "open"))
+    total = sum(cpu_s.values()) or 1.0
+    words.append("processor time: " + ", ".join(f"{name} {used:.0f} s ({used / total:.0%})" for name, used in cpu_s.items()))
     words += [f"tickets: {last.get('ticket/issued', 0):.0f} issued = {counts}", ""]
     newest = max((folder / "checkpoints").glob("step-*"), default=None)
     words += [f"  {path}" for path in [folder / "metrics.jsonl", *made, *([newest] if newest else [])]]

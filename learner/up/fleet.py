@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 from broker.children import spawn
 
 RESTART_AFTER_S = 1.0  # doubled at every restart that did not live for a minute
@@ -32,6 +34,7 @@ class Child:
     restarts: int = 0
     not_before: float = 0.0
     exit_code: int | None = None  # of a child that ended for good
+    cpu: dict[int, float] = field(default_factory=dict)  # pid -> processor seconds of it and the children it waited for
 
     @property
     def pid(self) -> int:
@@ -41,11 +44,30 @@ class Child:
     def running(self) -> bool:
         return self.process is not None and self.process.poll() is None
 
+    def sample_cpu(self) -> None:
+        """Take note of the processor time used so far; what a process used after the last sample is not counted."""
+        with contextlib.suppress(psutil.Error):
+            self.cpu[self.pid] = cpu_seconds(self.pid)
+
     def last_lines(self, count: int = 5) -> list[str]:
         """The end of its log."""
         with contextlib.suppress(OSError):
             return self.log.read_text(errors="replace").splitlines()[-count:]
         return []
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process, of its living children, and of those it has waited for.
+
+    Raises:
+        psutil.Error: it is gone.
+    """
+    process = psutil.Process(pid)
+    total = sum(process.cpu_times()[:4])
+    for child in process.children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            total += sum(child.cpu_times()[:2])
+    return float(total)
 
 
 @dataclass
@@ -74,6 +96,8 @@ class Fleet:
         events = []
         now = time.monotonic()
         for child in self.children:
+            if child.running:
+                child.sample_cpu()
             if child.exit_code is not None or child.running:
                 continue
             code = child.process.returncode if child.process else 0

@@ -26,7 +26,7 @@ from broker.server import BrokerServer
 from learner.config import EvalSection, TrainSection
 from learner.up.artifacts import finish
 from learner.up.board import Board
-from learner.up.fleet import Child, Fleet
+from learner.up.fleet import Child, Fleet, cpu_seconds
 from learner.up.view import screen
 
 DRAW_EVERY_S = 0.25
@@ -59,10 +59,11 @@ async def up(config: dict[str, Any], arguments: list[str], stop: Stop) -> None:
                 engine_args = f"engine_args={json.dumps(evaluation.baseline_args)}"  # YAML reads JSON
                 fleet.add("rollout-random", "rollout.cli", ["--engine", "random", "--policy", "random", "--id", "random-1", engine_args])
             await _show(config, broker.url, fleet, learner, stop)
+            used = {child.name: sum(child.cpu.values()) for child in fleet.children} | {"broker": cpu_seconds(broker.pid)}
         finally:
             await asyncio.to_thread(fleet.stop, ("learner",), patience_s=LEARNER_PATIENCE_S if stop.asked.is_set() else 10.0)
     _raise_for(fleet)
-    finish(folder, time.monotonic() - started)
+    finish(folder, time.monotonic() - started, used)
 
 
 def _raise_for(fleet: Fleet) -> None:
