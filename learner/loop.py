@@ -72,9 +72,9 @@ class Loop:
         """
         await self._recover()
         opened = self._ledger.open_credit()
-        self._perform(opened)
         self.boundary = self._ledger.dump()
-        await self._records.began(opened)
+        await self._records.began(opened)  # before a ticket goes out
+        self._perform(opened)
         self._catch_up_to = await self._bus.last_seq(SAMPLES)
         await self._offer_if_current()
         self._evaluator.step_completed(self._ledger.state.version, self._ledger.rules.steps)

@@ -31,6 +31,7 @@ from learner.evaluator import Evaluator
 from learner.grants import rules_of
 from learner.ledger import Ledger
 from learner.loop import Loop
+from learner.ops.place import note_broker
 from learner.prepare import Interrupted, Preparation, data_digests, run_folder, write_config
 from learner.records import Records
 from learner.tickets import Issuer, Reaper
@@ -66,6 +67,7 @@ async def serve(config: dict[str, Any], url: str, stop: Stop, *, connect_deadlin
             stack.push_async_callback(bus.close)
             await _refuse_a_stranger(bus, folder, is_new)
             await bus.ensure_streams()
+            note_broker(folder, url)
             learner = await stack.enter_async_context(_open(config, folder, bus, stop))
             await learner.run()
     except (LostState, Fenced) as error:

@@ -1,0 +1,141 @@
+"""An independent record of a run's tickets and samples as they cross the wire: ``python -m bench.tap --broker URL --run RUN --out FILE``.
+
+Plain subscriptions of nats-py beside the streams, MessagePack read without this project's decoders: what the learner's own books
+say can be held against it (``rlearner audit RUN --tap FILE``). It sees every attempt to publish. One JSON line for each message,
+numbered; ``blind`` lines say when it could not see.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import signal
+import struct
+import time
+from collections.abc import Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import nats
+from nats.aio.msg import Msg
+
+from broker.streams import SAMPLES, TICKETS
+
+
+class Tap:
+    """Appends what it is told to a file, each line at once."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8")
+        self._number = 0
+
+    def write(self, event: str, **values: Any) -> None:
+        """One line."""
+        self._number += 1
+        self._file.write(json.dumps({"n": self._number, "event": event, "time": time.time(), **values}) + "\n")
+        self._file.flush()
+
+    async def ticket(self, message: Msg) -> None:
+        body = _decode(message.data)
+        content = {name: body.get(name) for name in ("domain", "task_index", "seed", "min_version")}
+        self.write("ticket", ticket=body.get("number", 0), **content, **_envelope(message))
+
+    async def sample(self, message: Msg) -> None:
+        body = _decode(message.data)
+        ticket = body.get("ticket") or int((message.headers or {}).get("Rl-Ticket", "0"))
+        versions = [version for trajectory in body.get("trajectories", []) for version in _versions(trajectory)]
+        bounds = {"oldest": min(versions), "newest": max(versions)} if versions else {}
+        self.write(
+            "sample", ticket=ticket, kind=body.get("type", "malformed"), reason=body.get("reason", ""), **bounds, **_envelope(message)
+        )
+
+    def close(self) -> None:
+        self.write("close")
+        self._file.close()
+
+
+def _decode(data: bytes) -> dict[str, Any]:
+    try:
+        body = msgspec.msgpack.decode(data)
+    except msgspec.DecodeError:
+        return {}
+    return body if isinstance(body, dict) else {}
+
+
+def _versions(trajectory: dict[str, Any]) -> list[int]:
+    """Policy versions of the tokens, from the pairs (version, number of tokens), little-endian."""
+    pairs = struct.iter_unpack("<ii", trajectory["version_runs"]["data"])
+    return [version for version, num_tokens in pairs if num_tokens > 0]
+
+
+def _envelope(message: Msg) -> dict[str, Any]:
+    digest = blake2b(message.data, digest_size=8).hexdigest()
+    return {"digest": digest, "id": (message.headers or {}).get("Nats-Msg-Id", ""), "bytes": len(message.data)}
+
+
+async def tap(url: str, run: str, out: Path, stop: asyncio.Event, ready: asyncio.Event | None = None) -> None:
+    """Listen until ``stop`` is set.
+
+    Args:
+        out: where lines are appended.
+        ready: set once nothing more can be missed.
+    """
+    recorder = Tap(out)
+
+    async def blind(what: str, reason: str = "") -> None:
+        recorder.write(what, reason=reason)
+
+    client = await nats.connect(
+        url,
+        name="tap",
+        max_reconnect_attempts=-1,
+        reconnect_time_wait=0.1,
+        disconnected_cb=lambda: blind("disconnected"),
+        reconnected_cb=lambda: blind("reconnected"),
+        error_cb=lambda error: blind("error", f"{type(error).__name__}: {error}"),
+    )
+    try:
+        for stream, handle in ((TICKETS, recorder.ticket), (SAMPLES, recorder.sample)):
+            await client.subscribe(stream.all_subjects(run), cb=handle, pending_msgs_limit=-1, pending_bytes_limit=-1)
+        await client.flush()
+        recorder.write("open", run=run, broker=url)
+        if ready is not None:
+            ready.set()
+        await stop.wait()
+        await client.flush()
+    finally:
+        for subscription in list(client._subs.values()):
+            await subscription.drain()  # type: ignore[no-untyped-call]
+        await client.close()
+        recorder.close()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run until SIGINT or SIGTERM."""
+    parser = argparse.ArgumentParser(prog="python -m bench.tap", description="Record a run's tickets and samples on the wire.")
+    parser.add_argument("--broker", required=True, metavar="URL")
+    parser.add_argument("--run", required=True, metavar="NAME")
+    parser.add_argument("--out", required=True, type=Path, metavar="FILE")
+    options = parser.parse_args(argv)
+
+    async def body() -> None:
+        stop, ready = asyncio.Event(), asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        listening = asyncio.create_task(tap(options.broker, options.run, options.out, stop, ready))
+        waiting = asyncio.create_task(ready.wait())
+        await asyncio.wait([listening, waiting], return_when=asyncio.FIRST_COMPLETED)
+        if ready.is_set():
+            print("ready", flush=True)
+        waiting.cancel()
+        await listening
+
+    asyncio.run(body())
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,116 @@
+"""The ledger file against what others hold: metrics.jsonl, the broker's log, the archive of records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from broker import wire
+from broker.jetstream import LogRecord
+from learner.audit.report import Report, ranges
+from learner.audit.tally import Tally, check_staleness
+from learner.intake import version_bounds
+from learner.ledgerfile import FINAL, Line, digest
+
+COUNTED: Final = ("issued", *FINAL, "open")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What the audit looks at of a record that the broker or the archive holds."""
+
+    seq: int
+    ticket: int  # from the message, else from its header
+    digest: str
+    is_group: bool
+    oldest: int = -1
+    newest: int = -1
+
+
+def stored(record: LogRecord) -> Stored:
+    """A record, without its data."""
+    message = record.message
+    ticket = message.ticket if isinstance(message, wire.Group | wire.Closed) else record.ticket
+    bounds = version_bounds([message]) if isinstance(message, wire.Group) else None
+    return Stored(record.seq, ticket, digest(record.data), isinstance(message, wire.Group), *(bounds or (-1, -1)))
+
+
+def check_metrics(rows: Sequence[Mapping[str, Any]], tally: Tally, report: Report) -> None:
+    """Each step's line in metrics.jsonl with the ledger file's."""
+    steps = [int(row["step"]) for row in rows]
+    if len(set(steps)) != len(steps):
+        report.fail_all("metrics.jsonl has more than one line for steps {}", {step for step in steps if steps.count(step) > 1})
+    wanted = {step for step in tally.boundaries if step > min(tally.boundaries)}
+    report.fail_all("metrics.jsonl has no line for steps {}", {step for step in wanted - set(steps) if step < tally.version})
+    report.fail_all("metrics.jsonl has lines for steps {} that the ledger file has not", set(steps) - tally.boundaries.keys())
+    trained: dict[int, list[Line]] = {}
+    for line in tally.trained.values():
+        trained.setdefault(line.step, []).append(line)
+    for row in rows:
+        step = int(row["step"])
+        if (end := tally.boundaries.get(step)) is None:
+            continue
+        wrong = [name for name in COUNTED if f"ticket/{name}" in row and int(row[f"ticket/{name}"]) != end.counts.get(name)]
+        if wrong and step < tally.version:  # of the newest step, the credit may have been opened again
+            report.fail(f"step {step}: metrics.jsonl and the ledger file disagree on {', '.join(wrong)}")
+        lag = max((step - 1 - line.oldest for line in trained.get(step, []) if line.oldest >= 0), default=0)
+        if (shown := row.get("staleness/max", 0.0)) > lag:  # smaller where the oldest tokens were not trained on
+            report.fail(f"step {step}: staleness/max is {shown:g} in metrics.jsonl, {lag} by the ledger file")
+    report.notes.append(f"metrics.jsonl: {len(rows)} steps compared")
+
+
+def check_source(records: Iterable[Stored], tally: Tally, report: Report, name: str, *, first: int | None = None) -> None:
+    """The records of the log, or of its archive, with the ledger file.
+
+    Args:
+        name: of the source, for people.
+        first: sequence that it should begin with, None: with whatever it begins.
+    """
+    seen: dict[int, Stored] = {}
+    beyond = 0
+    for record in records:
+        if record.seq > tally.position:
+            beyond += 1
+        elif record.seq in seen:
+            report.fail(f"{name}: record {record.seq} (ticket {record.ticket}) is there twice")
+        else:
+            seen[record.seq] = record
+            _compare(record, tally, report, name)
+    begin = min(seen, default=tally.position + 1) if first is None else first
+    _check_gaps(set(range(begin, tally.position + 1)) - seen.keys(), tally, report, name)
+    if first is None and begin > tally.position >= 1 and not beyond:
+        report.notes.append(f"{name}: holds none of the {tally.position} records that were consumed")
+    else:
+        report.notes.append(f"{name}: {len(seen)} records compared ({ranges(seen) or 'none'}), {beyond} not consumed yet")
+
+
+def _check_gaps(missing: set[int], tally: Tally, report: Report, name: str) -> None:
+    report.fail_all(f"{name}: records {{}} are missing", missing)
+    for seq in missing:
+        if seq in tally.records:
+            report.lost.update(line.ticket for line in tally.records[seq] if line.state not in ("duplicate", "unknown"))
+        else:
+            report.lost_records += 1
+
+
+def _compare(record: Stored, tally: Tally, report: Report, name: str) -> None:
+    lines = tally.records.get(record.seq)
+    if not lines:
+        report.fail(f"{name}: record {record.seq} of ticket {record.ticket} is not in the ledger file")
+        if record.ticket not in tally.ended:
+            report.lost.add(record.ticket)
+        return
+    line = lines[0]
+    if (line.ticket, line.digest) != (record.ticket, record.digest):
+        report.fail(
+            f"{name}: record {record.seq} is of ticket {record.ticket} ({record.digest}), "
+            f"the ledger file read ticket {line.ticket} ({line.digest}) there"
+        )
+        return
+    for end in tally.ended.get(record.ticket, []):
+        if end.state != "trained" or end.seq != record.seq:
+            continue
+        if not record.is_group:
+            report.fail(f"{name}: record {record.seq} of ticket {record.ticket} is no group, but was trained in step {end.step}")
+        check_staleness(report, end, record.oldest, record.newest, tally.max_staleness(end.step), name)

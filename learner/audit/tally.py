@@ -1,0 +1,194 @@
+"""The ledger file read once from front to back, and whether it agrees with itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from learner.audit.report import Report
+from learner.ledgerfile import FINAL, Line
+
+SUMS: Final = ("issued", *FINAL, "open", "duplicate", "unknown")
+
+
+class Tally:
+    """What the lines say.
+
+    Attributes:
+        issued: by ticket, its first line.
+        arrived: by ticket, the record of its group.
+        ended: by ticket, every line that gave it a final state.
+        records: by sequence, every line of a record that was consumed.
+        boundaries: by step, the last line that ended it.
+        position: sequence of the newest record consumed.
+    """
+
+    def __init__(self, lines: Sequence[Line], report: Report, checkpoints: Mapping[int, Mapping[str, Any]] | None = None) -> None:
+        self.issued: dict[int, Line] = {}
+        self.arrived: dict[int, Line] = {}
+        self.ended: dict[int, list[Line]] = {}
+        self.records: dict[int, list[Line]] = {}
+        self.boundaries: dict[int, Line] = {}
+        self._report, self._checkpoints = report, checkpoints or {}
+        self._sums: Counter[str] = Counter()
+        self._previous: Line | None = None
+        self._matched: set[int] = set()
+        self._shortfall = 0
+        for line in lines:
+            self._apply(line)
+        self.position = max(self.records, default=0)
+        self.open = self.issued.keys() - self.ended.keys()
+
+    @property
+    def version(self) -> int:
+        """Steps completed."""
+        return max(self.boundaries, default=0)
+
+    @property
+    def trained(self) -> dict[int, Line]:
+        """By ticket, the first line that trained it."""
+        found: dict[int, Line] = {}
+        for number, lines in self.ended.items():
+            for line in lines:
+                if line.state == "trained":
+                    found.setdefault(number, line)
+        return found
+
+    def max_staleness(self, step: int) -> int:
+        """The bound that ``step`` ran under, -1 where the file does not say."""
+        return self.boundaries[step].max_staleness if step in self.boundaries else -1
+
+    # ------------------------------------------------------------------------------------------------ reading
+
+    def _apply(self, line: Line) -> None:
+        fail = self._report.fail
+        if line.state == "unrecorded":
+            fail(f"the ledger file begins at step {line.step}: what became of tickets 1-{line.counts.get('issued', 0)} is not recorded")
+        elif line.state == "boundary":
+            self._boundary(line)
+        elif line.state == "issued":
+            self._sums["issued"] += 1
+            if line.ticket in self.issued:
+                fail(f"ticket {line.ticket} was issued twice")
+            self.issued.setdefault(line.ticket, line)
+        else:
+            self._sums[line.state] += 1
+            group = self.arrived.get(line.ticket)
+            if line.state not in FINAL or group is None or group.seq != line.seq:
+                self.records.setdefault(line.seq, []).append(line)
+            if line.state == "arrived":
+                self.arrived.setdefault(line.ticket, line)
+            elif line.state in FINAL:
+                self.ended.setdefault(line.ticket, []).append(line)
+
+    def _boundary(self, line: Line) -> None:
+        report, previous = self._report, self._previous
+        self._previous = self.boundaries[line.step] = line
+        before = previous.step if previous else line.step  # a first line after `unrecorded` starts anywhere
+        if line.step not in (before, before + 1):
+            report.fail(f"the ledger file goes from step {before} to step {line.step}")
+        found = {name: self._sums[name] for name in SUMS} | {"open": len(self.issued.keys() - self.ended.keys())}
+        wrong = [f"{name} {line.counts.get(name, 0)} instead of {found[name]}" for name in SUMS if line.counts.get(name, 0) != found[name]]
+        if wrong:
+            report.fail(f"step {line.step}: the ledger counted {', '.join(wrong)} that have a line")
+            self._shortfall = max(self._shortfall, max(line.counts.get(name, 0) - found[name] for name in ("issued", *FINAL)))
+        if line.counts.get("issued", 0) != sum(line.counts.get(name, 0) for name in (*FINAL, "open")):
+            report.fail(f"step {line.step}: issued is not trained + filtered + dropped + dead + open: {line.counts}")
+        if (state := self._checkpoints.get(line.step)) is not None:
+            self._compare(line, state)
+
+    def _compare(self, line: Line, state: Mapping[str, Any]) -> None:
+        """A checkpoint with the lines up to its step."""
+        if (state["position"], state["issued"]) != (line.seq, line.counts.get("issued")):
+            return  # credit was opened again behind it: an earlier or later boundary of the same step is meant
+        self._matched.add(line.step)
+        fail = self._report.fail
+        for name in FINAL:
+            if state[name] != self._sums[name]:
+                fail(f"checkpoint {line.step} counts {state[name]} tickets {name}, the ledger file {self._sums[name]}")
+        live = {int(number) for number in state["live"]}
+        here = self.issued.keys() - self.ended.keys()
+        self._report.fail_all(f"checkpoint {line.step} holds tickets {{}} that the ledger file has ended", live - here)
+        self._report.fail_all(f"checkpoint {line.step} has ended tickets {{}} that the ledger file has not", here - live)
+        queued = {int(entry["number"]): int(entry["seq"]) for entry in state["taken"] + state["queue"]}
+        arrived = {number: group.seq for number, group in self.arrived.items() if number in here}
+        if queued != arrived and live == here:
+            fail(f"checkpoint {line.step} holds groups {queued} (ticket: record), the ledger file {arrived}")
+
+    # ----------------------------------------------------------------------------------------------- checking
+
+    def check(self, *, steps: int | None = None) -> None:
+        """All that the file says about itself.
+
+        Args:
+            steps: that the run was to make; once they are made, no ticket may be open.
+        """
+        self._check_tickets(steps)
+        self._check_records()
+        for step in sorted(self.boundaries):
+            self._check_step(step)
+        for step in self._checkpoints.keys() - self._matched:
+            self._report.fail(f"checkpoint {step} fits no boundary of the ledger file")
+        counts = {state: sum(1 for lines in self.ended.values() if lines[0].state == state) for state in FINAL}
+        self._report.counts = {"tickets": len(self.issued), **counts, "open": len(self.open)}
+        if (unexplained := self._shortfall - len(self._report.lost) - self._report.lost_records) > 0:
+            self._report.lost_records += unexplained
+
+    def _check_tickets(self, steps: int | None) -> None:
+        report = self._report
+        newest = max([*self.issued, *self.ended], default=0)
+        if missing := set(range(1, newest + 1)) - self.issued.keys():
+            report.lost |= missing
+            report.fail_all("tickets {} have no line that issued them", missing)
+        for number, lines in sorted(self.ended.items()):
+            if len(lines) > 1:
+                report.fail(f"ticket {number} ended {len(lines)} times: {', '.join(line.state for line in lines)}")
+            if sum(line.state == "trained" for line in lines) > 1:
+                report.trained_twice.add(number)
+        if steps is not None and self.version >= steps and self.open:
+            report.lost |= self.open
+            report.fail_all(f"all {steps} steps are made, but tickets {{}} have no final state", self.open)
+
+    def _check_records(self) -> None:
+        report = self._report
+        first = min(self.records, default=1)
+        missing = set(range(1 if not self._starts_late else first, self.position + 1)) - self.records.keys()
+        report.fail_all("records {} of the samples log have no line in the ledger file", missing)
+        report.lost_records += len(missing)
+        for seq, lines in sorted(self.records.items()):
+            if len(lines) > 1:
+                report.fail(f"record {seq} was consumed {len(lines)} times, for tickets {', '.join(str(line.ticket) for line in lines)}")
+
+    @property
+    def _starts_late(self) -> bool:
+        return bool(self.boundaries) and min(self.boundaries) > 0
+
+    def _check_step(self, step: int) -> None:
+        report, end = self._report, self.boundaries[step]
+        trained = [line for line in self.trained.values() if line.step == step]
+        if step and step != min(self.boundaries) and len(trained) != end.groups_per_step:
+            report.fail(f"step {step} was made of {len(trained)} groups, train.groups_per_step is {end.groups_per_step}")
+        for line in trained:
+            check_staleness(report, line, line.oldest, line.newest, end.max_staleness, "the ledger file")
+            group = self.arrived.get(line.ticket)
+            if group is None or (group.seq, group.digest) != (line.seq, line.digest):
+                report.fail(f"ticket {line.ticket} was trained in step {step}, but no record {line.seq} of it had arrived")
+        largest = (1 + max(b.max_staleness for s, b in self.boundaries.items() if s <= step)) * max(
+            b.groups_per_step for s, b in self.boundaries.items() if s <= step
+        )
+        if end.counts.get("open", 0) > largest:
+            report.fail(f"after step {step} {end.counts['open']} tickets are open, credit allows {largest}")
+
+
+def check_staleness(report: Report, line: Line, oldest: int, newest: int, bound: int, source: str) -> None:
+    """A trained group's tokens, as one source gives their versions (-1: it sampled none)."""
+    version = line.step - 1  # that was being trained
+    if oldest >= 0 and bound >= 0 and version - oldest > bound:
+        report.fail(
+            f"ticket {line.ticket}, trained in step {line.step}: {source} says that a token is of version {oldest}, the bound is {bound}"
+        )
+    if newest > version:
+        report.fail(
+            f"ticket {line.ticket}, trained in step {line.step}: {source} says that a token is of version {newest}, newer than that"
+        )

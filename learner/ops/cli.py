@@ -1,0 +1,56 @@
+"""Arguments of the operator's commands. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Awaitable, Callable
+from importlib import import_module
+from typing import Any
+
+from broker.process import Stop, main
+from learner.ops.place import add_options
+
+Body = Callable[[argparse.Namespace], Awaitable[int]]
+
+
+def add_parsers(subparsers: Any) -> None:
+    """Add ``audit``, ``trace``, ``status``, ``pause``, ``resume``, ``drain``, ``stop``."""
+    audit = _add(
+        subparsers, "audit", "reconcile tickets, log, checkpoints and metrics; exit code 1 when they do not agree", "auditing:audit_run"
+    )
+    audit.add_argument("--json", action="store_true", help="one JSON object")
+    audit.add_argument("--tap", metavar="FILE", default=None, help="what `python -m bench.tap` saw of the run on the wire")
+    trace = _add(subparsers, "trace", "one group's way from its ticket to the step that used it", "tracing:trace_run")
+    trace.add_argument("group", metavar="GROUP", type=int, help="number of the ticket")
+    trace.add_argument("--json", action="store_true", help="one JSON object")
+    status = _add(subparsers, "status", "one screen of truth about a run", "status:show_status")
+    status.add_argument("--json", action="store_true", help="one JSON object")
+    texts = {
+        "pause": "take no new work until `rlearner resume`",
+        "resume": "go on after a pause",
+        "drain": "start nothing new, finish what is under way, leave a checkpoint",
+        "stop": "end every process of the run; the learner leaves a checkpoint and can be started again",
+    }
+    for name, text in texts.items():
+        _add(subparsers, name, text, "control:set_state").add_argument("--reason", default="", help="one line that the processes log")
+
+
+def _add(subparsers: Any, name: str, text: str, body: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = subparsers.add_parser(name, help=text, description=text)
+    add_options(parser)
+    parser.set_defaults(run=lambda options: _run(body, options))
+    return parser
+
+
+def _run(body: str, options: argparse.Namespace) -> int:
+    code = 0
+
+    async def work(_: Stop) -> None:
+        nonlocal code
+        logging.getLogger().setLevel("ERROR")  # what matters is printed
+        module, attribute = body.split(":")
+        operation: Body = getattr(import_module(f"learner.ops.{module}"), attribute)
+        code = await operation(options)
+
+    return main("operator", work) or code

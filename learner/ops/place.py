@@ -1,0 +1,99 @@
+"""Where a run lives: its folder, its configuration and, where one answers, its broker."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from broker import process
+from broker.errors import BrokerUnreachable, UserError
+from broker.jetstream import Bus
+from broker.runspec import find_runs
+
+ADDRESS: Final = "broker.url"
+DEADLINE_S: Final = 2.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """A run's folder, and what stands in its config.yaml."""
+
+    name: str
+    folder: Path
+    config: dict[str, Any]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """RUN, --dir, --broker, --connect-deadline."""
+    parser.add_argument("run_name", metavar="RUN", help="name of the run, or its folder")
+    parser.add_argument("--dir", default="runs", metavar="FOLDER", help="where runs are kept (%(default)s)")
+    add_broker_options(parser)
+
+
+def add_broker_options(parser: argparse.ArgumentParser) -> None:
+    """--broker and --connect-deadline; a broker that the user named must answer."""
+    parser.add_argument(
+        "--broker",
+        metavar="URL",
+        default=os.environ.get("RL_BROKER") or None,
+        help=f"address of the broker (RL_BROKER, {process.DEFAULT_BROKER})",
+    )
+    parser.add_argument("--connect-deadline", type=float, default=DEADLINE_S, metavar="SECONDS", help="give up after (%(default)s)")
+
+
+def find(run: str, folder: str) -> Place:
+    """The run of that name below ``folder``, or in the folder that ``run`` names.
+
+    Raises:
+        UserError: there is none.
+    """
+    for path in (Path(folder) / run, Path(run)):
+        if (path / "config.yaml").is_file():
+            try:
+                config = yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8"))
+                return Place(str(config["run"]["name"]), path.absolute(), config)
+            except (OSError, yaml.YAMLError, TypeError, KeyError) as error:
+                raise UserError(f"{path / 'config.yaml'}: cannot be read: {error}") from None
+    known = sorted(path.parent.name for path in Path(folder).glob("*/config.yaml"))
+    raise UserError(f"no run {run!r} below {folder}; there is {', '.join(known) or 'none'}; name its folder, or give --dir")
+
+
+def address(named: str | None, folder: Path) -> str:
+    """The broker that the user named, else the one that the run's learner was last connected to, else the usual one."""
+    note = folder / ADDRESS
+    return named or (note.read_text(encoding="utf-8").strip() if note.is_file() else "") or process.DEFAULT_BROKER
+
+
+def note_broker(folder: Path, url: str) -> None:
+    """Leave the broker's address for the commands that operate the run; not one that holds a password."""
+    if "@" not in url:
+        (folder / ADDRESS).write_text(url + "\n", encoding="utf-8")
+
+
+@asynccontextmanager
+async def connected(options: argparse.Namespace, run: str, folder: Path) -> AsyncIterator[tuple[Bus | None, str]]:
+    """The run's broker, or None and why not.
+
+    Raises:
+        UserError: the user named a broker, and it does not answer.
+    """
+    url = address(options.broker, folder)
+    try:
+        bus = await Bus.connect(url, run, name=f"operator-{os.getpid()}", deadline_s=options.connect_deadline)
+    except BrokerUnreachable as error:
+        if options.broker:
+            raise
+        yield None, str(error)
+        return
+    try:
+        known = run in await find_runs(bus)
+        yield (bus, "") if known else (None, f"the broker at {bus.link.where} does not know run {run}")
+    finally:
+        await bus.close()

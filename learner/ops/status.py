@@ -1,0 +1,131 @@
+"""``rlearner status``: one screen of truth, from the broker and from the run's folder."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Mapping
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, Final
+
+from broker import wire
+from broker.errors import UserError
+from broker.jetstream import Bus
+from broker.link import ApiError
+from broker.streams import CONTROL, PRESENCE, RUNS, STREAMS, WEIGHTS, Kind
+from learner import checkpoint, ledgerfile
+from learner.metrics import read_lines
+from learner.ops.place import connected, find
+
+SHOWN: Final = ("reward/mean", "env/success_rate", "staleness/max", "perf/tokens_per_s", "trainer/idle_ratio", "rollouter/idle_ratio")
+TICKETS: Final = ("issued", "trained", "filtered", "dropped", "dead", "open", "duplicate")
+PROCESS: Final = ("role", "id", "host", "pid", "state", "policy", "epoch", "policy_version", "slots", "running", "waiting")
+
+
+async def show_status(options: argparse.Namespace) -> int:
+    """Print it; the exit code."""
+    place = find(options.run_name, options.dir)
+    found: dict[str, Any] = {"run": place.name, "folder": str(place.folder), **on_disk(place.folder, place.config)}
+    async with connected(options, place.name, place.folder) as (bus, why):
+        found |= await on_broker(bus) if bus else {"broker": None, "broker_error": why}
+    print(json.dumps(found) if options.json else "\n".join(text_of(found, time.time())))
+    return 0
+
+
+def on_disk(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What the run's folder says: steps, newest figures, checkpoints, tickets."""
+    rows = read_lines(folder / "metrics.jsonl")
+    last = rows[-1] if rows else {}
+    lines, problem = ledgerfile.read(folder / ledgerfile.NAME)
+    boundary = next((line for line in reversed(lines) if line.state == "boundary"), None)
+    return {
+        "step": last.get("step", 0),
+        "steps": config["train"]["steps"],
+        "step_at": last.get("time"),
+        "figures": {name: last[name] for name in SHOWN if name in last},
+        "tickets": {name: boundary.counts[name] for name in TICKETS if name in boundary.counts} if boundary else {},
+        "ledger_file": problem or ("ok" if lines else "none yet"),
+        "checkpoints": [_step_of(path) for path in checkpoint.found(folder / "checkpoints")],
+    }
+
+
+def _step_of(path: Path) -> int | str:
+    try:
+        return checkpoint.read(path).step
+    except UserError as error:
+        return str(error)
+
+
+async def on_broker(bus: Bus) -> dict[str, Any]:
+    """What the broker says: the state asked for, who is there, what is in the streams, the weights on offer."""
+    spec = await (await bus.key_value(RUNS)).get(bus.run)
+    desired = await (await bus.key_value(CONTROL)).get(bus.run)
+    presence = await bus.key_value(PRESENCE)
+    here = [await presence.get(key) for key in await presence.keys() if key.startswith(f"{bus.run}.")]
+    processes = [{name: getattr(one[0], name) for name in PROCESS} for one in here if one and isinstance(one[0], wire.Presence)]
+    queues: dict[str, Any] = {}
+    for stream in STREAMS:
+        if stream.kind in (Kind.WORK_QUEUE, Kind.LOG):
+            try:
+                depth = await bus.depth(stream)
+                queues[stream.name] = {"kept": depth[""], "written": await bus.last_seq(stream)} if stream.kind is Kind.LOG else depth
+            except ApiError as error:
+                queues[stream.name] = {"error": error.description}
+    return {
+        "broker": bus.link.where,
+        "epoch": spec[0].epoch if spec and isinstance(spec[0], wire.RunSpec) else 0,
+        "desired": desired[0].state if desired and isinstance(desired[0], wire.DesiredState) else "running",
+        "reason": desired[0].reason if desired and isinstance(desired[0], wire.DesiredState) else "",
+        "processes": sorted(processes, key=lambda one: (one["role"], one["id"])),
+        "queues": queues,
+        "weights": await _offered(bus),
+    }
+
+
+async def _offered(bus: Bus) -> dict[str, Any] | None:
+    """The newest weights on offer, None where nothing ever was."""
+    try:
+        if not await bus.last_seq(WEIGHTS):
+            return None
+    except ApiError:
+        return None
+    async with aclosing(bus.watch_last(WEIGHTS)) as offers:
+        async for offer in offers:
+            if isinstance(offer, wire.WeightsOffer):
+                return {name: getattr(offer, name) for name in ("epoch", "version", "digest", "size_bytes", "backend")}
+    return None
+
+
+def text_of(found: Mapping[str, Any], now: float) -> list[str]:
+    """One screen for people."""
+    ago = f", {_age(now - found['step_at'])} ago" if found["step_at"] else ""
+    lines = [f"run {found['run']}: step {found['step']} of {found['steps']}{ago}"]
+    if found["broker"] is None:
+        lines.append(f"  broker       {found['broker_error']}")
+    else:
+        reason = f" ({found['reason']})" if found["reason"] else ""
+        lines.append(f"  broker       {found['broker']}, wants it {found['desired']}{reason}, epoch {found['epoch']}")
+    lines.append(f"  tickets      {', '.join(f'{name} {count}' for name, count in found['tickets'].items()) or 'none yet'}")
+    lines.append(f"  figures      {', '.join(f'{name} {value:.4g}' for name, value in found['figures'].items()) or 'none yet'}")
+    lines.append(
+        f"  checkpoints  {', '.join(str(step) for step in found['checkpoints']) or 'none yet'}; ledger file: {found['ledger_file']}"
+    )
+    if found["broker"] is None:
+        return lines
+    if offer := found["weights"]:
+        lines.append(f"  weights      version {offer['version']} of epoch {offer['epoch']}, {offer['size_bytes'] / 2**20:.1f} MiB")
+    for name, depth in found["queues"].items():
+        lines.append(f"  {name:13}{', '.join(f'{key} {value}' for key, value in sorted(depth.items())) or 'empty'}")
+    for one in found["processes"]:
+        load = f"{one['running']}/{one['slots']} running, {one['waiting']} waiting"
+        version = f", version {one['policy_version']}" if one["policy_version"] >= 0 else ""
+        lines.append(f"  {one['role']:13}{one['id']:24}{one['state']:9} {load}{version}")
+    if not found["processes"]:
+        lines.append("  nobody is there")
+    return lines
+
+
+def _age(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
