@@ -1,3 +1,4 @@
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -5,7 +6,7 @@ from hypothesis import strategies as st
 
 from broker import wire
 from broker.registry import resolve
-from learner.advantages import ADVANTAGES, grpo, reinforce, rloo
+from learner.advantages import ADVANTAGES, WHOLE_BATCH, grpo, reinforce, rloo
 from learner.config import AlgorithmSection
 
 REWARDS = st.lists(st.floats(-100, 100, allow_subnormal=False), min_size=1, max_size=12)
@@ -47,7 +48,15 @@ def test_rloo_by_hand():
 
 def test_reinforce_by_hand():
     # Turns earn 1, 0, 2; the total of 5 has 2 more from reward hubs, after the last turn: to go 5, 4, 4.
-    assert reinforce.returns_to_go(np.array([1.0, 0.0, 2.0]), 5.0) == pytest.approx([5.0, 4.0, 4.0])
+    (values,) = reinforce.estimate([trajectory(5.0, [(1, 2, 1.0), (2, 3, 0.0), (3, 4, 2.0)], 4)], AlgorithmSection())
+    assert values.tolist() == [0, 5, 4, 4]
+
+
+def test_reinforce_discounts_over_sampled_tokens_only():
+    # gamma 0.5; rewards 1 on token 2, 4 on token 5 (3 of its own, 1 from reward hubs), tokens 3 and 4 are the environment's.
+    # Backwards: 4; 1 + 0.5 * 4 = 3; 0.5 * 3 = 1.5.
+    (values,) = reinforce.estimate([trajectory(5.0, [(1, 3, 1.0), (5, 6, 3.0)], 6)], AlgorithmSection(gamma=0.5))
+    assert values.tolist() == [0, 1.5, 3, 0, 0, 4]
 
 
 @given(st.floats(-1e6, 1e6), st.integers(1, 20))
@@ -86,9 +95,10 @@ def test_reinforce_gives_each_turn_what_came_after():
     assert values.tolist() == [0, 4, 4, 0, 3, 0]
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("name", sorted(set(ADVANTAGES) - WHOLE_BATCH))
 def test_every_estimator_gives_one_finite_array_per_trajectory_and_nothing_off_the_mask(name):
     group = [trajectory(r, [(2, 4, r / 2), (5, 7, r / 2)], 8) for r in (0.0, 1.0, 0.25)] + [trajectory(0.5, [], 3)]
+    group[1] = msgspec.structs.replace(group[1], turns=[msgspec.structs.replace(turn, anchor="A") for turn in group[1].turns])
     estimated = resolve("advantages", name, ADVANTAGES)(group, AlgorithmSection())
     assert [len(a) for a in estimated] == [8, 8, 8, 3]
     for values, one in zip(estimated, group, strict=True):
