@@ -46,7 +46,7 @@ def _find(path: str) -> Path:
     for candidate in (shipped / name, shipped / f"{name}.yaml"):
         if not Path(path).is_absolute() and candidate.is_file():
             return candidate
-    names = sorted(str(file.relative_to(shipped)) for file in shipped.rglob("*.yaml"))
+    names = sorted(str(file.relative_to(shipped)) for file in shipped.glob("*.yaml"))
     raise UserError(f"{path}: no such file; the package brings {', '.join(names)}")
 
 

@@ -54,7 +54,10 @@ def check_engine(section: RolloutSection) -> None:
         ConfigError: otherwise.
     """
     if section.engine not in known("engines", ENGINES) and ":" not in section.engine:
-        resolve("engines", section.engine, ENGINES)  # raises, naming the known ones
+        try:
+            resolve("engines", section.engine, ENGINES)
+        except ConfigError as error:
+            raise ConfigError("rollout.engine", section.engine, error.allowed) from None
     if section.engine in ENGINE_ARGS:
         parse("rollout.engine_args", section.engine_args, resolve("engine_args", section.engine, ENGINE_ARGS))
 
