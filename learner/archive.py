@@ -153,6 +153,9 @@ def _frames_of(path: Path, *, is_last: bool) -> Iterator[Frame]:
                 if not is_last or (header is None and size - begin >= _HEADER.size):
                     yield Frame(seq, 0, b"", error=f"{path.name}: no frame at byte {begin}, after record {seq}")
                 return
+            if not begin and header[1] != int(path.stem):
+                yield Frame(seq, 0, b"", error=f"{path.name}: begins with record {header[1]}")
+                return
             seq = header[1]
             if bytes.fromhex(digest(data)) != header[4]:
                 yield Frame(seq, 0, b"", error=f"{path.name}: the bytes of record {seq} are damaged")

@@ -35,6 +35,7 @@ class Tally:
         self._previous: Line | None = None
         self._matched: set[int] = set()
         self._shortfall = 0
+        self._first_step = 0
         for line in lines:
             self._apply(line)
         self.position = max(self.records, default=0)
@@ -64,6 +65,7 @@ class Tally:
     def _apply(self, line: Line) -> None:
         fail = self._report.fail
         if line.state == "unrecorded":
+            self._first_step = line.step
             fail(f"the ledger file begins at step {line.step}: what became of tickets 1-{line.counts.get('issued', 0)} is not recorded")
         elif line.state == "boundary":
             self._boundary(line)
@@ -85,9 +87,9 @@ class Tally:
     def _boundary(self, line: Line) -> None:
         report, previous = self._report, self._previous
         self._previous = self.boundaries[line.step] = line
-        before = previous.step if previous else line.step  # a first line after `unrecorded` starts anywhere
-        if line.step not in (before, before + 1):
-            report.fail(f"the ledger file goes from step {before} to step {line.step}")
+        before = previous.step if previous else self._first_step
+        if line.step not in (before, before + bool(previous)):
+            report.fail(f"the ledger file has no end of step {before + bool(previous)} before that of step {line.step}")
         found = {name: self._sums[name] for name in SUMS} | {"open": len(self.issued.keys() - self.ended.keys())}
         wrong = [f"{name} {line.counts.get(name, 0)} instead of {found[name]}" for name in SUMS if line.counts.get(name, 0) != found[name]]
         if wrong:
@@ -153,16 +155,12 @@ class Tally:
     def _check_records(self) -> None:
         report = self._report
         first = min(self.records, default=1)
-        missing = set(range(1 if not self._starts_late else first, self.position + 1)) - self.records.keys()
+        missing = set(range(first if self._first_step else 1, self.position + 1)) - self.records.keys()
         report.fail_all("records {} of the samples log have no line in the ledger file", missing)
         report.lost_records += len(missing)
         for seq, lines in sorted(self.records.items()):
             if len(lines) > 1:
                 report.fail(f"record {seq} was consumed {len(lines)} times, for tickets {', '.join(str(line.ticket) for line in lines)}")
-
-    @property
-    def _starts_late(self) -> bool:
-        return bool(self.boundaries) and min(self.boundaries) > 0
 
     def _check_step(self, step: int) -> None:
         report, end = self._report, self.boundaries[step]

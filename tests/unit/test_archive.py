@@ -1,0 +1,102 @@
+"""The archive of consumed records: the same bytes, no more and no less, and damage that is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import run_folder_kit as kit
+
+from broker.jetstream import LogRecord
+from learner import archive
+from learner.archive import Archive, cut, files, find, frames
+
+
+def record(seq: int, size: int = 100) -> LogRecord:
+    return LogRecord(seq, None, "no message", seq + 100, bytes([seq]) * size)
+
+
+def write(folder: Path, *seqs: int, position: int = 0, max_file_bytes: int = 300) -> None:
+    opened = Archive(folder, position, max_file_bytes)
+    for seq in seqs:
+        opened.append(record(seq))
+    opened.sync()
+    opened.close()
+
+
+def held(folder: Path, start: int = 1) -> list[int]:
+    found = list(frames(folder, start))
+    assert all(not frame.error for frame in found)
+    assert all((frame.ticket, frame.data) == (frame.seq + 100, bytes([frame.seq]) * 100) for frame in found)
+    return [frame.seq for frame in found]
+
+
+def test_files_of_bounded_size(tmp_path: Path) -> None:
+    write(tmp_path, *range(1, 8))
+    # a frame is 32 + 100 bytes; a file is left once it holds 300
+    assert [(first, path.stat().st_size) for first, path in files(tmp_path)] == [(1, 396), (4, 396), (7, 132)]
+    assert held(tmp_path) == [1, 2, 3, 4, 5, 6, 7]
+    assert held(tmp_path, 5) == [5, 6, 7]
+    frame = find(tmp_path, 6)
+    assert frame is not None
+    assert frame.data == bytes([6]) * 100
+    assert find(tmp_path, 8) is None
+
+
+@pytest.mark.parametrize("position", range(8))
+def test_a_resumed_learner_cuts_what_it_reads_again(tmp_path: Path, position: int) -> None:
+    write(tmp_path, *range(1, 8))
+    newest = files(tmp_path)[-1][1]
+    newest.write_bytes(newest.read_bytes() + b"RLS1 half a frame")
+    cut(tmp_path, position)
+    assert held(tmp_path) == list(range(1, position + 1))
+    write(tmp_path, *range(position + 1, 10), position=position)
+    assert held(tmp_path) == list(range(1, 10))
+
+
+def test_half_a_frame_at_the_end_is_none(tmp_path: Path) -> None:
+    write(tmp_path, 1, 2, max_file_bytes=10_000)
+    path = files(tmp_path)[0][1]
+    whole = path.read_bytes()
+    for size in range(132, 264):
+        path.write_bytes(whole[:size])
+        assert held(tmp_path) == [1]
+
+
+def test_what_an_earlier_incarnation_goes_on_to_write_is_not_read(tmp_path: Path) -> None:
+    zombie = Archive(tmp_path, 0, 10_000)
+    for seq in (1, 2, 3):
+        zombie.append(record(seq))
+    write(tmp_path, 2, 3, 4, position=1)
+    zombie.append(record(4))  # behind a hole in its own file, which the new incarnation has left
+    zombie.close()
+    assert [path.name for _, path in files(tmp_path)] == ["000000000001.frames", "000000000002.frames"]
+    assert [frame.seq for frame in frames(tmp_path) if not frame.error] == [1, 2, 3, 4]
+
+
+def test_damage_is_named(tmp_path: Path) -> None:
+    write(tmp_path, *range(1, 8))
+    _, path = files(tmp_path)[1]
+    whole = path.read_bytes()
+    flipped = bytearray(whole)
+    flipped[132 + 40] ^= 1
+    path.write_bytes(bytes(flipped))
+    assert [(frame.seq, frame.error) for frame in frames(tmp_path) if frame.error] == [
+        (5, "000000000004.frames: the bytes of record 5 are damaged")
+    ]
+    path.write_bytes(whole[:200])
+    assert [frame.error for frame in frames(tmp_path) if frame.error] == ["000000000004.frames: no frame at byte 132, after record 4"]
+    path.write_bytes(whole[132:])
+    assert [frame.error for frame in frames(tmp_path) if frame.error] == ["000000000004.frames: begins with record 5"]
+
+
+async def test_a_learner_keeps_every_record_however_often_it_dies(tmp_path: Path) -> None:
+    world = kit.World(tmp_path / "run")
+    for die_at in (3, 9, 12):
+        with pytest.raises(kit.Killed):
+            await world.learn(die_at=die_at)
+    await world.learn()
+    kept = [frame.record() for frame in frames(tmp_path / "run" / archive.FOLDER)]
+    assert kept == world.log[: len(kept)]
+    assert len(kept) == max(r.seq for r in kept) >= 12
+    assert (kept[0].message, kept[0].ticket) == (None, 1)

@@ -1,0 +1,292 @@
+"""The audit: silent about a run that is right, and loud about everything that was removed, doubled or changed on purpose."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import run_folder_kit as kit
+
+from broker import wire
+from broker.errors import DataError, UserError
+from learner import ledgerfile
+from learner.archive import files
+from learner.audit import tapped
+from learner.audit.report import Report, ranges
+from learner.audit.run import audit
+from learner.audit.sources import stored
+
+CLEAN = {"tickets": 12, "trained": 8, "filtered": 0, "dropped": 2, "dead": 2, "open": 0, "lost": 0, "trained_twice": 0, "ok": True}
+
+
+async def a_run(folder: Path, **more: Any) -> kit.World:
+    """A finished run of four steps; its records are archived."""
+    world = kit.World(folder / "run", **more)
+    await world.learn()
+    return world
+
+
+def check(world: kit.World, *, log: bool = False, tap: bool = False) -> Report:
+    broker = (1, [stored(record) for record in world.log]) if log else None
+    return audit(world.folder, world.config, log=broker, tap=world.tap if tap else None)
+
+
+def figures(report: Report) -> dict[str, Any]:
+    return {name: value for name, value in report.to_json().items() if name not in ("problems", "notes")}
+
+
+def rows(path: Path) -> list[str]:
+    return path.read_text().splitlines()
+
+
+def put(path: Path, lines: list[str]) -> None:
+    path.write_text("".join(line + "\n" for line in lines))
+
+
+async def test_a_run_that_is_right(tmp_path: Path) -> None:
+    world = await a_run(tmp_path)
+    report = check(world, log=True, tap=True)
+    assert report.problems == []
+    assert figures(report) == CLEAN
+    assert "metrics.jsonl: 4 steps compared" in report.notes
+    assert "checkpoints: 2 compared" in report.notes
+    assert sum("records compared" in note for note in report.notes) == 2
+
+
+async def test_a_run_that_is_half_done(tmp_path: Path) -> None:
+    world = kit.World(tmp_path / "run")
+    with pytest.raises(kit.Killed):
+        await world.learn(die_at=11)
+    report = check(world, log=True, tap=True)
+    assert report.problems == []
+    found = figures(report)
+    assert found["ok"]
+    assert found["open"] == found["tickets"] - found["trained"] - found["dropped"] - found["dead"] > 0
+    with pytest.raises(kit.Killed):
+        await world.learn(die_at=12)
+    assert check(world, log=True, tap=True).ok
+
+
+async def test_each_line_removed_or_doubled_fails(tmp_path: Path) -> None:
+    world = await a_run(tmp_path)
+    path = world.folder / "ledger.jsonl"
+    lines = rows(path)
+    for i, line in enumerate(lines):
+        put(path, lines[:i] + lines[i + 1 :])
+        removed = check(world)
+        assert not removed.ok, line
+        state = json.loads(line)
+        put(path, [*lines[:i], line, *lines[i:]])
+        doubled = check(world)
+        if state["state"] == "boundary":
+            assert doubled.ok  # it says the same again
+            continue
+        assert not doubled.ok, line
+        if state["state"] == "trained":
+            assert figures(doubled)["trained_twice"] == 1
+            assert figures(removed)["lost"] >= 1
+        if state["state"] in ("dead", "dropped", "issued"):
+            assert figures(removed)["lost"] >= 1
+    for i in range(len(lines)):  # its end is gone: metrics and checkpoints know more
+        put(path, lines[:i])
+        assert not check(world).ok, lines[i]
+    put(path, lines)
+    assert check(world).ok
+
+
+async def test_each_archived_record_removed_or_doubled_fails(tmp_path: Path) -> None:
+    world = await a_run(tmp_path)
+    found = files(world.folder / "samples")
+    assert len(found) > 3
+    for i, (first, path) in enumerate(found):
+        whole = path.read_bytes()
+        cuts = [index for index in range(len(whole)) if whole[index : index + 4] == b"RLS1"] + [len(whole)]
+        for start, end in itertools.pairwise(cuts):
+            path.write_bytes(whole[:start] + whole[end:])
+            report = check(world)
+            assert not report.ok, (first, start)
+            path.write_bytes(whole[:end] + whole[start:end] + whole[end:])
+            assert "is there twice" in " ".join(check(world).problems), (first, start)
+        path.write_bytes(whole)
+        path.unlink()
+        assert check(world).ok == (i == 0), first  # an archive may begin late; then nobody can say what stood before
+        path.write_bytes(whole)
+    assert check(world).ok
+
+
+async def test_each_record_removed_from_the_log_fails(tmp_path: Path) -> None:
+    world = await a_run(tmp_path, keep=False)
+    whole = [stored(record) for record in world.log]
+    for i, record in enumerate(whole):
+        report = audit(world.folder, world.config, log=(1, whole[:i] + whole[i + 1 :]))
+        if record.seq > 15:  # after the last step nothing was consumed
+            continue
+        assert f"the broker's log: records {record.seq} are missing" in report.problems
+    trimmed = audit(world.folder, world.config, log=(9, whole[8:]))
+    assert trimmed.ok
+    assert any("records compared (9-" in note for note in trimmed.notes)
+
+
+async def test_another_record_in_the_log_fails(tmp_path: Path) -> None:
+    world = await a_run(tmp_path, keep=False)
+    record = world.log[2]
+    assert isinstance(record.message, wire.Group)
+    ticket = wire.Ticket(
+        number=2, domain="lake", task_index=1, seed=0, min_version=0, max_staleness=1, group_size=2, min_group_size=2, deadline_s=1.0
+    )
+    world.log[2:3] = []
+    world.store(2, kit.group(ticket, 0, hub="hub-2"))
+    other = world.log.pop()
+    forged = [stored(r) for r in world.log]
+    forged.insert(2, stored(other).__class__(3, 2, stored(other).digest, True, 0, 0))
+    report = audit(world.folder, world.config, log=(1, forged))
+    assert len(report.problems) == 1
+    assert report.problems[0].startswith("the broker's log: record 3 is of ticket 2 (")
+
+
+async def test_each_line_of_the_tap_removed_or_doubled_fails(tmp_path: Path) -> None:
+    world = await a_run(tmp_path)
+    whole = list(world.tap)
+    for i in range(1, len(whole) - 1):
+        world.tap = whole[:i] + whole[i + 1 :]
+        assert f"tap: its own lines {i + 1} are missing" in check(world, tap=True).problems
+        world.tap = [{**line, "n": n} for n, line in enumerate(world.tap, start=1)]  # as if the message had never been there
+        report = check(world, tap=True)
+        consumed = whole[i]["event"] == "ticket" or whole[i]["digest"] in (world.folder / "ledger.jsonl").read_text()
+        assert report.ok != consumed, whole[i]
+        world.tap = whole[: i + 1] + whole[i:]
+        assert f"tap: its own lines {i + 1} are there twice" in check(world, tap=True).problems
+
+
+async def test_what_the_tap_saw_and_the_learner_does_not_know(tmp_path: Path) -> None:
+    world = await a_run(tmp_path)
+    n = len(world.tap)
+    world.tap.append({"n": n + 1, "event": "ticket", "ticket": 99, "digest": "00", "domain": "lake", "task_index": 0, "min_version": 0})
+    report = check(world, tap=True)
+    assert report.lost == {99}
+    assert report.problems == ["tap: tickets 99 went out, but the ledger file has not issued them"]
+    world.tap[-1] = {**world.tap[1], "n": n + 1, "digest": "00", "min_version": 1}
+    assert check(world, tap=True).problems == ["tap: ticket 1 went out with two different contents"]
+    world.tap.pop()
+    trained = next(line for line in world.tap if line.get("kind") == "Group" and line["ticket"] == 7)
+    trained["oldest"] = -1
+    trained["newest"] = 9
+    assert "the tap says that a token is of version 9" in check(world, tap=True).problems[0]
+
+
+async def test_a_blind_tap_proves_nothing_by_silence(tmp_path: Path) -> None:
+    world = await a_run(tmp_path)
+    blind = [line for line in world.tap if line.get("ticket") != 7] + [{"event": "disconnected"}]
+    world.tap = [{**line, "n": n} for n, line in enumerate(blind, start=1)]
+    report = check(world, tap=True)
+    assert report.ok
+    assert "blind for a while (disconnected)" in report.notes[-1]
+
+
+def change(path: Path, state: str, edit: Callable[[dict[str, Any]], None], which: int = -1) -> None:
+    lines = [json.loads(row) for row in rows(path)]
+    edit([line for line in lines if line["state"] == state][which])
+    put(path, [json.dumps(line) for line in lines])
+
+
+async def test_tokens_beyond_the_bound_fail(tmp_path: Path) -> None:
+    world = await a_run(tmp_path, answer=kit.group_only, keep=False, steps=4)
+    path = world.folder / "ledger.jsonl"
+    change(path, "trained", lambda line: line.update(oldest=1))
+    report = check(world)
+    assert report.problems == [
+        "ticket 8, trained in step 4: the ledger file says that a token is of version 1, the bound is 1",
+    ]
+    change(path, "trained", lambda line: line.update(oldest=2, newest=4))
+    assert check(world).problems == ["ticket 8, trained in step 4: the ledger file says that a token is of version 4, newer than that"]
+    change(path, "trained", lambda line: line.update(newest=2))
+    assert check(world).ok
+    # books that agree with each other, and a log that says otherwise
+    forged = [stored(record) for record in world.log]
+    last = forged[7]
+    forged[7] = last.__class__(last.seq, last.ticket, last.digest, True, 0, 2)
+    report = audit(world.folder, world.config, log=(1, forged))
+    assert report.problems == ["ticket 8, trained in step 4: the broker's log says that a token is of version 0, the bound is 1"]
+
+
+async def test_checkpoints_and_metrics_that_disagree_fail(tmp_path: Path) -> None:
+    world = await a_run(tmp_path)
+    file = world.folder / "checkpoints" / "step-000002" / "learner" / "learner.json"
+    whole = file.read_text()
+    body = json.loads(whole)
+    body["ledger"]["trained"] += 1
+    file.write_text(json.dumps(body))
+    assert check(world).problems == ["checkpoint 2 counts 5 tickets trained, the ledger file 4"]
+    body = json.loads(whole)
+    number = next(iter(body["ledger"]["live"]))
+    del body["ledger"]["live"][number]
+    file.write_text(json.dumps(body))
+    assert check(world).problems == [f"checkpoint 2 has ended tickets {number} that the ledger file has not"]
+    body["ledger"]["position"] += 1
+    file.write_text(json.dumps(body))
+    assert check(world).problems == ["checkpoint 2 fits no boundary of the ledger file"]
+    file.write_text(whole[:-30])
+    assert "cannot be read" in check(world).problems[0]
+    file.write_text(whole)
+    metrics = world.folder / "metrics.jsonl"
+    lines = rows(metrics)
+    put(metrics, lines[:1] + lines[2:])
+    assert check(world).problems == ["metrics.jsonl has no line for steps 2"]
+    put(metrics, [*lines, lines[1]])
+    assert check(world).problems == ["metrics.jsonl has more than one line for steps 2"]
+    put(metrics, [lines[0].replace('"ticket/trained": 2', '"ticket/trained": 3'), *lines[1:]])
+    assert check(world).problems == ["step 1: metrics.jsonl and the ledger file disagree on trained"]
+    put(metrics, lines)
+    assert check(world).ok
+
+
+async def test_a_step_trained_twice_under_two_numbers_fails(tmp_path: Path) -> None:
+    world = await a_run(tmp_path, answer=kit.group_only)
+    path = world.folder / "ledger.jsonl"
+    lines = rows(path)
+    again = next(json.loads(line) for line in lines if json.loads(line)["state"] == "trained")
+    at = next(i for i, line in enumerate(lines) if json.loads(line).get("step") == 3)
+    put(path, [*lines[:at], json.dumps(again | {"step": 3}), *lines[at:]])
+    report = check(world)
+    assert report.trained_twice == {again["ticket"]}
+    assert not report.ok
+
+
+async def test_a_damaged_file_and_a_missing_one(tmp_path: Path) -> None:
+    world = await a_run(tmp_path)
+    path = world.folder / "ledger.jsonl"
+    lines = rows(path)
+    put(path, [*lines[:9], "gibberish", *lines[10:]])
+    assert check(world).problems[0].startswith("ledger.jsonl:10: ")
+    path.unlink()
+    with pytest.raises(UserError, match=r"ledger\.jsonl: no such file"):
+        check(world)
+
+
+async def test_a_run_that_began_without_a_ledger_file_is_told_so(tmp_path: Path) -> None:
+    world = kit.World(tmp_path / "run", kit.group_only)
+    with pytest.raises(kit.Killed):
+        await world.learn(die_at=6)
+    (world.folder / ledgerfile.NAME).unlink()
+    await world.learn()
+    assert check(world).problems[0] == "the ledger file begins at step 2: what became of tickets 1-8 is not recorded"
+
+
+def test_a_tap_that_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "tap.jsonl"
+    with pytest.raises(DataError, match="cannot be read"):
+        tapped.read(path)
+    path.write_text('{"n": 1, "event": "open"}\n{"event": "open"}\n')
+    with pytest.raises(DataError, match=r"tap\.jsonl:2: a tap's line has `n` and `event`"):
+        tapped.read(path)
+    path.write_text('{"n": 1, "event": "open"}\n{"n": 2, "ev')
+    assert tapped.read(path) == [{"n": 1, "event": "open"}]
+
+
+def test_ranges() -> None:
+    assert ranges([3, 1, 2, 7, 9, 10]) == "1-3, 7, 9-10"
+    assert ranges(range(0, 40, 2)) == "0, 2, 4, 6, 8, 10, 12, 14 and 12 more places"

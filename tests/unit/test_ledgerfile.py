@@ -1,0 +1,154 @@
+"""The ledger file: lines by hand, the same bytes after any number of deaths, nothing of a crash left in it."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import run_folder_kit as kit
+
+from broker.errors import UserError
+from broker.process import Stop
+from learner import ledgerfile, records
+from learner.config import SamplesSection
+from learner.ledger import Issue, Ledger
+from learner.ledgerfile import LedgerFile, Line
+from learner.records import Records
+
+
+def short(line: Line) -> tuple[object, ...]:
+    if line.state == "boundary":
+        return (line.state, line.step, line.seq, line.counts["issued"], line.counts["open"])
+    return (line.state, line.ticket, line.seq, line.step, line.oldest, line.newest, line.reason)
+
+
+async def test_lines_by_hand(tmp_path: Path) -> None:
+    world = kit.World(tmp_path / "a", steps=2)
+    await world.learn()
+    lines, problem = ledgerfile.read(tmp_path / "a" / "ledger.jsonl")
+    assert problem == ""
+    assert [short(line) for line in lines] == [
+        *[("issued", number, 0, 0, -1, -1, "") for number in (1, 2, 3, 4)],
+        ("boundary", 0, 0, 4, 4),
+        ("dead", 1, 1, 0, -1, -1, "malformed"),
+        ("issued", 5, 0, 0, -1, -1, ""),
+        ("duplicate", 1, 2, 0, -1, -1, ""),
+        ("arrived", 2, 3, 0, 0, 0, ""),
+        ("duplicate", 2, 4, 0, -1, -1, ""),
+        ("dropped", 3, 5, 0, -1, -1, "late"),
+        ("issued", 6, 0, 0, -1, -1, ""),
+        ("dead", 4, 6, 0, -1, -1, "env_error"),
+        ("issued", 7, 0, 0, -1, -1, ""),
+        ("arrived", 5, 7, 0, 0, 0, ""),
+        ("trained", 2, 3, 1, 0, 0, ""),
+        ("trained", 5, 7, 1, 0, 0, ""),
+        ("boundary", 1, 7, 7, 2),
+        ("arrived", 6, 8, 0, 0, 0, ""),
+        ("arrived", 7, 9, 0, 0, 0, ""),
+        ("trained", 6, 8, 2, 0, 0, ""),
+        ("trained", 7, 9, 2, 0, 0, ""),
+        ("boundary", 2, 9, 7, 0),
+    ]
+    assert (lines[0].domain, lines[1].task_index, lines[0].min_version) == ("lake", 1, 0)
+    assert lines[8].digest == ledgerfile.digest(world.log[2].data) != ""
+
+
+async def test_the_same_bytes_however_often_it_dies(tmp_path: Path) -> None:
+    whole = kit.World(tmp_path / "whole")
+    await whole.learn()
+    expected = (tmp_path / "whole" / "ledger.jsonl").read_bytes()
+    assert len(whole.log) > 12
+    world = kit.World(tmp_path / "killed")
+    path = tmp_path / "killed" / "ledger.jsonl"
+    for die_at in range(1, len(whole.log) + 1):
+        try:
+            await world.learn(die_at=die_at)
+        except kit.Killed:
+            with path.open("ab") as file:
+                file.write(b'{"state":"issued","tick')  # half a line
+    await world.learn()
+    assert path.read_bytes() == expected
+    assert [record.data for record in world.log] == [record.data for record in whole.log]
+
+
+async def test_an_earlier_incarnation_writes_into_the_void(tmp_path: Path) -> None:
+    world = kit.World(tmp_path / "run")
+    with pytest.raises(kit.Killed):
+        await world.learn(die_at=9)
+    zombie = LedgerFile(tmp_path / "run" / "ledger.jsonl", Ledger(world.rules))
+    await world.learn()
+    before = (tmp_path / "run" / "ledger.jsonl").read_bytes()
+    zombie.append(b"garbage\n")
+    zombie.close()
+    assert (tmp_path / "run" / "ledger.jsonl").read_bytes() == before
+
+
+async def test_more_steps_later(tmp_path: Path) -> None:
+    world = kit.World(tmp_path / "run", steps=2)
+    await world.learn()
+    world.rules = kit.rules(steps=4)
+    await world.learn()
+    lines, _ = ledgerfile.read(tmp_path / "run" / "ledger.jsonl")
+    ends = [(line.step, line.counts["issued"]) for line in lines if line.state == "boundary"]
+    assert ends == [(0, 4), (1, 7), (2, 7), (2, 11), (3, 12), (4, 12)]
+
+
+async def test_a_run_older_than_its_ledger_file(tmp_path: Path) -> None:
+    world = kit.World(tmp_path / "run", kit.group_only, steps=4)
+    with pytest.raises(kit.Killed):
+        await world.learn(die_at=6)  # checkpoint of step 2
+    (tmp_path / "run" / "ledger.jsonl").unlink()
+    await world.learn()
+    lines, _ = ledgerfile.read(tmp_path / "run" / "ledger.jsonl")
+    assert lines[0].state == "unrecorded"
+    assert (lines[0].step, lines[0].seq, lines[0].counts["issued"]) == (2, 4, 8)
+    assert [line.ticket for line in lines if line.state == "trained"] == [5, 6, 7, 8]
+
+
+def test_a_line_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    path.write_bytes(b'{"state":"issued","ticket":1}\n{"state":"eaten","ticket":2}\n{"state":"issued","ticket":3}\n{"sta')
+    lines, problem = ledgerfile.read(path)
+    assert [line.ticket for line in lines] == [1]
+    assert problem.startswith("ledger.jsonl:2: Invalid enum value 'eaten'")
+    assert ledgerfile.read(tmp_path / "none.jsonl") == ([], "")
+
+
+async def test_a_full_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "TRY_EVERY_S", 0.001)
+    real, attempts = os.pwrite, 0
+
+    def pwrite(file: int, data: bytes, offset: int) -> int:
+        nonlocal attempts
+        attempts += 1
+        if attempts % 3 == 1:
+            return real(file, data[: len(data) // 2 or 1], offset)  # half of it, and then no space
+        if attempts % 3 == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(file, data, offset)
+
+    whole = kit.World(tmp_path / "whole")
+    await whole.learn()
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    world = kit.World(tmp_path / "run")
+    await world.learn()
+    assert (tmp_path / "run" / "ledger.jsonl").read_bytes() == (tmp_path / "whole" / "ledger.jsonl").read_bytes()
+    for path in (tmp_path / "whole" / "samples").iterdir():
+        assert (tmp_path / "run" / "samples" / path.name).read_bytes() == path.read_bytes()
+
+
+async def test_a_stop_ends_the_wait_for_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pwrite(file: int, data: bytes, offset: int) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    ledger, stop = Ledger(kit.rules()), Stop()
+    kept = Records(tmp_path, ledger, SamplesSection(), stop)
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    stop.request("test")
+    opened = ledger.open_credit()
+    assert all(isinstance(action, Issue) for action in opened)
+    with pytest.raises(UserError, match=r"No space left on device$"):
+        await kept.began(opened)
+    kept.close()
