@@ -4,7 +4,7 @@ BIN := .venv/bin
 TORCH ?= torch==2.13.0+cpu
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c requirements/constraints.txt
 
-.PHONY: setup check test test-fast quickstart bench clean
+.PHONY: setup check test test-fast test-peers quickstart bench clean
 
 setup: .venv/ready
 
@@ -28,6 +28,11 @@ test: check
 
 test-fast: setup
 	$(BIN)/python -m pytest tests/unit
+
+# Losses against those of another library, which is kept beside the environment, not in it.
+test-peers: setup
+	$(PIP) --no-deps --upgrade --target .venv/peers trl==1.16.0 accelerate datasets pandas dill multiprocess xxhash pytz python-dateutil six tzdata
+	PYTHONPATH=.venv/peers $(BIN)/python -m pytest tests/peers
 
 quickstart: setup
 	$(BIN)/rlearner up configs/quickstart.yaml

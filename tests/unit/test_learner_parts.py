@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -16,7 +17,7 @@ from learner.config import AlgorithmSection, EvalSection
 from learner.evaluation import Evaluations
 from learner.grants import DomainRule, Rules
 from learner.ledger import Arrived, Ended, Ledger
-from learner.samples import TrainSample
+from learner.samples import Scores, TrainSample
 from learner.tickets import Reaper
 from learner.training import Training
 
@@ -238,6 +239,55 @@ async def test_micro_batches_start_before_the_step_is_full_and_follow_the_order_
     assert (trained.num_samples, trained.num_tokens, trained.values["actor/pg_loss"]) == (6, 12, 1.5)
     assert trained.values["reward/mean"] == 1.0
     training.close()
+
+
+class Whole(Recording):
+    """A backend that takes a step at once."""
+
+    kl_coef = 0.5
+
+    def score(self, samples: list[TrainSample]) -> list[Scores]:
+        self.batches.append([-sample.group for sample in samples])
+        return [Scores(kl=np.zeros(sample.num_tokens, np.float32)) for sample in samples]
+
+    def update(self, samples: list[TrainSample]) -> dict[str, float]:
+        self.batches.append([sample.group for sample in samples])
+        return {"actor/pg_loss": 2.5}
+
+
+async def test_an_algorithm_that_needs_the_whole_step_begins_when_it_is_there() -> None:
+    backend = Whole()
+    algorithm = AlgorithmSection(kl_coef=0.5, kl_placement="reward")
+    training = Training(lambda: backend, halves, algorithm, {"lake": 1.0}, 3)  # type: ignore[arg-type, return-value]
+    await training.open()
+    for number in (5, 3):
+        training.add(group([trajectory(0), trajectory(1)], ticket=number))
+    await training.call(lambda: None)
+    assert backend.batches == []
+    trained = await training.finish(version=0)
+    assert backend.batches == [[-5, -5, -3, -3], [5, 5, 3, 3]]
+    assert trained is not None
+    assert trained.values["actor/pg_loss"] == 2.5
+    training.add(group(ticket=4))
+    training.abandon()
+    assert await training.finish(version=1) is None
+    assert len(backend.batches) == 2
+    training.close()
+
+
+async def test_a_step_that_could_stream_waits_if_it_is_told_to() -> None:
+    backend = Whole()
+    training = Training(lambda: backend, halves, AlgorithmSection(), {"lake": 1.0}, 3, stream=False)  # type: ignore[arg-type, return-value]
+    await training.open()
+    training.add(group())
+    await training.finish(version=0)
+    assert backend.batches == [[1]]  # nobody was asked for scores
+    training.close()
+
+
+def test_greedy_baselines_count_nowhere_but_as_baselines() -> None:
+    with_baseline = group([trajectory(0, 1.0), msgspec.structs.replace(trajectory(1, 9.0), greedy=True)])
+    assert intake.episode_rewards(with_baseline) == (1.0,)
 
 
 async def test_an_abandoned_step_is_not_taken() -> None:

@@ -9,7 +9,9 @@ from fractions import Fraction
 
 import pytest
 
-from learner.grants import DomainRule, Rules, next_domain, task_seed
+from broker.config import DomainSection
+from learner.config import AlgorithmSection, TrainSection
+from learner.grants import DomainRule, Rules, next_domain, rules_of, task_seed
 from learner.ledger import Action, Arrived, Ended, Forget, Hold, Issue, Ledger, Refuse, Take, is_zero_variance
 
 
@@ -54,6 +56,16 @@ def test_credit_over_a_whole_run() -> None:
     assert ledger.complete_step() == []
     assert ledger.done
     assert counts(ledger) == (6, 6, 0, 0, 0, 0)
+
+
+def test_greedy_episodes_come_on_top_of_the_group() -> None:
+    ledger = Ledger(rules(domains=(DomainRule("lake", 1.0, 4, 3, 9.0, num_greedy=1),)))
+    tickets = [action.ticket for action in ledger.open_credit() if isinstance(action, Issue)]
+    assert {(t.group_size, t.min_group_size, t.num_greedy) for t in tickets} == {(5, 4, 1)}
+    domains = {"lake": DomainSection(env="x", group_size=1)}
+    for estimator, num_greedy in (("remax", 1), ("grpo", 0)):
+        asked = rules_of(TrainSection(), AlgorithmSection(adv_estimator=estimator), domains, 0)
+        assert asked.domain("lake").num_greedy == num_greedy
 
 
 def test_what_stands_on_a_ticket() -> None:
