@@ -34,6 +34,8 @@ class Tap:
 
     def write(self, event: str, **values: Any) -> None:
         """One line."""
+        if self._file.closed:
+            return  # it was we who disconnected
         self._number += 1
         self._file.write(json.dumps({"n": self._number, "event": event, "time": time.time(), **values}) + "\n")
         self._file.flush()
@@ -85,21 +87,28 @@ async def tap(url: str, run: str, out: Path, stop: asyncio.Event, ready: asyncio
     """
     recorder = Tap(out)
 
-    async def blind(what: str, reason: str = "") -> None:
-        recorder.write(what, reason=reason)
+    async def disconnected() -> None:
+        recorder.write("disconnected")
+
+    async def reconnected() -> None:
+        recorder.write("reconnected")
+
+    async def failed(error: Exception) -> None:
+        recorder.write("error", reason=f"{type(error).__name__}: {error}")
 
     client = await nats.connect(
         url,
         name="tap",
         max_reconnect_attempts=-1,
         reconnect_time_wait=0.1,
-        disconnected_cb=lambda: blind("disconnected"),
-        reconnected_cb=lambda: blind("reconnected"),
-        error_cb=lambda error: blind("error", f"{type(error).__name__}: {error}"),
+        disconnected_cb=disconnected,
+        reconnected_cb=reconnected,
+        error_cb=failed,
     )
+    subscribed = []
     try:
         for stream, handle in ((TICKETS, recorder.ticket), (SAMPLES, recorder.sample)):
-            await client.subscribe(stream.all_subjects(run), cb=handle, pending_msgs_limit=-1, pending_bytes_limit=-1)
+            subscribed.append(await client.subscribe(stream.all_subjects(run), cb=handle, pending_msgs_limit=-1, pending_bytes_limit=-1))
         await client.flush()
         recorder.write("open", run=run, broker=url)
         if ready is not None:
@@ -107,10 +116,10 @@ async def tap(url: str, run: str, out: Path, stop: asyncio.Event, ready: asyncio
         await stop.wait()
         await client.flush()
     finally:
-        for subscription in list(client._subs.values()):
+        for subscription in subscribed:
             await subscription.drain()  # type: ignore[no-untyped-call]
-        await client.close()
         recorder.close()
+        await client.close()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

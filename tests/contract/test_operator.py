@@ -1,0 +1,183 @@
+"""The operator's commands over a real short run: the learner, nats-server, a tap, and a made-up fleet."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import learner_fleet as fleet
+import pytest
+
+from broker import wire
+from broker.jetstream import Bus
+from broker.process import Stop
+from broker.streams import CONTROL, PRESENCE, SAMPLES
+from learner.archive import files
+from learner.service import serve
+
+ROOT = Path(__file__).parents[2]
+
+
+def eventful(ticket: wire.Ticket) -> list[wire.Message | bytes]:
+    good = fleet.group(ticket, ticket.min_version)
+    match ticket.number:
+        case 1:
+            return [b"\x81no message", good]
+        case 2:
+            return [good, good]
+        case 3:
+            return [wire.Closed(ticket=3, domain="lake", reason="env_error", detail="it broke", by="made-up")]
+        case _:
+            return [good]
+
+
+async def command(*arguments: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of ``rlearner …``."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("RL_BROKER", "RL_RUN")}
+    pipe = asyncio.subprocess.PIPE
+    child = await asyncio.create_subprocess_exec(sys.executable, "-m", "learner.cli", *arguments, stdout=pipe, stderr=pipe, env=environment)
+    out, err = await asyncio.wait_for(child.communicate(), 30)
+    assert child.returncode is not None
+    return child.returncode, out.decode(), err.decode()
+
+
+@asynccontextmanager
+async def tapped(url: str, run: str, out: Path) -> AsyncIterator[None]:
+    """A tap in a process of its own, ready to see everything."""
+    arguments = ["-m", "bench.tap", "--broker", url, "--run", run, "--out", str(out)]
+    child = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdout=asyncio.subprocess.PIPE, cwd=ROOT)
+    assert child.stdout is not None
+    assert await asyncio.wait_for(child.stdout.readline(), 20) == b"ready\n"
+    try:
+        yield
+    finally:
+        child.terminate()
+        assert await asyncio.wait_for(child.wait(), 20) == 0
+
+
+async def a_run(bus: Bus, url: str, config: dict[str, Any], tap_file: Path, stop_at: int = 5) -> None:
+    """To its end, with a stop in the middle."""
+    stop = Stop()
+
+    def answer(ticket: wire.Ticket) -> list[wire.Message | bytes]:
+        if ticket.number == stop_at:
+            stop.request("test")
+        return eventful(ticket)
+
+    async with tapped(url, bus.run, tap_file):
+        for life, told in ((stop, answer), (Stop(), eventful)):
+            async with fleet.Hub(bus, told), asyncio.timeout(60):
+                await serve(config, url, life, connect_deadline_s=10)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+async def test_audit_of_a_real_run(bus: Bus, broker_url: str, run_name: str, tmp_path: Path, keep: bool) -> None:
+    config = fleet.config(str(tmp_path), run_name, train={"steps": 3, "max_staleness": 1}, samples={"keep": keep})
+    tap_file = tmp_path / "tap.jsonl"
+    await a_run(bus, broker_url, config, tap_file)
+    where = (run_name, "--dir", str(tmp_path))
+    code, out, err = await command("audit", *where, "--json", "--tap", str(tap_file))  # the folder names the broker
+    assert (code, err) == (0, ""), out
+    report = json.loads(out)
+    expected = {"tickets": 8, "trained": 6, "filtered": 0, "dropped": 0, "dead": 2, "open": 0, "lost": 0, "trained_twice": 0, "ok": True}
+    assert {name: report[name] for name in expected} == expected
+    assert report["problems"] == []
+    assert "tap: 8 tickets and 10 records seen" in report["notes"], report["notes"]
+    assert any(note.startswith("the broker's log: ") for note in report["notes"])
+    assert any(note.startswith("the archive: ") for note in report["notes"]) == keep
+    if not keep:  # one record less in the broker's log: a gap
+        await bus.link.api(f"STREAM.MSG.DELETE.{SAMPLES.stream_name(run_name)}", {"seq": 6, "no_erase": True})
+        code, out, _ = await command("audit", *where)
+        assert code == 1
+        assert "PROBLEM: the broker's log: records 6 are missing" in out
+        assert "lost          1" in out
+        return
+    _, path = files(tmp_path / run_name / "samples")[0]
+    whole = path.read_bytes()
+    path.write_bytes(whole[: whole.index(b"RLS1", 4)] + whole)  # one record twice
+    code, out, _ = await command("audit", *where, "--json")
+    assert code == 1
+    assert "is there twice" in json.loads(out)["problems"][0]
+
+
+async def test_trace_and_status(bus: Bus, broker_url: str, run_name: str, tmp_path: Path) -> None:
+    config = fleet.config(str(tmp_path), run_name, train={"steps": 2, "max_staleness": 1}, samples={"keep": True})
+    await a_run(bus, broker_url, config, tmp_path / "tap.jsonl", stop_at=3)
+    where = ("--dir", str(tmp_path))
+    code, out, err = await command("trace", run_name, "2", *where, "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert (found["ticket"], found["state"], found["step"], found["task_index"]) == (2, "trained", 1, 1)
+    assert (found["hub"], found["deliveries"], found["reward_hubs"]) == ("made-up", 1, [])
+    assert (found["record"]["seq"], found["record"]["source"], found["duplicates"]) == (3, "the broker's log", [4])
+    assert found["record"]["stored_at"].startswith("20")
+    assert found["step_time"].endswith("+00:00")
+    span = {"start": 5, "end": 8, "server": "made-up", "policy_version": 0, "reward": 1.0, "valid": False, "finish_reason": "stop"}
+    assert found["trajectories"][1]["spans"] == [span]
+    assert found["trajectories"][1]["reward_parts"] == {"env": 1.0}
+    code, out, _ = await command("trace", run_name, "3", *where)
+    assert code == 0
+    assert "ticket 3: dead, env_error" in out
+    assert "closed by   made-up: it broke" in out
+    code, out, err = await command("trace", run_name, "99", *where)
+    assert (code, err) == (2, f"error: run {run_name} has no ticket 99; there are 1-6\n")
+    await bus.trim(SAMPLES, 10_000)
+    code, out, _ = await command("trace", str(tmp_path / run_name), "2", *where)
+    assert "record      3, the archive" in out
+    here = wire.Presence(role="envhub", id="hub-7", host="here", pid=1, state="serving", slots=4, running=1, serves=["lake"])
+    await (await bus.key_value(PRESENCE)).put(f"{run_name}.envhub.hub-7", here)
+    code, out, err = await command("status", run_name, *where, "--json")
+    assert (code, err) == (0, "")
+    status = json.loads(out)
+    assert (status["step"], status["steps"], status["epoch"], status["desired"]) == (2, 2, 2, "stopped")
+    assert status["tickets"] == {"issued": 6, "trained": 4, "filtered": 0, "dropped": 0, "dead": 2, "open": 0, "duplicate": 2}
+    assert [(one["role"], one["id"], one["running"], one["slots"]) for one in status["processes"]] == [("envhub", "hub-7", 1, 4)]
+    assert (status["weights"]["epoch"], status["weights"]["version"]) == (2, 2)
+    assert status["queues"]["samples"]["kept"] == 0
+    code, out, _ = await command("status", run_name, *where)
+    assert f"run {run_name}: step 2 of 2" in out
+    assert "envhub       hub-7" in out
+    code, out, err = await command("status", run_name, *where, "--broker", "nats://127.0.0.1:1", "--connect-deadline", "0.5")
+    assert code == 2  # a broker that the user named must answer
+    assert err.startswith("error: ")
+    (tmp_path / run_name / "broker.url").write_text("nats://127.0.0.1:1\n")
+    code, out, _ = await command("status", run_name, *where, "--connect-deadline", "0.5")
+    assert code == 0
+    assert "broker       no broker answered at nats://127.0.0.1:1" in out
+
+
+async def test_pause_resume_drain_stop(bus: Bus, broker_url: str, run_name: str, tmp_path: Path) -> None:
+    config = fleet.config(str(tmp_path), run_name)
+    pausing = asyncio.Event()
+
+    def answer(ticket: wire.Ticket) -> list[wire.Message | bytes]:
+        pausing.set()
+        return []  # it goes on until it is told to stop
+
+    async def desired() -> wire.Message:
+        found = await (await bus.key_value(CONTROL)).get(run_name)
+        assert found is not None
+        return found[0]
+
+    async with fleet.Hub(bus, answer), asyncio.timeout(60):
+        learning = asyncio.create_task(serve(config, broker_url, Stop(), connect_deadline_s=10))
+        await pausing.wait()
+        where = (run_name, "--dir", str(tmp_path))
+        assert await command("pause", *where, "--reason", "look at it") == (0, f"{run_name}: paused\n", "")
+        assert await desired() == wire.DesiredState(state="paused", reason="look at it")
+        code, out, _ = await command("resume", *where, "--broker", broker_url)
+        assert (code, out.splitlines()[0]) == (0, f"{run_name}: running")
+        assert not learning.done()
+        assert (await command("stop", *where))[:2] == (0, f"{run_name}: stopped\n")
+        await learning
+    assert (await command("drain", run_name, "--broker", broker_url))[0] == 0  # from a machine without the folder
+    assert await desired() == wire.DesiredState(state="draining")
+    code, _, err = await command("stop", "no-such-run", "--broker", broker_url)
+    assert code == 2
+    assert "no run 'no-such-run'" in err
