@@ -55,6 +55,19 @@ async def test_tickets_become_groups_in_the_log(world: World) -> None:
     assert {request.sampling.max_tokens for request in server.asked} == {4}
 
 
+async def test_greedy_episodes_come_last_and_are_marked(world: World) -> None:
+    await world.publish_spec({"lake": LAKE})
+    server = await world.server(script=lambda request, context: "RRDDDR"[context.count("<|im_assistant|>") - 1], version=4)
+    number = await world.ticket(group_size=3, min_group_size=3, num_greedy=1)
+    async with world.hub("--n", "8"):
+        groups = await world.groups(1)
+        await world.settled()
+    assert [one.greedy for one in groups[number].trajectories] == [False, False, True]
+    asked = [request.sampling.temperature for request in server.asked]
+    assert {t for t in asked if t} == {1.0}
+    assert asked.count(0.0) == len(groups[number].trajectories[2].turns)
+
+
 async def test_groups_with_rewards_go_to_their_first_pool(world: World) -> None:
     rewards = [{"name": "a", "pool": "gpu"}, {"name": "b", "pool": "default"}, {"name": "c", "pool": "gpu"}]
     await world.publish_spec({"lake": {**LAKE, "rewards": rewards}})
