@@ -73,6 +73,10 @@ class NatsClient:
         self._closed = False
         self.generate, self.abort = self._asker.generate, self._asker.abort
 
+    def send_now(self, address: str, token: str, data: bytes) -> bool:
+        """Never: the client of the broker has only coroutines."""
+        return False
+
     async def send(self, address: str, token: str, data: bytes) -> None:
         """See ``broker.channel_asker.Carrier``."""
         if self._closed:

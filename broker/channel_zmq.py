@@ -8,33 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import zmq
-import zmq.asyncio
-from zmq.utils.monitor import recv_monitor_message
+from zmq.utils.monitor import parse_monitor_message
 
 from broker import wire
 from broker.channel import AbortHandler, Handler
 from broker.channel_asker import Asker
 from broker.channel_desk import Desk
+from broker.channel_socket import Frames, LoopSocket
 from broker.errors import RequestFailed
 from broker.jetstream import Bus
 from broker.server import require_loopback
 
-log = logging.getLogger(__name__)
-
 LINGER_MS: Final = 1000  # how long close waits for answers to leave
 HEARTBEAT_MS: Final = 2000
 SILENT_MS: Final = 10_000  # a peer that answers no heartbeat for this long is gone, even if TCP has not noticed
-READ_TURNS: Final = 100_000  # of the event loop; bounds the reading when the server is already back
-QUIET_TURNS: Final = 10  # after the socket is empty, until the reading task has passed on the last answer
 LOST: Final = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED  # an answer can no longer come; nobody listens
 
 
-def _socket(context: zmq.asyncio.Context, kind: int) -> zmq.asyncio.Socket:
+def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
     socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, LINGER_MS)
     socket.setsockopt(zmq.SNDHWM, 0)  # a full ROUTER drops answers silently; slots bound what is outstanding
@@ -53,67 +48,76 @@ class ZmqServer:
         require_loopback(bind)
         self.address = ""
         self._bus, self._server_id, self._bind = bus, server_id, bind
-        self._context = zmq.asyncio.Context()
-        self._socket = _socket(self._context, zmq.ROUTER)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket: LoopSocket | None = None
         self._desk: Desk | None = None
-        self._reader: asyncio.Task[None] | None = None
 
     async def start(self, handle: Handler, abort: AbortHandler) -> None:
         """Bind a free port and begin to answer."""
         host = "127.0.0.1" if self._bind == "localhost" else f"[{self._bind}]" if ":" in self._bind else self._bind
-        self._socket.bind(f"tcp://{host}:*")
-        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        socket = _socket(self._context, zmq.ROUTER)
+        socket.bind(f"tcp://{host}:*")
+        self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._desk = Desk(self._bus, self._server_id, handle, abort)
-        self._reader = asyncio.create_task(self._read(self._desk), name="channel-server")
+        self._socket = LoopSocket(socket, self._receive)
 
     async def close(self) -> None:
         """Answer what is outstanding, then disconnect."""
-        if self._reader is not None and self._desk is not None:
+        if self._socket is not None and self._desk is not None:
             await self._desk.close()
-            self._reader.cancel()
-            await asyncio.wait([self._reader])
-            self._reader = None
-        await _close(self._context, [self._socket])
+            self._socket.close()
+            self._socket = None
+        await _terminate(self._context)
 
-    async def _read(self, desk: Desk) -> None:
-        while True:
-            frames = await self._socket.recv_multipart()
-            identity, token = frames[0], frames[1] if len(frames) > 1 else b""
+    def _receive(self, frames: Frames) -> None:
+        socket, desk = self._socket, self._desk
+        assert socket is not None
+        assert desk is not None
+        route = frames[:2] if len(frames) > 1 else [frames[0], b""]
 
-            async def reply(data: bytes, identity: bytes = identity, token: bytes = token) -> None:
-                await self._socket.send_multipart([identity, token, data])
+        async def reply(data: bytes) -> None:
+            await socket.send([*route, data])
 
-            desk.receive(frames[2] if len(frames) == 3 else b"".join(frames[1:]), reply)
+        desk.receive(frames[2] if len(frames) == 3 else b"".join(frames[1:]), reply)
 
 
 @dataclass
 class _Line:
     """The connection to one server."""
 
-    socket: zmq.asyncio.Socket
-    monitor: Any  # an asyncio socket; pyzmq declares the blocking one
-    tasks: list[asyncio.Task[None]]
+    socket: LoopSocket
+    monitor: LoopSocket
+    inner: zmq.Socket[bytes]
 
 
 class ZmqClient:
     """Asks servers by their addresses."""
 
     def __init__(self, bus: Bus) -> None:
-        self._context = zmq.asyncio.Context()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._lines: dict[str, _Line] = {}
         self._asker = Asker(bus, self)
         self._closed = False
         self.generate, self.abort = self._asker.generate, self._asker.abort
 
-    async def send(self, address: str, token: str, data: bytes) -> None:
+    def send_now(self, address: str, token: str, data: bytes) -> bool:
         """See ``broker.channel_asker.Carrier``."""
         line = self._lines.get(address)
         if line is None:
             if not token:
-                return  # nothing was ever asked there
+                return True  # nothing was ever asked there
             line = self._connect(address)
         try:
-            await line.socket.send_multipart([token.encode(), data])
+            return line.socket.send_now([token.encode(), data])
+        except zmq.ZMQError as error:
+            raise RequestFailed(f"{address}: {error}") from None
+
+    async def send(self, address: str, token: str, data: bytes) -> None:
+        """See ``broker.channel_asker.Carrier``."""
+        if self.send_now(address, token, data):
+            return
+        try:
+            await self._lines[address].socket.send([token.encode(), data])
         except zmq.ZMQError as error:
             raise RequestFailed(f"{address}: {error}") from None
 
@@ -122,7 +126,7 @@ class ZmqClient:
         line = self._lines.pop(address, None)
         self._asker.fail_all("the server is gone", address)
         if line is not None:
-            await self._hang_up(line)
+            _hang_up(line)
 
     async def close(self) -> None:
         """Fail everything outstanding and disconnect."""
@@ -131,8 +135,8 @@ class ZmqClient:
         lines = list(self._lines.values())
         self._lines.clear()
         for line in lines:
-            await self._hang_up(line)
-        await _close(self._context, [])
+            _hang_up(line)
+        await _terminate(self._context)
 
     def _connect(self, address: str) -> _Line:
         if self._closed:
@@ -148,46 +152,29 @@ class ZmqClient:
             monitor.close(0)
             socket.close(0)
             raise RequestFailed(f"{address} is no address of a server: {error}") from None
-        line = _Line(socket, monitor, [])
-        line.tasks = [asyncio.create_task(self._read(line)), asyncio.create_task(self._watch(address, line))]
-        self._lines[address] = line
-        return line
+        line = LoopSocket(socket, self._receive)
+        watch = LoopSocket(monitor, lambda frames: self._lost(address, line, frames))
+        self._lines[address] = _Line(line, watch, socket)
+        return self._lines[address]
 
-    async def _read(self, line: _Line) -> None:
-        while True:
-            frames = await line.socket.recv_multipart()
-            if len(frames) == 2:
-                self._asker.answered(frames[0].decode(errors="replace"), frames[1])
+    def _receive(self, frames: Frames) -> None:
+        if len(frames) == 2:
+            self._asker.answered(frames[0].decode(errors="replace"), frames[1])
 
-    async def _watch(self, address: str, line: _Line) -> None:
-        while True:
-            event = await recv_monitor_message(line.monitor)
-            refused = event["event"] == zmq.EVENT_CONNECT_RETRIED
-            await _read_to_the_end(line.socket)
-            self._asker.fail_all("nobody listens there" if refused else "the connection broke", address)
-
-    async def _hang_up(self, line: _Line) -> None:
-        for task in line.tasks:
-            task.cancel()
-        await asyncio.wait(line.tasks)
-        line.socket.disable_monitor()
-        line.monitor.close(0)
-        line.socket.close()
+    def _lost(self, address: str, socket: LoopSocket, frames: Frames) -> None:
+        """A server that closes answers first, so what had arrived before the connection ended is read before it counts."""
+        refused = parse_monitor_message(frames)["event"] == zmq.EVENT_CONNECT_RETRIED
+        socket.read_all()
+        self._asker.fail_all("nobody listens there" if refused else "the connection broke", address)
 
 
-async def _read_to_the_end(socket: zmq.asyncio.Socket) -> None:
-    """Let the reading task have what had arrived before the connection ended: a server that closes answers first."""
-    quiet = 0
-    for _ in range(READ_TURNS):
-        quiet = 0 if int(socket.get(zmq.EVENTS)) & zmq.POLLIN else quiet + 1
-        if quiet > QUIET_TURNS:
-            return
-        await asyncio.sleep(0)
+def _hang_up(line: _Line) -> None:
+    line.inner.disable_monitor()  # while it is open
+    line.monitor.close()
+    line.socket.close()
 
 
-async def _close(context: zmq.asyncio.Context, sockets: list[zmq.asyncio.Socket]) -> None:
-    """Close and wait, off the event loop, until what was sent has left or the linger time is over."""
-    for socket in sockets:
-        socket.close()
+async def _terminate(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    """Wait, off the event loop, until what was sent has left or the linger time is over."""
     with contextlib.suppress(zmq.ZMQError):  # already terminated
         await asyncio.to_thread(context.term)
