@@ -105,8 +105,10 @@ async def put(bus: Bus, one: wire.Group) -> None:
     await bus.publish(EPISODES, one, key=one.pools[0], ticket=one.ticket)
 
 
-async def put_bytes(bus: Bus, pool: str, data: bytes, ticket: int) -> None:
+async def put_bytes(bus: Bus, pool: str, data: bytes, ticket: int, eval_step: int = -1) -> None:
     headers = {wire.TICKET_HEADER: str(ticket)} if ticket else {}
+    if eval_step >= 0:
+        headers[wire.EVAL_HEADER] = str(eval_step)
     await store(bus.link, EPISODES.stream_name(bus.run), EPISODES.subject(bus.run, pool), data, headers)
 
 
@@ -186,7 +188,7 @@ async def test_malformed_messages_close_their_ticket_by_the_header_and_work_goes
     await publish_spec(bus)
     unknown_field = msgspec.msgpack.encode({**msgspec.msgpack.decode(wire.encode(group(12, "a", eval_step=5))), "extra": 1})
     await put_bytes(bus, "default", b"\xc1 not MessagePack", 11)
-    await put_bytes(bus, "default", unknown_field, 12)
+    await put_bytes(bus, "default", unknown_field, 12, eval_step=5)
     await put_bytes(bus, "default", b"", 0)
     await put_bytes(bus, "default", wire.encode(group(13, "a", pools=("style",))), 13)
     await put_bytes(bus, "default", wire.encode(group(14, "a", domain="elsewhere")), 14)
