@@ -53,6 +53,7 @@ class TorchBackend:
         self._micro_tokens = train.micro_batch_tokens
         self._slice_tokens = min(train.micro_batch_tokens, _CPU_SLICE_TOKENS if self.device.type == "cpu" else train.micro_batch_tokens)
         self.policy = Policy(model_path, model, self.device)
+        self._first_path = ref_path or model_path  # stays; the checkpoint that was resumed from does not
         self._ref = Policy(ref_path or model_path, model, self.device, trainable=False) if algorithm.kl_coef else None
         self._kl = Coefficient(algorithm.kl_coef, algorithm.kl_target, algorithm.kl_horizon)
         self._critic = Critic(ref_path or model_path, algorithm.critic, train, model, self.device) if algorithm.critic.enabled else None
@@ -193,7 +194,7 @@ class TorchBackend:
     def save(self, path: str | Path) -> None:
         """Write weights, configuration and tokenizer to a folder that transformers loads."""
         self.policy.module.save_pretrained(path)
-        copy_tokenizer(self.policy.path, Path(path))
+        copy_tokenizer(self._first_path, Path(path))
 
     def state(self) -> dict[str, Tensor]:
         """Copies of all else that the next step depends on: optimizer, schedule, RNG; CPU tensors, fit for safetensors."""
