@@ -57,8 +57,8 @@ class Archive:
         folder.mkdir(parents=True, exist_ok=True)
         cut(folder, position)
 
-    def append(self, record: LogRecord) -> None:
-        """Write one; after an error, the same call again repeats it in the same place.
+    def append(self, record: LogRecord, record_digest: str) -> None:
+        """Write one, with the digest of its bytes; after an error, the same call again repeats it in the same place.
 
         Raises:
             OSError: no space, for example.
@@ -68,7 +68,7 @@ class Archive:
             if self._file >= 0:
                 self._done.append(self._file)
             self._file, self._size = following, 0
-        frame = _HEADER.pack(MAGIC, record.seq, record.ticket, len(record.data), bytes.fromhex(digest(record.data))) + record.data
+        frame = _HEADER.pack(MAGIC, record.seq, record.ticket, len(record.data), bytes.fromhex(record_digest)) + record.data
         start = 0
         while start < len(frame):
             start += os.pwrite(self._file, frame[start:], self._size + start)

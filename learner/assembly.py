@@ -47,6 +47,11 @@ class Assembly:
         estimates = self._estimator(shaped.trajectories, self._algorithm)
         return [self._sample(group, one, a) for one, a in zip(group.trajectories, self._clip(estimates), strict=True)]
 
+    def selected(self, groups: Sequence[wire.Group]) -> list[wire.Group]:
+        """Those of a step's groups that are trained on."""
+        algorithm = self._algorithm
+        return most_varied(groups, algorithm.keep_fraction) if algorithm.pg_variant == "starpo_s" else list(groups)
+
     def batch(self, groups: Sequence[wire.Group], score: Score | None = None, kl_coef: float = 0.0) -> list[TrainSample]:
         """The samples of a whole step, in the order of its groups; groups that are not selected leave none.
 
@@ -56,7 +61,7 @@ class Assembly:
             kl_coef: weight of the divergence from the reference, where that stands in the reward.
         """
         algorithm = self._algorithm
-        kept = most_varied(groups, algorithm.keep_fraction) if algorithm.pg_variant == "starpo_s" else list(groups)
+        kept = self.selected(groups)
         pairs = [(group, one) for group in kept for one in group.trajectories]
         scores = [Scores() for _ in pairs]
         if self.needs_scores and score is not None:

@@ -8,7 +8,7 @@ crash with it. It goes on in a new file under the old name, so that an earlier i
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Final, Literal
@@ -28,7 +28,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid
     state: State
     ticket: int = 0
     seq: int = 0  # of the record that arrived or ended the ticket; of the last record applied, at a boundary
-    step: int = 0  # the step that trained it; steps completed, at a boundary
+    step: int = 0  # the step that it was part of; steps completed, at a boundary
     oldest: int = -1  # oldest policy version among its sampled tokens
     newest: int = -1  # newest one
     digest: str = ""  # of the record's bytes
@@ -100,11 +100,12 @@ class Scribe:
                 lines.append(self._ended(action, new))
         return lines
 
-    def step(self, taken: Sequence[Entry], actions: Sequence[Action], ledger: Ledger) -> list[Line]:
+    def step(self, taken: Sequence[Entry], trained: Collection[int], actions: Sequence[Action], ledger: Ledger) -> list[Line]:
         """What the completion of a step changed.
 
         Args:
             taken: the groups it was made of.
+            trained: tickets of those among them that were trained on; the others count as filtered.
             actions: the ledger's answer.
             ledger: after the step.
         """
@@ -114,7 +115,8 @@ class Scribe:
             held = self._held.pop(entry.number, None) or Line(
                 state="arrived", ticket=entry.number, seq=entry.seq, oldest=entry.oldest_version
             )
-            lines.append(msgspec.structs.replace(held, state="trained", step=step))
+            change = {"state": "trained"} if entry.number in trained else {"state": "filtered", "reason": "not_selected"}
+            lines.append(msgspec.structs.replace(held, step=step, **change))
         for action in actions:
             if isinstance(action, Issue):
                 lines.append(_issued(action))

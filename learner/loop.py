@@ -58,7 +58,7 @@ class Loop:
         self._offer, self._fleet_values = offer, fleet_values
         self._checkpoint, self._checkpoint_every = checkpoint, checkpoint_every
         self._held: dict[int, wire.Group] = {}
-        self._filtered_before = ledger.state.filtered
+        self._filtered_before = ledger.counts()["filtered"]
         self._catch_up_to = 0
         self._offered = -1
         self._began = time.monotonic()
@@ -172,7 +172,7 @@ class Loop:
         taken = list(self._ledger.state.taken)
         actions = self._ledger.complete_step()
         self.boundary = self._ledger.dump()
-        await self._records.completed(taken, actions)
+        await self._records.completed(taken, trained.tickets, actions)
         copy_s = await self._offer_if_current()
         self._perform([action for action in actions if isinstance(action, Issue)])
         step, last_step = self._ledger.state.version, self._ledger.rules.steps
@@ -189,7 +189,8 @@ class Loop:
     def _step_values(self, trained: Trained, waited_s: float, copy_s: float) -> dict[str, float]:
         now = time.monotonic()
         wall_s, self._began = max(now - self._began, 1e-9), now
-        filtered, self._filtered_before = self._ledger.state.filtered - self._filtered_before, self._ledger.state.filtered
+        total = self._ledger.counts()["filtered"]
+        filtered, self._filtered_before = total - self._filtered_before, total
         return (
             trained.values
             | {

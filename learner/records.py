@@ -6,7 +6,7 @@ import asyncio
 import errno
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -56,16 +56,17 @@ class Records:
 
     async def consumed(self, entry: LogRecord, read: Intake, actions: Sequence[Action]) -> None:
         """The ledger has applied a record."""
+        found = digest(entry.data)
         if self._archive is not None:
-            await self._patiently(partial(asyncio.to_thread, self._archive.append, entry))
+            await self._patiently(partial(asyncio.to_thread, self._archive.append, entry, found))
         reason = read.record.reason if isinstance(read.record, Ended) else ""
         group = read.group or (entry.message if isinstance(entry.message, wire.Group) else None)
         bounds = version_bounds([group]) if group is not None else None
-        await self._write(self._scribe.record(actions, seq=entry.seq, data_digest=digest(entry.data), reason=reason, bounds=bounds))
+        await self._write(self._scribe.record(actions, seq=entry.seq, data_digest=found, reason=reason, bounds=bounds))
 
-    async def completed(self, taken: Sequence[Entry], actions: Sequence[Action]) -> None:
-        """The ledger has completed a step, made of ``taken``."""
-        await self._write(self._scribe.step(taken, actions, self._ledger))
+    async def completed(self, taken: Sequence[Entry], trained: Collection[int], actions: Sequence[Action]) -> None:
+        """The ledger has completed a step, made of ``taken``; ``trained`` are the tickets among them that were trained on."""
+        await self._write(self._scribe.step(taken, trained, actions, self._ledger))
 
     async def sync(self) -> None:
         """All of it survives a power loss; to be awaited before a checkpoint is written that covers it."""

@@ -36,12 +36,14 @@ class Trained:
         num_tokens: sampled tokens in it.
         num_samples: training sequences in it.
         busy_s: seconds that the thread spent on it.
+        tickets: of its groups that were trained on; the others were not selected.
     """
 
     values: dict[str, float]
     num_tokens: int
     num_samples: int
     busy_s: float
+    tickets: tuple[int, ...] = ()
 
 
 class Training:
@@ -158,4 +160,4 @@ class Training:
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         num_tokens = sum(int(trajectory.loss_mask.array().sum()) for trajectory in trajectories)
         busy_s, self._busy_s = self._busy_s + time.monotonic() - started, 0.0
-        return Trained(values, num_tokens, len(trajectories), busy_s)
+        return Trained(values, num_tokens, len(trajectories), busy_s, tuple(group.ticket for group in self._assembly.selected(groups)))

@@ -45,7 +45,7 @@ def check_metrics(rows: Sequence[Mapping[str, Any]], tally: Tally, report: Repor
     report.fail_all("metrics.jsonl has no line for steps {}", {step for step in wanted - set(steps) if step < tally.version})
     report.fail_all("metrics.jsonl has lines for steps {} that the ledger file has not", set(steps) - tally.boundaries.keys())
     trained: dict[int, list[Line]] = {}
-    for line in tally.trained.values():
+    for line in (one for lines in tally.ended.values() for one in lines if one.step):
         trained.setdefault(line.step, []).append(line)
     for row in rows:
         step = int(row["step"])

@@ -107,8 +107,9 @@ class Tally:
         self._matched.add(line.step)
         fail = self._report.fail
         for name in FINAL:
-            if state[name] != self._sums[name]:
-                fail(f"checkpoint {line.step} counts {state[name]} tickets {name}, the ledger file {self._sums[name]}")
+            counted = state[name] + (state.get("unselected", 0) if name == "filtered" else 0)
+            if counted != self._sums[name]:
+                fail(f"checkpoint {line.step} counts {counted} tickets {name}, the ledger file {self._sums[name]}")
         live = {int(number) for number in state["live"]}
         here = self.issued.keys() - self.ended.keys()
         self._report.fail_all(f"checkpoint {line.step} holds tickets {{}} that the ledger file has ended", live - here)
@@ -165,8 +166,9 @@ class Tally:
     def _check_step(self, step: int) -> None:
         report, end = self._report, self.boundaries[step]
         trained = [line for line in self.trained.values() if line.step == step]
-        if step and step != min(self.boundaries) and len(trained) != end.groups_per_step:
-            report.fail(f"step {step} was made of {len(trained)} groups, train.groups_per_step is {end.groups_per_step}")
+        made_of = sum(lines[0].step == step for lines in self.ended.values())
+        if step and step != min(self.boundaries) and made_of != end.groups_per_step:
+            report.fail(f"step {step} was made of {made_of} groups, train.groups_per_step is {end.groups_per_step}")
         for line in trained:
             check_staleness(report, line, line.oldest, line.newest, end.max_staleness, "the ledger file")
             group = self.arrived.get(line.ticket)

@@ -17,10 +17,11 @@ from broker.work import decode
 from learner import checkpoint, intake
 from learner.config import SamplesSection
 from learner.grants import DomainRule, Rules
-from learner.ledger import Action, Issue, Ledger
+from learner.ledger import Action, Entry, Issue, Ledger
 from learner.ledgerfile import digest
 from learner.metrics import MetricsFile, count_tickets
 from learner.records import Records
+from learner.selection import num_kept
 
 STEPS = 4
 Answer = Callable[[wire.Ticket], list[wire.Message | bytes]]
@@ -126,7 +127,7 @@ class World:
                 if ledger.full:
                     taken = list(ledger.state.taken)
                     actions = ledger.complete_step()
-                    await records.completed(taken, actions)
+                    await records.completed(taken, self._trained(taken), actions)
                     self._publish(actions)
                     self._write_line(metrics, ledger, [entry.oldest_version for entry in taken])
                     if ledger.state.version % checkpoint_every == 0 or ledger.done:
@@ -143,6 +144,9 @@ class World:
         finally:
             records.close()
             metrics.close()
+
+    def _trained(self, taken: list[Entry]) -> list[int]:
+        return [entry.number for entry in taken[: num_kept(len(taken), self.rules.keep_fraction)]]
 
     def _publish(self, actions: list[Action]) -> None:
         for action in actions:

@@ -10,6 +10,7 @@ import run_folder_kit as kit
 from broker.jetstream import LogRecord
 from learner import archive
 from learner.archive import Archive, cut, files, find, frames
+from learner.ledgerfile import digest
 
 
 def record(seq: int, size: int = 100) -> LogRecord:
@@ -19,7 +20,7 @@ def record(seq: int, size: int = 100) -> LogRecord:
 def write(folder: Path, *seqs: int, position: int = 0, max_file_bytes: int = 300) -> None:
     opened = Archive(folder, position, max_file_bytes)
     for seq in seqs:
-        opened.append(record(seq))
+        opened.append(record(seq), digest(record(seq).data))
     opened.sync()
     opened.close()
 
@@ -66,9 +67,9 @@ def test_half_a_frame_at_the_end_is_none(tmp_path: Path) -> None:
 def test_what_an_earlier_incarnation_goes_on_to_write_is_not_read(tmp_path: Path) -> None:
     zombie = Archive(tmp_path, 0, 10_000)
     for seq in (1, 2, 3):
-        zombie.append(record(seq))
+        zombie.append(record(seq), digest(record(seq).data))
     write(tmp_path, 2, 3, 4, position=1)
-    zombie.append(record(4))  # behind a hole in its own file, which the new incarnation has left
+    zombie.append(record(4), digest(record(4).data))  # behind a hole in its own file, which the new incarnation has left
     zombie.close()
     assert [path.name for _, path in files(tmp_path)] == ["000000000001.frames", "000000000002.frames"]
     assert [frame.seq for frame in frames(tmp_path) if not frame.error] == [1, 2, 3, 4]

@@ -256,6 +256,13 @@ async def test_a_step_trained_twice_under_two_numbers_fails(tmp_path: Path) -> N
     assert not report.ok
 
 
+async def test_groups_that_were_not_selected_count_as_filtered(tmp_path: Path) -> None:
+    world = await a_run(tmp_path, answer=kit.group_only, keep_fraction=0.5)
+    report = check(world, log=True, tap=True)
+    assert report.problems == []
+    assert (report.counts["trained"], report.counts["filtered"], report.counts["open"]) == (4, 4, 0)
+
+
 async def test_a_damaged_file_and_a_missing_one(tmp_path: Path) -> None:
     world = await a_run(tmp_path)
     path = world.folder / "ledger.jsonl"
