@@ -131,7 +131,7 @@ class EvalSection(Section):
     temperature: NonNegativeFloat = 1.0
     at_start: bool = True
     baseline: str = ""  # policy measured once beside the actor, for example ``random``; empty: none
-    baseline_args: dict[str, Any] = Field(default_factory=dict)  # engine_args of the baseline's server in ``rlearner up``, for example choices: [L, R]
+    baseline_args: dict[str, Any] = Field(default_factory=dict)  # engine_args of the baseline's server in ``rlearner up``
     timeout_s: PositiveFloat = 600.0  # the run waits this long for its last evaluation
 
 

@@ -37,6 +37,7 @@ class Rules:
     domains: tuple[DomainRule, ...]
     filter_zero_variance: bool = False
     max_replacements_per_step: int = 64
+    keep_fraction: float = 1.0  # groups of a full step that are trained on; the rest count as filtered, and are not replaced
 
     def domain(self, name: str) -> DomainRule:
         """The rule of one domain; the first one's where the name has left the configuration."""
@@ -63,6 +64,7 @@ def rules_of(train: TrainSection, algorithm: AlgorithmSection, domains: dict[str
         domains=rows,
         filter_zero_variance=algorithm.filter_zero_variance,
         max_replacements_per_step=algorithm.max_replacements_per_step,
+        keep_fraction=algorithm.keep_fraction if algorithm.pg_variant == "starpo_s" else 1.0,
     )
 
 

@@ -6,7 +6,8 @@ the same ledger, on any hardware and however often they were killed on the way.
 **Credit.** ``issued = min(version + 1 + K, steps) * G + replaced``, with K = ``max_staleness``, G = ``groups_per_step`` and
 one replacement for each ticket that ended without being trained. Hence
 ``issued = trained + filtered + dropped + dead + open`` at any moment, and ``open = 0`` once ``version = steps``:
-``trained = steps * G`` and ``replaced = filtered + dropped + dead`` leave nothing over.
+``trained = steps * G`` and ``replaced = filtered + dropped + dead`` leave nothing over. Where only the best of a step's groups are
+trained on (``keep_fraction``), the others of the G move from trained to filtered as the step completes, and nothing replaces them.
 
 **Order.** A step is the first G groups taken. The record that fills it ends the step's part of the log: ``apply`` refuses the
 next one until ``complete_step`` has been called, so that no record is ever judged by how long training happened to take.
@@ -46,6 +47,7 @@ import msgspec
 
 from broker import wire
 from learner.grants import Rules, next_domain, task_seed
+from learner.selection import num_kept
 
 ZERO_STD = 1e-6
 Outcome = Literal["filtered", "dropped", "dead"]
@@ -128,7 +130,8 @@ class State(msgspec.Struct):
     queue: list[Entry] = []  # in log order
     taken: list[Entry] = []  # the step under way, in the order in which they were taken
     trained: int = 0
-    filtered: int = 0
+    filtered: int = 0  # and replaced
+    unselected: int = 0  # groups of completed steps that were not trained on; they count as filtered
     dropped: int = 0
     dead: int = 0
     duplicate: int = 0
@@ -208,7 +211,7 @@ class Ledger:
         return {
             "issued": s.issued,
             "trained": s.trained,
-            "filtered": s.filtered,
+            "filtered": s.filtered + s.unselected,
             "dropped": s.dropped,
             "dead": s.dead,
             "open": self.open,
@@ -222,7 +225,7 @@ class Ledger:
         """Issue what the version being trained grants and has not been issued yet."""
         actions: list[Action] = []
         s = self.state
-        granted = s.trained + self.rules.outstanding(s.version)
+        granted = s.trained + s.unselected + self.rules.outstanding(s.version)
         while sum(s.base.values()) < granted:
             domain = next_domain(self.rules.domains, s.base)
             s.base[domain] = s.base.get(domain, 0) + 1
@@ -270,7 +273,9 @@ class Ledger:
             raise ValueError(f"step {self.state.version} has {len(self.state.taken)} of {self.rules.groups_per_step} groups")
         for entry in self.state.taken:
             del self.state.live[entry.number]
-        self.state.trained += len(self.state.taken)
+        trained = num_kept(len(self.state.taken), self.rules.keep_fraction)
+        self.state.trained += trained
+        self.state.unselected += len(self.state.taken) - trained
         self.state.taken = []
         self.state.filtered_in_step = 0
         self.state.version += 1

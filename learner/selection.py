@@ -17,12 +17,18 @@ def most_varied(groups: Sequence[wire.Group], keep_fraction: float) -> list[wire
     Args:
         keep_fraction: above 0, at most 1.
     """
-    count = math.ceil(keep_fraction * len(groups) - 1e-9)
+    count = num_kept(len(groups), keep_fraction)
     spreads = [_variance(group) for group in groups]
     best = sorted(range(len(groups)), key=lambda i: (-spreads[i], i))[:count]
     return [groups[i] for i in sorted(best)]
 
 
+def num_kept(num_groups: int, keep_fraction: float) -> int:
+    """How many of a step's groups are trained on: ``ceil(keep_fraction * num_groups)``."""
+    return math.ceil(keep_fraction * num_groups - 1e-9)  # 0.3 * 10 is a little more than 3
+
+
 def _variance(group: wire.Group) -> float:
-    rewards = rewards_of([trajectory for trajectory in group.trajectories if not trajectory.greedy])
+    last = {trajectory.episode: trajectory for trajectory in group.trajectories if not trajectory.greedy}
+    rewards = rewards_of(list(last.values()))
     return float(np.var(rewards, ddof=1)) if len(rewards) > 1 else 0.0

@@ -68,6 +68,19 @@ def test_greedy_episodes_come_on_top_of_the_group() -> None:
         assert asked.domain("lake").num_greedy == num_greedy
 
 
+def test_groups_of_a_full_step_that_are_not_chosen_are_filtered_and_not_replaced() -> None:
+    # A quarter of two groups is one: the other one counts as filtered, and the next step's two tickets are all that is issued.
+    ledger = Ledger(rules(keep_fraction=0.25))
+    assert issued(ledger.open_credit()) == [1, 2, 3, 4]
+    for seq, number in ((1, 1), (2, 2)):
+        ledger.apply(arrived(number), seq)
+    assert issued(ledger.complete_step()) == [5, 6]
+    assert counts(ledger) == (6, 1, 1, 0, 0, 4)
+    domains = {"lake": DomainSection(env="x")}
+    for variant, fraction in (("starpo_s", 0.25), ("ppo", 1.0)):
+        assert rules_of(TrainSection(), AlgorithmSection(pg_variant=variant), domains, 0).keep_fraction == fraction
+
+
 def test_what_stands_on_a_ticket() -> None:
     ledger = Ledger(rules())
     first = ledger.open_credit()[0]
