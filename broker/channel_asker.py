@@ -16,8 +16,8 @@ from broker.jetstream import Bus
 class Carrier(Protocol):
     """What an asker needs of a carrier."""
 
-    def send_now(self, address: str, token: str, data: bytes) -> bool:
-        """As ``send``, but False instead of waiting; then nothing was sent. Spares most requests a task.
+    def post(self, address: str, token: str, data: bytes, asker: asyncio.Future[bytes] | None) -> bool:
+        """Send as soon as possible, unless the asker is done by then. False: it takes ``send``; this spares a task.
 
         Raises:
             RequestFailed: it cannot be sent.
@@ -51,7 +51,7 @@ class Asker:
         self._waiting[token] = (address, future)
         timer = loop.call_later(timeout_s, self._expire, address, request.request_id, future, timeout_s)
         try:
-            if not self._carrier.send_now(address, token, data):
+            if not self._carrier.post(address, token, data, future):
                 await self._until(future, self._carrier.send(address, token, data))
             answer = await future
         except asyncio.CancelledError:

@@ -73,7 +73,7 @@ class NatsClient:
         self._closed = False
         self.generate, self.abort = self._asker.generate, self._asker.abort
 
-    def send_now(self, address: str, token: str, data: bytes) -> bool:
+    def post(self, address: str, token: str, data: bytes, asker: asyncio.Future[bytes] | None) -> bool:
         """Never: the client of the broker has only coroutines."""
         return False
 

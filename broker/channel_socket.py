@@ -1,22 +1,29 @@
-"""A plain ZeroMQ socket on the running event loop: calls back with what arrives, sends at once or queues.
+"""A plain ZeroMQ socket on the running event loop: calls back with what arrives, and sends in batches.
 
-The loop watches the socket's file descriptor, which is edge-triggered: it tells that something happened, not that
-something is there, and sending may take the news off it. So whoever sent looks once more, and looking goes on until
-there is nothing left. Against ``zmq.asyncio`` this saves a future, a task step and a timer for every message.
+Reading: the loop watches the socket's file descriptor, which is edge-triggered. It tells that something happened, not that
+something is there, and sending may take the news off it. So whoever sent looks once more, and looking goes on until there
+is nothing left. Against ``zmq.asyncio`` this saves a future, a task step and a timer for every message.
+
+Sending: a message that finds ZeroMQ's own thread asleep has to wake it, which costs more than all the rest of sending. So
+messages wait for the end of the loop's turn, or for some more of them, and leave together.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
 import zmq
 
-DONTWAIT: Final = int(zmq.DONTWAIT)  # as plain integers: the enumerations are rebuilt at every use
+log = logging.getLogger(__name__)
+
+DONTWAIT: Final = int(zmq.DONTWAIT)  # as plain integers: an enumeration's operators cost as much as the sending
 MORE: Final = int(zmq.DONTWAIT | zmq.SNDMORE)
-MOST_AT_ONCE: Final = 1000  # messages read before others get their turn on the loop
+READ_AT_ONCE: Final = 1000  # messages, before others get their turn on the loop
+SEND_AT: Final = 16  # messages that do not wait for the end of the loop's turn: it may be some milliseconds away
 
 Frames = list[bytes]
 
@@ -32,64 +39,41 @@ class LoopSocket:
     def __init__(self, socket: zmq.Socket[bytes], receive: Callable[[Frames], None]) -> None:
         self._socket, self._receive = socket, receive
         self._loop = asyncio.get_running_loop()
-        self._unsent: deque[tuple[Frames, asyncio.Future[None]]] = deque()
-        self._look: asyncio.Handle | None = None  # one more look is due
+        self._unsent: deque[tuple[Frames, asyncio.Future[Any] | None]] = deque()
+        self._blocked = False  # nobody was there to send to
+        self._look: asyncio.Handle | None = None  # news are to be looked at, though the file descriptor tells of none
         self._fd = int(socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self._on_news)
         self._look_again()
 
-    def send_now(self, frames: Frames) -> bool:
-        """Send; False when that would have to wait.
+    def post(self, frames: Frames, asker: asyncio.Future[Any] | None = None) -> None:
+        """Send soon, in the order of the calls; when nobody is there to send to, once somebody is.
 
-        Raises:
-            zmq.ZMQError: it cannot be sent.
+        Args:
+            frames: of the message.
+            asker: the message is not sent any more once this is done.
         """
-        if self._unsent:
-            return False
+        self._unsent.append((frames, asker))
+        if len(self._unsent) >= SEND_AT and not self._blocked:
+            self._flush()
         self._look_again()
-        return self._try(frames)
-
-    async def send(self, frames: Frames) -> None:
-        """Send, waiting for as long as there is nobody to send to.
-
-        Raises:
-            zmq.ZMQError: it cannot be sent.
-        """
-        if self.send_now(frames):
-            return
-        future: asyncio.Future[None] = self._loop.create_future()
-        self._unsent.append((frames, future))
-        await future
 
     def read_all(self) -> None:
         """Call back with everything that has arrived by now."""
-        while self._read(MOST_AT_ONCE):
+        while self._read():
             pass
 
     def close(self) -> None:
-        """Call back no more; what was sent leaves within the linger time, what still waited does not."""
+        """Call back no more; what can be sent leaves within the linger time."""
         if self._socket.closed:
             return
+        self._flush()
+        self._unsent.clear()
         self._loop.remove_reader(self._fd)
         if self._look is not None:
             self._look.cancel()
             self._look = None
-        while self._unsent:
-            _, future = self._unsent.popleft()
-            if not future.done():
-                future.set_exception(zmq.ZMQError(zmq.ETERM, "the connection was closed"))
         self._socket.close()
-
-    def _try(self, frames: Frames) -> bool:
-        """(A message is taken whole or, at its first frame, not at all.)"""
-        socket = self._socket
-        try:
-            for frame in frames[:-1]:
-                socket.send(frame, MORE)
-            socket.send(frames[-1], DONTWAIT)
-        except zmq.Again:
-            return False
-        return True
 
     def _look_again(self) -> None:
         if self._look is None:
@@ -99,31 +83,39 @@ class LoopSocket:
         if self._look is not None:
             self._look.cancel()
             self._look = None
-        more = self._read(MOST_AT_ONCE)
-        if self._unsent:
-            self._flush()
-            events = int(self._socket.get(zmq.EVENTS))  # either of the two may have taken the news of the other off
-            more = more or bool(events & zmq.POLLIN) or bool(self._unsent and events & zmq.POLLOUT)
+        self._flush()
+        more = self._read()
+        if self._blocked and not self._socket.closed:  # either of the two may have taken the news of the other off
+            events = int(self._socket.get(zmq.EVENTS))
+            more = more or bool(events & (zmq.POLLIN | zmq.POLLOUT))
         if more:
             self._look_again()
 
     def _flush(self) -> None:
-        while self._unsent:
-            frames, future = self._unsent[0]
-            if not future.done():  # else whoever wanted it sent has given up
+        unsent, self._blocked = self._unsent, False
+        while unsent:
+            frames, asker = unsent[0]
+            if asker is None or not asker.done():
                 try:
-                    if not self._try(frames):
-                        return
+                    self._send(frames)
+                except zmq.Again:
+                    self._blocked = True
+                    return
                 except zmq.ZMQError as error:
-                    future.set_exception(error)
-                else:
-                    future.set_result(None)
-            self._unsent.popleft()
+                    log.error("a message could not be sent: %s", error)
+            unsent.popleft()
 
-    def _read(self, most: int) -> bool:
+    def _send(self, frames: Frames) -> None:
+        """(A message is taken whole or, at its first frame, not at all.)"""
+        socket = self._socket
+        for frame in frames[:-1]:
+            socket.send(frame, MORE)
+        socket.send(frames[-1], DONTWAIT)
+
+    def _read(self) -> bool:
         """Read messages; whether there may be more."""
         socket: Any = self._socket
-        for _ in range(most):
+        for _ in range(READ_AT_ONCE):
             if socket.closed:  # by whoever was called back
                 return False
             try:

@@ -24,6 +24,7 @@ from broker.jetstream import Bus
 from broker.server import require_loopback
 
 LINGER_MS: Final = 1000  # how long close waits for answers to leave
+FAREWELL_S: Final = 0.1  # from the last answer to the end of the connection: with IMMEDIATE, what an asker has not read by then is lost
 HEARTBEAT_MS: Final = 2000
 SILENT_MS: Final = 10_000  # a peer that answers no heartbeat for this long is gone, even if TCP has not noticed
 LOST: Final = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED  # an answer can no longer come; nobody listens
@@ -65,6 +66,7 @@ class ZmqServer:
         """Answer what is outstanding, then disconnect."""
         if self._socket is not None and self._desk is not None:
             await self._desk.close()
+            await asyncio.sleep(FAREWELL_S)
             self._socket.close()
             self._socket = None
         await _terminate(self._context)
@@ -76,7 +78,7 @@ class ZmqServer:
         route = frames[:2] if len(frames) > 1 else [frames[0], b""]
 
         async def reply(data: bytes) -> None:
-            await socket.send([*route, data])
+            socket.post([*route, data])
 
         desk.receive(frames[2] if len(frames) == 3 else b"".join(frames[1:]), reply)
 
@@ -100,26 +102,19 @@ class ZmqClient:
         self._closed = False
         self.generate, self.abort = self._asker.generate, self._asker.abort
 
-    def send_now(self, address: str, token: str, data: bytes) -> bool:
+    def post(self, address: str, token: str, data: bytes, asker: asyncio.Future[bytes] | None) -> bool:
         """See ``broker.channel_asker.Carrier``."""
         line = self._lines.get(address)
         if line is None:
             if not token:
                 return True  # nothing was ever asked there
             line = self._connect(address)
-        try:
-            return line.socket.send_now([token.encode(), data])
-        except zmq.ZMQError as error:
-            raise RequestFailed(f"{address}: {error}") from None
+        line.socket.post([token.encode(), data], asker)
+        return True
 
     async def send(self, address: str, token: str, data: bytes) -> None:
         """See ``broker.channel_asker.Carrier``."""
-        if self.send_now(address, token, data):
-            return
-        try:
-            await self._lines[address].socket.send([token.encode(), data])
-        except zmq.ZMQError as error:
-            raise RequestFailed(f"{address}: {error}") from None
+        self.post(address, token, data, None)
 
     async def forget(self, address: str) -> None:
         """Fail its outstanding requests and close its socket."""
