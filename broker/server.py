@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import ipaddress
 import json
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
-import sys
 import sysconfig
-import threading
 import time
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Final
 
 from broker import wire
+from broker.children import spawn
 from broker.errors import ConfigError, UserError
 
 OLDEST: Final = (2, 9)
@@ -28,7 +25,6 @@ OLDEST_SYNC_ALWAYS: Final = (2, 10)
 HEADROOM_BYTES: Final = 64 * 1024  # message headers count against the server's max_payload, not against ours
 READY_WITHIN_S: Final = 30.0
 STOP_WITHIN_S: Final = 10.0
-_PR_SET_PDEATHSIG: Final = 1
 
 
 def require_loopback(bind: str) -> None:
@@ -127,7 +123,7 @@ class BrokerServer:
         return self._child is not None and self._child.poll() is None
 
     def start(self) -> None:
-        """Start the server and return when it answers."""
+        """Start the server and return when it answers; after it died, start it again on the same port and store."""
         require_loopback(self._bind)
         binary = find_binary(sync_always=self._sync_always, binary=self._binary)
         if self._port:
@@ -143,10 +139,14 @@ class BrokerServer:
         except OSError as error:
             raise UserError(f"cannot use the broker's store {self.store}: {error.strerror or error}") from None
         with lock, log:
-            self._child = _spawn([binary, "-c", str(self.store / "nats-server.conf")], log, lock)
+            try:
+                self._child = spawn([binary, "-c", str(self.store / "nats-server.conf")], log, pass_fds=(lock.fileno(),))
+            except OSError as error:
+                raise UserError(f"cannot start {binary}: {error.strerror or error}") from None
         self.pid = self._child.pid
         try:
             self.url = self._wait_ready(start_of_log)
+            self._port = int(self.url.rpartition(":")[2])  # started again, it is where everyone looks for it
         except BaseException:
             self.stop()
             raise
@@ -245,48 +245,3 @@ def _lock(store: Path) -> IO[bytes]:
             time.sleep(0.05)
         else:
             return lock
-
-
-def _spawn(command: list[str], log: IO[bytes], lock: IO[bytes]) -> subprocess.Popen[bytes]:
-    """Start a child that the kernel stops when this process dies, by whatever signal.
-
-    The kernel sends that signal when the *thread* that forked ends, so a thread that lives as long as the child forks it.
-    The child gets a session of its own: Ctrl-C in the terminal stops the others first, and the broker when they are done.
-    """
-    prctl = getattr(ctypes.CDLL(None, use_errno=True), "prctl", None) if sys.platform == "linux" else None
-    parent = os.getpid()
-
-    def die_with_parent() -> None:  # runs between fork and exec: nothing but system calls
-        if prctl is not None:
-            prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(1)
-
-    started = threading.Event()
-    outcome: list[subprocess.Popen[bytes] | OSError] = []
-
-    def keep() -> None:
-        try:
-            child = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                pass_fds=(lock.fileno(),),
-                preexec_fn=die_with_parent,
-            )
-        except OSError as error:
-            outcome.append(error)
-            started.set()
-            return
-        outcome.append(child)
-        started.set()
-        child.wait()
-
-    threading.Thread(target=keep, name="broker-server-keeper", daemon=True).start()
-    started.wait()
-    child = outcome[0]
-    if isinstance(child, OSError):
-        raise UserError(f"cannot start {command[0]}: {child}")
-    return child

@@ -18,6 +18,7 @@ from broker.children import spawn
 
 RESTART_AFTER_S = 1.0  # doubled at every restart that did not live for a minute
 RESTART_AT_MOST_S = 30.0
+GIVE_UP_AFTER = 6  # quick deaths in a row
 
 
 @dataclass
@@ -28,7 +29,6 @@ class Child:
     module: str  # run as ``python -m module``
     args: list[str]
     log: Path
-    restart: bool = True  # started again when it dies without being asked to
     process: subprocess.Popen[bytes] | None = None
     started: float = 0.0
     restarts: int = 0
@@ -78,9 +78,9 @@ class Fleet:
     env: dict[str, str]
     children: list[Child] = field(default_factory=list)
 
-    def add(self, name: str, module: str, args: Sequence[str], *, restart: bool = True) -> Child:
+    def add(self, name: str, module: str, args: Sequence[str]) -> Child:
         """Start one child, its output going to ``<logs>/<name>.log``."""
-        child = Child(name, module, list(args), self.logs / f"{name}.log", restart)
+        child = Child(name, module, list(args), self.logs / f"{name}.log")
         self.children.append(child)
         self._start(child)
         return child
@@ -101,11 +101,14 @@ class Fleet:
             if child.exit_code is not None or child.running:
                 continue
             code = child.process.returncode if child.process else 0
-            if not child.restart or code in (0, 2):
+            quick = now - child.started < 60
+            if code in (0, 2):
                 child.exit_code = code
                 events.append(f"{child.name} ended with exit code {code}")
+            elif quick and child.restarts >= GIVE_UP_AFTER:
+                child.exit_code = code
+                events.append(f"{child.name} died {child.restarts} times in a row; giving up, see {child.log}")
             elif child.not_before == 0.0:
-                quick = now - child.started < 60
                 child.restarts = child.restarts + 1 if quick else 1
                 delay = min(RESTART_AFTER_S * 2 ** (child.restarts - 1), RESTART_AT_MOST_S)
                 child.not_before = now + delay

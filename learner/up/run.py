@@ -50,7 +50,7 @@ async def up(config: dict[str, Any], arguments: list[str], stop: Stop) -> None:
     with BrokerServer(str(folder / "broker"), sync_always=settings.sync_always, store_max_gib=settings.store_max_gib) as broker:
         fleet = Fleet(folder / "logs", {"RL_BROKER": broker.url, "RL_RUN": run})
         try:
-            learner = fleet.add("learner", "learner.cli", ["start", *arguments], restart=False)
+            learner = fleet.add("learner", "learner.cli", ["start", *arguments])
             fleet.add("rollout-server", "rollout.cli", ["--id", "rollout-1"])
             fleet.add("envhub", "envhub.cli", ["--id", "envhub-1"])
             fleet.add("rewardhub", "rewardhub.cli", ["--id", "rewardhub-1"])
@@ -58,7 +58,7 @@ async def up(config: dict[str, Any], arguments: list[str], stop: Stop) -> None:
             if evaluation.every_steps and evaluation.baseline == "random":
                 engine_args = f"engine_args={json.dumps(evaluation.baseline_args)}"  # YAML reads JSON
                 fleet.add("rollout-random", "rollout.cli", ["--engine", "random", "--policy", "random", "--id", "random-1", engine_args])
-            await _show(config, broker.url, fleet, learner, stop)
+            await _show(config, broker, fleet, learner, stop)
             used = {child.name: sum(child.cpu.values()) for child in fleet.children} | {"broker": cpu_seconds(broker.pid)}
         finally:
             await asyncio.to_thread(fleet.stop, ("learner",), patience_s=LEARNER_PATIENCE_S if stop.asked.is_set() else 10.0)
@@ -67,24 +67,22 @@ async def up(config: dict[str, Any], arguments: list[str], stop: Stop) -> None:
 
 
 def _raise_for(fleet: Fleet) -> None:
-    """The line of a child that refused its input; failing that, where to look for what broke the learner."""
+    """The line of a child that refused its input; failing that, where to look for what broke the one that died too often."""
     for child in fleet.children:
         errors = [line.removeprefix("error: ") for line in child.last_lines() if line.startswith("error: ")]
         if child.exit_code == 2 and errors:
             raise UserError(f"{child.name}: {errors[-1]}")
-    learner = fleet.children[0]
-    if learner.process is not None and learner.process.returncode not in (0, None):
-        raise UserError(
-            f"the learner ended with exit code {learner.process.returncode}: {' '.join(learner.last_lines(1))} (see {learner.log})"
-        )
+    for child in fleet.children:
+        if child.exit_code not in (None, 0):
+            raise UserError(f"{child.name} died with exit code {child.exit_code}: {' '.join(child.last_lines(1))} (see {child.log})")
 
 
-async def _show(config: dict[str, Any], url: str, fleet: Fleet, learner: Child, stop: Stop) -> None:
+async def _show(config: dict[str, Any], broker: BrokerServer, fleet: Fleet, learner: Child, stop: Stop) -> None:
     """Draw until the learner ends, a child refuses to run, or a signal comes."""
     console = Console()
     board = Board(config["run"]["name"], section(config, "train", TrainSection).steps)
     events: list[str] = []
-    bus = await Bus.connect(url, board.run, name="up", deadline_s=30.0)
+    bus = await Bus.connect(broker.url, board.run, name="up", deadline_s=30.0)
     roster = Roster(bus)
     try:
         await bus.ensure_streams()
@@ -96,7 +94,7 @@ async def _show(config: dict[str, Any], url: str, fleet: Fleet, learner: Child, 
             while not stop.asked.is_set() and not _ended(fleet, learner):
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(stop.asked.wait(), DRAW_EVERY_S)
-                happened = fleet.watch()
+                happened = fleet.watch() + await _keep_up(broker)
                 events += happened
                 board.see(p for role in ("learner", "rollout", "envhub", "rewardhub") for p in roster.alive(role))
                 if live is not None:
@@ -118,9 +116,18 @@ async def _show(config: dict[str, Any], url: str, fleet: Fleet, learner: Child, 
         print("stopping everything; press Ctrl-C again to stop at once", file=sys.stderr)
 
 
+async def _keep_up(broker: BrokerServer) -> list[str]:
+    """Start the broker again, on its port and store, when it died; everyone else reconnects by themselves."""
+    if broker.running:
+        return []
+    died = broker.pid
+    await asyncio.to_thread(broker.start)
+    return [f"broker (pid {died}) died; started again as pid {broker.pid}"]
+
+
 def _ended(fleet: Fleet, learner: Child) -> bool:
-    """The learner is done, or a child said that its input is bad."""
-    return not learner.running or any(child.exit_code == 2 for child in fleet.children)
+    """The learner is done, or a child said that its input is bad, or died too often."""
+    return learner.exit_code is not None or any(child.exit_code not in (None, 0) for child in fleet.children)
 
 
 async def _listen(bus: Bus, board: Board, steps: asyncio.Queue[str]) -> None:

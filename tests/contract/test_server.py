@@ -208,3 +208,15 @@ def test_stop_is_idempotent_and_survives_a_server_that_is_gone(tmp_path: Path) -
     server.stop()
     server.stop()
     assert not server.running
+
+
+def test_started_again_after_a_kill_it_has_its_port_and_its_store(tmp_path: Path) -> None:
+    with BrokerServer(str(tmp_path)) as server:
+        url, first = server.url, server.pid
+        os.kill(first, signal.SIGKILL)
+        deadline = time.monotonic() + 10
+        while server.running and time.monotonic() < deadline:
+            time.sleep(0.02)
+        server.start()
+        assert server.url == url
+        assert server.pid != first

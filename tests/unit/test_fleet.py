@@ -81,3 +81,16 @@ def test_no_child_outlives_a_killed_parent(modules: Path) -> None:
         assert psutil.pid_exists(pid)
         parent.kill()
     wait_until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+
+
+def test_a_child_that_always_dies_is_given_up(modules: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "RESTART_AFTER_S", 0.0)
+    monkeypatch.setattr(fleet_module, "RESTART_AT_MOST_S", 0.0)
+    monkeypatch.setattr(fleet_module, "GIVE_UP_AFTER", 2)
+    (modules / "broken.py").write_text("raise SystemExit(3)\n")
+    fleet = make(modules)
+    child = fleet.add("broken", "broken", [])
+    events: list[str] = []
+    wait_until(lambda: events.extend(fleet.watch()) or child.exit_code is not None)  # type: ignore[func-returns-value]
+    assert child.exit_code == 3
+    assert [event for event in events if "died" in event][-1].startswith("broken died 2 times in a row; giving up")
