@@ -125,6 +125,8 @@ def frames(folder: Path, start: int = 1) -> Iterator[Frame]:
                 break
             if frame.seq >= start or frame.error:
                 yield frame
+            if frame.seq + 1 == until:  # what follows, an earlier incarnation went on to write
+                break
 
 
 def find(folder: Path, seq: int) -> Frame | None:

@@ -104,6 +104,12 @@ def prune(folder: Path, keep: int) -> list[Path]:
     return paths[-keep:]
 
 
+def tidy(folder: Path) -> None:
+    """Delete what was left half written by a learner that was killed; nobody else may be writing."""
+    for path in folder.glob(".step-*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def _sync_folder(folder: Path) -> None:
     """A rename lasts once the folder that holds the name is on disk."""
     handle = os.open(folder, os.O_RDONLY)

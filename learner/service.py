@@ -193,6 +193,7 @@ class Learner:
             steps = self.ledger.state.version
             raise UserError(f"run {self.bus.run} has completed its {steps} steps; raise train.steps, or choose another run.name")
         await self._take_epoch(model_path)
+        await asyncio.to_thread(checkpoint.tidy, self.checkpoints)
         self.sender = await self._open_sender(stack)
         await self._open_services(stack)
 
@@ -322,7 +323,12 @@ class Learner:
     async def _checkpoint(self, ledger: dict[str, Any]) -> None:
         """Write one, delete the oldest, and trim the log behind those that are kept."""
         await self.records.sync()
-        path = await self.training.call(partial(checkpoint.write, self.checkpoints, self.training.backend, ledger, self.state.epoch))
+        await self._refuse_if_fenced()
+        try:
+            path = await self.training.call(partial(checkpoint.write, self.checkpoints, self.training.backend, ledger, self.state.epoch))
+        except FileNotFoundError:
+            await self._refuse_if_fenced()  # a newer learner has tidied up
+            raise
         self.written = ledger["version"]
         log.info("checkpoint %s", path)
         kept = await asyncio.to_thread(checkpoint.prune, self.checkpoints, self.keep.keep)
@@ -341,15 +347,25 @@ class Learner:
         found = await (await self.bus.key_value(RUNS)).get(self.bus.run)
         return found[0].epoch if found and isinstance(found[0], wire.RunSpec) else 0
 
+    async def _refuse_if_fenced(self) -> None:
+        """Ask the broker whether this learner still holds the run.
+
+        Raises:
+            Fenced: a newer one does.
+        """
+        self._check_epoch(await self._epoch_on_broker())
+
+    def _check_epoch(self, newest: int) -> None:
+        if newest > self.state.epoch:
+            self.state.fenced = True
+            raise Fenced(f"run {self.bus.run}: a newer learner took over under epoch {newest}, this one is epoch {self.state.epoch}")
+
     async def _follow_epoch(self) -> None:
         """Leave the run to a newer incarnation."""
         runs = await self.bus.key_value(RUNS)
         async for key, message, _ in runs.watch(self.bus.run):
-            if key == self.bus.run and isinstance(message, wire.RunSpec) and message.epoch > self.state.epoch:
-                self.state.fenced = True
-                raise Fenced(
-                    f"run {self.bus.run}: a newer learner took over under epoch {message.epoch}, this one is epoch {self.state.epoch}"
-                )
+            if key == self.bus.run and isinstance(message, wire.RunSpec):
+                self._check_epoch(message.epoch)
 
     async def _follow_control(self) -> None:
         control = await self.bus.key_value(CONTROL)

@@ -72,7 +72,20 @@ def test_what_an_earlier_incarnation_goes_on_to_write_is_not_read(tmp_path: Path
     zombie.append(record(4), digest(record(4).data))  # behind a hole in its own file, which the new incarnation has left
     zombie.close()
     assert [path.name for _, path in files(tmp_path)] == ["000000000001.frames", "000000000002.frames"]
-    assert [frame.seq for frame in frames(tmp_path) if not frame.error] == [1, 2, 3, 4]
+    assert held(tmp_path) == [1, 2, 3, 4]
+
+
+def test_nor_what_it_writes_behind_a_hole(tmp_path: Path) -> None:
+    """The new incarnation begins at a later record than the file, so the file stays, cut: the zombie's next frame leaves zeros before it."""
+    zombie = Archive(tmp_path, 0, 10_000)
+    for seq in (1, 2, 3):
+        zombie.append(record(seq), digest(record(seq).data))
+    write(tmp_path, 3, 4, position=2)
+    zombie.append(record(4), digest(record(4).data))
+    zombie.close()
+    _, path = files(tmp_path)[0]
+    assert path.stat().st_size == 4 * 132
+    assert held(tmp_path) == [1, 2, 3, 4]
 
 
 def test_damage_is_named(tmp_path: Path) -> None:

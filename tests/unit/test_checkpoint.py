@@ -88,3 +88,14 @@ def test_an_unreadable_one_is_named(tmp_path: Path, body: str) -> None:
     (path / "learner" / "learner.json").write_text(body)
     with pytest.raises(UserError, match=r"learner\.json: (cannot be read|format)"):
         checkpoint.newest(tmp_path)
+
+
+def test_what_a_killed_learner_left_half_written_is_deleted(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    checkpoint.write(folder, Stub(), ledger_at(2), epoch=1)  # type: ignore[arg-type]
+    for name in (".step-000004.abcd", ".step-000002.old.efgh"):
+        (folder / name / "learner").mkdir(parents=True)
+        (folder / name / "model.safetensors").write_bytes(b"half")
+    checkpoint.tidy(folder)
+    assert [path.name for path in folder.iterdir()] == ["step-000002"]
+    checkpoint.tidy(tmp_path / "nothing")
