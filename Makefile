@@ -4,7 +4,7 @@ BIN := .venv/bin
 TORCH ?= torch==2.13.0+cpu
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c requirements/constraints.txt
 
-.PHONY: setup check test test-fast test-peers quickstart bench clean
+.PHONY: setup check test test-fast test-peers chaos quickstart bench clean
 
 setup: .venv/ready
 
@@ -33,6 +33,10 @@ test-fast: setup
 test-peers: setup
 	$(PIP) --no-deps --upgrade --target .venv/peers trl==1.16.0 accelerate datasets pandas dill multiprocess xxhash pytz python-dateutil six tzdata
 	PYTHONPATH=.venv/peers $(BIN)/python -m pytest tests/peers
+
+# Every role killed 50 times and frozen for a minute: about an hour on two cores. RL_CHAOS_SEED picks another order.
+chaos: setup
+	RL_CHAOS_KILLS=50 RL_CHAOS_FREEZE_S=60 $(BIN)/python -m pytest tests/chaos -s
 
 quickstart: setup
 	$(BIN)/rlearner up configs/quickstart.yaml

@@ -1,0 +1,185 @@
+"""The processes of one run, each of which may be killed, frozen, and started again as systemd would: for ``tests/chaos`` and ``bench``.
+
+Nothing here takes part in the run. A process that ends without having been asked to is noted in ``Fleet.crashes``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from broker.children import spawn
+from broker.server import BrokerServer
+
+RESTART_AFTER_S: Final = 0.5
+LOOK_EVERY_S: Final = 0.05
+PATIENCE_S: Final = 40.0
+MODULES: Final = {"learner": "learner.cli", "rollout": "rollout.cli", "envhub": "envhub.cli", "rewardhub": "rewardhub.cli"}
+
+
+@dataclass
+class Child:
+    """One process of a role, under one name through all its lives."""
+
+    name: str
+    role: str
+    command: list[str]
+    log: Path
+    process: subprocess.Popen[bytes] | None = None
+    frozen: bool = False
+    not_before: float = 0.0  # of the next start, 0: not waiting for one
+    killed: bool = False  # by us, since it was last started
+    done: bool = False  # it ended by itself with 0
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid if self.process is not None else 0
+
+    @property
+    def running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def start(self) -> None:
+        with self.log.open("ab") as log:
+            self.process = spawn(self.command, log, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        self.killed, self.not_before = False, 0.0
+
+    def kill(self) -> None:
+        """SIGKILL, the workers it has started excluded: they must notice by themselves."""
+        self.killed = True
+        os.kill(self.pid, signal.SIGKILL)
+
+    def freeze(self) -> None:
+        self.frozen = True
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+        self.frozen = False
+
+    def tail(self, lines: int = 12) -> str:
+        """The end of its log."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+
+@dataclass
+class Fleet:
+    """A broker on one port and one store, and the children of one run.
+
+    Args:
+        folder: of stores and logs.
+        run: its name.
+    """
+
+    folder: Path
+    run: str
+    children: list[Child] = field(default_factory=list)
+    crashes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._port = free_port()
+        self._server: BrokerServer | None = None
+        self._watching: asyncio.Task[None] | None = None
+
+    # ------------------------------------------------------------------------------------------------ broker
+
+    @property
+    def url(self) -> str:
+        return f"nats://127.0.0.1:{self._port}"
+
+    @property
+    def broker_pid(self) -> int:
+        return self._server.pid if self._server is not None else 0
+
+    def start_broker(self) -> None:
+        """Start it on its port and its store; returns when it answers."""
+        self._server = BrokerServer(str(self.folder / "broker"), port=self._port)
+        self._server.start()
+
+    async def restart_broker(self, after_s: float = RESTART_AFTER_S) -> None:
+        """SIGKILL, and the same again on the same store."""
+        os.kill(self.broker_pid, signal.SIGKILL)
+        await asyncio.sleep(after_s)
+        await asyncio.to_thread(self.start_broker)
+
+    # ---------------------------------------------------------------------------------------------- children
+
+    def add(self, role: str, name: str, *arguments: str) -> Child:
+        """Start ``role`` under ``name``."""
+        own = [] if role == "learner" else ["--run", self.run, "--id", name]
+        command = [sys.executable, "-m", MODULES[role], *arguments, "--broker", self.url, *own]
+        child = Child(name, role, command, self.folder / f"{name}.log")
+        child.start()
+        self.children.append(child)
+        return child
+
+    def of(self, role: str) -> list[Child]:
+        return [child for child in self.children if child.role == role]
+
+    async def __aenter__(self) -> Fleet:
+        await asyncio.to_thread(self.start_broker)
+        self._watching = asyncio.create_task(self._watch())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._watching is not None
+        self._watching.cancel()
+        await asyncio.gather(self._watching, return_exceptions=True)
+        for child in self.children:
+            if child.running:
+                os.kill(child.pid, signal.SIGKILL)
+        for child in self.children:
+            if child.process is not None:
+                await asyncio.to_thread(child.process.wait)
+        if self._server is not None:
+            await asyncio.to_thread(self._server.stop)
+
+    async def wait_done(self, children: Sequence[Child], timeout_s: float = PATIENCE_S) -> None:
+        """Until all of them have ended by themselves with 0.
+
+        Raises:
+            TimeoutError: one has not; says which.
+        """
+        deadline = time.monotonic() + timeout_s
+        while waiting := [child for child in children if not child.done]:
+            if time.monotonic() > deadline:
+                raise TimeoutError("\n".join(f"{child.name} does not end:\n{child.tail()}" for child in waiting))
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def _watch(self) -> None:
+        """Start again what was killed or has failed, as ``Restart=on-failure`` does."""
+        while True:
+            for child in self.children:
+                self._look_at(child)
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    def _look_at(self, child: Child) -> None:
+        if child.running or child.done or child.process is None:
+            return
+        if not child.not_before:
+            code = child.process.returncode
+            if code == 0:
+                child.done = True
+                return
+            if not (child.killed and code == -signal.SIGKILL):
+                self.crashes.append(f"{child.name} ended by itself with {code}:\n{child.tail()}")
+            child.not_before = time.monotonic() + RESTART_AFTER_S
+        elif time.monotonic() >= child.not_before:
+            child.start()
+
+
+def free_port() -> int:
+    """A TCP port of loopback that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

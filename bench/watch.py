@@ -1,0 +1,94 @@
+"""What is seen of a run from outside while its processes are killed: steps, tickets in flight, and how long a recovery takes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, Final
+
+from broker import wire
+from broker.jetstream import Bus
+from broker.streams import SAMPLES, TICKETS
+from learner.metrics import read_lines
+
+LOOK_EVERY_S: Final = 0.02
+
+
+class Watch:
+    """Reads the samples log from its beginning, and the run's metrics.
+
+    Attributes:
+        first: by ticket, the first record of the log that carries it, as (sequence, name of the message).
+        repeated: records of tickets that had one already.
+        redelivered: groups whose ticket was delivered more than once.
+        reasons: why tickets were closed, and how many.
+    """
+
+    def __init__(self, bus: Bus, folder: Path) -> None:
+        self._bus, self.folder = bus, folder
+        self.first: dict[int, tuple[int, str]] = {}
+        self.repeated = 0
+        self.redelivered = 0
+        self.reasons: dict[str, int] = {}
+        self._issued = 0
+
+    async def serve(self) -> None:
+        """Follow the log until cancelled."""
+        async with aclosing(self._bus.read_log(SAMPLES, 1)) as records:
+            async for record in records:
+                message = record.message
+                ticket = message.ticket if isinstance(message, wire.Group | wire.Closed) else record.ticket
+                if ticket in self.first:
+                    self.repeated += 1
+                    continue
+                self.first[ticket] = (record.seq, type(message).__name__)
+                if isinstance(message, wire.Group) and message.deliveries > 1:
+                    self.redelivered += 1
+                if isinstance(message, wire.Closed):
+                    self.reasons[message.reason] = self.reasons.get(message.reason, 0) + 1
+
+    def lines(self) -> list[dict[str, Any]]:
+        """What metrics.jsonl holds now."""
+        return read_lines(self.folder / "metrics.jsonl")
+
+    def step(self) -> int:
+        """The newest step with a line."""
+        lines = self.lines()
+        return int(lines[-1]["step"]) if lines else 0
+
+    async def in_flight(self) -> set[int]:
+        """Tickets that went out and have no record in the log yet."""
+        self._issued = await self._bus.last_seq(TICKETS)
+        return set(range(1, self._issued + 1)) - self.first.keys()
+
+    async def until(self, what: Callable[[], bool], timeout_s: float, every_s: float = LOOK_EVERY_S) -> float:
+        """Seconds until ``what`` holds.
+
+        Raises:
+            TimeoutError: it does not in time.
+        """
+        began = time.monotonic()
+        while not what():
+            if time.monotonic() - began > timeout_s:
+                raise TimeoutError(f"not within {timeout_s:g} s; newest step {self.step()}, {len(self.first)} tickets ended")
+            await asyncio.sleep(every_s)
+        return time.monotonic() - began
+
+    async def recovery_s(self, role: str, strike: Callable[[], Awaitable[None]], timeout_s: float = 60.0) -> float:
+        """Strike, and measure until what was in flight has arrived; for the learner, until it has trained a step it had not before.
+
+        This is longer than until survivors hold the victim's work: it holds the work itself too.
+
+        Raises:
+            TimeoutError: no recovery.
+        """
+        before, pending = self.step(), await self.in_flight()
+        began = time.monotonic()
+        await strike()
+        spent = time.monotonic() - began  # a broker's restart is part of its recovery
+        if role == "learner":
+            return spent + await self.until(lambda: self.step() > before, timeout_s)
+        return spent + await self.until(lambda: pending <= self.first.keys(), timeout_s)

@@ -1,0 +1,106 @@
+"""A small run for tests that kill: two domains, one scored by reward hubs, on a model of a few thousand parameters."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from bench.fleet import Fleet
+from broker.runspec import validate
+from learner.prepare import to_yaml
+
+ROOT = Path(__file__).parents[2]
+TINY = {"hidden_size": 16, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 16, "intermediate_size": 32}
+REWARD = '''"""A reward that takes a moment."""
+
+import time
+
+
+def length(sample, seconds=0.0):
+    time.sleep(seconds)
+    return min(1.0, len(sample.response) / 8)
+'''
+GROUPS = 4
+MAX_STALENESS = 1
+OPTIONS = {"rollout": ("--gpus", "cpu")}
+
+
+def config(folder: Path, run: str, *, steps: int, pace_s: float = 0.05, **sections: dict[str, Any]) -> dict[str, Any]:
+    """The run's configuration, checked.
+
+    Args:
+        pace_s: how long a reward takes, which keeps steps from being over too soon.
+    """
+    (folder / "sums.jsonl").write_text("".join(f'{{"question": "{n}+{n}=", "answer": "{2 * n}"}}\n' for n in range(200)), encoding="utf-8")
+    (folder / "length_reward.py").write_text(REWARD, encoding="utf-8")
+    common = {"group_size": 2, "max_context_tokens": 64, "deadline_s": 90, "sampling": {"max_tokens": 4}}
+    reward = {"name": f"{folder / 'length_reward.py'}:length", "args": {"seconds": pace_s}}
+    merged: dict[str, Any] = {
+        "run": {"name": run, "dir": str(folder / "runs"), "seed": 5},
+        "model": {"path": None, "tiny": TINY},
+        "domains": {
+            "sums": {**common, "env": "qa", "env_args": {"path": str(folder / "sums.jsonl")}, "rewards": [reward]},
+            "lake": {**common, "env": "frozenlake", "env_args": {"observe": "cell"}, "max_turns": 3},
+        },
+        "train": {
+            "steps": steps,
+            "groups_per_step": GROUPS,
+            "max_staleness": MAX_STALENESS,
+            "micro_batch_tokens": 128,
+            "lr": 1e-3,
+            "num_threads": 1,
+            "ticket_timeout_s": 300.0,
+        },
+        "checkpoint": {"every_steps": 5},
+        "samples": {"keep": True},
+        "trackers": {"use": []},
+        "rollout": {"engine": "hf", "max_running": 32, "max_context_tokens": 64, "num_threads": 1},
+        "envhub": {"n": 16},
+        "rewardhub": {"workers": 1},
+    }
+    for section, values in sections.items():
+        merged[section] = {**merged.get(section, {}), **values}
+    return validate(merged)
+
+
+def write(folder: Path, values: dict[str, Any]) -> Path:
+    """The configuration as a file for ``rlearner start``."""
+    file = folder / "run.yaml"
+    file.write_text(to_yaml(values), encoding="utf-8")
+    return file
+
+
+def start_all(fleet: Fleet, file: Path, each: int = 2) -> None:
+    """The learner, and ``each`` of every other role."""
+    fleet.add("learner", "learner", "start", str(file))
+    for number in range(each):
+        for role in ("rollout", "envhub", "rewardhub"):
+            fleet.add(role, f"{role}-{number}", *OPTIONS.get(role, ()))
+
+
+def start_tap(fleet: Fleet, out: Path) -> subprocess.Popen[bytes]:
+    """A tap in a process of its own; it sees everything from here on."""
+    command = [sys.executable, "-m", "bench.tap", "--broker", fleet.url, "--run", fleet.run, "--out", str(out)]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"ready\n"
+    return child
+
+
+def stop_tap(child: subprocess.Popen[bytes]) -> None:
+    child.terminate()
+    child.wait(20)
+    assert child.stdout is not None
+    child.stdout.close()
+
+
+def run_audit(folder: Path, url: str, tap: Path | None) -> dict[str, Any]:
+    """What ``rlearner audit RUN --json`` prints, with its exit code as ``code``."""
+    command = [sys.executable, "-m", "learner.cli", "audit", str(folder), "--json", "--broker", url, "--connect-deadline", "20"]
+    done = subprocess.run([*command, *(["--tap", str(tap)] if tap else [])], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.startswith("{"), done.stderr
+    figures: dict[str, Any] = json.loads(done.stdout)
+    return figures | {"code": done.returncode}

@@ -1,0 +1,73 @@
+"""A fleet at work with a watch and a tap beside it, and what must hold of it at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import chaos_run as chaos
+from reconcile import check_lines, reconcile
+
+from bench.fleet import Fleet
+from bench.watch import Watch
+from broker.jetstream import Bus
+from broker.streams import TICKETS
+
+KILLS = int(os.environ.get("RL_CHAOS_KILLS", "5"))  # of each role; `make chaos` has 50
+FREEZE_S = float(os.environ.get("RL_CHAOS_FREEZE_S", "6"))  # longer than ack_wait and the presence TTL; `make chaos` has 60
+SEED = int(os.environ.get("RL_CHAOS_SEED", "0"))
+LIMIT_S = 120.0  # longest wait for anything
+
+
+class World:
+    """A fleet at work, with a watch and a tap beside it."""
+
+    def __init__(self, fleet: Fleet, watch: Watch, bus: Bus, folder: Path, steps: int) -> None:
+        self.fleet, self.watch, self.bus, self.folder, self.steps = fleet, watch, bus, folder, steps
+        self.tap = folder / "tap.jsonl"
+
+    async def reach(self, step: int) -> None:
+        await self.watch.until(lambda: self.watch.step() >= step, LIMIT_S)
+
+    async def finish(self) -> None:
+        """The run ends by itself, everyone leaves with 0, and all books agree."""
+        await self.reach(self.steps)
+        await self.fleet.wait_done(self.fleet.children)
+        issued = await self.bus.last_seq(TICKETS)
+        await self.watch.until(lambda: set(range(1, issued + 1)) <= self.watch.first.keys(), LIMIT_S)
+
+    async def check(self) -> None:
+        """To be called when the tap has ended."""
+        assert self.fleet.crashes == []
+        issued = await self.bus.last_seq(TICKETS)
+        check_lines(self.watch.lines(), steps=self.steps, max_staleness=chaos.MAX_STALENESS)
+        books = reconcile(self.watch.folder, self.watch.first, self.tap, issued=issued, steps=self.steps, groups=chaos.GROUPS)
+        assert (books.lost, books.trained_twice, books.wrong) == (set(), set(), [])
+        assert books.trained == self.steps * chaos.GROUPS
+        audit = await asyncio.to_thread(chaos.run_audit, self.watch.folder, self.fleet.url, self.tap)
+        assert (audit["lost"], audit["trained_twice"], audit["open"], audit["problems"]) == (0, 0, 0, [])
+        assert (audit["ok"], audit["code"], audit["tickets"], audit["trained"]) == (True, 0, issued, books.trained)
+
+
+@asynccontextmanager
+async def world(folder: Path, run: str, steps: int, pace_s: float = 0.1) -> AsyncIterator[World]:
+    """A run of two of each role but learner and broker."""
+    file = chaos.write(folder, chaos.config(folder, run, steps=steps, pace_s=pace_s))
+    async with Fleet(folder / "fleet", run) as fleet:
+        bus = await Bus.connect(fleet.url, run, name="watch", deadline_s=20)
+        await bus.ensure_streams()
+        made = World(fleet, Watch(bus, folder / "runs" / run), bus, folder, steps)
+        tap = await asyncio.to_thread(chaos.start_tap, fleet, made.tap)
+        watching = asyncio.create_task(made.watch.serve())
+        try:
+            chaos.start_all(fleet, file)
+            yield made
+        finally:
+            await asyncio.to_thread(chaos.stop_tap, tap)
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+        await made.check()
+        await bus.close()

@@ -1,0 +1,59 @@
+"""SIGSTOP and SIGCONT of every role, and a learner that wakes up when another one has taken its place."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import chaos_run as chaos
+import pytest
+from chaos_world import FREEZE_S, LIMIT_S, world
+
+
+@pytest.mark.timeout(180 + 10 * FREEZE_S)
+async def test_each_role_is_frozen_for_a_while(tmp_path: Path) -> None:
+    async with world(tmp_path, "freezes", steps=60) as w:
+        for count, role in enumerate(("envhub", "rewardhub", "rollout", "broker", "learner"), start=1):
+            await w.reach(8 * count)
+            pids = [w.fleet.broker_pid] if role == "broker" else [child.pid for child in w.fleet.of(role)][:1]
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
+            await asyncio.sleep(FREEZE_S)
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+            before = w.watch.step()
+            await w.watch.until(lambda before=before: w.watch.step() > before, LIMIT_S)  # type: ignore[misc]
+        await w.finish()
+
+
+@pytest.mark.timeout(180)
+async def test_a_learner_that_wakes_up_behind_another_is_fenced(tmp_path: Path) -> None:
+    async with world(tmp_path, "zombie", steps=60) as w:
+        await w.reach(12)
+        (zombie,) = w.fleet.of("learner")
+        zombie.freeze()
+        w.fleet.children.remove(zombie)
+        w.fleet.add("learner", "second", "start", str(tmp_path / "run.yaml"))
+        await w.reach(24)
+        zombie.thaw()
+        assert zombie.process is not None
+        code = await asyncio.to_thread(zombie.process.wait, 40)
+        assert code == 2, zombie.tail()
+        assert "a newer learner took over under epoch 2, this one is epoch 1" in zombie.tail()
+        assert "Traceback" not in zombie.log.read_text()
+        await w.finish()
+
+
+async def test_hubs_and_servers_leave_and_join(tmp_path: Path) -> None:
+    """SIGTERM drains: they hand back what they have not finished, and end with 0; others join at any time."""
+    async with world(tmp_path, "elastic", steps=40) as w:
+        for count, role in enumerate(("envhub", "rewardhub", "rollout"), start=1):
+            await w.reach(8 * count)
+            leaving = w.fleet.of(role)[0]
+            os.kill(leaving.pid, signal.SIGTERM)
+            await w.fleet.wait_done([leaving])
+            joined = w.fleet.add(role, f"{role}-late", *chaos.OPTIONS.get(role, ()))
+            await w.watch.until(lambda joined=joined: "joined run elastic" in joined.log.read_text(), LIMIT_S)  # type: ignore[misc]
+        await w.finish()
