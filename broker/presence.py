@@ -96,7 +96,7 @@ class Roster:
         self._bus, self._ttl_s = bus, ttl_s
         self._clock = 0.0
         self._seen: dict[str, _Seen] = {}  # by key
-        self._alive: frozenset[str] = frozenset()
+        self._living: dict[str, list[wire.Presence]] = {}  # by role, until anyone comes, goes or changes
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -118,8 +118,11 @@ class Roster:
 
     def alive(self, role: str) -> list[wire.Presence]:
         """The living, newest presence each, in order of id."""
-        living = [seen.presence for seen in self._seen.values() if seen.presence.role == role and self._lives(seen)]
-        return sorted(living, key=lambda presence: presence.id)
+        living = self._living.get(role)
+        if living is None:
+            found = [seen.presence for seen in self._seen.values() if seen.presence.role == role and self._lives(seen)]
+            living = self._living[role] = sorted(found, key=lambda presence: presence.id)
+        return list(living)
 
     def get(self, process_id: str) -> wire.Presence | None:
         """The presence of one living process, or None."""
@@ -149,6 +152,7 @@ class Roster:
             before = self._seen.pop(key, None)
             if isinstance(message, wire.Presence):
                 self._seen[key] = _Seen(message, self._clock)
+            self._living.clear()
             if before is None or before.presence != message or not self._lives(before):
                 self._tell()
 
@@ -165,4 +169,5 @@ class Roster:
             for key in gone:
                 del self._seen[key]
             if gone:
+                self._living.clear()
                 self._tell()

@@ -55,7 +55,13 @@ class Calls:
         Raises:
             CallFailed: it raised, or took longer than the timeout; the environment must not be used again.
         """
-        return await self._run(environment, method, getattr(environment, method), args, environment.blocking)
+        if environment.blocking:
+            return await self._run(environment, method, getattr(environment, method), args, blocking=True)
+        try:
+            result = getattr(environment, method)(*args)
+        except (Exception, SystemExit) as error:  # the environment is someone else's code
+            raise _raised(method, error) from error
+        return await self._awaited(method, result) if hasattr(result, "__await__") else result
 
     def retire(self, environment: Environment) -> None:
         """Close an environment that will not be used again, once the call it may still be in comes back."""
@@ -85,11 +91,19 @@ class Calls:
             if blocking and not inspect.iscoroutinefunction(function):
                 return await self._in_thread(environment, name, function, args)
             result = function(*args)
-            return await self._within(name, result) if hasattr(result, "__await__") else result
         except CallFailed:
             raise
         except (Exception, SystemExit) as error:  # the environment is someone else's code
-            raise CallFailed(f"{name} raised {type(error).__name__}: {' '.join(str(error).split())[:500]}") from error
+            raise _raised(name, error) from error
+        return await self._awaited(name, result) if hasattr(result, "__await__") else result
+
+    async def _awaited(self, name: str, work: Awaitable[Any]) -> Any:
+        try:
+            return await self._within(name, work)
+        except CallFailed:
+            raise
+        except (Exception, SystemExit) as error:
+            raise _raised(name, error) from error
 
     async def _within(self, name: str, work: Awaitable[Any]) -> Any:
         try:
@@ -127,6 +141,10 @@ class Calls:
             self._idle.append(worker)
         else:
             worker.stop()
+
+
+def _raised(name: str, error: BaseException) -> CallFailed:
+    return CallFailed(f"{name} raised {type(error).__name__}: {' '.join(str(error).split())[:500]}")
 
 
 class _Worker:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 SLACK = 0.25  # a conversation leaves a full server only for one that is emptier by this share of its slots
 
 
-@dataclass(frozen=True)
-class Server:
+class Server(msgspec.Struct, frozen=True):
     """A server that answers the wanted policy.
 
     Attributes:
@@ -36,6 +36,8 @@ def choose(servers: Sequence[Server], *, min_version: int = 0, sticky: str = "",
     asked only when there are no others. A conversation stays with ``sticky``, which holds its prefix, until that one is
     full and another is clearly emptier; all others go where the pressure is lowest.
     """
+    if len(servers) == 1:
+        return servers[0]
     able = [server for server in servers if server.id not in avoid] or list(servers)
     able = [server for server in able if server.policy_version >= min_version] or able
     if not able:

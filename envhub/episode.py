@@ -192,7 +192,7 @@ class _Episode:
         conversation, task = self._conversation, self._task
         ask = Ask(
             conversation_id=task.id,
-            token_ids=conversation.token_ids,
+            token_ids=conversation.packed,
             sampling=self._sampling(),
             policy=task.policy,
             min_version=task.min_version,
@@ -254,7 +254,7 @@ class _Episode:
         reward = math.fsum(turn.reward for turn in turns)
         trajectory = wire.Trajectory(
             episode=self._task.episode,
-            token_ids=wire.column(conversation.token_ids, "<i4"),
+            token_ids=wire.column(conversation.packed, "<i4"),
             loss_mask=wire.column(conversation.loss_mask, "|u1"),
             logprobs=wire.column(conversation.logprobs, "<f4"),
             version_runs=wire.column(conversation.version_runs, "<i4"),

@@ -8,6 +8,7 @@ this delta does not depend on what came before.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import Final
@@ -121,6 +122,7 @@ class Conversation:
 
     Attributes:
         token_ids: everything so far, n tokens.
+        packed: the same as an array of 4-byte integers, for sending.
         loss_mask: n values, 1 where the policy sampled the token.
         logprobs: n values, the sampling logprob where the mask is 1, else 0.
         version_runs: flat pairs (policy_version, number of sampled tokens), in token order; neighbours differ in version.
@@ -130,6 +132,7 @@ class Conversation:
     def __init__(self, tokenizer: Tokenizer, system_prompt: str = "") -> None:
         self.rules = growth_rules(tokenizer, system_prompt)
         self.token_ids: list[int] = []
+        self.packed = array("i")
         self.loss_mask: list[int] = []
         self.logprobs: list[float] = []
         self.version_runs: list[int] = []
@@ -156,6 +159,7 @@ class Conversation:
             if self._turn_is_closed():
                 del added[: len(self.rules.closing)]
         self.token_ids += added
+        self.packed.extend(added)
         self.loss_mask += [0] * len(added)
         self.logprobs += [0.0] * len(added)
         self._user_spoke = True
@@ -180,16 +184,17 @@ class Conversation:
         """
         if not self.token_ids:
             raise ValueError("sampled() before observe()")
-        ids = [int(i) for i in token_ids]
-        runs = [int(i) for i in version_runs]
+        ids = list(map(int, token_ids))
+        runs = list(map(int, version_runs))
         if len(ids) != len(logprobs) or len(runs) % 2 or sum(runs[1::2]) != len(ids):
             raise ValueError(f"{len(ids)} tokens, {len(logprobs)} logprobs, version_runs {runs}: lengths disagree")
         start = len(self.token_ids)
         if not self._user_spoke:
             start, _ = self.spans.pop()
         self.token_ids += ids
+        self.packed.extend(ids)
         self.loss_mask += [1] * len(ids)
-        self.logprobs += [float(p) for p in logprobs]
+        self.logprobs += map(float, logprobs)
         for version, count in zip(runs[::2], runs[1::2], strict=True):
             self._add_run(version, count)
         self.spans.append((start, len(self.token_ids)))
