@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 DONTWAIT: Final = int(zmq.DONTWAIT)  # as plain integers: an enumeration's operators cost as much as the sending
 MORE: Final = int(zmq.DONTWAIT | zmq.SNDMORE)
 READ_AT_ONCE: Final = 1000  # messages, before others get their turn on the loop
-SEND_AT: Final = 16  # messages that do not wait for the end of the loop's turn: it may be some milliseconds away
+SEND_AT: Final = 32  # messages that do not wait for the end of the loop's turn: it may be some milliseconds away
 
 Frames = list[bytes]
 

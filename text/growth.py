@@ -20,6 +20,7 @@ from text.tokenizer import Tokenizer
 _ASKED: Final = ("first probe question", "second probe question", "third probe question")
 _ANSWERED: Final = ("first probe answer 11213", "second probe answer 31415")
 _DELTAS_KEPT: Final = 4096  # observations repeat; a template takes some 0.1 ms to render
+_OPENINGS_KEPT: Final = 256  # the episodes of a group begin with the same words
 
 
 class GrowthRules:
@@ -38,10 +39,14 @@ class GrowthRules:
         self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
         self._check()
         self.delta = lru_cache(maxsize=_DELTAS_KEPT)(self._delta)
+        self._opening = lru_cache(maxsize=_OPENINGS_KEPT)(self._open)
 
     def start(self, text: str) -> list[int]:
         """Tokens of a conversation that begins with this user message, generation prompt included."""
-        return self._tokenizer.encode(self._render([_user(text)]))
+        return list(self._opening(text))
+
+    def _open(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(self._render([_user(text)])))
 
     def _delta(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(self._tail(text, self._system)))
