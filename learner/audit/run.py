@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +16,26 @@ from learner.audit.tally import Tally
 from learner.metrics import read_lines
 
 
-def audit(
-    folder: Path,
-    config: Mapping[str, Any],
-    *,
-    log: tuple[int, Sequence[Stored]] | None = None,
-    tap: Sequence[Mapping[str, Any]] | None = None,
-) -> Report:
-    """Reconcile all that a run left behind.
+@dataclass(frozen=True)
+class Books:
+    """What the learner itself wrote, read in such an order that one at work is not taken for one that contradicts itself.
 
-    Args:
-        folder: of the run.
-        config: its resolved configuration.
-        log: the broker's samples log, if it can be reached: the first sequence kept, and what is there.
-        tap: lines of an independent record of the wire.
+    Attributes:
+        rows: metrics.jsonl, read before the ledger file, which is written first.
+        checkpoints: by step, the ledger of each; read before the ledger file, too.
+        lines: the ledger file.
+        problems: what could not be read.
+    """
+
+    folder: Path
+    rows: list[dict[str, Any]]
+    checkpoints: dict[int, dict[str, Any]]
+    lines: list[ledgerfile.Line]
+    problems: list[str]
+
+
+def read_books(folder: Path) -> Books:
+    """Before the log, the archive and the tap, for those hold whatever the learner has consumed.
 
     Raises:
         UserError: the run has no ledger file.
@@ -36,16 +43,34 @@ def audit(
     path = folder / ledgerfile.NAME
     if not path.exists():
         raise UserError(f"{path}: no such file; the learner has not begun to train, or is older than ledger files")
-    report = Report()
-    rows, checkpoints = read_lines(folder / "metrics.jsonl"), _checkpoints(folder / "checkpoints", report)
-    lines, problem = ledgerfile.read(path)  # last: a learner at work writes it before the others
+    problems: list[str] = []
+    rows, checkpoints = read_lines(folder / "metrics.jsonl"), _checkpoints(folder / "checkpoints", problems)
+    lines, problem = ledgerfile.read(path)
     if problem:
-        report.fail(f"{problem}; the lines behind it were not read")
-    tally = Tally(lines, report, checkpoints)
+        problems.append(f"{problem}; the lines behind it were not read")
+    return Books(folder, rows, checkpoints, lines, problems)
+
+
+def reconcile(
+    books: Books,
+    config: Mapping[str, Any],
+    *,
+    log: tuple[int, Sequence[Stored]] | None = None,
+    tap: Sequence[Mapping[str, Any]] | None = None,
+) -> Report:
+    """All that a run left behind, held against each other.
+
+    Args:
+        config: the run's resolved configuration.
+        log: the broker's samples log, if it can be reached: the first sequence kept, and what is there.
+        tap: lines of an independent record of the wire.
+    """
+    report = Report(problems=list(books.problems))
+    tally = Tally(books.lines, report, books.checkpoints)
     steps = int(config["train"]["steps"])
-    check_metrics(rows, tally, report)
-    report.notes.append(f"checkpoints: {len(checkpoints)} compared")
-    _check_archive(folder / archive.FOLDER, tally, report)
+    check_metrics(_rows(books, tally.version), tally, report)
+    report.notes.append(f"checkpoints: {len(books.checkpoints)} compared")
+    _check_archive(books.folder / archive.FOLDER, tally, report)
     if log is not None:
         check_source(log[1], tally, report, "the broker's log", first=log[0] if log[0] <= tally.position else None)
     if tap is not None:
@@ -54,7 +79,14 @@ def audit(
     return report
 
 
-def _checkpoints(folder: Path, report: Report) -> dict[int, dict[str, Any]]:
+def _rows(books: Books, version: int) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl: those of the first reading, and what has come since of the steps that the ledger file has."""
+    known = {row["step"] for row in books.rows}
+    later = [row for row in read_lines(books.folder / "metrics.jsonl") if row["step"] <= version and row["step"] not in known]
+    return books.rows + later
+
+
+def _checkpoints(folder: Path, problems: list[str]) -> dict[int, dict[str, Any]]:
     """By step, the ledger of every checkpoint kept."""
     states: dict[int, dict[str, Any]] = {}
     for path in checkpoint.found(folder):
@@ -62,7 +94,7 @@ def _checkpoints(folder: Path, report: Report) -> dict[int, dict[str, Any]]:
             states[checkpoint.read(path).step] = checkpoint.read(path).ledger
         except UserError as error:
             if path.exists():  # else it was one too many just now
-                report.fail(str(error))
+                problems.append(str(error))
     return states
 
 

@@ -9,23 +9,27 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Final
 
+from broker.errors import LostState
 from broker.jetstream import Bus
 from broker.streams import SAMPLES
 from learner.audit import tapped
 from learner.audit.report import Report
-from learner.audit.run import audit
+from learner.audit.run import read_books, reconcile
 from learner.audit.sources import Stored, stored
 from learner.ops.place import connected, find
 
+TRIES: Final = 3
 SILENCE_S: Final = 5.0  # after which nothing more comes: the newest records of the log may have been deleted
 
 
 async def audit_run(options: argparse.Namespace) -> int:
     """Audit; the exit code."""
     place = find(options.run_name, options.dir)
-    tap = tapped.read(Path(options.tap)) if options.tap else None
     async with connected(options, place.name, place.folder) as (bus, why):
-        report = audit(place.folder, place.config, log=await read_log(bus) if bus else None, tap=tap)
+        books = read_books(place.folder)
+        log = await read_log(bus) if bus else None
+    tap = tapped.read(Path(options.tap)) if options.tap else None
+    report = reconcile(books, place.config, log=log, tap=tap)
     if not bus:
         report.notes.append(f"the broker's log was not compared: {why}")
     _print(report, place.name, as_json=options.json)
@@ -33,7 +37,20 @@ async def audit_run(options: argparse.Namespace) -> int:
 
 
 async def read_log(bus: Bus) -> tuple[int, list[Stored]]:
-    """The first sequence that the samples log keeps, and what it holds now."""
+    """The first sequence that the samples log keeps, and what it holds now.
+
+    Raises:
+        LostState: the broker has lost its store.
+    """
+    for _ in range(TRIES - 1):
+        try:
+            return await _read_log(bus)
+        except LostState:  # a learner at work has trimmed it meanwhile
+            continue
+    return await _read_log(bus)
+
+
+async def _read_log(bus: Bus) -> tuple[int, list[Stored]]:
     first, last = await bus.first_seq(SAMPLES), await bus.last_seq(SAMPLES)
     found: list[Stored] = []
     if first > last:

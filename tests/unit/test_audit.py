@@ -17,7 +17,7 @@ from learner import ledgerfile
 from learner.archive import files
 from learner.audit import tapped
 from learner.audit.report import Report, ranges
-from learner.audit.run import audit
+from learner.audit.run import read_books, reconcile
 from learner.audit.sources import stored
 
 CLEAN = {"tickets": 12, "trained": 8, "filtered": 0, "dropped": 2, "dead": 2, "open": 0, "lost": 0, "trained_twice": 0, "ok": True}
@@ -32,7 +32,7 @@ async def a_run(folder: Path, **more: Any) -> kit.World:
 
 def check(world: kit.World, *, log: bool = False, tap: bool = False) -> Report:
     broker = (1, [stored(record) for record in world.log]) if log else None
-    return audit(world.folder, world.config, log=broker, tap=world.tap if tap else None)
+    return reconcile(read_books(world.folder), world.config, log=broker, tap=world.tap if tap else None)
 
 
 def figures(report: Report) -> dict[str, Any]:
@@ -122,11 +122,11 @@ async def test_each_record_removed_from_the_log_fails(tmp_path: Path) -> None:
     world = await a_run(tmp_path, keep=False)
     whole = [stored(record) for record in world.log]
     for i, record in enumerate(whole):
-        report = audit(world.folder, world.config, log=(1, whole[:i] + whole[i + 1 :]))
+        report = reconcile(read_books(world.folder), world.config, log=(1, whole[:i] + whole[i + 1 :]))
         if record.seq > 15:  # after the last step nothing was consumed
             continue
         assert f"the broker's log: records {record.seq} are missing" in report.problems
-    trimmed = audit(world.folder, world.config, log=(9, whole[8:]))
+    trimmed = reconcile(read_books(world.folder), world.config, log=(9, whole[8:]))
     assert trimmed.ok
     assert any("records compared (9-" in note for note in trimmed.notes)
 
@@ -143,7 +143,7 @@ async def test_another_record_in_the_log_fails(tmp_path: Path) -> None:
     other = world.log.pop()
     forged = [stored(r) for r in world.log]
     forged.insert(2, stored(other).__class__(3, 2, stored(other).digest, True, 0, 0))
-    report = audit(world.folder, world.config, log=(1, forged))
+    report = reconcile(read_books(world.folder), world.config, log=(1, forged))
     assert len(report.problems) == 1
     assert report.problems[0].startswith("the broker's log: record 3 is of ticket 2 (")
 
@@ -209,7 +209,7 @@ async def test_tokens_beyond_the_bound_fail(tmp_path: Path) -> None:
     forged = [stored(record) for record in world.log]
     last = forged[7]
     forged[7] = last.__class__(last.seq, last.ticket, last.digest, True, 0, 2)
-    report = audit(world.folder, world.config, log=(1, forged))
+    report = reconcile(read_books(world.folder), world.config, log=(1, forged))
     assert report.problems == ["ticket 8, trained in step 4: the broker's log says that a token is of version 0, the bound is 1"]
 
 
