@@ -250,6 +250,7 @@ async def _patiently(future: asyncio.Future[Communicator], watch: Watch, timeout
     Raises:
         TransferFailed: its own, or it is stuck in a call that knows no timeout.
     """
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())  # whoever leaves meanwhile has nobody to ask
     while not future.done():
         await asyncio.wait({future}, timeout=0.5)
         silent_s = time.monotonic() - watch.beat_at

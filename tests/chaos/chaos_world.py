@@ -42,6 +42,8 @@ class World:
     async def check(self) -> None:
         """To be called when the tap has ended."""
         assert self.fleet.crashes == []
+        for log in sorted(self.fleet.folder.glob("*.log")):
+            assert "Traceback" not in log.read_text(), log
         issued = await self.bus.last_seq(TICKETS)
         check_lines(self.watch.lines(), steps=self.steps, max_staleness=chaos.MAX_STALENESS)
         books = reconcile(self.watch.folder, self.watch.first, self.tap, issued=issued, steps=self.steps, groups=chaos.GROUPS)
@@ -63,11 +65,13 @@ async def world(folder: Path, run: str, steps: int, pace_s: float = 0.1) -> Asyn
         tap = await asyncio.to_thread(chaos.start_tap, fleet, made.tap)
         watching = asyncio.create_task(made.watch.serve())
         try:
-            chaos.start_all(fleet, file)
-            yield made
+            try:
+                chaos.start_all(fleet, file)
+                yield made
+            finally:
+                await asyncio.to_thread(chaos.stop_tap, tap)
+                watching.cancel()
+                await asyncio.gather(watching, return_exceptions=True)
+            await made.check()
         finally:
-            await asyncio.to_thread(chaos.stop_tap, tap)
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
-        await made.check()
-        await bus.close()
+            await bus.close()

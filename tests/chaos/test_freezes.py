@@ -48,9 +48,9 @@ async def test_a_learner_that_wakes_up_behind_another_is_fenced(tmp_path: Path) 
 
 async def test_hubs_and_servers_leave_and_join(tmp_path: Path) -> None:
     """SIGTERM drains: they hand back what they have not finished, and end with 0; others join at any time."""
-    async with world(tmp_path, "elastic", steps=40) as w:
-        for count, role in enumerate(("envhub", "rewardhub", "rollout"), start=1):
-            await w.reach(8 * count)
+    async with world(tmp_path, "elastic", steps=100) as w:
+        for count, role in enumerate(("rollout", "envhub", "rewardhub"), start=1):
+            await w.reach(10 * count)
             leaving = w.fleet.of(role)[0]
             os.kill(leaving.pid, signal.SIGTERM)
             await w.fleet.wait_done([leaving])
