@@ -120,13 +120,13 @@ def frames(folder: Path, start: int = 1) -> Iterator[Frame]:
         until = found[i + 1][0] if i + 1 < len(found) else 0
         if until and until <= start:
             continue
+        whole = False
         for frame in _frames_of(path, is_last=not until):
-            if until and frame.seq >= until:
+            if until and (frame.seq >= until or (whole and frame.error)):  # what follows, an earlier incarnation went on to write
                 break
             if frame.seq >= start or frame.error:
                 yield frame
-            if frame.seq + 1 == until:  # what follows, an earlier incarnation went on to write
-                break
+            whole = whole or frame.seq + 1 == until
 
 
 def find(folder: Path, seq: int) -> Frame | None:
