@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ID: Final = "learner"
+ALL_DONE: Final = wire.DesiredState(state="stopped", reason="all steps are done")
 
 
 async def serve(config: dict[str, Any], url: str, stop: Stop, *, connect_deadline_s: float | None = None) -> None:
@@ -190,12 +191,25 @@ class Learner:
             self.written = resumed.step
             await self.training.call(partial(checkpoint.load_state, resumed, self.training.backend))
         if self.ledger.done:
-            steps = self.ledger.state.version
-            raise UserError(f"run {self.bus.run} has completed its {steps} steps; raise train.steps, or choose another run.name")
+            await self._end_what_is_done(self.ledger.state.version)
         await self._take_epoch(model_path)
         await asyncio.to_thread(checkpoint.tidy, self.checkpoints)
         self.sender = await self._open_sender(stack)
         await self._open_services(stack)
+
+    async def _end_what_is_done(self, steps: int) -> None:
+        """Nothing is left to train. An earlier life that was killed behind its last checkpoint has not told the others yet.
+
+        Raises:
+            UserError: everybody knows; the user wants something else.
+            Stopped: they are told now.
+        """
+        control = await self.bus.key_value(CONTROL)
+        found = await control.get(self.bus.run)
+        if found is not None and isinstance(found[0], wire.DesiredState) and found[0].state == "stopped":
+            raise UserError(f"run {self.bus.run} has completed its {steps} steps; raise train.steps, or choose another run.name")
+        await control.put(self.bus.run, ALL_DONE)
+        raise Stopped(ALL_DONE.reason)
 
     async def _model_path(self) -> str:
         preparation = Preparation(self.config, self.folder, self.say)
@@ -306,7 +320,7 @@ class Learner:
             await self.training.undo()
             await self._checkpoint(loop.boundary)
         if done:
-            await (await self.bus.key_value(CONTROL)).put(self.bus.run, wire.DesiredState(state="stopped", reason="all steps are done"))
+            await (await self.bus.key_value(CONTROL)).put(self.bus.run, ALL_DONE)
             self.say("done")
 
     def _offer(self, version: int) -> float:

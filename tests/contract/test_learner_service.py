@@ -14,7 +14,7 @@ import pytest
 from broker import wire
 from broker.errors import UserError
 from broker.jetstream import Bus
-from broker.process import Stop
+from broker.process import Stop, Stopped
 from broker.streams import CONTROL, DEAD, PRESENCE, RUNS, SAMPLES, TICKETS, WEIGHTS
 from learner import checkpoint
 from learner.service import serve
@@ -230,6 +230,20 @@ async def test_a_second_run_of_the_same_name_is_refused(bus: Bus, broker_url: st
         await run(bus, broker_url, fleet.config(str(tmp_path / "b"), run_name, train={"steps": 1}))
     with pytest.raises(UserError, match=r"has completed its 1 steps; raise train\.steps"):
         await run(bus, broker_url, config)
+
+
+async def test_killed_behind_the_last_checkpoint_the_next_life_tells_the_others(
+    bus: Bus, broker_url: str, run_name: str, tmp_path: Path
+) -> None:
+    config = fleet.config(str(tmp_path), run_name, train={"steps": 1})
+    await run(bus, broker_url, config)
+    control = await bus.key_value(CONTROL)
+    await control.put(run_name, wire.DesiredState(state="running"))  # as it stands when the kill comes before the last word
+    with pytest.raises(Stopped):
+        await run(bus, broker_url, config)
+    found = await control.get(run_name)
+    assert found is not None
+    assert found[0] == wire.DesiredState(state="stopped", reason="all steps are done")
 
 
 async def test_stop_and_resume_from_the_same_log(bus: Bus, broker_url: str, run_name: str, tmp_path: Path) -> None:
