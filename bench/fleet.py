@@ -6,6 +6,7 @@ Nothing here takes part in the run. A process that ends without having been aske
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -15,7 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from broker.children import spawn
 from broker.server import BrokerServer
@@ -183,3 +184,13 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def run_audit(folder: Path, url: str, tap: Path | None = None) -> dict[str, Any]:
+    """What ``rlearner audit RUN --json`` prints, with its exit code as ``code``."""
+    command = [sys.executable, "-m", "learner.cli", "audit", str(folder), "--json", "--broker", url, "--connect-deadline", "20"]
+    done = subprocess.run([*command, *(["--tap", str(tap)] if tap else [])], capture_output=True, text=True, timeout=120, check=False)
+    if not done.stdout.startswith("{"):
+        raise RuntimeError(done.stderr)
+    figures: dict[str, Any] = json.loads(done.stdout)
+    return figures | {"code": done.returncode}

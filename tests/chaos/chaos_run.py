@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -95,12 +94,3 @@ def stop_tap(child: subprocess.Popen[bytes]) -> None:
     child.wait(20)
     assert child.stdout is not None
     child.stdout.close()
-
-
-def run_audit(folder: Path, url: str, tap: Path | None) -> dict[str, Any]:
-    """What ``rlearner audit RUN --json`` prints, with its exit code as ``code``."""
-    command = [sys.executable, "-m", "learner.cli", "audit", str(folder), "--json", "--broker", url, "--connect-deadline", "20"]
-    done = subprocess.run([*command, *(["--tap", str(tap)] if tap else [])], capture_output=True, text=True, timeout=120, check=False)
-    assert done.stdout.startswith("{"), done.stderr
-    figures: dict[str, Any] = json.loads(done.stdout)
-    return figures | {"code": done.returncode}

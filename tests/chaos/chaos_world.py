@@ -11,7 +11,7 @@ from pathlib import Path
 import chaos_run as chaos
 from reconcile import check_lines, reconcile
 
-from bench.fleet import Fleet
+from bench.fleet import Fleet, run_audit
 from bench.watch import Watch
 from broker.jetstream import Bus
 from broker.streams import TICKETS
@@ -49,7 +49,7 @@ class World:
         books = reconcile(self.watch.folder, self.watch.first, self.tap, issued=issued, steps=self.steps, groups=chaos.GROUPS)
         assert (books.lost, books.trained_twice, books.wrong) == (set(), set(), [])
         assert books.trained == self.steps * chaos.GROUPS
-        audit = await asyncio.to_thread(chaos.run_audit, self.watch.folder, self.fleet.url, self.tap)
+        audit = await asyncio.to_thread(run_audit, self.watch.folder, self.fleet.url, self.tap)
         assert (audit["lost"], audit["trained_twice"], audit["open"], audit["problems"]) == (0, 0, 0, [])
         assert (audit["ok"], audit["code"], audit["tickets"], audit["trained"]) == (True, 0, issued, books.trained)
 

@@ -1,0 +1,172 @@
+"""How much of the time still trains while processes are killed: ``python -m bench.faults [--kills 5] [--kills-with-learner 5]``.
+
+One run: a step takes 3 s, a turn of generation about 1 s, both simulated (``bench/simulated.py``); two rollout servers, two
+environment hubs, two reward hubs, one learner, one broker, all real processes. First nothing is killed, which gives the undisturbed
+time of a step. Then every 10 step times a process is killed (SIGKILL) and started again at once, as by systemd: first any but the
+learner, each kind in turn, then every other one the learner (more often than its share of one process in eight). Effective training
+time is the undisturbed time of the steps trained, divided by the time that passed, from the first kill to 10 step times after the last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import cycle
+from pathlib import Path
+from typing import Any, Final
+
+from bench.fleet import Child, Fleet, run_audit
+from bench.watch import Watch
+from broker.jetstream import Bus
+from broker.runspec import validate
+from learner.prepare import to_yaml
+
+RUN: Final = "faults"
+EVERY: Final = 10  # step times between two kills
+BASE_STEPS: Final = 12
+LIMIT_S: Final = 180.0
+HERE: Final = Path(__file__).parent
+REWARD: Final = "def length(sample):\n    return min(1.0, len(sample.response) / 8)\n"
+TINY: Final = {"hidden_size": 16, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 16, "intermediate_size": 32}
+
+
+def config(folder: Path) -> dict[str, Any]:
+    """A run that is stopped before its steps are done."""
+    (folder / "sums.jsonl").write_text("".join(f'{{"question": "{n}+{n}=", "answer": "{2 * n}"}}\n' for n in range(200)))
+    (folder / "length_reward.py").write_text(REWARD)
+    sums = {
+        "env": "qa",
+        "env_args": {"path": str(folder / "sums.jsonl")},
+        "group_size": 4,
+        "max_context_tokens": 64,
+        "deadline_s": 90,
+        "sampling": {"max_tokens": 8},
+        "rewards": [{"name": f"{folder / 'length_reward.py'}:length"}],
+    }
+    return validate(
+        {
+            "run": {"name": RUN, "dir": str(folder / "runs"), "seed": 5},
+            "model": {"path": None, "tiny": TINY},
+            "domains": {"sums": sums},
+            "train": {
+                "steps": 100_000,
+                "groups_per_step": 8,
+                "max_staleness": 1,
+                "micro_batch_tokens": 512,
+                "num_threads": 1,
+                "backend": f"{HERE / 'simulated.py'}:Backend",
+            },
+            "checkpoint": {"every_steps": 1},
+            "trackers": {"use": []},
+            "rollout": {"engine": f"{HERE / 'simulated.py'}:Engine", "max_context_tokens": 64, "num_threads": 1},
+            "envhub": {"n": 64},
+            "rewardhub": {"workers": 1},
+        }
+    )
+
+
+async def phase(
+    fleet: Fleet, watch: Watch, victims: Sequence[str], step_s: float, rng: random.Random, found: dict[str, list[float]]
+) -> float:
+    """Kill one after the other; the effective share of the time."""
+    began, first = time.monotonic(), watch.step()
+    waiting: list[asyncio.Task[None]] = []
+
+    async def hit(role: str) -> None:
+        victim: Child | None = None if role == "broker" else rng.choice(fleet.of(role))
+
+        async def strike() -> None:
+            if victim is None:
+                await fleet.restart_broker()
+            else:
+                victim.kill()
+
+        took = await watch.recovery_s(role, strike, LIMIT_S)
+        found[role].append(took)
+        print(f"step {watch.step()}: {role} killed, recovered after {took:.1f} s", flush=True)
+
+    for role in victims:
+        next_kill = asyncio.create_task(asyncio.sleep(EVERY * step_s))
+        waiting.append(asyncio.create_task(hit(role)))
+        await next_kill
+    await asyncio.gather(*waiting)
+    last = watch.step()
+    await watch.until(lambda: watch.step() > last, LIMIT_S)
+    return (watch.step() - first) * step_s / (time.monotonic() - began)
+
+
+async def run(folder: Path, kills: int, with_learner: int, seed: int) -> dict[str, Any]:
+    """All phases; the figures."""
+    rng, found = random.Random(seed), defaultdict[str, list[float]](list)
+    file = folder / "run.yaml"
+    file.write_text(to_yaml(config(folder)), encoding="utf-8")
+    async with Fleet(folder / "fleet", RUN) as fleet:
+        bus = await Bus.connect(fleet.url, RUN, name="watch", deadline_s=20)
+        await bus.ensure_streams()
+        watch = Watch(bus, folder / "runs" / RUN)
+        watching = asyncio.create_task(watch.serve())
+        learner = fleet.add("learner", "learner", "start", str(file))
+        for number in range(2):
+            fleet.add("rollout", f"rollout-{number}", "--gpus", "cpu")
+            fleet.add("envhub", f"envhub-{number}")
+            fleet.add("rewardhub", f"rewardhub-{number}")
+        await watch.until(lambda: watch.step() >= 3, LIMIT_S)
+        began = time.monotonic()
+        await watch.until(lambda: watch.step() >= 3 + BASE_STEPS, LIMIT_S)
+        step_s = (time.monotonic() - began) / BASE_STEPS
+        print(f"undisturbed: {step_s:.2f} s a step", flush=True)
+        others = _each(["envhub", "rollout", "rewardhub", "broker"], rng)
+        share = await phase(fleet, watch, [next(others) for _ in range(kills)], step_s, rng, found)
+        print(f"without learner kills: {share:.3f}", flush=True)
+        mixed = ["learner" if i % 2 == 0 else next(others) for i in range(with_learner)]
+        share_with = await phase(fleet, watch, mixed, step_s, rng, found)
+        print(f"with learner kills: {share_with:.3f}", flush=True)
+        os.kill(learner.pid, signal.SIGTERM)
+        await fleet.wait_done([learner])
+        figures = await asyncio.to_thread(run_audit, watch.folder, fleet.url)
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        await bus.close()
+        return {
+            "effective_training_time": round(share, 3),
+            "effective_training_time_with_learner": round(share_with, 3),
+            "undisturbed_step_s": round(step_s, 2),
+            "kills": sum(map(len, found.values())),
+            "kills_by_role": {role: len(times) for role, times in sorted(found.items())},
+            "lost": figures["lost"],
+            "trained_twice": figures["trained_twice"],
+            "problems": figures["problems"] + fleet.crashes,
+            "recovery_p95_s": {role: round(_p95(times), 1) for role, times in sorted(found.items())},
+        }
+
+
+def _each(roles: list[str], rng: random.Random) -> Iterator[str]:
+    """Every kind in turn, in an order of chance."""
+    return cycle(rng.sample(roles, len(roles)))
+
+
+def _p95(values: list[float]) -> float:
+    return values[0] if len(values) == 1 else statistics.quantiles(values, n=20, method="inclusive")[-1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--kills", type=int, default=5)
+    parser.add_argument("--kills-with-learner", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="rlearner-faults-") as scratch:
+        print(json.dumps(asyncio.run(run(Path(scratch), options.kills, options.kills_with_learner, options.seed))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""A learner's backend and an engine that take as long as large ones: the work itself is that of a tiny model. For ``bench.faults``."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+
+from broker import wire
+from learner.backends.torch import TorchBackend
+from rollout.engines.base import Output
+from rollout.engines.hf import HFEngine
+
+STEP_S = float(os.environ.get("RL_SIMULATED_STEP_S", "3"))
+TURN_S = float(os.environ.get("RL_SIMULATED_TURN_S", "1"))
+
+
+class Backend(TorchBackend):
+    """Every optimizer step takes STEP_S longer."""
+
+    def step(self) -> dict[str, float]:
+        time.sleep(STEP_S)
+        return super().step()
+
+
+class Engine(HFEngine):
+    """Every turn takes between half and one and a half times TURN_S longer."""
+
+    async def generate(self, request: wire.GenerateRequest) -> Output:
+        await asyncio.sleep(TURN_S * random.uniform(0.5, 1.5))
+        return await super().generate(request)
