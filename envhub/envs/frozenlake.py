@@ -39,7 +39,7 @@ class FrozenLakeArgs(Section):
     answer_tag: bool = False  # read the move from the last <answer>…</answer> instead of the whole text
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=1024)
 def _lake(lake: lakes.Map, is_slippery: bool, success_rate: float) -> Any:
     """Gymnasium's environment for a map. Its transition table is never written, so copies of it share one."""
     from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
@@ -98,7 +98,10 @@ class FrozenLake(Environment):
             self.map = lakes.train_map(size, holes, seed, task_index)
         self._lake = copy.copy(_lake(self.map, self.args.is_slippery, self.args.success_rate))
         self._painter = None
-        self._cell, _ = self._lake.reset(seed=seed)
+        self._cell = 0  # gymnasium's first state too: the only S is there
+        self._lake.lastaction = None
+        if self.args.is_slippery:
+            self._lake.reset(seed=seed)  # seeds the ice
         self._turns = self._invalid = 0
         return self._observe()
 
@@ -110,10 +113,19 @@ class FrozenLake(Environment):
             self._invalid += 1
             reward -= self.args.format_penalty
         else:
-            self._cell, gained, done, _, _ = self._lake.step(lakes.LETTERS.index(letter))
+            self._cell, gained, done = self._move(lakes.LETTERS.index(letter))
             reward += float(gained)
         success = bool(done and self._under_player() == "G")
         return StepResult(self._observe(), reward, bool(done), letter is not None, success)
+
+    def _move(self, action: int) -> tuple[int, float, bool]:
+        """(cell, reward, done) by gymnasium's own table; where nothing is left to chance, without its sampling of one outcome."""
+        if self.args.is_slippery:
+            cell, gained, done, _, _ = self._lake.step(action)
+            return cell, gained, done
+        ((_, cell, gained, done),) = self._lake.P[self._cell][action]
+        self._lake.lastaction = action
+        return cell, gained, done
 
     def parse(self, text: str) -> str | None:
         """The letter that the text stands for, None when it is no move."""

@@ -169,3 +169,21 @@ def test_observing_cells_shows_the_map_once_and_then_the_surroundings(monkeypatc
     assert moved.text == "0 1 SFH#"
     assert moved.anchor == "SPH\nHFF\nFFG"
     assert env.step("D").observation.text == "1 1 HFFF"
+
+
+@given(st.integers(0, 10**6), st.lists(st.sampled_from("LDRU"), min_size=1, max_size=15))
+@settings(max_examples=60, deadline=None)
+def test_moves_on_firm_ice_are_those_of_gymnasium(seed: int, moves: list[str]) -> None:
+    from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
+
+    env = lake()
+    env.reset(0, "train", seed)
+    peer = FrozenLakeEnv(desc=list(env.map), is_slippery=False)
+    assert peer.reset(seed=seed)[0] == env._cell
+    for move in moves:
+        cell, gained, done, _, _ = peer.step(lakes.LETTERS.index(move))
+        mine = env.step(move)
+        assert (env._cell, mine.reward, mine.done) == (cell, gained, done)
+        assert env._lake.lastaction == peer.lastaction
+        if done:
+            break
