@@ -59,7 +59,10 @@ async def up(config: dict[str, Any], arguments: list[str], stop: Stop) -> None:
                 engine_args = f"engine_args={json.dumps(evaluation.baseline_args)}"  # YAML reads JSON
                 fleet.add("rollout-random", "rollout.cli", ["--engine", "random", "--policy", "random", "--id", "random-1", engine_args])
             await _show(config, broker, fleet, learner, stop)
-            used = {child.name: sum(child.cpu.values()) for child in fleet.children} | {"broker": cpu_seconds(broker.pid)}
+            used = {child.name: sum(child.cpu.values()) for child in fleet.children} | {
+                "broker": cpu_seconds(broker.pid),
+                "this view": time.process_time(),
+            }
         finally:
             await asyncio.to_thread(fleet.stop, ("learner",), patience_s=LEARNER_PATIENCE_S if stop.asked.is_set() else 10.0)
     _raise_for(fleet)
