@@ -5,6 +5,8 @@ environment hubs, two reward hubs, one learner, one broker, all real processes. 
 time of a step. Then every 10 step times a process is killed (SIGKILL) and started again at once, as by systemd: first any but the
 learner, each kind in turn, then every other one the learner (more often than its share of one process in eight). Effective training
 time is the undisturbed time of the steps trained, divided by the time that passed, from the first kill to 10 step times after the last.
+``--recoveries N`` measures nothing but recoveries: from the kill until every ticket then in flight has its record in the log, which
+is later than that survivors hold the work; for the learner, until it has completed a step that it had not before.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from itertools import cycle
 from pathlib import Path
 from typing import Any, Final
@@ -74,6 +77,21 @@ def config(folder: Path) -> dict[str, Any]:
     )
 
 
+async def hit(fleet: Fleet, watch: Watch, role: str, rng: random.Random, found: dict[str, list[float]]) -> None:
+    """Kill one of a role, and note how long it took until all work in flight had arrived."""
+    victim: Child | None = None if role == "broker" else rng.choice(fleet.of(role))
+
+    async def strike() -> None:
+        if victim is None:
+            await fleet.restart_broker()
+        else:
+            victim.kill()
+
+    took = await watch.recovery_s(role, strike, LIMIT_S)
+    found[role].append(took)
+    print(f"step {watch.step()}: {role} killed, recovered after {took:.1f} s", flush=True)
+
+
 async def phase(
     fleet: Fleet, watch: Watch, victims: Sequence[str], step_s: float, rng: random.Random, found: dict[str, list[float]]
 ) -> float:
@@ -81,22 +99,9 @@ async def phase(
     began, first = time.monotonic(), watch.step()
     waiting: list[asyncio.Task[None]] = []
 
-    async def hit(role: str) -> None:
-        victim: Child | None = None if role == "broker" else rng.choice(fleet.of(role))
-
-        async def strike() -> None:
-            if victim is None:
-                await fleet.restart_broker()
-            else:
-                victim.kill()
-
-        took = await watch.recovery_s(role, strike, LIMIT_S)
-        found[role].append(took)
-        print(f"step {watch.step()}: {role} killed, recovered after {took:.1f} s", flush=True)
-
     for role in victims:
         next_kill = asyncio.create_task(asyncio.sleep(EVERY * step_s))
-        waiting.append(asyncio.create_task(hit(role)))
+        waiting.append(asyncio.create_task(hit(fleet, watch, role, rng, found)))
         await next_kill
     await asyncio.gather(*waiting)
     last = watch.step()
@@ -104,11 +109,12 @@ async def phase(
     return (watch.step() - first) * step_s / (time.monotonic() - began)
 
 
-async def run(folder: Path, kills: int, with_learner: int, seed: int) -> dict[str, Any]:
-    """All phases; the figures."""
-    rng, found = random.Random(seed), defaultdict[str, list[float]](list)
+@asynccontextmanager
+async def running(folder: Path) -> AsyncIterator[tuple[Fleet, Watch, dict[str, Any]]]:
+    """A fleet that trains; the last one is filled with the audit's figures, once it has stopped."""
     file = folder / "run.yaml"
     file.write_text(to_yaml(config(folder)), encoding="utf-8")
+    figures: dict[str, Any] = {}
     async with Fleet(folder / "fleet", RUN) as fleet:
         bus = await Bus.connect(fleet.url, RUN, name="watch", deadline_s=20)
         await bus.ensure_streams()
@@ -120,8 +126,23 @@ async def run(folder: Path, kills: int, with_learner: int, seed: int) -> dict[st
             fleet.add("envhub", f"envhub-{number}")
             fleet.add("rewardhub", f"rewardhub-{number}")
         await watch.until(lambda: watch.step() >= 3, LIMIT_S)
+        yield fleet, watch, figures
+        os.kill(learner.pid, signal.SIGTERM)
+        await fleet.wait_done([learner])
+        audited = await asyncio.to_thread(run_audit, watch.folder, fleet.url)
+        figures |= {"lost": audited["lost"], "trained_twice": audited["trained_twice"], "problems": audited["problems"] + fleet.crashes}
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        await bus.close()
+
+
+async def run(folder: Path, kills: int, with_learner: int, seed: int) -> dict[str, Any]:
+    """All phases; the figures."""
+    rng, found = random.Random(seed), defaultdict[str, list[float]](list)
+    async with running(folder) as (fleet, watch, figures):
         began = time.monotonic()
-        await watch.until(lambda: watch.step() >= 3 + BASE_STEPS, LIMIT_S)
+        first = watch.step()
+        await watch.until(lambda: watch.step() >= first + BASE_STEPS, LIMIT_S)
         step_s = (time.monotonic() - began) / BASE_STEPS
         print(f"undisturbed: {step_s:.2f} s a step", flush=True)
         others = _each(["envhub", "rollout", "rewardhub", "broker"], rng)
@@ -130,23 +151,29 @@ async def run(folder: Path, kills: int, with_learner: int, seed: int) -> dict[st
         mixed = ["learner" if i % 2 == 0 else next(others) for i in range(with_learner)]
         share_with = await phase(fleet, watch, mixed, step_s, rng, found)
         print(f"with learner kills: {share_with:.3f}", flush=True)
-        os.kill(learner.pid, signal.SIGTERM)
-        await fleet.wait_done([learner])
-        figures = await asyncio.to_thread(run_audit, watch.folder, fleet.url)
-        watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
-        await bus.close()
-        return {
-            "effective_training_time": round(share, 3),
-            "effective_training_time_with_learner": round(share_with, 3),
-            "undisturbed_step_s": round(step_s, 2),
-            "kills": sum(map(len, found.values())),
-            "kills_by_role": {role: len(times) for role, times in sorted(found.items())},
-            "lost": figures["lost"],
-            "trained_twice": figures["trained_twice"],
-            "problems": figures["problems"] + fleet.crashes,
-            "recovery_p95_s": {role: round(_p95(times), 1) for role, times in sorted(found.items())},
-        }
+    shares = {"effective_training_time": round(share, 3), "effective_training_time_with_learner": round(share_with, 3)}
+    return shares | {"undisturbed_step_s": round(step_s, 2)} | _summary(found) | figures
+
+
+async def recoveries(folder: Path, kills: int, seed: int) -> dict[str, Any]:
+    """Each role killed so often, one after the other, each time after the one before has recovered; steps are short here."""
+    rng, found = random.Random(seed), defaultdict[str, list[float]](list)
+    async with running(folder) as (fleet, watch, figures):
+        for role in [role for _ in range(kills) for role in rng.sample(("envhub", "rollout", "rewardhub", "broker", "learner"), 5)]:
+            await hit(fleet, watch, role, rng, found)
+            settled = watch.step() + 2
+            await watch.until(lambda settled=settled: watch.step() >= settled and all(c.running for c in fleet.children), LIMIT_S)  # type: ignore[misc]
+            await asyncio.sleep(rng.random() * 2)
+    return _summary(found) | figures
+
+
+def _summary(found: Mapping[str, list[float]]) -> dict[str, Any]:
+    return {
+        "kills": sum(map(len, found.values())),
+        "kills_by_role": {role: len(times) for role, times in sorted(found.items())},
+        "recovery_p95_s": {role: round(_p95(times), 1) for role, times in sorted(found.items())},
+        "recovery_max_s": {role: round(max(times), 1) for role, times in sorted(found.items())},
+    }
 
 
 def _each(roles: list[str], rng: random.Random) -> Iterator[str]:
@@ -162,10 +189,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--kills-with-learner", type=int, default=5)
+    parser.add_argument("--recoveries", type=int, default=0, metavar="N", help="only measure recoveries, N of each role with short steps")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    if options.recoveries:
+        os.environ |= {"RL_SIMULATED_STEP_S": "0.3", "RL_SIMULATED_TURN_S": "1"}
     with tempfile.TemporaryDirectory(prefix="rlearner-faults-") as scratch:
-        print(json.dumps(asyncio.run(run(Path(scratch), options.kills, options.kills_with_learner, options.seed))))
+        if options.recoveries:
+            work = recoveries(Path(scratch), options.recoveries, options.seed)
+        else:
+            work = run(Path(scratch), options.kills, options.kills_with_learner, options.seed)
+        print(json.dumps(asyncio.run(work)))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from chaos_world import FREEZE_S, LIMIT_S, world
 
 @pytest.mark.timeout(180 + 10 * FREEZE_S)
 async def test_each_role_is_frozen_for_a_while(tmp_path: Path) -> None:
-    async with world(tmp_path, "freezes", steps=60) as w:
+    async with world(tmp_path, "freezes", steps=120, pace_s=FREEZE_S / 40) as w:  # at most some 20 steps in a freeze
         for count, role in enumerate(("envhub", "rewardhub", "rollout", "broker", "learner"), start=1):
             await w.reach(8 * count)
             pids = [w.fleet.broker_pid] if role == "broker" else [child.pid for child in w.fleet.of(role)][:1]
