@@ -96,6 +96,8 @@ async def phase(
     fleet: Fleet, watch: Watch, victims: Sequence[str], step_s: float, rng: random.Random, found: dict[str, list[float]]
 ) -> float:
     """Kill one after the other; the effective share of the time."""
+    before = watch.step()
+    await watch.until(lambda: watch.step() > before, LIMIT_S)  # begin where a step begins
     began, first = time.monotonic(), watch.step()
     waiting: list[asyncio.Task[None]] = []
 

@@ -14,7 +14,7 @@ from chaos_world import FREEZE_S, LIMIT_S, world
 
 @pytest.mark.timeout(180 + 10 * FREEZE_S)
 async def test_each_role_is_frozen_for_a_while(tmp_path: Path) -> None:
-    async with world(tmp_path, "freezes", steps=120, pace_s=FREEZE_S / 40) as w:  # at most some 20 steps in a freeze
+    async with world(tmp_path, "freezes", steps=80, pace_s=FREEZE_S / 30) as w:  # at most some 15 steps in a freeze
         for count, role in enumerate(("envhub", "rewardhub", "rollout", "broker", "learner"), start=1):
             await w.reach(8 * count)
             pids = [w.fleet.broker_pid] if role == "broker" else [child.pid for child in w.fleet.of(role)][:1]
@@ -30,7 +30,7 @@ async def test_each_role_is_frozen_for_a_while(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(180)
 async def test_a_learner_that_wakes_up_behind_another_is_fenced(tmp_path: Path) -> None:
-    async with world(tmp_path, "zombie", steps=60) as w:
+    async with world(tmp_path, "zombie", steps=40) as w:
         await w.reach(12)
         (zombie,) = w.fleet.of("learner")
         zombie.freeze()
@@ -48,7 +48,7 @@ async def test_a_learner_that_wakes_up_behind_another_is_fenced(tmp_path: Path) 
 
 async def test_hubs_and_servers_leave_and_join(tmp_path: Path) -> None:
     """SIGTERM drains: they hand back what they have not finished, and end with 0; others join at any time."""
-    async with world(tmp_path, "elastic", steps=100) as w:
+    async with world(tmp_path, "elastic", steps=80) as w:
         for count, role in enumerate(("rollout", "envhub", "rewardhub"), start=1):
             await w.reach(10 * count)
             leaving = w.fleet.of(role)[0]
