@@ -29,12 +29,12 @@ class World:
         self.fleet, self.watch, self.bus, self.folder, self.steps = fleet, watch, bus, folder, steps
         self.tap = folder / "tap.jsonl"
 
-    async def reach(self, step: int) -> None:
-        await self.watch.until(lambda: self.watch.step() >= step, LIMIT_S)
+    async def reach(self, step: int, limit_s: float = LIMIT_S) -> None:
+        await self.watch.until(lambda: self.watch.step() >= step, limit_s)
 
     async def finish(self) -> None:
         """The run ends by itself, everyone leaves with 0, and all books agree."""
-        await self.reach(self.steps)
+        await self.reach(self.steps, LIMIT_S + 6 * FREEZE_S)
         await self.fleet.wait_done(self.fleet.children)
         issued = await self.bus.last_seq(TICKETS)
         await self.watch.until(lambda: set(range(1, issued + 1)) <= self.watch.first.keys(), LIMIT_S)
