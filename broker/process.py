@@ -198,7 +198,7 @@ async def _follow_control(member: Member) -> None:
     control = await member.bus.key_value(CONTROL)
     async for key, message, _ in control.watch(member.bus.run):
         if key == member.bus.run and isinstance(message, wire.DesiredState) and message.state != member.desired:
-            log.info("the operator wants the run to be %s", message.state)
+            log.info("the run is to be %s", message.state)
             member.follow(message.state, message.reason)
 
 

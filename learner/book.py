@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Coroutine
 from pathlib import Path
@@ -16,6 +17,8 @@ from learner.evaluation import ACTOR
 from learner.ledger import Ledger
 from learner.metrics import MetricsFile, count_tickets, finite
 from learner.trackers import Trackers
+
+log = logging.getLogger(__name__)
 
 SAMPLE_EVERY_S: Final = 1.0
 QUEUES: Final = (TICKETS, EPISODES, EVALTICKETS)
@@ -53,6 +56,9 @@ class Book:
         row |= {name: int(value) for name, value in line.items() if name.startswith("ticket/")}
         await asyncio.to_thread(self._record, row, line)
         self.newest = line
+        shown = {"reward": "reward/mean", "success": "env/success_rate", "staleness": "staleness/max", "evaluated": "eval/success_rate"}
+        extra = {name: round(line[key], 3) for name, key in shown.items() if key in line}
+        log.info("step %d of %d", step, self._ledger.rules.steps, extra=extra)
         await self._bus.publish_metrics(wire.Metrics(role="learner", id=self._bus.name, time=line["time"], values=line))
 
     def _record(self, row: dict[str, Any], line: dict[str, float]) -> None:

@@ -61,12 +61,13 @@ async def serve(config: dict[str, Any], url: str, stop: Stop, *, connect_deadlin
     run, folder = config["run"]["name"], run_folder(config)
     logs.identify(run=run, role="learner", process_id=ID)
     is_new = not (folder / "config.yaml").exists()
-    write_config(folder, config)
+    _refuse_fewer_steps(folder, run, section(config, "train", TrainSection).steps)
     try:
         async with AsyncExitStack() as stack:
             bus = await _unless(stop, Bus.connect(url, run, name=ID, deadline_s=connect_deadline_s))
             stack.push_async_callback(bus.close)
             await _refuse_a_stranger(bus, folder, is_new)
+            write_config(folder, config)
             await bus.ensure_streams()
             note_broker(folder, url)
             learner = await stack.enter_async_context(_open(config, folder, bus, stop))
@@ -75,6 +76,20 @@ async def serve(config: dict[str, Any], url: str, stop: Stop, *, connect_deadlin
         raise UserError(str(error)) from None
     except Interrupted:
         raise Stopped(stop.reason) from None
+
+
+def _refuse_fewer_steps(folder: Path, run: str, steps: int) -> None:
+    """A run that has gone further than it is now asked to go was started with other settings: before anything is written.
+
+    Raises:
+        UserError: so it is.
+    """
+    made = checkpoint.newest(folder / "checkpoints")
+    if made is not None and made.step > steps:
+        raise UserError(
+            f"train.steps: {steps} is not allowed; run {run} has made {made.step} steps already: "
+            f"give the settings it was started with (see {folder / 'config.yaml'}), or choose another run.name"
+        )
 
 
 async def _unless(stop: Stop, work: Any) -> Any:

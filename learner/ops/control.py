@@ -17,8 +17,6 @@ async def set_state(options: argparse.Namespace) -> int:
     run, url = _target(options)
     arguments = ["control", STATES[options.command], "--run", run, "--broker", url, "--reason", options.reason]
     await broker_cli.operate(broker_cli.parser().parse_args([*arguments, "--connect-deadline", str(options.connect_deadline)]))
-    if options.command == "resume":
-        print("processes that have stopped do not start by themselves: start the learner with `rlearner start`")
     return 0
 
 

@@ -232,6 +232,17 @@ async def test_a_second_run_of_the_same_name_is_refused(bus: Bus, broker_url: st
         await run(bus, broker_url, config)
 
 
+async def test_fewer_steps_than_were_made_are_refused_before_anything_changes(
+    bus: Bus, broker_url: str, run_name: str, tmp_path: Path
+) -> None:
+    config = fleet.config(str(tmp_path), run_name, train={"steps": 2})
+    await run(bus, broker_url, config)
+    written = (tmp_path / run_name / "config.yaml").read_bytes()
+    with pytest.raises(UserError, match=r"train\.steps: 1 is not allowed; run .* has made 2 steps already"):
+        await run(bus, broker_url, fleet.config(str(tmp_path), run_name, train={"steps": 1}))
+    assert (tmp_path / run_name / "config.yaml").read_bytes() == written
+
+
 async def test_killed_behind_the_last_checkpoint_the_next_life_tells_the_others(
     bus: Bus, broker_url: str, run_name: str, tmp_path: Path
 ) -> None:

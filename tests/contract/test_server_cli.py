@@ -178,3 +178,14 @@ async def test_the_command_lists_dead_letters(run: Bus, broker_url: str) -> None
     result = broker("dead", "list", "--broker", broker_url, "--run", run.run)
     assert (result.returncode, result.stdout) == (0, f"1  samples 17, ticket 4, 1 bytes, by {run.name}: odd\n")
     assert result.stderr.endswith(f"1 dead letter in run {run.run}\n")
+
+
+async def test_a_stopped_run_stays_stopped_until_its_learner_starts_again(run: Bus, broker_url: str) -> None:
+    where = ("--broker", broker_url, "--run", run.run)
+    assert broker("control", "stopped", "--reason", "all steps are done", *where).returncode == 0
+    for state in ("paused", "running", "draining"):
+        fails(
+            broker("control", state, *where),
+            rf"run {run.run} is stopped \(all steps are done\), so it cannot be {state}; start its learner again",
+        )
+    assert broker("control", "stopped", *where).returncode == 0

@@ -76,7 +76,7 @@ def test_what_an_earlier_incarnation_goes_on_to_write_is_not_read(tmp_path: Path
 
 
 def test_nor_what_it_writes_behind_a_hole(tmp_path: Path) -> None:
-    """The new incarnation begins at a later record than the file, so the file stays, cut: the zombie's next frame leaves zeros before it."""
+    """The new incarnation begins at a later record than the file, so the file stays, cut: the zombie's next frame leaves a hole."""
     zombie = Archive(tmp_path, 0, 10_000)
     for seq in (1, 2, 3):
         zombie.append(record(seq), digest(record(seq).data))
