@@ -186,12 +186,15 @@ async def test_pause_resume_drain_stop(bus: Bus, broker_url: str, run_name: str,
         assert await command("pause", *where, "--reason", "look at it") == (0, f"{run_name}: paused\n", "")
         assert await desired() == wire.DesiredState(state="paused", reason="look at it")
         code, out, _ = await command("resume", *where, "--broker", broker_url)
-        assert (code, out.splitlines()[0]) == (0, f"{run_name}: running")
+        assert (code, out) == (0, f"{run_name}: running\n")
         assert not learning.done()
         assert (await command("stop", *where))[:2] == (0, f"{run_name}: stopped\n")
         await learning
-    assert (await command("drain", run_name, "--broker", broker_url))[0] == 0  # from a machine without the folder
-    assert await desired() == wire.DesiredState(state="draining")
+    code, _, err = await command("drain", run_name, "--broker", broker_url)  # from a machine without the folder
+    assert code == 2
+    assert f"run {run_name} is stopped, so it cannot be draining" in err
+    assert (await command("stop", run_name, "--broker", broker_url))[0] == 0
+    assert await desired() == wire.DesiredState(state="stopped")
     code, _, err = await command("stop", "no-such-run", "--broker", broker_url)
     assert code == 2
     assert "no run 'no-such-run'" in err
