@@ -20,17 +20,15 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from broker.errors import UserError
-from broker.registry import resolve
 from envhub.envs import tool_calls
 from envhub.envs.base import Environment, Observation, Split, StepResult
 from envhub.envs.foreign import NotInstalled
 from envhub.envs.qa import QuestionAnswer, QuestionAnswerArgs
+from sandbox import Limits, Sandbox
 
 log = logging.getLogger(__name__)
 
 TOOL: Final = "python"
-SANDBOX: Final = "rewardhub.sandbox:Sandbox"  # by name, as roles do not import each other
-LIMITS: Final = "rewardhub.sandbox:Limits"
 AGAIN: Final = """import contextlib as _contextlib, io as _io
 with _contextlib.redirect_stdout(_io.StringIO()), _contextlib.redirect_stderr(_io.StringIO()):
     exec(compile({code!r}, "<earlier>", "exec"), globals())
@@ -161,7 +159,7 @@ def _number(text: str) -> float | None:
 
 
 @lru_cache(maxsize=4)
-def _sandbox(args: PythonArgs) -> tuple[Any, threading.Semaphore]:
+def _sandbox(args: PythonArgs) -> tuple[Sandbox, threading.Semaphore]:
     """What runs programs, and places for so many at once.
 
     Raises:
@@ -169,8 +167,8 @@ def _sandbox(args: PythonArgs) -> tuple[Any, threading.Semaphore]:
     """
     if args.sandbox == "none":
         log.warning("UNSAFE: sandbox is none, so programs that the policy writes run unprotected on this machine")
-    limits = resolve("sandboxes", LIMITS, {})(wall_s=args.timeout_s, cpu_s=math.ceil(args.timeout_s), memory_mib=args.memory_mib)
-    return resolve("sandboxes", SANDBOX, {})(limits, args.sandbox, args.packages), threading.Semaphore(args.parallel)
+    limits = Limits(wall_s=args.timeout_s, cpu_s=math.ceil(args.timeout_s), memory_mib=args.memory_mib)
+    return Sandbox(limits, args.sandbox, args.packages), threading.Semaphore(args.parallel)
 
 
 @lru_cache(maxsize=8)

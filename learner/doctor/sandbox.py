@@ -11,11 +11,10 @@ from shutil import which
 from typing import Final
 
 from broker.errors import UserError
-from broker.registry import resolve
 from learner.doctor.findings import Finding
 from learner.doctor.needs import Needs
+from sandbox import Sandbox
 
-SANDBOX: Final = "rewardhub.sandbox:Sandbox"  # whoever runs the programs knows what the sandbox takes
 _COMMAND: Final = re.compile(r"(?:run|with|needed): (.+)$")  # how its problems name the command
 
 
@@ -58,7 +57,7 @@ def _read(file: Path) -> str:
 
 
 def _probe() -> None:
-    resolve("sandbox", SANDBOX, {})()
+    Sandbox()
 
 
 def _version() -> str:

@@ -21,8 +21,8 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from broker.config import Section
 from rewardhub.rewards.base import InvalidValue, Sample, Scored
 from rewardhub.rewards.code_tests import BadTests, Calls, Pairs, Statements, parse
-from rewardhub.sandbox import Checks, Ended, Sandbox
-from rewardhub.sandbox.command import Limits
+from sandbox import Checks, Ended, Sandbox
+from sandbox.command import Limits
 
 log = logging.getLogger(__name__)
 

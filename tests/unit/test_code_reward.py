@@ -13,7 +13,7 @@ from rewardhub.rewards import function
 from rewardhub.rewards.base import InvalidValue, Sample, Scored
 from rewardhub.rewards.code import Code, CodeArgs, last_block, same_output
 from rewardhub.rewards.code_tests import BadTests, Calls, Pairs, Statements, parse
-from rewardhub.sandbox import SandboxFailed
+from sandbox import SandboxFailed
 
 needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is missing: apt-get install bubblewrap")
 SWAP = "class Solution:\n    def add(self, a, b): return (a, b)"

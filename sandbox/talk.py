@@ -16,9 +16,9 @@ from typing import Final
 
 from broker.errors import RlearnerError
 from broker.workers.limits import kill_tree
-from rewardhub.sandbox.command import Limits, mend
-from rewardhub.sandbox.ended import NO_PYTHON, Checks, Ended, KilledFor
-from rewardhub.sandbox.memory import used_mib
+from sandbox.command import Limits, mend
+from sandbox.ended import NO_PYTHON, Checks, Ended, KilledFor
+from sandbox.memory import used_mib
 
 START_S: Final = 20.0  # until the program begins
 END_S: Final = 10.0  # until all its processes are gone once they have been killed

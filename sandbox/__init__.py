@@ -11,9 +11,9 @@ together beyond ``wall_s`` times the processors.
 
 from __future__ import annotations
 
-from rewardhub.sandbox.command import Limits
-from rewardhub.sandbox.ended import Checks, Ended
-from rewardhub.sandbox.run import NoSandbox, Sandbox
-from rewardhub.sandbox.talk import SandboxFailed
+from sandbox.command import Limits
+from sandbox.ended import Checks, Ended
+from sandbox.run import NoSandbox, Sandbox
+from sandbox.talk import SandboxFailed
 
 __all__ = ["Checks", "Ended", "Limits", "NoSandbox", "Sandbox", "SandboxFailed"]

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Final, Literal
 
 from broker.errors import UserError
-from rewardhub.sandbox import seccomp
-from rewardhub.sandbox.command import ENVIRONMENT, Limits, code, free_uid, inside, jail
-from rewardhub.sandbox.ended import Checks, Ended
-from rewardhub.sandbox.talk import SandboxFailed, Talk
+from sandbox import seccomp
+from sandbox.command import ENVIRONMENT, Limits, code, free_uid, inside, jail
+from sandbox.ended import Checks, Ended
+from sandbox.talk import SandboxFailed, Talk
 
 Kind = Literal["bubblewrap", "none"]
 Mode = Literal["script", "asserts", "calls"]
