@@ -62,6 +62,7 @@ RANGES: Final[dict[type, dict[str, Range]]] = {
     },
     wire.Closed: {"ticket": COUNT, "eval_step": OPTIONAL},
     wire.Probe: {"tolerance": NATURAL},
+    wire.Adapter: {"rank": COUNT, "scale": POSITIVE},
     wire.WeightsOffer: {"epoch": NATURAL, "version": VERSION, "size_bytes": NATURAL},
     wire.WeightsJoin: {"epoch": NATURAL, "version": VERSION},
     wire.WeightsSession: {"rank": NATURAL, "world_size": NATURAL, "port": PORT, "version": VERSION, "timeout_s": NATURAL},
@@ -265,7 +266,11 @@ def _check_ticket(ticket: wire.Ticket) -> None:
 
 
 def _check_offer(offer: wire.WeightsOffer) -> None:
-    """The probe has n >= 2 token ids >= 0 and n - 1 finite logprobs of at most 0.001."""
+    """The probe has n >= 2 token ids >= 0 and n - 1 finite logprobs of at most 0.001; an adapter has targets, all of them named."""
+    if offer.adapter is not None:
+        _numbers(offer.adapter)
+        if not all(offer.adapter.targets or [""]):
+            raise _wrong("Adapter", "targets", offer.adapter.targets, "at least one, none empty")
     probe = offer.probe
     _numbers(probe)
     n = _check_column("Probe", "token_ids", probe.token_ids, "<i4")

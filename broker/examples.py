@@ -45,6 +45,7 @@ EXAMPLES: Final[dict[type[wire.Message], wire.Message]] = {
             probe=wire.Probe(
                 token_ids=wire.column([1, 318, 27], "<i4"), logprobs=wire.column([-3.5, -0.75], "<f4"), tolerance=0.01
             ),
+            adapter=wire.Adapter(base="b4d2a18c0f7e93d1", targets=["q_proj", "v_proj"], rank=16, scale=2.0),
         ),
         wire.WeightsJoin(server="rollout-7c1", epoch=2, version=12, plan="60303ae22b998861"),
         wire.WeightsSession(session="2-5", rank=1, world_size=3, host="127.0.0.1", port=40123, version=12, timeout_s=30.0),

@@ -25,7 +25,7 @@ from broker import sizes
 from broker.errors import WireError
 from broker.sizes import MAX_ITEMS, MAX_SMALL_BYTES, has_too_many_items
 
-WIRE_VERSION: Final = 4
+WIRE_VERSION: Final = 5
 MAX_PAYLOAD_BYTES: Final = sizes.MAX_PAYLOAD_BYTES
 EVAL_HEADER: Final = "Rl-Eval-Step"  # eval_step beside what belongs to an evaluation; absent from training
 TICKET_HEADER: Final = "Rl-Ticket"  # ticket number, so that a body that does not decode still closes its ticket
@@ -175,6 +175,15 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     tolerance: float  # largest absolute difference that still counts as the same weights
 
 
+class Adapter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is sent in place of a model: factors A and B of some of its weights W, which become W + B A * scale."""
+
+    base: str  # hex digest of the model that they belong to, laid out by its own bucket plan
+    targets: list[str]  # last names of the layers whose weights they change
+    rank: int  # columns of B, rows of A
+    scale: float  # alpha / rank
+
+
 class WeightsOffer(Message, frozen=True, tag="WeightsOffer"):
     """The newest weights, on offer until replaced; ordered by epoch, then version."""
 
@@ -185,6 +194,7 @@ class WeightsOffer(Message, frozen=True, tag="WeightsOffer"):
     size_bytes: int  # bytes on the wire
     backend: Literal["gloo", "nccl"]  # what carries the buckets
     probe: Probe  # checked after loading, before serving
+    adapter: Adapter | None = None  # the buckets hold its factors; without it they hold the whole model
 
 
 class WeightsJoin(Message, frozen=True, tag="WeightsJoin"):

@@ -41,12 +41,12 @@ class Acceptance:
     """The receiver's state.
 
     Args:
-        plan: digest of the server's own bucket plan.
+        plan: digest of the server's own bucket plan; those of other things that it takes are added to ``plans``.
         digest: of the weights that the server holds, None when unknown.
     """
 
     def __init__(self, plan: str, digest: str | None) -> None:
-        self.plan, self.digest = plan, digest
+        self.plans, self.digest = {plan}, digest
         self.served = (0, -1)  # (epoch, version) loaded and checked
         self.newest: wire.WeightsOffer | None = None
         self.failures = 0  # since start
@@ -65,14 +65,14 @@ class Acceptance:
             return f"epoch {offer.epoch} version {offer.version} is not newer than epoch {newest.epoch} version {newest.version}"
         self.newest = offer
         self._delay_s, self._not_before = FIRST_RETRY_S, 0.0
-        if offer.plan != self.plan:
+        if offer.plan not in self.plans:
             return f"epoch {offer.epoch} version {offer.version} is another model"
         return ""
 
     def next(self, now: float) -> Action:
         """What to do now."""
         offer = self.newest
-        if offer is None or offer.plan != self.plan or (offer.epoch, offer.version) <= self.served:
+        if offer is None or offer.plan not in self.plans or (offer.epoch, offer.version) <= self.served:
             return Wait(None)
         if now < self._not_before:
             return Wait(self._not_before)

@@ -57,6 +57,7 @@ class Sender:
         policy: the policy whose servers are waited for.
         delta_full_every: send only what has changed where all receivers hold the version sent last, but everything in one of so many
             transfers at least; None: always everything.
+        adapter: what the plan's tensors are the factors of; None: they are the model.
     """
 
     def __init__(
@@ -71,8 +72,9 @@ class Sender:
         gather_s: float = 0.5,
         policy: str = "actor",
         delta_full_every: int | None = None,
+        adapter: wire.Adapter | None = None,
     ) -> None:
-        self.plan, self.epoch = plan, epoch
+        self.plan, self.epoch, self._adapter = plan, epoch, adapter
         self._has_sent = False  # to anybody
         self.fenced = False  # a newer learner offers weights; nothing is offered here any more
         self._bus, self._roster, self._policy = bus, roster, policy
@@ -170,6 +172,7 @@ class Sender:
                 size_bytes=self.plan.size_bytes,
                 backend=self._settings.backend,
                 probe=probe,
+                adapter=self._adapter,
             )
             try:
                 if early := self._has_sent:

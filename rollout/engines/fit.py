@@ -17,6 +17,10 @@ def check_fit(held: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tens
     Raises:
         TransferFailed: a name is missing or unknown, or a shape differs; the first one is named.
     """
+    from broker.weights.adapter import Merged  # imports torch
+
+    if isinstance(tensors, Merged):
+        tensors = tensors.base  # nothing is merged for a look at shapes
     if missing := sorted(held.keys() - tensors.keys()):
         raise TransferFailed(f"the update lacks {len(missing)} of {len(held)} tensors, the first is {missing[0]}")
     if unknown := sorted(tensors.keys() - held.keys()):

@@ -1,0 +1,181 @@
+"""Adapters on the weight channel: small factors A and B travel, and whoever holds the model below them merges: W + B A * scale.
+
+Both ends name the factors as peft does, plan them from the model's own weights, and merge by the same function, so a receiver comes to the
+numbers that the sender would have sent. The model below is compared once, by its digest.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from broker import wire
+from broker.errors import TransferFailed, UserError
+from broker.weights.digest import combine, digest_bucket
+from broker.weights.plan import Plan
+from broker.weights.staging import plan_of
+
+log = logging.getLogger(__name__)
+
+PREFIX: Final = "base_model.model."  # of all names in peft's format
+_WEIGHT: Final = ".weight"
+
+
+def factor_names(weight: str) -> tuple[str, str]:
+    """What peft calls the factors A and B of a weight, ``layers.0.q_proj.weight`` for example."""
+    layer = PREFIX + weight.removesuffix(_WEIGHT)
+    return f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
+
+
+def adapted(shapes: Mapping[str, Tensor], targets: Sequence[str]) -> list[str]:
+    """The weights that have factors: matrices of the layers with these last names."""
+    wanted = set(targets)
+    layers = {name: name.removesuffix(_WEIGHT).rpartition(".")[2] for name in shapes if name.endswith(_WEIGHT)}
+    return [name for name, last in layers.items() if last in wanted and shapes[name].ndim == 2]
+
+
+def factor_shapes(shapes: Mapping[str, Tensor], targets: Sequence[str], rank: int) -> dict[str, Tensor]:
+    """The factors of a model's weights on the meta device, float32: A (rank, inputs) and B (outputs, rank)."""
+    found: dict[str, Tensor] = {}
+    for name in adapted(shapes, targets):
+        (outputs, inputs), (a, b) = shapes[name].shape, factor_names(name)
+        found |= {a: torch.empty((rank, inputs), device="meta"), b: torch.empty((outputs, rank), device="meta")}
+    return found
+
+
+def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """W + B A * scale in float32, then cast to W's dtype."""
+    return (weight.float() + (b.float() @ a.float()) * scale).to(weight.dtype)
+
+
+def digest_of(plan: Plan, tensors: Mapping[str, Tensor]) -> str:
+    """As ``Flat.fill`` and ``Flat.digest``, with one bucket in memory; each tensor is asked for once, in the plan's order."""
+    digests: list[bytes] = []
+    buffer: Tensor | None = None
+    for slot in plan.slots:
+        source = tensors[slot.spec.name].detach().to(getattr(torch, slot.spec.dtype)).contiguous().view(-1).view(torch.uint8)
+        source = source if buffer is None else source.to(buffer.device)
+        buffer = torch.zeros(plan.bucket_bytes, dtype=torch.uint8, device=source.device) if buffer is None else buffer
+        done = 0
+        while done < len(source):
+            index, start = divmod(slot.offset + done, plan.bucket_bytes)
+            _finish(plan, digests, buffer, index)
+            size = min(len(source) - done, plan.bucket_bytes - start)
+            buffer[start : start + size] = source[done : done + size]
+            done += size
+    assert buffer is not None, "a plan has tensors"
+    _finish(plan, digests, buffer, len(plan.buckets))
+    return combine(digests)
+
+
+def _finish(plan: Plan, digests: list[bytes], buffer: Tensor, upto: int) -> None:
+    """Digest the bucket in the buffer, and those of gaps behind it, below this index."""
+    while len(digests) < upto:
+        start, stop = plan.buckets[len(digests)]
+        digests.append(digest_bucket(buffer[: stop - start]))
+        buffer.zero_()
+
+
+class Merged(Mapping[str, Tensor]):
+    """A whole model: weights that have factors are merged when they are asked for, each time anew; the others are the base's.
+
+    Attributes:
+        base: the model below, the same names and shapes.
+        changed: names of the weights that have factors.
+    """
+
+    def __init__(self, base: Mapping[str, Tensor], factors: Mapping[str, Tensor], targets: Sequence[str], scale: float) -> None:
+        self.base, self._factors, self._scale = base, factors, scale
+        self.changed = frozenset(adapted(base, targets))
+
+    def __getitem__(self, name: str) -> Tensor:
+        weight = self.base[name]
+        if name not in self.changed:
+            return weight
+        a, b = (self._factors[factor].to(weight.device) for factor in factor_names(name))
+        with torch.no_grad():
+            return merge(weight, a, b, self._scale)
+
+    def made(self) -> dict[str, Tensor]:
+        """All of them, merged now and once."""
+        return {name: self[name] for name in self}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.base)
+
+    def __len__(self) -> int:
+        return len(self.base)
+
+
+First = Callable[[], tuple[Mapping[str, Tensor], bool]]
+
+
+class Foundation:
+    """What adapters are put on, at a receiver: the model that the run began with.
+
+    Args:
+        plan: of the whole model.
+        bucket_mib: the sender's.
+        held: the engine's weights by name; only names, shapes and dtypes are looked at.
+        first: the weights that the run began with, and whether nobody else will change them; else those that have factors are copied into
+            host memory. None: they cannot be had.
+    """
+
+    def __init__(self, plan: Plan, bucket_mib: float, held: Mapping[str, Tensor], first: First | None = None) -> None:
+        self._plan, self._bucket_mib, self._first = plan, bucket_mib, first
+        self._shapes = {name: tensor.to("meta") for name, tensor in held.items()}
+        self._plans: tuple[wire.Adapter, Plan] | None = None
+        self._laid: wire.Adapter | None = None
+        self._base: dict[str, Tensor] = {}
+
+    def plan(self, adapter: wire.Adapter | None) -> Plan:
+        """What travels to this model: an adapter's factors, or with None the whole of it. A model that has none of the adapter's layers
+        is sent whole, which no learner with adapters agrees to."""
+        if adapter is None:
+            return self._plan
+        if self._plans is None or self._plans[0] != adapter:
+            shapes = factor_shapes(self._shapes, adapter.targets, adapter.rank)
+            self._plans = (adapter, plan_of(shapes, self._bucket_mib) if shapes else self._plan)
+        return self._plans[1]
+
+    def lay(self, adapter: wire.Adapter) -> str:
+        """Have the model that the adapter belongs to; why it cannot be had, empty when it can. Takes a digest and a copy, once."""
+        if self._laid == adapter:
+            return ""
+        try:
+            source, own = self._find()
+        except (UserError, TransferFailed) as error:
+            return (
+                f"the learner sends adapters, and the model below them cannot be read here ({error}); train.lora.send=merged sends it whole"
+            )
+        if (digest := digest_of(self._plan, source)) != adapter.base:
+            return (
+                f"the learner's adapters belong to another model than the one here: digest {adapter.base}, here {digest}; start this "
+                "server from the weights that the run began with"
+            )
+        copied = () if own else adapted(source, adapter.targets)
+        self._base = dict(source) | {name: source[name].detach().to("cpu", copy=True).contiguous() for name in copied}
+        self._laid = adapter
+        return ""
+
+    def merged(self, factors: Mapping[str, Tensor]) -> Merged:
+        """The whole model as it is with these factors; call ``lay`` before."""
+        assert self._laid is not None, "nothing was laid"
+        return Merged(self._base, factors, self._laid.targets, self._laid.scale)
+
+    def _find(self) -> tuple[Mapping[str, Tensor], bool]:
+        """The model below the adapters.
+
+        Raises:
+            UserError, TransferFailed: it cannot be had.
+        """
+        if self._first is None:
+            raise TransferFailed("the engine does not show its weights")
+        source, own = self._first()
+        if (missing := next((slot.spec.name for slot in self._plan.slots if slot.spec.name not in source), None)) is not None:
+            raise TransferFailed(f"it has no {missing}")
+        return source, own
