@@ -1,12 +1,17 @@
 """What new weights in flight cost a server: tokens lost, how long generation stands still, how long a transfer takes.
 
-    make vllm-env && .venv-vllm/bin/python -m bench.update [--engine vllm] [--pairs 9] [--every 2] [--window 8]
+    make vllm-env && .venv-vllm/bin/python -m bench.update [--engine vllm] [--rounds 9] [--every 2] [--window 8]
 
 A rollout server as its own process follows a sender of weights on a private nats-server, as a learner is one, while this process keeps
-``--requests`` long requests in flight, as hubs do. Windows of time take turns: with an update every ``--every`` seconds, and without.
-``tokens_lost_share``: 1 - tokens a second with updates / without, the median over the pairs (``*_interval`` as in bench.pairs);
-``pause_ms``: generation stood still for new weights, ``transfer_ms``: from joining to the last confirmed bucket, medians over the updates,
-as the server reports them. The last line is one JSON object.
+``--requests`` requests in flight, as hubs do: all of one length and evenly spread over it, so that any second is like any other. Windows of
+time take turns: nothing happens in one; new weights are sent every ``--every`` seconds in the next; in the third two processes that have
+nothing to do with the server broadcast as many bytes between them as often (``bench.update_bare``), which shows what moving bytes takes
+from the server by being done on the same cores and memory.
+
+``tokens_lost_share``: 1 - tokens a second with updates / without, the median over the rounds (``*_interval`` as in bench.pairs);
+``moved_lost_share``: the same of the unrelated bytes; ``own_lost_share``: updates against unrelated bytes; ``pause_ms``: generation
+stood still for new weights, ``transfer_ms``: from joining to the last confirmed bucket, ``load_ms``: from then until the version is
+served, medians over the updates, as the server reports them. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ import itertools
 import json
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,6 +33,7 @@ import transformers
 from bench.engine import make_model
 from bench.pairs import interval, median
 from bench.server import Served, serving
+from bench.update_bare import Movers
 from broker import wire
 from broker.jetstream import Bus
 from broker.unstored import watch_metrics
@@ -35,7 +42,7 @@ from broker.weights.send import Sender
 from broker.weights.staging import plan_of
 
 PROBE: Final = [9, 20, 31, 42, 53, 64, 75, 86]
-SETTLE_S: Final = 1.0
+SKIPPED: Final = 2  # reports after the last window
 
 
 class Learner:
@@ -61,7 +68,7 @@ class Learner:
 
 
 class Load:
-    """Keeps so many requests in flight and counts the tokens of those that were answered."""
+    """Keeps so many requests in flight. The first ones are short by different amounts, so that from then on as many end in any second."""
 
     def __init__(self, served: Served, vocab_size: int, length: int) -> None:
         self._served, self._vocab_size, self._length = served, vocab_size, length
@@ -70,21 +77,23 @@ class Load:
         self.tasks: list[asyncio.Task[None]] = []
 
     def start(self, number: int) -> None:
-        self.tasks = [asyncio.create_task(self._talk(index)) for index in range(number)]
+        lengths = [max(1, self._length * (index + 1) // number) for index in range(number)]
+        self.tasks = [asyncio.create_task(self._talk(index, length)) for index, length in enumerate(lengths)]
 
-    async def _talk(self, index: int) -> None:
+    async def _talk(self, index: int, length: int) -> None:
         rng = np.random.default_rng(index)
         while True:
             prompt = rng.integers(3, self._vocab_size, 32).tolist()
             name = f"l{next(self._numbers)}"
-            sampling = wire.SamplingParams(max_tokens=int(rng.integers(self._length // 2, self._length)), ignore_eos=True)
             request = wire.GenerateRequest(
-                request_id=name, conversation_id=name, token_ids=wire.column(prompt, "<i4"), sampling=sampling, deadline_s=600.0
-            )
+                request_id=name, conversation_id=name, token_ids=wire.column(prompt, "<i4"),
+                sampling=wire.SamplingParams(max_tokens=length, ignore_eos=True), deadline_s=600.0,
+            )  # fmt: skip
             reply = await self._served.client.generate(self._served.address, request, timeout_s=600)
             if reply.error:
                 raise RuntimeError(reply.error)
             self.versions.update(reply.version_runs.array()[::2].tolist())
+            length = self._length
 
 
 class Reports:
@@ -94,6 +103,7 @@ class Reports:
         self.rates: list[float] = []  # tokens a second, of each report
         self.pauses: dict[float, float] = {}  # by version
         self.transfers: dict[float, float] = {}
+        self.loads: dict[float, float] = {}
         self._task = asyncio.create_task(self._follow(bus))
 
     async def _follow(self, bus: Bus) -> None:
@@ -104,78 +114,101 @@ class Reports:
                 if version > 0 and "weights/seconds" in report.values:
                     self.pauses[version] = report.values["weights/pause_seconds"]
                     self.transfers[version] = report.values["weights/seconds"]
+                    self.loads[version] = report.values["weights/load_seconds"]
 
     def close(self) -> None:
         self._task.cancel()
 
 
-async def window(reports: Reports, learner: Learner, options: argparse.Namespace, *, updates: bool) -> float:
-    """Tokens a second, of the reports that lie wholly in one window."""
-    first = len(reports.rates) + 1  # the report that comes next covers some time before
-    end = time.monotonic() + options.window
-    while (left := end - time.monotonic()) > 0:
-        if updates:
-            learner.offer()
-        await asyncio.sleep(min(options.every if updates else left, left))
-    async with asyncio.timeout(30):
-        while len(reports.rates) <= first:  # noqa: ASYNC110 - reports come by themselves
-            await asyncio.sleep(0.05)
-    return sum(reports.rates[first:]) / len(reports.rates[first:])
+async def window(reports: Reports, every_s: float, seconds: float, happens: Callable[[], None] | None) -> float:
+    """Tokens a second, of as many whole reports as the window has seconds; what happens goes on evenly before and between them."""
+    repeating = asyncio.create_task(_repeat(happens, every_s)) if happens is not None else None
+    try:
+        first = len(reports.rates) + SKIPPED  # the reports that come next cover some time before
+        async with asyncio.timeout(seconds + 60):
+            while len(reports.rates) < first + int(seconds):  # noqa: ASYNC110 - reports come by themselves
+                await asyncio.sleep(0.02)
+    finally:
+        if repeating is not None:
+            repeating.cancel()
+    counted = reports.rates[first : first + int(seconds)]
+    return sum(counted) / len(counted)
+
+
+async def _repeat(happens: Callable[[], None], every_s: float) -> None:
+    began = time.monotonic()
+    for number in itertools.count(1):
+        happens()
+        await asyncio.sleep(began + number * every_s - time.monotonic())
 
 
 async def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     vocab_size = make_model(str(folder / "model"), options.hidden, options.layers)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval()
-    losses: list[float] = []
+    size_bytes = sum(p.numel() * 4 for p in model.parameters())
+    rates: dict[str, list[float]] = {"nothing": [], "updates": [], "moved": []}
     async with serving(options.engine, folder / "model", folder, options, frozen=False) as served:
         learner, reports, load = Learner(served, model), Reports(served.bus), Load(served, vocab_size, options.length)
         await learner.sender.start()
+        movers = await asyncio.to_thread(Movers, size_bytes)
+        happens = {"nothing": None, "updates": learner.offer, "moved": movers.move}
         try:
             learner.offer()
             async with asyncio.timeout(120):
                 while (seen := served.roster.get("server")) is None or seen.state != "serving":
                     await served.roster.changed(0.5)
             load.start(options.requests)
-            await asyncio.sleep(SETTLE_S + 2)
-            for pair in range(options.pairs + 1):
-                rates = {}
-                for updates in (True, False) if pair % 2 else (False, True):
-                    rates[updates] = await window(reports, learner, options, updates=updates)
+            await asyncio.sleep(options.settle)
+            for number in range(options.rounds + 1):
+                now: dict[str, float] = {}
+                order = list(itertools.permutations(rates))[number % 6]
+                for arm in order:
+                    now[arm] = await window(reports, options.every, options.window, happens[arm])
                     for task in load.tasks:
                         if task.done():
                             task.result()
-                lost = 1 - rates[True] / rates[False]
-                print(f"pair {pair or 'warm-up'}  {rates[False]:.0f} tokens/s, with updates {rates[True]:.0f}  lost {lost:.3f}")
-                if pair:
-                    losses.append(lost)
+                said = "  ".join(f"{arm} {rate:.0f}" for arm, rate in sorted(now.items()))
+                print(f"round {number or 'warm-up'}  tokens/s: {said}  lost {1 - now['updates'] / now['nothing']:.3f}", flush=True)
+                for arm, rate in now.items() if number else ():
+                    rates[arm].append(rate)
         finally:
             for task in load.tasks:
                 task.cancel()
             await asyncio.gather(*load.tasks, return_exceptions=True)
             reports.close()
             await learner.sender.close()
-    low, high = interval(losses)
+            await asyncio.to_thread(movers.close)
     return {
         "engine": options.engine,
-        "tokens_lost_share": round(median(losses), 4),
-        "tokens_lost_share_interval": [round(low, 4), round(high, 4)],
+        **lost("tokens_lost_share", rates["updates"], rates["nothing"]),
+        **lost("moved_lost_share", rates["moved"], rates["nothing"]),
+        **lost("own_lost_share", rates["updates"], rates["moved"]),
         "pause_ms": round(1000 * median(list(reports.pauses.values())), 2),
         "transfer_ms": round(1000 * median(list(reports.transfers.values())), 2),
+        "load_ms": round(1000 * median(list(reports.loads.values())), 2),
+        "tokens_per_s": round(median(rates["nothing"])),
         "updates": len(reports.pauses),
         "versions_seen": len(load.versions),
-        "model_mib": round(sum(p.numel() * 4 for p in model.parameters()) / 2**20, 1),
-        "pairs": options.pairs,
+        "model_mib": round(size_bytes / 2**20, 1),
+        "pairs": options.rounds,
     }
+
+
+def lost(name: str, rates: Sequence[float], others: Sequence[float]) -> dict[str, Any]:
+    """Median of what is missing of the others, round by round, and its interval."""
+    shares = [1 - rate / other for rate, other in zip(rates, others, strict=True)]
+    return {name: round(median(shares), 4), f"{name}_interval": [round(bound, 4) for bound in interval(shares)]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", default="vllm")
-    parser.add_argument("--pairs", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--every", type=float, default=2.0)
     parser.add_argument("--window", type=float, default=8.0)
+    parser.add_argument("--settle", type=float, default=12.0)
     parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--length", type=int, default=192)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--threads", type=int, default=1)

@@ -7,14 +7,34 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 from broker.errors import ConfigError
+from rollout.config import RolloutSection
+from rollout.engines.base import Engine, TappedEngine
 from text.openai import keys
 from text.openai.desk import Handle, Served
 from text.openai.server import HttpServer
 from text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
+
+
+def served_by(engine: Engine, section: RolloutSection, run_model: str, state: Callable[[], str]) -> Served:
+    """What clients are told of a server and its engine.
+
+    Args:
+        run_model: what the run started from.
+        state: ``serving``, or why not.
+    """
+    return Served(
+        model=section.policy,
+        path=section.model_path or run_model,
+        max_context_tokens=section.max_context_tokens,
+        state=state,
+        policy_version=lambda: engine.policy_version,
+        top_logprobs=isinstance(engine, TappedEngine) and engine.tells_top,
+    )
 
 
 async def open_http(handle: Handle, served: Served, *, bind: str, port: int, trust_remote_code: bool) -> HttpServer:

@@ -23,10 +23,11 @@ from broker.errors import UserError
 from rollout import replicas
 from rollout.config import ACTOR, RolloutSection
 from rollout.engines import ENGINES
-from rollout.engines.base import Engine, EngineConfig, Output
+from rollout.engines.base import Engine, EngineConfig, Output, TappedEngine
 from rollout.meter import Meter
 from rollout.options import own_section
 from text.config import check_model_path
+from text.openai.pieces import Tap
 from text.openai.problems import ENGINE_FAILED
 
 if TYPE_CHECKING:
@@ -150,14 +151,20 @@ class Service:
             await self._http.close()
         await self._engine.close()
 
-    async def handle(self, request: wire.GenerateRequest) -> wire.GenerateReply:
-        """Answer one request; while draining, with nothing, so that the asker goes elsewhere."""
+    async def handle(self, request: wire.GenerateRequest, tap: Tap | None = None, /) -> wire.GenerateReply:
+        """Answer one request; while draining, with nothing, so that the asker goes elsewhere.
+
+        Args:
+            tap: hears of the tokens meanwhile, where the engine tells.
+        """
         if self._draining:
             return self._reply(request, Output(finish_reason="abort"))
         began = time.monotonic()
         self._outstanding.add(request.request_id)
         self._idle.clear()
         try:
+            if tap is not None and isinstance(self._engine, TappedEngine):
+                return self._reply(request, await self._engine.generate(request, tap))
             return self._reply(request, await self._engine.generate(request))
         except RuntimeError as error:
             return self._reply(request, Output(error=f"{ENGINE_FAILED}: {error}"))
@@ -202,18 +209,11 @@ class Service:
         return {"state": self._state()} | ({"last_error": problem} if problem else {})
 
     async def _open_http(self, port: int) -> HttpServer:
-        from rollout.http import open_http  # off by default, so not imported by all
-        from text.openai.desk import Served
+        from rollout.http import open_http, served_by  # off by default, so not imported by all
 
-        model = self._member.spec.config.get("model") or {}
-        served = Served(
-            model=self._section.policy,
-            path=self._section.model_path or self._member.spec.model_path,
-            max_context_tokens=self._section.max_context_tokens,
-            state=self._state,
-            policy_version=lambda: self._engine.policy_version,
-        )
-        trust = model.get("trust_remote_code", False)
+        spec = self._member.spec
+        served = served_by(self._engine, self._section, spec.model_path, self._state)
+        trust = (spec.config.get("model") or {}).get("trust_remote_code", False)
         return await open_http(self.handle, served, bind=self._broker.bind, port=port, trust_remote_code=trust)
 
     async def _follow_weights(self) -> None:

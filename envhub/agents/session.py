@@ -17,6 +17,7 @@ from text.growth import Conversation
 from text.openai import tools
 from text.openai.bodies import Body, ChatBody, ChatMessage, CompletionBody
 from text.openai.desk import Served
+from text.openai.pieces import Tap
 from text.openai.problems import Problem
 from text.openai.server import REPLY_ID_CHARS
 from text.tokenizer import Tokenizer
@@ -106,8 +107,8 @@ class Session:
                     return {"role": "assistant", "content": text}
         return plain
 
-    async def handle(self, ask: wire.GenerateRequest) -> wire.GenerateReply:
-        """One turn of the policy."""
+    async def handle(self, ask: wire.GenerateRequest, tap: Tap | None = None, /) -> wire.GenerateReply:
+        """One turn of the policy, which a server gives whole."""
         if self._begun >= self._section.max_turns:
             self.refused = self.refused or "truncated"
             raise Problem(400, f"the episode's {self._section.max_turns} calls are used up", code="max_turns")

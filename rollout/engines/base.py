@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Final, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from broker import wire
 from rollout.config import RolloutSection
+from text.openai.pieces import Tap
 
 if TYPE_CHECKING:
     import torch
@@ -163,6 +164,17 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Abort what runs and free everything; idempotent."""
+        ...
+
+
+@runtime_checkable
+class TappedEngine(Protocol):
+    """An engine that tells of tokens as they are sampled, to a listener in the same process. An engine need not be one."""
+
+    tells_top: bool  # whether it knows the likeliest tokens at each place
+
+    async def generate(self, request: wire.GenerateRequest, tap: Tap | None = None) -> Output:
+        """See ``Engine``. The pieces told, one after the other, are what the output holds, unless it is an error."""
         ...
 
 

@@ -18,6 +18,7 @@ from broker import wire
 from rollout.engines.base import NO_VERSION, EngineConfig, Output, Stats, UpdateMode
 from rollout.engines.hf_core import Core
 from rollout.engines.memory import keep_freed_memory
+from text.openai.pieces import Piece, Tap
 
 T = TypeVar("T")
 Command = Callable[[Core], None]
@@ -31,11 +32,13 @@ class HFEngine:
     """
 
     has_weights = True
+    tells_top = True
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._waiting: dict[str, asyncio.Future[Output]] = {}
+        self._taps: dict[str, Tap] = {}
         self._core: Core | None = None
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop
@@ -57,7 +60,7 @@ class HFEngine:
             await self.close()
             raise
 
-    async def generate(self, request: wire.GenerateRequest) -> Output:
+    async def generate(self, request: wire.GenerateRequest, tap: Tap | None = None) -> Output:
         if self._ended.done():
             raise RuntimeError("the engine has stopped")
         if request.request_id in self._waiting:
@@ -67,10 +70,13 @@ class HFEngine:
         future: asyncio.Future[Output] = self._loop.create_future()
         self._waiting[request.request_id] = future
         now = time.monotonic()
-        self._commands.put(lambda core: core.submit(request, now))
+        if tap is not None:
+            self._taps[request.request_id] = tap
+        self._commands.put(lambda core: core.submit(request, now, None if tap is None else tap.top_logprobs))
         try:
             return await future
         finally:
+            self._taps.pop(request.request_id, None)
             if self._waiting.pop(request.request_id, None) is not None:  # nobody waits for it any more
                 self.abort(request.request_id)
 
@@ -156,6 +162,9 @@ class HFEngine:
         core.admit(time.monotonic())
         if core.can_step:
             core.step()
+        if core.told:
+            told, core.told = core.told, []
+            self._post(self._tell, told)
         if core.outbox:
             outputs, core.outbox = core.outbox, []
             self._post(self._deliver, outputs)
@@ -183,6 +192,12 @@ class HFEngine:
             self._loop.call_soon_threadsafe(function, *args)
 
     # --------------------------------------------------------------------------------------- the event loop
+
+    def _tell(self, told: list[tuple[str, Piece]]) -> None:
+        for request_id, piece in told:
+            tap = self._taps.get(request_id)
+            if tap is not None:
+                tap.told(piece)
 
     def _deliver(self, outputs: list[tuple[str, Output]]) -> None:
         for request_id, output in outputs:

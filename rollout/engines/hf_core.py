@@ -19,9 +19,10 @@ from rollout.engines.base import NO_VERSION, EngineConfig, Output, Stats, Update
 from rollout.engines.hf_attention import Segment
 from rollout.engines.hf_model import SlotModel, end_tokens
 from rollout.engines.hf_row import Row
-from rollout.engines.sampling import SamplingBatch, sample, uniforms
+from rollout.engines.sampling import SamplingBatch, likeliest, sample, uniforms
 from rollout.engines.stopping import StopStrings
 from rollout.scheduler import Job, Scheduler
+from text.openai.pieces import Piece
 from text.tokenizer import Tokenizer
 
 MAX_FAILURES: Final = 3  # passes that break one after the other before the engine gives up
@@ -40,6 +41,8 @@ class Core:
             version=config.policy_version,
         )
         self.outbox: list[tuple[str, Output]] = []
+        self.told: list[tuple[str, Piece]] = []  # of requests with a tap, since they were last taken
+        self._taps: dict[str, int] = {}  # requests whose tokens are told, and how many of the likeliest with each
         self._prefill_tokens = section.prefill_tokens
         self._tokenizer = find_tokenizer(config)
         self._end_ids = end_tokens(self.model.model) | frozenset(self._tokenizer.eos_token_ids if self._tokenizer else ())
@@ -62,8 +65,12 @@ class Core:
         """Whether there is anything to compute."""
         return bool(self._rows) and not self._stalled
 
-    def submit(self, request: wire.GenerateRequest, now: float) -> None:
-        """Queue a request; what cannot be run is answered at once."""
+    def submit(self, request: wire.GenerateRequest, now: float, top_logprobs: int | None = None) -> None:
+        """Queue a request; what cannot be run is answered at once.
+
+        Args:
+            top_logprobs: its tokens are told as they come, each with so many of the likeliest; None: they are not.
+        """
         why = problem(request, max_context_tokens=self.model.max_context, vocab_size=self.model.vocab_size)
         if not why and request.sampling.stop and self._tokenizer is None:
             why = "stop strings need a tokenizer, and the model's folder has none"
@@ -75,6 +82,8 @@ class Core:
         tokens = request.token_ids.array()
         expected = request.expected_tokens or request.sampling.max_tokens
         self._requests[request.request_id] = request
+        if top_logprobs is not None:
+            self._taps[request.request_id] = min(top_logprobs, self.model.vocab_size)
         self.scheduler.submit(
             Job(request.request_id, request.conversation_id, tokens, expected, request.min_version, now, now + request.deadline_s)
         )
@@ -217,6 +226,8 @@ class Core:
             return
         tokens, logprobs = self._draw(rows, logits)
         self._generated += len(rows)
+        if self._taps:
+            self._tell(rows, tokens, logprobs, logits)
         for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
             if not math.isfinite(logprob):
                 self.model.attention.wipe(row.job.slot)
@@ -225,6 +236,22 @@ class Core:
             reason = row.add(token, logprob)
             if reason is not None:
                 self._end(row.job, reason)
+
+    @torch.inference_mode()
+    def _tell(self, rows: list[Row], tokens: list[int], logprobs: list[float], logits: torch.Tensor) -> None:
+        """Note what was sampled for those who listen."""
+        tapped = [index for index, row in enumerate(rows) if row.job.request_id in self._taps and math.isfinite(logprobs[index])]
+        wanting = [index for index in tapped if self._taps[rows[index].job.request_id]]
+        top: dict[int, list[tuple[int, float]]] = {}
+        if wanting:
+            most = max(self._taps[rows[index].job.request_id] for index in wanting)
+            ids, values = (found.tolist() for found in likeliest(logits[wanting], [rows[index].params for index in wanting], most))
+            for index, row_ids, row_values in zip(wanting, ids, values, strict=True):
+                pairs = zip(row_ids, row_values, strict=True)
+                top[index] = [pair for pair in pairs if math.isfinite(pair[1])][: self._taps[rows[index].job.request_id]]
+        for index in tapped:
+            piece = Piece([tokens[index]], [logprobs[index]], self.version, [top[index]] if index in top else ())
+            self.told.append((rows[index].job.request_id, piece))
 
     @torch.inference_mode()
     def _draw(self, rows: list[Row], logits: torch.Tensor) -> tuple[list[int], list[float]]:
@@ -249,6 +276,7 @@ class Core:
 
     def _answer(self, request_id: str, output: Output) -> None:
         self._requests.pop(request_id, None)
+        self._taps.pop(request_id, None)
         self._finished[output.finish_reason] += 1
         self.outbox.append((request_id, output))
 

@@ -9,6 +9,7 @@ import os
 import random
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Final
 
 from broker import wire
@@ -18,6 +19,7 @@ from rollout.engines.base import EngineConfig, Output, Stats
 from rollout.engines.stopping import StopStrings
 from rollout.engines.weightless import VERSION, WeightlessEngine
 from text.hub import read_json, tokenizer_folder
+from text.openai.pieces import Piece, Tap
 from text.tokenizer import Tokenizer
 
 _KEY: Final = "model.path"
@@ -32,6 +34,7 @@ class RandomEngine(WeightlessEngine):
     """
 
     name = "random"
+    tells_top = False
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
@@ -49,7 +52,7 @@ class RandomEngine(WeightlessEngine):
             end = end_token(self._tokenizer, path)
             self._choices = [[*self._tokenizer.encode(choice), end] for choice in self._args.choices]
 
-    async def generate(self, request: wire.GenerateRequest) -> Output:
+    async def generate(self, request: wire.GenerateRequest, tap: Tap | None = None) -> Output:
         if (refused := self._refused(request, self._running)) is not None:
             return refused
         aborted = self._running[request.request_id] = asyncio.Event()
@@ -57,7 +60,7 @@ class RandomEngine(WeightlessEngine):
         if len(self._running) == 1:
             self._busy_since = time.monotonic()
         try:
-            return self._count(await self._produce(request, deadline, aborted))
+            return self._count(await self._produce(request, deadline, aborted, tap))
         finally:
             del self._running[request.request_id]
             if not self._running:
@@ -82,11 +85,14 @@ class RandomEngine(WeightlessEngine):
             event.set()
         self._closed.set()
 
-    async def _produce(self, request: wire.GenerateRequest, deadline: float, aborted: asyncio.Event) -> Output:
+    async def _produce(self, request: wire.GenerateRequest, deadline: float, aborted: asyncio.Event, tap: Tap | None) -> Output:
         """The whole reply is drawn first; the delay is then spent on it, and what it had no time for is cut off."""
         tokens, logprobs, reason = self._draw(request)
         allowed = len(tokens)
-        if self._args.delay_s:
+        if tap is not None:
+            pieces = [Piece([token], [logprob], VERSION) for token, logprob in zip(tokens, logprobs, strict=True)]
+            allowed = await self._tell(pieces, deadline, aborted, tap)
+        elif self._args.delay_s:
             began = time.monotonic()
             need = self._args.delay_s * len(tokens)
             with contextlib.suppress(TimeoutError):
@@ -96,6 +102,19 @@ class RandomEngine(WeightlessEngine):
             reason = "abort" if aborted.is_set() else "deadline"
             tokens, logprobs = tokens[:allowed], logprobs[:allowed]
         return Output(tokens, logprobs, [(VERSION, len(tokens))] if tokens else [], reason)
+
+    async def _tell(self, pieces: Sequence[Piece], deadline: float, aborted: asyncio.Event, tap: Tap) -> int:
+        """Tell them one by one, each after its delay; how many there was time for."""
+        due = time.monotonic()
+        for count, piece in enumerate(pieces):
+            due += self._args.delay_s
+            with contextlib.suppress(TimeoutError):
+                if (left := min(due, deadline) - time.monotonic()) > 0:
+                    await asyncio.wait_for(aborted.wait(), left)
+            if aborted.is_set() or due > deadline:
+                return count
+            tap.told(piece)
+        return len(pieces)
 
     def _draw(self, request: wire.GenerateRequest) -> tuple[list[int], list[float], wire.FinishReason]:
         sampling = request.sampling

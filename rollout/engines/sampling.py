@@ -110,6 +110,27 @@ def sample(logits: torch.Tensor, batch: SamplingBatch, uniform: torch.Tensor) ->
     return tokens, chosen
 
 
+def likeliest(logits: torch.Tensor, params: Sequence[SamplingParams], k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k likeliest tokens of each row and their logprobs under the distribution it is drawn from; at temperature 0, at temperature 1.
+
+    Args:
+        logits: (n, vocabulary), as for ``sample``.
+        params: of the n rows.
+
+    Returns:
+        Tokens (n, k) int64 and logprobs (n, k) float32, falling; -inf for tokens that the row's cut-offs leave out.
+    """
+    batch = SamplingBatch.of(params, logits.device)
+    logits = logits.float()
+    logprobs = (logits if batch.temperature is None else logits / batch.temperature).log_softmax(-1)
+    values, tokens = logprobs.topk(k, dim=-1, sorted=True)
+    if batch.filtered is not None:
+        width = min(max(_CANDIDATES, batch.max_top_k, k), logprobs.shape[-1])
+        kept, order = _kept(logprobs[batch.filtered], batch, width)
+        values[batch.filtered], tokens[batch.filtered] = kept.log_softmax(-1)[:, :k], order[:, :k]
+    return tokens, values
+
+
 def _draw(logprobs: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Invert the cumulative distribution; in float64, or a long tail of small probabilities is rounded away."""
     cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""A rollout server's HTTP API in this process: the real service, engine random, no broker."""
+"""A rollout server's HTTP API in this process: the real service, an engine in this process, no broker."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ import aiohttp
 
 from broker import wire
 from broker.process import Member
+from broker.registry import resolve
 from rollout.config import RolloutSection
+from rollout.engines import ENGINES
 from rollout.engines.base import EngineConfig
-from rollout.engines.random import RandomEngine
+from rollout.http import served_by
 from rollout.service import Service
-from text.openai.desk import Served
 from text.openai.server import HttpServer
 from text.tokenizer import Tokenizer
 
@@ -30,8 +31,9 @@ class Api:
     """The server, what is behind it, and a client that knows its key."""
 
     service: Service
-    engine: RandomEngine
+    engine: Any
     tokenizer: Tokenizer
+    server: HttpServer
     address: str
     client: aiohttp.ClientSession
 
@@ -43,19 +45,21 @@ class Api:
 
 
 @asynccontextmanager
-async def api(model_path: str, *, max_context_tokens: int = 128, state: str = "serving", **engine_args: Any) -> AsyncIterator[Api]:
-    section = RolloutSection(engine="random", max_running=4, max_context_tokens=max_context_tokens, engine_args=engine_args)
+async def api(
+    model_path: str, *, engine: str = "random", max_context_tokens: int = 128, state: str = "serving", **engine_args: Any
+) -> AsyncIterator[Api]:
+    section = RolloutSection(engine=engine, max_running=4, max_context_tokens=max_context_tokens, engine_args=engine_args, num_threads=1)
     spec = wire.RunSpec(run="r", wire_version=wire.WIRE_VERSION, epoch=0, config={}, model_path=model_path)
-    engine = RandomEngine(EngineConfig(model_path, section))
+    running = resolve("engines", engine, ENGINES)(EngineConfig(model_path, section, device="cpu", policy_version=0))
     member = cast(Member, SimpleNamespace(spec=spec, bus=None, id="s1", poke=lambda: None))
-    service, tokenizer = Service(member, section, engine), Tokenizer.load(model_path)
-    served = Served("actor", model_path, max_context_tokens, lambda: state, lambda: engine.policy_version)
+    service, tokenizer = Service(member, section, running), Tokenizer.load(model_path)
+    served = served_by(running, section, model_path, lambda: state)
     server = HttpServer.with_key(service.handle, tokenizer, served, KEY)
-    await engine.start()
+    await running.start()
     await server.start("127.0.0.1", 0)
     try:
         async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {KEY}"}) as client:
-            yield Api(service, engine, tokenizer, server.address, client)
+            yield Api(service, running, tokenizer, server, server.address, client)
     finally:
         await server.close()
         await service.close()

@@ -59,7 +59,8 @@ def chat(**fields: Any) -> ChatBody:
             "messages.0.tool_calls.0.function.arguments: '[]' is not allowed; value error, the arguments must be a JSON object",
         ),
         ({"presence_penalty": 0.5}, "presence_penalty", "presence_penalty is not supported by this server"),
-        ({"top_logprobs": 5}, "top_logprobs", "top_logprobs is not supported by this server"),
+        ({"top_logprobs": 5}, "top_logprobs", "top_logprobs: 5 is not allowed without logprobs: true"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", "top_logprobs: 21 is not allowed; input should be less than or equal"),
         ({"temprature": 1}, "temprature", "temprature is not supported by this server"),
     ],
 )

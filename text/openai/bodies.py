@@ -18,6 +18,7 @@ B = TypeVar("B", bound="Body")
 MOST_CHOICES: Final = 256  # of one request, over all its prompts
 DEADLINE_S: Final = 600.0
 COMPLETION_TOKENS: Final = 16  # OpenAI's default for /v1/completions
+MOST_TOP_LOGPROBS: Final = 20  # OpenAI's own limit
 
 # Said about the client and not about the output.
 _IGNORED: Final = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_retention", "request_id"})
@@ -30,7 +31,7 @@ _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
-    "top_logprobs": (0,),
+    "top_logprobs": (0,),  # of a completion; a chat has them
     "response_format": ({"type": "text"},),
     "functions": ([],),
     "tools": ([],),  # of a completion; a chat has them
@@ -156,6 +157,15 @@ class Body(_Strict):
     deadline_s: Annotated[float, Field(gt=0, le=86400)] = DEADLINE_S  # then the output so far comes
 
     @property
+    def wants_logprobs(self) -> bool:
+        return False
+
+    @property
+    def wanted_top(self) -> int:
+        """How many of the likeliest tokens are asked for at each place."""
+        return 0
+
+    @property
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
@@ -166,8 +176,17 @@ class ChatBody(Body):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: PositiveInt | None = None
     logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] = 0
     tools: list[Offered] = []
     tool_choice: Literal["none", "auto"] = "auto"
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs
+
+    @property
+    def wanted_top(self) -> int:
+        return self.top_logprobs
 
     @property
     def offered(self) -> list[dict[str, Any]]:
@@ -176,10 +195,18 @@ class ChatBody(Body):
 
 
 class CompletionBody(Body):
-    """/v1/completions; ``logprobs`` is of the sampled tokens alone, whatever the number."""
+    """/v1/completions; ``logprobs`` is how many of the likeliest tokens to tell at each place, beside the logprob of the sampled one."""
 
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
-    logprobs: Annotated[int, Field(ge=0, le=1)] | bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | bool | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs is not None and self.logprobs is not False
+
+    @property
+    def wanted_top(self) -> int:
+        return 0 if isinstance(self.logprobs, bool) else self.logprobs or 0
 
     def prompts(self) -> list[str] | list[list[int]]:
         """Each as text, or each as token ids."""
@@ -210,6 +237,8 @@ def parse(raw: bytes, model: type[B]) -> B:
         raise _problem(error) from None
     _check_extra(body.model_extra, "")
     if isinstance(body, ChatBody):
+        if body.top_logprobs and not body.logprobs:
+            raise Problem(400, f"top_logprobs: {body.top_logprobs} is not allowed without logprobs: true", param="top_logprobs")
         for number, message in enumerate(body.messages):
             _check_extra(message.model_extra, f"messages.{number}.", ignored=frozenset({"name", "refusal"}))
     return body

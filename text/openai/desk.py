@@ -10,10 +10,15 @@ from typing import Protocol
 from broker import wire
 from broker.errors import ConfigError
 from text.openai.bodies import Body, ChatBody, CompletionBody
+from text.openai.pieces import Tap
 from text.openai.problems import Problem
 from text.tokenizer import Tokenizer
 
-Handle = Callable[[wire.GenerateRequest], Awaitable[wire.GenerateReply]]
+
+class Handle(Protocol):
+    """Samples one choice, and tells a tap of it meanwhile where the engine can; else the tap hears nothing."""
+
+    def __call__(self, request: wire.GenerateRequest, tap: Tap | None = None, /) -> Awaitable[wire.GenerateReply]: ...
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,7 @@ class Served:
         state: ``serving``, or why not yet or no more.
         policy_version: newest version held.
         any_model: whether a client may name whatever model it likes, and gets this one.
+        top_logprobs: whether the likeliest tokens at each place can be told.
     """
 
     model: str
@@ -35,6 +41,7 @@ class Served:
     state: Callable[[], str]
     policy_version: Callable[[], int]
     any_model: bool = False
+    top_logprobs: bool = False
 
 
 class Desk(Protocol):
@@ -50,8 +57,8 @@ class Desk(Protocol):
         """
         ...
 
-    async def handle(self, ask: wire.GenerateRequest) -> wire.GenerateReply:
-        """Samples one choice.
+    async def handle(self, ask: wire.GenerateRequest, tap: Tap | None = None, /) -> wire.GenerateReply:
+        """Samples one choice; see ``Handle``.
 
         Raises:
             Problem: it cannot be had.
@@ -69,8 +76,8 @@ class OneDesk:
     def __init__(self, handle: Handle, tokenizer: Tokenizer, served: Served) -> None:
         self._handle, self.served, self._tokenizer = handle, served, tokenizer
 
-    async def handle(self, ask: wire.GenerateRequest) -> wire.GenerateReply:
-        return await self._handle(ask)
+    async def handle(self, ask: wire.GenerateRequest, tap: Tap | None = None, /) -> wire.GenerateReply:
+        return await self._handle(ask, tap)
 
     async def prompts(self, body: Body) -> list[Sequence[int]]:
         if isinstance(body, ChatBody):

@@ -11,6 +11,7 @@ from typing import Any
 from broker import wire
 from text.openai import tools
 from text.openai.bodies import Body, ChatBody
+from text.openai.pieces import Top
 from text.tokenizer import Tokenizer
 
 
@@ -22,11 +23,13 @@ class Choice:
         index: among the choices of the request.
         prompt: token ids.
         reply: what the engine sampled.
+        top: the likeliest tokens at the place of each; empty where none were asked for.
     """
 
     index: int
     prompt: Sequence[int]
     reply: wire.GenerateReply
+    top: Sequence[Top] = ()
 
 
 class Writer:
@@ -48,42 +51,24 @@ class Writer:
 
     def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """The answer in one piece."""
-        kind = "chat.completion" if self._chat else "text_completion"
-        made = [self._choice(one, streamed=False) for one in choices]
-        return self._object(kind, made) | self._of_prompt(choices) | {"usage": usage(choices), "policy_version": newest(choices)}
+        made = self.object("chat.completion" if self._chat else "text_completion", [self._choice(one) for one in choices])
+        if self._chat and self._body.return_token_ids:  # a conversation is one prompt; those of a completion stand with their choices
+            made["prompt_token_ids"] = list(choices[0].prompt)
+        return made | {"usage": usage(choices), "policy_version": newest(choices)}
 
-    def chunks(self, choice: Choice) -> list[dict[str, Any]]:
-        """The pieces of one finished choice: all that was said, then how it ended."""
-        kind = "chat.completion.chunk" if self._chat else "text_completion"
-        said = self._choice(choice, streamed=True)
-        last: dict[str, Any] = {"index": choice.index, "logprobs": None, "finish_reason": said["finish_reason"]}
-        last["delta" if self._chat else "text"] = {} if self._chat else ""
-        first = self._object(kind, [said | {"finish_reason": None}]) | self._of_prompt([choice])
-        return [piece | {"policy_version": choice.reply.policy_version} for piece in (first, self._object(kind, [last]))]
-
-    def usage_chunk(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """What ``stream_options.include_usage`` asks for."""
-        return self._object("chat.completion.chunk" if self._chat else "text_completion", []) | {"usage": usage(choices)}
-
-    def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """What whole answers and the events of a stream have in common."""
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model, "choices": choices}
 
-    def _of_prompt(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """A conversation is one prompt; the prompts of a completion stand with their choices."""
-        return {"prompt_token_ids": list(choices[0].prompt)} if self._chat and self._body.return_token_ids else {}
-
-    def _choice(self, choice: Choice, *, streamed: bool) -> dict[str, Any]:
+    def _choice(self, choice: Choice) -> dict[str, Any]:
         ids = choice.reply.token_ids.array().tolist()
-        text, calls = self._said(ids, choice)
-        runs = choice.reply.version_runs.array().reshape(-1, 2).tolist()
-        made: dict[str, Any] = {"index": choice.index, "finish_reason": choice.reply.finish_reason, "version_runs": runs}
-        made["logprobs"] = self._logprobs(ids, choice.reply.logprobs.array().tolist())
+        text, calls = self.said(choice)
+        made: dict[str, Any] = {"index": choice.index, "finish_reason": choice.reply.finish_reason, "version_runs": runs_of(choice.reply)}
+        made["logprobs"] = self.logprobs(ids, choice.reply.logprobs.array().tolist(), choice.top)
         if self._chat:
-            message: dict[str, Any] = {"role": "assistant", "content": text}
-            made["delta" if streamed else "message"] = message
+            made["message"] = {"role": "assistant", "content": text}
             if calls:
-                message["tool_calls"] = [{"index": n} | one if streamed else one for n, one in enumerate(calls)]
-                message["content"] = text or None
+                made["message"] |= {"tool_calls": calls, "content": text or None}
                 made["finish_reason"] = "tool_calls"
         else:
             made["text"] = text
@@ -93,9 +78,9 @@ class Writer:
                 made["prompt_token_ids"] = list(choice.prompt)
         return made
 
-    def _said(self, ids: Sequence[int], choice: Choice) -> tuple[str, list[dict[str, Any]]]:
-        """Its words and its tool calls."""
-        reason = choice.reply.finish_reason
+    def said(self, choice: Choice) -> tuple[str, list[dict[str, Any]]]:
+        """Words and tool calls of a finished choice."""
+        ids, reason = choice.reply.token_ids.array().tolist(), choice.reply.finish_reason
         if isinstance(self._body, ChatBody) and self._body.offered and reason == "stop":
             spelled = tools.spelling(self._tokenizer)
             text, calls = tools.split(tools.said(self._tokenizer, ids), spelled, tools.prefix_of(self._reply_id, choice.index))
@@ -111,20 +96,34 @@ class Writer:
         text = self._tokenizer.decode(ids)
         return text[: min((at for stop in self._body.stops if (at := text.find(stop)) >= 0), default=len(text))]
 
-    def _logprobs(self, ids: Sequence[int], logprobs: Sequence[float]) -> Mapping[str, Any] | None:
-        """One entry for each token id, the one that ended the output included."""
-        asked = getattr(self._body, "logprobs", None)
-        if asked is None or asked is False:
+    def logprobs(self, ids: Sequence[int], logprobs: Sequence[float], top: Sequence[Top] = (), start: int = 0) -> Mapping[str, Any] | None:
+        """One entry for each token id, the one that ended the output included; None where the client wants none.
+
+        Args:
+            top: see ``Choice``.
+            start: characters that the tokens before these print.
+        """
+        if not self._body.wants_logprobs:
             return None
-        tokens = [self._tokenizer.decode([one], skip_special_tokens=False) for one in ids]
+        tokens = [self._token(one) for one in ids]
         if self._chat:
             content = [
-                {"token": token, "logprob": logprob, "bytes": _bytes(token), "top_logprobs": []}
-                for token, logprob in zip(tokens, logprobs, strict=True)
+                _entry(token, logprob) | {"top_logprobs": [_entry(self._token(one), value) for one, value in likeliest]}
+                for token, logprob, likeliest in itertools.zip_longest(tokens, logprobs, top or [()] * len(tokens))
             ]
             return {"content": content, "refusal": None}
-        offsets = list(itertools.accumulate((len(token) for token in tokens), initial=0))[:-1]
-        return {"tokens": tokens, "token_logprobs": list(logprobs), "top_logprobs": None, "text_offset": offsets}
+        offsets = list(itertools.accumulate((len(token) for token in tokens), initial=start))[:-1]
+        best = [{self._token(one): value for one, value in reversed(likeliest)} for likeliest in top] or None
+        return {"tokens": tokens, "token_logprobs": list(logprobs), "top_logprobs": best, "text_offset": offsets}
+
+    def _token(self, one: int) -> str:
+        return self._tokenizer.decode([one], skip_special_tokens=False)
+
+
+def runs_of(reply: wire.GenerateReply) -> list[list[int]]:
+    """Pairs (policy version, number of tokens)."""
+    pairs: list[list[int]] = reply.version_runs.array().reshape(-1, 2).tolist()
+    return pairs
 
 
 def usage(choices: Sequence[Choice]) -> dict[str, Any]:
@@ -143,6 +142,10 @@ def usage(choices: Sequence[Choice]) -> dict[str, Any]:
 def newest(choices: Sequence[Choice]) -> int:
     """The server's policy version when the last choice was answered."""
     return max(choice.reply.policy_version for choice in choices)
+
+
+def _entry(token: str, logprob: float) -> dict[str, Any]:
+    return {"token": token, "logprob": logprob, "bytes": _bytes(token)}
 
 
 def _bytes(token: str) -> list[int] | None:

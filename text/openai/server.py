@@ -9,17 +9,20 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Final
 
 from aiohttp import web
 
 from broker import wire
 from text.openai import keys, tools
 from text.openai.bodies import COMPLETION_TOKENS, MOST_CHOICES, Body, ChatBody, CompletionBody, parse
+from text.openai.chunks import Chunks
 from text.openai.desk import Desk, Handle, OneDesk, Served
 from text.openai.problems import ENGINE_FAILED, Problem
 from text.openai.replies import Choice, Writer
+from text.openai.streaming import Feed, Stream
 from text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -47,8 +50,8 @@ _connections.addFilter(_OneLine())
 class HttpServer:
     """/v1/chat/completions, /v1/completions, /v1/models and /health.
 
-    A client that disconnects aborts its request. Engines give whole outputs, so a stream brings each choice in one piece, as soon
-    as that one is complete.
+    A client that disconnects aborts its request. A stream brings tokens as the engine tells of them; those of an engine that gives
+    whole outputs come in one piece.
 
     Args:
         tokenizer: of the model served.
@@ -157,49 +160,42 @@ class HttpServer:
     async def _generate(self, request: web.Request, body: Body, limit: int | None, hint: str) -> web.StreamResponse:
         desk = self._desk_of(request)
         _check_model(body, desk.served)
+        _check_top(body, desk.served)
         prompts = await desk.prompts(body)
         _check_prompts(body, prompts, desk.served)
         reply_id = secrets.token_hex(REPLY_ID_CHARS // 2)
         conversation = body.prompt_cache_key or (hashlib.sha256(hint.encode()).hexdigest() if hint else reply_id)
         most = min(limit or desk.served.max_context_tokens, desk.served.max_context_tokens)
         asks = [_ask(body, prompts, index, most, reply_id, conversation) for index in range(len(prompts) * body.n)]
-        tasks = [asyncio.create_task(_one(desk, index, prompts[index // body.n], ask)) for index, ask in enumerate(asks)]
+        news = asyncio.Event()
+        feeds = [Feed(news, body.wanted_top if desk.served.top_logprobs else 0) for _ in asks]
         writer = Writer(body, self._tokenizer, desk.served.model, reply_id)
+        given = [prompts[index // body.n] for index in range(len(asks))]
+        # A task keeps what it was told of; a stream takes that out as it comes.
+        one = _one if body.stream else _heard
+        tasks = [asyncio.create_task(one(desk, index, given[index], ask, feeds[index])) for index, ask in enumerate(asks)]
         try:
             if body.stream:
-                return await self._stream(request, body, tasks, writer)
+                chunks = [Chunks(body, self._tokenizer, writer, index, prompt) for index, prompt in enumerate(given)]
+                return await Stream(body, writer, feeds, tasks, chunks, news).send(request)
             return web.json_response(writer.whole(await asyncio.gather(*tasks)))
         finally:  # the client left, or one choice failed: nobody wants the others
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _stream(self, request: web.Request, body: Body, tasks: Sequence[asyncio.Task[Choice]], writer: Writer) -> web.StreamResponse:
-        """Server-sent events. They begin with the first choice, so that a request that fails at once has its status."""
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        choices: list[Choice] = []
-        for next_one in asyncio.as_completed(tasks):
-            try:
-                choices.append(await next_one)
-            except Problem as problem:
-                if not response.prepared:
-                    raise
-                await _event(response, problem.body)  # the status is sent; there is no [DONE] behind it
-                return response
-            if not response.prepared:
-                await response.prepare(request)
-            for chunk in writer.chunks(choices[-1]):
-                await _event(response, chunk)
-        if body.stream_options.include_usage:
-            await _event(response, writer.usage_chunk(choices))
-        await response.write(b"data: [DONE]\n\n")
-        await response.write_eof()
-        return response
-
 
 def _check_model(body: Body, served: Served) -> None:
     if not served.any_model and body.model not in (None, served.model, served.path):
         raise Problem(404, f"there is no model {body.model!r} here, only {served.model!r}", param="model", code="model_not_found")
+
+
+def _check_top(body: Body, served: Served) -> None:
+    """A completion's ``logprobs: 1`` is how clients ask for the logprobs of what was sampled, and those are always known."""
+    if not served.top_logprobs and body.wanted_top > (1 if isinstance(body, CompletionBody) else 0):
+        param = "top_logprobs" if isinstance(body, ChatBody) else "logprobs"
+        message = f"{param}: {body.wanted_top} is not supported by this server; its engine tells the logprobs of the sampled tokens alone"
+        raise Problem(400, message, param=param, code="unsupported_parameter")
 
 
 def _check_prompts(body: Body, prompts: Sequence[Sequence[int]], served: Served) -> None:
@@ -236,14 +232,22 @@ def _ask(
     )
 
 
-async def _one(desk: Desk, index: int, prompt: Sequence[int], ask: wire.GenerateRequest) -> Choice:
+async def _heard(desk: Desk, index: int, prompt: Sequence[int], ask: wire.GenerateRequest, feed: Feed) -> Choice:
+    """One choice with what was told of it beside the reply."""
+    if not feed.tap.top_logprobs:
+        return await _one(desk, index, prompt, ask)
+    choice = await _one(desk, index, prompt, ask, feed)
+    return replace(choice, top=[one for piece in feed.take() for one in piece.top])
+
+
+async def _one(desk: Desk, index: int, prompt: Sequence[int], ask: wire.GenerateRequest, feed: Feed | None = None) -> Choice:
     """One choice.
 
     Raises:
         Problem: it has no output. What was cut short is an answer whose finish_reason says so.
     """
     try:
-        reply = await desk.handle(ask)
+        reply = await desk.handle(ask, feed.tap if feed is not None else None)
     except Problem:
         raise
     except Exception:
@@ -256,10 +260,6 @@ async def _one(desk: Desk, index: int, prompt: Sequence[int], ask: wire.Generate
             raise Problem(503, f"the server is {desk.served.state()} and aborted the request; ask again")
         raise Problem(504, f"nothing was sampled within deadline_s={ask.deadline_s:g}", param="deadline_s")
     return Choice(index, prompt, reply)
-
-
-async def _event(response: web.StreamResponse, value: dict[str, Any]) -> None:
-    await response.write(f"data: {json.dumps(value)}\n\n".encode())
 
 
 def _answer(problem: Problem) -> web.Response:
