@@ -1,12 +1,12 @@
 """What new weights in flight cost a server: tokens lost, how long generation stands still, how long a transfer takes.
 
-    make vllm-env && .venv-vllm/bin/python -m bench.update [--engine vllm] [--rounds 9] [--every 2] [--window 8]
+    make vllm-env && .venv-vllm/bin/python -m bench.update [--engine vllm] [--rounds 15] [--every 2] [--window 4] [--moved]
 
 A rollout server as its own process follows a sender of weights on a private nats-server, as a learner is one, while this process keeps
 ``--requests`` requests in flight, as hubs do: all of one length and evenly spread over it, so that any second is like any other. Windows of
-time take turns: nothing happens in one; new weights are sent every ``--every`` seconds in the next; in the third two processes that have
-nothing to do with the server broadcast as many bytes between them as often (``bench.update_bare``), which shows what moving bytes takes
-from the server by being done on the same cores and memory.
+time take turns: nothing happens in one; new weights are sent every ``--every`` seconds in the next; with ``--moved`` there is a third in
+which two processes that have nothing to do with the server broadcast as many bytes between them as often (``bench.update_bare``): what
+moving bytes takes from a server by being done on the same cores and memory.
 
 ``tokens_lost_share``: 1 - tokens a second with updates / without, the median over the rounds (``*_interval`` as in bench.pairs);
 ``moved_lost_share``: the same of the unrelated bytes; ``own_lost_share``: updates against unrelated bytes; ``pause_ms``: generation
@@ -146,12 +146,12 @@ async def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     vocab_size = make_model(str(folder / "model"), options.hidden, options.layers)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval()
     size_bytes = sum(p.numel() * 4 for p in model.parameters())
-    rates: dict[str, list[float]] = {"nothing": [], "updates": [], "moved": []}
+    rates: dict[str, list[float]] = {"nothing": [], "updates": []} | ({"moved": []} if options.moved else {})
     async with serving(options.engine, folder / "model", folder, options, frozen=False) as served:
         learner, reports, load = Learner(served, model), Reports(served.bus), Load(served, vocab_size, options.length)
         await learner.sender.start()
-        movers = await asyncio.to_thread(Movers, size_bytes)
-        happens = {"nothing": None, "updates": learner.offer, "moved": movers.move}
+        movers = await asyncio.to_thread(Movers, size_bytes) if options.moved else None
+        happens = {"nothing": None, "updates": learner.offer, "moved": movers.move if movers is not None else None}
         try:
             learner.offer()
             async with asyncio.timeout(120):
@@ -161,8 +161,8 @@ async def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
             await asyncio.sleep(options.settle)
             for number in range(options.rounds + 1):
                 now: dict[str, float] = {}
-                order = list(itertools.permutations(rates))[number % 6]
-                for arm in order:
+                orders = list(itertools.permutations(rates))
+                for arm in orders[number % len(orders)]:
                     now[arm] = await window(reports, options.every, options.window, happens[arm])
                     for task in load.tasks:
                         if task.done():
@@ -177,12 +177,13 @@ async def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
             await asyncio.gather(*load.tasks, return_exceptions=True)
             reports.close()
             await learner.sender.close()
-            await asyncio.to_thread(movers.close)
+            if movers is not None:
+                await asyncio.to_thread(movers.close)
     return {
         "engine": options.engine,
         **lost("tokens_lost_share", rates["updates"], rates["nothing"]),
-        **lost("moved_lost_share", rates["moved"], rates["nothing"]),
-        **lost("own_lost_share", rates["updates"], rates["moved"]),
+        **(lost("moved_lost_share", rates["moved"], rates["nothing"]) if options.moved else {}),
+        **(lost("own_lost_share", rates["updates"], rates["moved"]) if options.moved else {}),
         "pause_ms": round(1000 * median(list(reports.pauses.values())), 2),
         "transfer_ms": round(1000 * median(list(reports.transfers.values())), 2),
         "load_ms": round(1000 * median(list(reports.loads.values())), 2),
@@ -203,9 +204,10 @@ def lost(name: str, rates: Sequence[float], others: Sequence[float]) -> dict[str
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", default="vllm")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--every", type=float, default=2.0)
-    parser.add_argument("--window", type=float, default=8.0)
+    parser.add_argument("--window", type=float, default=4.0)
+    parser.add_argument("--moved", action="store_true")
     parser.add_argument("--settle", type=float, default=12.0)
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--length", type=int, default=192)

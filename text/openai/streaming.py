@@ -7,10 +7,10 @@ when the client has read the one before.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
 from typing import Any, Final
 
+import msgspec
 from aiohttp import web
 
 from text.openai.bodies import Body
@@ -20,6 +20,7 @@ from text.openai.problems import Problem
 from text.openai.replies import Choice, Writer
 
 HEADERS: Final = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+_json: Final = msgspec.json.Encoder()  # twenty times as fast as the standard library's, once for each token
 
 
 class Feed:
@@ -100,4 +101,4 @@ class Stream:
     async def _event(self, request: web.Request, value: dict[str, Any]) -> None:
         if not self._response.prepared:
             await self._response.prepare(request)
-        await self._response.write(f"data: {json.dumps(value)}\n\n".encode())
+        await self._response.write(b"data: " + _json.encode(value) + b"\n\n")
