@@ -1,0 +1,179 @@
+"""Algorithms on one configuration: the same warm start, equal samples, the same held-out tasks, learner and engine in one process.
+
+    python -m bench.learning.compare configs/sokoban.yaml --algorithms grpo,gigpo [--seeds 3] [--every 10] [--out FOLDER] [key=value …]
+
+Each arm is one algorithm with one seed, on one core; it is measured every so many steps and at its end. A finished arm is one file
+in the output folder and is not repeated while its settings are the same. The presets take the place of the configuration's algorithm;
+``key=value`` comes after them. Where one of the algorithms would have prompts of one turn each, set ``domains.<name>.context``, so that
+all have the same. The last line is one JSON object: start, and of each algorithm its seeds, end, 95 % interval, points and core-seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.learning.arm import Arm, measure
+from bench.learning.figures import interval, rate
+from broker.errors import ConfigError, UserError
+from broker.runspec import load, validate
+
+MEASURED = ("train.num_threads=1", "rollout.num_threads=1", "eval.temperature=1.0")
+
+
+class Watched(Arm):
+    """An arm that is measured on its way.
+
+    Attributes:
+        points: step -> solved episodes of each held-out task.
+    """
+
+    def __init__(self, config: dict[str, Any], model_path: str, every: int) -> None:
+        super().__init__(config, model_path)
+        self._every, self.points = every, dict[int, list[int]]()
+
+    async def measure(self) -> None:
+        """Solved episodes by the weights of now."""
+        self.points[self.hub.version] = await self.success()
+
+    async def _step(self) -> None:
+        await super()._step()
+        if self._every and self.hub.version % self._every == 0 and not self.ledger.done:
+            await self.measure()
+
+
+def check_contexts(configs: Sequence[dict[str, Any]]) -> None:
+    """One warm start for all: their prompts must be alike.
+
+    Raises:
+        ConfigError: some would see whole conversations, others one turn at a time.
+    """
+    from broker.config import takes_steps
+
+    estimators = [config["algorithm"]["adv_estimator"] for config in configs]
+    for name, domain in configs[0]["domains"].items():
+        if len({takes_steps(domain["context"], estimator) for estimator in estimators}) > 1:
+            raise ConfigError(f"domains.{name}.context", domain["context"], "full or steps, so that all start from the same model")
+
+
+def warm_start(folder: Path, config_path: str, overrides: Sequence[str]) -> str:
+    """The weights that all arms start from, made once."""
+    from learner.prepare import Preparation, write_config
+
+    config = validate(load(config_path, [*MEASURED, *overrides, "run.name=warm", f"run.dir={folder}"]))
+    write_config(folder / "warm", config)
+    return Preparation(config, (folder / "warm").absolute(), lambda text: print(text, file=sys.stderr, flush=True)).model_path()
+
+
+def run_arm(config: dict[str, Any], model_path: str, every: int) -> dict[str, Any]:
+    """Train and measure; what came of it."""
+    began, cpu = time.monotonic(), time.process_time()
+    arm = Watched(config, model_path, every)
+
+    async def work() -> None:
+        await arm.run()
+        await arm.measure()
+
+    asyncio.run(work())
+    tasks = arm.points[arm.hub.version]
+    return {
+        "solved": tasks,
+        "episodes_per_map": config["eval"]["group_size"],
+        "points": {str(step): sum(solved) / len(solved) / config["eval"]["group_size"] for step, solved in arm.points.items()},
+        "curve": [round(value, 4) for value in arm.curve],
+        "tickets": arm.ledger.counts(),
+        "seconds": round(time.monotonic() - began, 1),
+        "cpu_s": round(time.process_time() - cpu, 1),
+    }
+
+
+def report(start: dict[str, Any], found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Start, and each algorithm's seeds, mean and interval."""
+    rng = np.random.default_rng(0)
+    rows: dict[str, Any] = {"start": round(rate(start), 4)}
+    for name, results in found.items():
+        low, high = interval(results, rng)
+        rows[name] = {
+            "seeds": [round(rate(one), 4) for one in results],
+            "end": round(float(np.mean([rate(one) for one in results])), 4),
+            "interval": [round(low, 4), round(high, 4)],
+            "points": {step: round(float(np.mean([one["points"][step] for one in results])), 4) for step in results[0]["points"]},
+            "cpu_s": round(float(np.mean([one["cpu_s"] for one in results])), 1),
+        }
+    return rows
+
+
+def kept(path: Path, settings: list[str]) -> dict[str, Any] | None:
+    """A result of exactly these settings."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if found.get("settings") == settings else None
+
+
+def keep(path: Path, settings: list[str], found: dict[str, Any]) -> dict[str, Any]:
+    """Write a result down, whole or not at all."""
+    temporary = path.with_suffix(".new")
+    temporary.write_text(json.dumps({"settings": settings, **found}) + "\n", encoding="utf-8")
+    temporary.replace(path)
+    return found
+
+
+def compare(options: argparse.Namespace) -> dict[str, Any]:
+    """Run what is missing."""
+    import torch
+
+    torch.set_num_threads(1)
+    folder: Path = options.out.absolute()
+    names: list[str] = options.algorithms.split(",")
+    arms = [
+        (seed, name, [*MEASURED, f"run.seed={seed}", f"algorithm={name}", *options.overrides])
+        for seed in range(options.seeds)
+        for name in names
+    ]
+    configs = [validate(load(options.config, [*settings, "run.name=arm"])) for _, _, settings in arms]
+    check_contexts(configs)
+    model = warm_start(folder, options.config, options.overrides)
+    first = [*MEASURED, *options.overrides, "eval.group_size=4"]
+    start = kept(folder / "start.json", first)
+    start = start or keep(folder / "start.json", first, measure(validate(load(options.config, [*first, "run.name=arm"])), model))
+    print(f"start {rate(start):.4f}", file=sys.stderr, flush=True)
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    for (seed, name, settings), config in zip(arms, configs, strict=True):
+        path = folder / f"{name}.seed{seed}.json"
+        result = kept(path, settings) or keep(path, settings, run_arm(config, model, options.every))
+        found[name].append(result)
+        print(f"{name} seed {seed}: {result['points']} in {result['seconds']:.0f} s", file=sys.stderr, flush=True)
+    return report(start, found)
+
+
+def main() -> int:
+    """0 when every arm has a result."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.learning.compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config", help="configuration with a warm start")
+    parser.add_argument("overrides", nargs="*", help="key=value, of the configuration")
+    parser.add_argument("--algorithms", default="grpo,gigpo", help="presets, with commas between")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--every", type=int, default=0, help="steps between two measurements; 0: at the end only")
+    parser.add_argument("--out", type=Path, default=Path("runs/compare"), help="where results are kept")
+    try:
+        print(json.dumps(compare(parser.parse_intermixed_args())))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
