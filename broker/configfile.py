@@ -22,6 +22,7 @@ def load(path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Read a YAML file with what it inherits (key ``inherit``: file name or list, relative to it), apply ``key=value`` overrides.
 
     Later files win over earlier ones, the file over what it inherits, overrides over all. Mappings are merged, lists replaced.
+    ``null`` takes a domain out.
     ``algorithm=<name>`` puts the preset ``configs/algorithm/<name>.yaml`` in the section's place; overrides after it change the preset.
 
     Raises:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import difflib
 import hashlib
 import importlib
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import msgspec
-import pydantic
 
 from broker import wire
 from broker.config import DomainSection, Section
 from broker.errors import ConfigError, UserError, WireError
 from broker.jetstream import Bus
+from broker.sections import parse, unknown
 from broker.streams import CONTROL, RUNS, token
 
 __all__ = [
@@ -96,7 +94,7 @@ def validate(config: dict[str, Any], sections: Mapping[str, str] | None = None, 
     sections, checks = SECTIONS if sections is None else sections, CHECKS if checks is None else checks
     for name in config:
         if name not in sections:
-            raise ConfigError(name, config[name], _unknown(name, sections, ""))
+            raise ConfigError(name, config[name], unknown(name, sections, ""))
     checked = {name: _dump_section(name, config.get(name), sections[name]) for name in sections}
     for check in checks:
         _attribute(check)(checked)
@@ -114,65 +112,14 @@ def domains(config: dict[str, Any]) -> dict[str, DomainSection]:
 
 
 def _dump_section(name: str, value: Any, target: str) -> dict[str, Any]:
-    model = _attribute(target)
+    model: type[Section] = _attribute(target)
     value = {} if value is None else value
     if not isinstance(value, dict):
         raise ConfigError(name, value, "expected a mapping")
     if name != "domains":
-        return _dump(name, value, model)
-    return {token(str(key), "domains"): _dump(f"domains.{key}", entry, model) for key, entry in value.items()}
-
-
-def _dump(where: str, value: Any, model: type[Section]) -> dict[str, Any]:
-    """Validate strictly, as JSON: a quoted number is no number, but a list may fill a tuple."""
-    try:
-        text = json.dumps(value)
-    except (TypeError, ValueError):
-        raise ConfigError(where, value, "only mappings, lists, strings, numbers, booleans and null") from None
-    try:
-        checked = model.model_validate_json(text, strict=True)
-    except pydantic.ValidationError as error:
-        raise _config_error(where, model, error) from None
-    dumped: dict[str, Any] = checked.model_dump(mode="json")
-    return dumped
-
-
-def _config_error(where: str, model: type[Section], error: pydantic.ValidationError) -> ConfigError:
-    """The first problem; unknown keys before all others, for a misspelt key also leaves a missing one."""
-    problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
-    problem = problems[0]
-    location = [str(part) for part in problem["loc"]]
-    key = ".".join((where, *location))
-    if problem["type"] == "extra_forbidden":
-        return ConfigError(key, problem["input"], _unknown(location[-1], _keys_at(model, location[:-1]), ".".join((where, *location[:-1]))))
-    if problem["type"] == "missing":
-        return ConfigError(key, None, "it must be given")
-    message = problem["msg"].removeprefix("Value error, ")
-    return ConfigError(key, problem["input"], message[0].lower() + message[1:])
-
-
-def _keys_at(model: Any, location: Sequence[str]) -> Sequence[str]:
-    """The keys that a section knows below a location such as ``rewards.0``."""
-    for part in location:
-        field = model.model_fields.get(part) if hasattr(model, "model_fields") else None
-        if field is not None:
-            model = _inner(field.annotation)
-    return list(model.model_fields) if hasattr(model, "model_fields") else []
-
-
-def _inner(annotation: Any) -> Any:
-    """The section inside an annotation: ``Reward`` of ``list[Reward]`` or of ``Reward | None``."""
-    if hasattr(annotation, "model_fields"):
-        return annotation
-    return next(
-        (inner for argument in getattr(annotation, "__args__", ()) if hasattr(inner := _inner(argument), "model_fields")), annotation
-    )
-
-
-def _unknown(name: str, names: Mapping[str, object] | Sequence[str], where: str) -> str:
-    prefix = f"{where}." if where else ""
-    close = difflib.get_close_matches(name, list(names), n=1)
-    return f"unknown key, did you mean {prefix + close[0]!r}?" if close else f"unknown key, known here: {', '.join(names)}"
+        return parse(name, value, model).model_dump(mode="json")
+    kept = {token(str(key), "domains"): entry for key, entry in value.items() if entry is not None}  # null takes an inherited one out
+    return {key: parse(f"domains.{key}", entry, model).model_dump(mode="json") for key, entry in kept.items()}
 
 
 def _attribute(target: str) -> Any:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import pydantic
-
 from broker.config import DomainSection, Section, takes_steps
 from broker.errors import ConfigError, DataError
 from broker.registry import resolve
 from broker.runspec import domains as sections
+from broker.sections import parse
 from envhub.agents import AGENTS
 from envhub.context import Memory, StepContext, load_memory
 from envhub.envs import ENVS
@@ -91,7 +89,7 @@ def load_domain(name: str, section: DomainSection, adv_estimator: str = "") -> D
         raise ConfigError(f"domains.{name}.env", section.env, error.allowed) from None
     if not (isinstance(environment, type) and issubclass(environment, Environment)):
         raise ConfigError(f"domains.{name}.env", section.env, "a class that derives from envhub.envs.base.Environment")
-    arguments = _arguments(f"domains.{name}.env_args", environment.Args, section.env_args)
+    arguments = parse(f"domains.{name}.env_args", section.env_args, environment.Args)
     memory = load_memory(f"domains.{name}.memory", section.memory) if takes_steps(section.context, adv_estimator) else None
     return Domain(name, section, environment, arguments, memory)
 
@@ -104,18 +102,3 @@ def load_domains(config: Mapping[str, Any]) -> dict[str, Domain]:
     """
     estimator = (config.get("algorithm") or {}).get("adv_estimator", "")
     return {name: load_domain(name, section, estimator) for name, section in sections(dict(config)).items()}
-
-
-def _arguments(where: str, model: type[Section], values: Mapping[str, Any]) -> Section:
-    try:
-        return model.model_validate_json(json.dumps(values), strict=True)  # as JSON: strict types, yet a list fills a tuple
-    except pydantic.ValidationError as error:
-        problem = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")  # a misspelt key also leaves a missing one
-    key = ".".join((where, *(str(part) for part in problem["loc"])))
-    if problem["type"] == "missing":
-        raise ConfigError(key, None, "it must be given")
-    if problem["type"] == "extra_forbidden":
-        close = difflib.get_close_matches(str(problem["loc"][-1]), model.model_fields, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        raise ConfigError(key, problem["input"], f"unknown key, {hint}known here: {', '.join(model.model_fields) or 'none'}")
-    raise ConfigError(key, problem["input"], problem["msg"][0].lower() + problem["msg"][1:])

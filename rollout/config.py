@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
-import json
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from broker.config import Section
 from broker.errors import ConfigError
 from broker.registry import known, resolve
+from broker.sections import parse
 from rollout.engines import ENGINE_ARGS, ENGINES
-
-S = TypeVar("S", bound=Section)
 
 ACTOR: Final = "actor"
 
@@ -66,21 +63,3 @@ def check_engine(section: RolloutSection) -> None:
             raise ConfigError("rollout.engine", section.engine, error.allowed) from None
     if section.engine in ENGINE_ARGS:
         parse("rollout.engine_args", section.engine_args, resolve("engine_args", section.engine, ENGINE_ARGS))
-
-
-def parse(where: str, value: dict[str, Any], model: type[S]) -> S:
-    """One section from plain values, as strictly as a config file is read.
-
-    Raises:
-        ConfigError: the first bad key, unknown ones before all others.
-    """
-    try:
-        return model.model_validate_json(json.dumps(value), strict=True)
-    except ValidationError as error:
-        problem = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
-        key = ".".join([where, *(str(part) for part in problem["loc"])])
-        if problem["type"] != "extra_forbidden":
-            raise ConfigError(key, problem["input"], problem["msg"][0].lower() + problem["msg"][1:]) from None
-        close = difflib.get_close_matches(str(problem["loc"][-1]), model.model_fields, n=1)
-        allowed = f"did you mean {where}.{close[0]}?" if close else f"known: {', '.join(model.model_fields)}"
-        raise ConfigError(key, problem["input"], f"unknown key, {allowed}") from None

@@ -11,7 +11,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from broker.errors import UserError
-from rollout.config import RolloutSection, check, parse
+from broker.sections import parse
+from rollout.config import RolloutSection, check
 
 
 def own_section(config: Mapping[str, Any], options: argparse.Namespace) -> RolloutSection:

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import pydantic
-
 from broker.config import Reward
 from broker.errors import ConfigError
 from broker.registry import resolve
+from broker.sections import parse
 from rewardhub.rewards import REWARDS
 from rewardhub.rewards.base import Sample
 
@@ -97,16 +96,7 @@ def _class_args(found: Any, name: str, args: Mapping[str, Any], key: str) -> Any
     model = getattr(found, "Args", None)
     if model is None:
         raise ConfigError(f"{key}.name", name, "a class must have Args, a pydantic model of its arguments")
-    try:
-        return model.model_validate(dict(args))
-    except pydantic.ValidationError as error:
-        problem = error.errors()[0]
-        where = ".".join((f"{key}.args", *(str(part) for part in problem["loc"])))
-        if problem["type"] == "extra_forbidden":
-            raise ConfigError(where, problem["input"], f"known: {', '.join(model.model_fields)}") from None
-        if problem["type"] == "missing":
-            raise ConfigError(where, None, "it must be given") from None
-        raise ConfigError(where, problem["input"], problem["msg"]) from None
+    return parse(f"{key}.args", dict(args), model)
 
 
 def _check_call(function: Any, args: Mapping[str, Any], key: str) -> None:

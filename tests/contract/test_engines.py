@@ -286,7 +286,7 @@ async def test_a_model_path_that_is_none(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", sorted(ENGINES))
 def test_every_engine_says_which_arguments_it_takes(name: str) -> None:
     assert name in ENGINE_ARGS
-    with pytest.raises(ConfigError, match=r"rollout\.engine_args\.never: 1 is not allowed; unknown key, known: "):
+    with pytest.raises(ConfigError, match=r"rollout\.engine_args\.never: 1 is not allowed; unknown key, known here: "):
         check_engine(RolloutSection(engine=name, engine_args={"never": 1}))
 
 

@@ -266,7 +266,7 @@ async def test_an_agent_on_the_openai_client(play: Play, tokenizer: Tokenizer) -
         ({"env_args": {"command": ["no-such-program"]}}, "env_args.command: ['no-such-program'] is not allowed; a program that is there; "),
         ({"env_args": {"command": ["python", "no.py"]}}, "env_args.command: ['python', 'no.py'] is not allowed; there is no file no.py"),
         ({"env_args": {"function": "none.py:play"}}, "env_args.function: 'none.py:play' is not allowed; there is no file none.py"),
-        ({"env_args": {}}, "env_args: {} is not allowed; value error, give one of command and function"),
+        ({"env_args": {}}, "env_args: {} is not allowed; give one of command and function"),
         ({"env_args": {"command": ["ls"], "reward": "none"}}, "rewards: [] is not allowed; at least one with env_args.reward none"),
         ({"env_args": {"command": ["ls"], "path": "none.jsonl"}}, "env_args.path: 'none.jsonl' is not allowed; there is no such file"),
     ],

@@ -94,22 +94,22 @@ def test_a_dotted_path(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (
             {"name": "math_answer", "args": {"corect": 1}},
-            "domains.qa.rewards.0.args.corect: 1 is not allowed; known: answer_after, correct",
+            "domains.qa.rewards.0.args.corect: 1 is not allowed; unknown key, did you mean 'domains.qa.rewards.0.args.correct'?",
         ),
         (
             {"name": "format", "args": {"pattern": "(a"}},
-            "domains.qa.rewards.0.args.pattern: '(a' is not allowed; Value error, it is no regular expression: missing ), unterminated",
+            "domains.qa.rewards.0.args.pattern: '(a' is not allowed; it is no regular expression: missing ), unterminated",
         ),
         (
             {"name": "length", "args": {"max_tokens": 10, "cache_tokens": 11}},
-            "domains.qa.rewards.0.args: {'max_tokens': 10, 'cache_tokens': 11} is not allowed; Value error, cache_tokens is 11; at most",
+            "domains.qa.rewards.0.args: {'max_tokens': 10, 'cache_tokens': 11} is not allowed; cache_tokens is 11; at most",
         ),
         ({"name": "reward_model"}, "domains.qa.rewards.0.args.path: None is not allowed; it must be given"),
         (
             {"name": "judge", "args": {"base_url": "x", "template": "{prompt}"}},
-            "domains.qa.rewards.0.args.template: '{prompt}' is not allowed; Value error, it must hold {response}; known besides: {prompt}",
+            "domains.qa.rewards.0.args.template: '{prompt}' is not allowed; it must hold {response}; known besides: {prompt}",
         ),
-        ({"name": "math_answer", "args": {"wrong": "x"}}, "domains.qa.rewards.0.args.wrong: 'x' is not allowed; Input should be a valid"),
+        ({"name": "math_answer", "args": {"wrong": "x"}}, "domains.qa.rewards.0.args.wrong: 'x' is not allowed; input should be a valid"),
     ],
 )
 def test_check_names_key_value_and_what_is_allowed(reward: dict[str, Any], line: str) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from broker.errors import ConfigError, UserError
+from broker.sections import parse
 from rollout.cli import parser
-from rollout.config import RolloutSection, check, parse
+from rollout.config import RolloutSection, check
 from rollout.engines.base import Stats
 from rollout.meter import Meter
 from rollout.options import own_section
@@ -49,13 +50,13 @@ def test_another_engine_does_not_inherit_arguments() -> None:
     [
         ("max_running", "override 'max_running' is not allowed; write key=value, for example max_running=32"),
         ("=3", "override '=3' is not allowed; write key=value, for example max_running=32"),
-        ("max_runing=3", "rollout.max_runing: 3 is not allowed; unknown key, did you mean rollout.max_running?"),
+        ("max_runing=3", "rollout.max_runing: 3 is not allowed; unknown key, did you mean 'rollout.max_running'?"),
         ("max_running=many", "rollout.max_running: 'many' is not allowed; input should be a valid integer"),
         ("max_running=0", "rollout.max_running: 0 is not allowed; input should be greater than 0"),
         ("max_running='3'", "rollout.max_running: '3' is not allowed; input should be a valid integer"),
         ("update_mode=later", "rollout.update_mode: 'later' is not allowed; input should be 'keep', 'recompute' or 'abort'"),
         ("engine=randm", "rollout.engine: 'randm' is not allowed; did you mean 'random'? known: hf, openai, random, sglang, vllm"),
-        ("engine_args.kv_slot=3", "rollout.engine_args.kv_slot: 3 is not allowed; unknown key, did you mean rollout.engine_args.kv_slots?"),
+        ("engine_args.kv_slot=3", "rollout.engine_args.kv_slot: 3 is not allowed; unknown key, did you mean 'rollout.engine_args.kv_slots'?"),
         ("engine_args.kv_slots=x", "rollout.engine_args.kv_slots: 'x' is not allowed; input should be a valid integer"),
         ("max_context_tokens=100", "domains.lake.max_context_tokens: 512 is not allowed; at most rollout.max_context_tokens (100)"),
         ("engine_args={a", "override 'engine_args={a' is not allowed; "),
@@ -73,7 +74,7 @@ def test_plug_ins_by_path_bring_their_own_arguments() -> None:
 
 
 def test_parse_names_unknown_keys_before_all_others() -> None:
-    with pytest.raises(ConfigError, match=r"^rollout\.zzz: 1 is not allowed; unknown key, known: engine, "):
+    with pytest.raises(ConfigError, match=r"^rollout\.zzz: 1 is not allowed; unknown key, known here: engine, "):
         parse("rollout", {"max_running": "x", "zzz": 1}, RolloutSection)
 
 

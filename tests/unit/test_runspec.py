@@ -182,6 +182,14 @@ def test_bad_configurations(config: dict[str, Any], says: str) -> None:
 
 
 @pytest.mark.usefixtures("no_role_checks")
+def test_an_inherited_domain_is_taken_out_by_null(tmp_path: Path) -> None:
+    write(tmp_path, "base.yaml", "domains: {lake: {env: frozenlake}, other: {env: frozenlake}}\n")
+    child = write(tmp_path, "child.yaml", "inherit: base.yaml\ndomains: {lake: null}\n")
+    assert list(runspec.validate(runspec.load(child))["domains"]) == ["other"]
+    assert list(runspec.validate(runspec.load(child, ["domains.lake.env=sokoban", "domains.other=null"]))["domains"]) == ["lake"]
+
+
+@pytest.mark.usefixtures("no_role_checks")
 def test_empty_sections_are_their_defaults() -> None:
     assert runspec.validate({"train": None}) == runspec.validate({})
 
