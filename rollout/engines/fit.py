@@ -28,3 +28,10 @@ def check_fit(held: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tens
     for name, tensor in held.items():
         if tensor.shape != tensors[name].shape:
             raise TransferFailed(f"{name} has shape {tuple(tensors[name].shape)}, the model wants {tuple(tensor.shape)}")
+
+
+def made(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """An update whose tensors are there: an adapter's are merged now, all others were."""
+    from broker.weights.adapter import Merged
+
+    return tensors.made() if isinstance(tensors, Merged) else tensors

@@ -19,6 +19,7 @@ from sglang_double import Double, double
 
 from broker import wire
 from broker.errors import ConfigError, TransferFailed, UserError
+from broker.weights.adapter import Merged, factor_shapes
 from broker.weights.probe import make_probe
 from rollout.config import RolloutSection
 from rollout.engines.base import NO_VERSION, EngineConfig
@@ -239,6 +240,16 @@ async def test_the_longest_go_first_and_no_more_than_fit(engine: SGLangEngine, s
 
 
 # ------------------------------------------------------------------------------------------------ the distributed way
+
+
+async def test_the_server_is_given_the_model_that_factors_make_of_the_base(engine: SGLangEngine, trained: SlotModel) -> None:
+    base = {name: tensor.clone() for name, tensor in trained.weights().items()}
+    shapes = factor_shapes(base, ["q_proj", "up_proj"], 2)
+    merged = Merged(base, {name: torch.randn(shape.shape) for name, shape in shapes.items()}, ["q_proj", "up_proj"], 0.5)
+    expected = logprobs_under(trained, merged.made(), PROMPT)
+    assert np.abs(expected - logprobs_under(trained, base, PROMPT)).max() > 1e-2
+    await engine.update_weights(merged, 1, "keep", make_probe(PROMPT, expected, tolerance=1e-5))
+    assert np.abs(expected - await engine.logprobs(PROMPT)).max() < 1e-5
 
 
 async def test_weights_over_a_group_that_a_server_in_another_process_joins(model_path: str, trained: SlotModel) -> None:

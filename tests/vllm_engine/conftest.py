@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ import torch
 from rollout.config import RolloutSection
 from rollout.engines import vllm as front
 from rollout.engines.base import EngineConfig
+from rollout.engines.vllm_loading import reload
 from rollout.engines.vllm_start import Opened, open_llm
 from text.config import TinyModel
 from text.tiny import build_tiny
@@ -65,7 +65,7 @@ async def make(opened: tuple[Shared, dict[str, torch.Tensor]], model_path: str, 
         monkeypatch.setattr(front, "open_llm", lambda _: shared)
         shared.shared.fill(first)
         if shared.used:
-            await front.VLLMEngine._reload(SimpleNamespace(_llm=shared.llm))  # type: ignore[arg-type]
+            await reload(shared.llm)
             await shared.llm.reset_prefix_cache()
         shared.used = True
         made.append(front.VLLMEngine(config_of(model_path, version, **section)))

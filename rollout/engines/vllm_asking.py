@@ -1,0 +1,91 @@
+"""Questions to a running vLLM: one request to its only output, and what the model says of a given context."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+INTERNAL: Final = "\0"  # begins the ids of requests that nobody asked for
+
+
+class Asking:
+    """Asks an AsyncLLM.
+
+    Attributes:
+        salt: of the prefix cache: blocks under another one are never found.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        self.salt = 0
+        self._numbers = itertools.count()
+        self._scoring = asyncio.Semaphore(1)
+
+    async def ask(self, prompt: list[int], params: Any, request_id: str, ended: Callable[[], bool] = lambda: False) -> Any:
+        """One request to vLLM, to its only output.
+
+        Args:
+            params: vLLM's SamplingParams, made with ``final_only``.
+            ended: whether it was ended while vLLM did not know it yet.
+        """
+        from vllm.inputs.engine import tokens_input
+
+        queue = await self._llm.add_request(request_id, tokens_input(prompt, cache_salt=str(self.salt)), params)
+        try:
+            if ended():
+                await self._llm.abort(request_id)
+            return await queue.get()
+        except asyncio.CancelledError:
+            await self._llm.abort(queue.request_id, internal=True)
+            raise
+        finally:
+            queue.close()
+
+    async def context_rows(self, token_ids: list[int], k: int) -> Sequence[Any]:
+        """What vLLM says of each context token but the first: its logprob and those of the k likeliest; the cache is not read."""
+        from vllm import SamplingParams
+
+        if len(token_ids) < 2:
+            return []
+        params = SamplingParams(max_tokens=1, prompt_logprobs=k, detokenize=False, ignore_eos=True, **final_only())
+        async with self._scoring:
+            final = await self.ask(token_ids, params, f"{INTERNAL}{next(self._numbers)}")
+        rows: Sequence[Any] = final.prompt_logprobs[1:]
+        return rows
+
+    async def logprobs(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
+        """log p(token[i + 1] | token[: i + 1]) at temperature 1, shape (n - 1,)."""
+        rows = await self.context_rows(list(token_ids), 0)
+        return np.array([row[token].logprob for token, row in zip(token_ids[1:], rows, strict=True)], dtype=np.float32)
+
+    def in_flight_tokens(self) -> int:
+        """Sampled by requests that are not answered yet."""
+        states = self._llm.output_processor.request_states.values()
+        return sum(state.detokenizer.num_output_tokens() for state in states if not state.external_req_id.startswith(INTERNAL))
+
+    def tokenless(self, request_ids: Sequence[str]) -> list[str]:
+        """Those that vLLM knows and has sampled nothing for."""
+        processor, found = self._llm.output_processor, []
+        for request_id in request_ids:
+            states = [processor.request_states.get(name) for name in processor.external_req_ids.get(request_id, ())]
+            if states and all(state is not None and not state.detokenizer.num_output_tokens() for state in states):
+                found.append(request_id)
+        return found
+
+
+def final_only() -> dict[str, Any]:
+    """The field of SamplingParams by which a request has one output, at its end."""
+    from vllm.sampling_params import RequestOutputKind
+
+    return {"output_kind": RequestOutputKind.FINAL_ONLY}
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of vLLM's says, short."""
+    whole = error.__cause__ if error.__cause__ is not None and not str(error) else error
+    return next((line.strip() for line in str(whole).splitlines() if line.strip()), type(whole).__name__)[:400]

@@ -1,0 +1,112 @@
+"""New weights in a running vLLM: its workers load them between two tokens, and what is sampled meanwhile waits for the probe."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+import numpy as np
+
+from broker.errors import UserError
+from rollout.engines.base import EngineConfig, UpdateMode
+from rollout.engines.vllm_asking import Asking, first_line
+from rollout.engines.vllm_output import label
+from rollout.engines.vllm_start import Opened
+
+_SPREAD: Final = {"float32": 1e-4, "bfloat16": 0.25, "float16": 0.05}
+
+
+class Loading:
+    """Brings what stands in the shared memory into the workers.
+
+    Attributes:
+        opened: the running vLLM; ``llm`` is its AsyncLLM, ``asking`` asks it.
+        poisoned: logits were not finite, so the KV cache may not be.
+    """
+
+    def __init__(self, opened: Opened) -> None:
+        self.opened, self.llm, self.asking = opened, opened.llm, Asking(opened.llm)
+        self.poisoned = False
+        self._serial = 0  # of the load that is sampled from
+        self._verdict: tuple[int, asyncio.Future[bool]] | None = None  # whether the probe of that load matched
+
+    async def prove(self, config: EngineConfig) -> None:
+        """Load the weights once through the path that updates take, and find the model as vLLM itself has loaded it.
+
+        Raises:
+            UserError: vLLM cannot take this model's weights by their names, or computes something else from them.
+        """
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        shared = self.opened.shared
+        init = {"path": shared.path, "size_bytes": shared.size_bytes, "layout": shared.layout}
+        tokens = [1 + i % (self.opened.vocab_size - 1) for i in range(min(12, config.section.max_context_tokens - 1))]
+        try:
+            await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init))
+            before = await self.asking.logprobs(tokens)
+            await reload(self.llm)
+            after = await self.asking.logprobs(tokens)
+        except Exception as error:  # whatever a worker raised arrives as one
+            raise UserError(f"engine vllm cannot take new weights of {config.model_path!r}: {first_line(error)}") from error
+        spread = float(np.abs(before - after).max()) if len(before) else 0.0
+        if not spread <= _SPREAD[config.dtype]:
+            raise UserError(
+                f"engine vllm cannot take new weights of {config.model_path!r}: after loading the same weights again, logprobs "
+                f"differ by {spread:.2g}"
+            )
+
+    async def note(self, version: int) -> None:
+        """Tokens from here on bear this version."""
+        self._serial += 1
+        await self.llm.update_weight_version(label(self._serial, version))
+
+    async def load(self, version: int, mode: UpdateMode, start_over: Callable[[], Awaitable[None]], *, checked: bool) -> float:
+        """New weights between two tokens; the seconds that generation stood still.
+
+        Args:
+            start_over: with ``keep``: asks again for requests that have no token yet, as they may find old blocks still.
+            checked: what is sampled from now on waits for ``judge``.
+        """
+        core = self.llm.engine_core
+        began = time.perf_counter()
+        # Not pause_generation: it would sleep 20 ms more. Clearing the cache takes the KV of running requests, too: they read it anew.
+        mode = "abort" if self.poisoned else mode
+        await core.pause_scheduler_async(mode="abort" if mode == "abort" else "keep", clear_cache=mode != "keep")
+        try:
+            if self.poisoned:
+                await self.llm.collective_rpc("wipe_kv_cache")
+                self.poisoned = False
+            await reload(self.llm)
+            self._verdict = (self._serial + 1, asyncio.get_running_loop().create_future()) if checked else None
+            await self.note(version)
+            if mode == "keep":  # running requests hold blocks, so the cache cannot be cleared; what comes now does not find them
+                self.asking.salt += 1
+                await start_over()
+        finally:
+            await core.resume_scheduler_async()
+        return time.perf_counter() - began
+
+    def judge(self, matched: bool) -> None:
+        """Whether the probe of the last load matched."""
+        if self._verdict is not None and not self._verdict[1].done():
+            self._verdict[1].set_result(matched)
+
+    async def wrong_since(self, completion: Any) -> int | None:
+        """The load from which on this output's tokens may not be given out; None when all may."""
+        if self._verdict is None or completion.weight_versions is None:
+            return None
+        serial, verdict = self._verdict
+        if all(not span.version.startswith(f"{serial}:") for span in completion.weight_versions):
+            return None
+        return None if await asyncio.shield(verdict) else serial
+
+
+async def reload(llm: Any) -> None:
+    """All workers load what stands in the shared memory."""
+    from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+    await llm.start_weight_update()
+    await llm.update_weights(WeightTransferUpdateRequest({}))
+    await llm.finish_weight_update()
