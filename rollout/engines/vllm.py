@@ -24,6 +24,7 @@ from rollout.engines.vllm_loading import Loading
 from rollout.engines.vllm_output import NOT_FINITE, top_rows
 from rollout.engines.vllm_requests import Requests, fail
 from rollout.engines.vllm_start import check_installed, open_llm
+from text.openai.pieces import Tap
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +36,7 @@ class VLLMEngine:
     """See ``rollout.engines.base.Engine``."""
 
     has_weights = True
+    tells_top = True
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
@@ -63,7 +65,7 @@ class VLLMEngine:
             raise
         self._spawn(self._watch(loading.llm))
 
-    async def generate(self, request: wire.GenerateRequest) -> Output:
+    async def generate(self, request: wire.GenerateRequest, tap: Tap | None = None) -> Output:
         if self._closed or self._ended.done():
             raise RuntimeError("the engine has stopped")
         opened = self._open().opened
@@ -74,7 +76,7 @@ class VLLMEngine:
             why = "stop strings need a tokenizer, and the model's folder has none"
         if why:
             return self._requests.count(Output(error=why))
-        return self._requests.count(await self._score(request)) if request.prompt_top_k else await self._requests.run(request)
+        return self._requests.count(await self._score(request)) if request.prompt_top_k else await self._requests.run(request, tap)
 
     def abort(self, request_id: str) -> None:
         self._requests.abort(request_id)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+
+Told = Callable[[Any, Sequence[Any]], Awaitable[None]]
 
 INTERNAL: Final = "\0"  # begins the ids of requests that nobody asked for
 
@@ -26,12 +28,15 @@ class Asking:
         self._numbers = itertools.count()
         self._scoring = asyncio.Semaphore(1)
 
-    async def ask(self, prompt: list[int], params: Any, request_id: str, ended: Callable[[], bool] = lambda: False) -> Any:
-        """One request to vLLM, to its only output.
+    async def ask(
+        self, prompt: list[int], params: Any, request_id: str, ended: Callable[[], bool] = lambda: False, told: Told | None = None
+    ) -> Any:
+        """One request to vLLM, to its last output.
 
         Args:
-            params: vLLM's SamplingParams, made with ``final_only``.
+            params: vLLM's SamplingParams, made with ``final_only``, or with ``as_deltas`` for one who is told.
             ended: whether it was ended while vLLM did not know it yet.
+            told: awaited with each completion, and with which tokens so far came from which load. vLLM does not wait for it.
         """
         from vllm.inputs.engine import tokens_input
 
@@ -39,12 +44,25 @@ class Asking:
         try:
             if ended():
                 await self._llm.abort(request_id)
-            return await queue.get()
+            while True:
+                output = await queue.get()
+                if told is not None:
+                    await told(output.outputs[0], self._spans(queue.request_id, output.outputs[0]))
+                if output.finished:
+                    return output
         except asyncio.CancelledError:
             await self._llm.abort(queue.request_id, internal=True)
             raise
         finally:
             queue.close()
+
+    def _spans(self, name: str, completion: Any) -> Sequence[Any]:
+        """Which tokens of an unfinished request came from which load; nothing where vLLM knows it no more."""
+        if completion.weight_versions is not None:
+            spans: Sequence[Any] = completion.weight_versions
+            return spans
+        state = self._llm.output_processor.request_states.get(name)
+        return (state._weight_version_spans() or ()) if state is not None else ()
 
     async def context_rows(self, token_ids: list[int], k: int) -> Sequence[Any]:
         """What vLLM says of each context token but the first: its logprob and those of the k likeliest; the cache is not read."""
@@ -83,6 +101,13 @@ def final_only() -> dict[str, Any]:
     from vllm.sampling_params import RequestOutputKind
 
     return {"output_kind": RequestOutputKind.FINAL_ONLY}
+
+
+def as_deltas() -> dict[str, Any]:
+    """The field of SamplingParams by which a request has an output for each token, or for several when nobody takes them."""
+    from vllm.sampling_params import RequestOutputKind
+
+    return {"output_kind": RequestOutputKind.DELTA}
 
 
 def first_line(error: BaseException) -> str:

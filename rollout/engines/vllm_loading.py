@@ -12,7 +12,7 @@ import numpy as np
 from broker.errors import UserError
 from rollout.engines.base import EngineConfig, UpdateMode
 from rollout.engines.vllm_asking import Asking, first_line
-from rollout.engines.vllm_output import label
+from rollout.engines.vllm_output import label, serial_of
 from rollout.engines.vllm_start import Opened
 
 _SPREAD: Final = {"float32": 1e-4, "bfloat16": 0.25, "float16": 0.05}
@@ -97,10 +97,16 @@ class Loading:
         """The load from which on this output's tokens may not be given out; None when all may."""
         if self._verdict is None or completion.weight_versions is None:
             return None
-        serial, verdict = self._verdict
-        if all(not span.version.startswith(f"{serial}:") for span in completion.weight_versions):
+        serial = self._verdict[0]
+        if all(serial_of(span.version) != serial for span in completion.weight_versions):
             return None
-        return None if await asyncio.shield(verdict) else serial
+        return None if await self.good(label(serial, 0)) else serial
+
+    async def good(self, noted: str) -> bool:
+        """Whether tokens of the load with this label may be given out, once its probe is through."""
+        if self._verdict is None or serial_of(noted) != self._verdict[0]:
+            return True
+        return await asyncio.shield(self._verdict[1])
 
 
 async def reload(llm: Any) -> None:

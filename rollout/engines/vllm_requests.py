@@ -11,10 +11,12 @@ from typing import Any, Literal
 
 from broker import wire
 from rollout.engines.base import EngineConfig, Output, Stats
-from rollout.engines.vllm_asking import final_only, first_line
+from rollout.engines.vllm_asking import as_deltas, final_only, first_line
 from rollout.engines.vllm_loading import Loading
 from rollout.engines.vllm_output import NOT_FINITE, output_of, sampling_fields
+from rollout.engines.vllm_telling import Telling
 from rollout.scheduler import Job, Scheduler
+from text.openai.pieces import Tap
 
 Spawn = Callable[[Coroutine[Any, Any, None]], None]
 
@@ -26,6 +28,7 @@ class Run:
     Attributes:
         ended_by: why this side ends it, None while it does not.
         again: whether it starts over, as it had no token yet when new weights came.
+        tap: who is told of its tokens.
     """
 
     request: wire.GenerateRequest
@@ -33,6 +36,7 @@ class Run:
     answer: asyncio.Future[Output]
     ended_by: Literal["abort", "deadline"] | None = None
     again: bool = False
+    tap: Tap | None = None
 
 
 class Requests:
@@ -78,13 +82,13 @@ class Requests:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._runs
 
-    async def run(self, request: wire.GenerateRequest) -> Output:
+    async def run(self, request: wire.GenerateRequest, tap: Tap | None = None) -> Output:
         """A request that can be run, to its end."""
         now = time.monotonic()
         tokens = request.token_ids.array()
         expected = request.expected_tokens or request.sampling.max_tokens
         job = Job(request.request_id, request.conversation_id, tokens, expected, request.min_version, now, now + request.deadline_s)
-        run = Run(request, job, asyncio.get_running_loop().create_future())
+        run = Run(request, job, asyncio.get_running_loop().create_future(), tap=tap)
         self._runs[request.request_id] = run
         self.scheduler.submit(job)
         self._admit()
@@ -206,13 +210,17 @@ class Requests:
         request = run.request
         prompt: list[int] = run.job.tokens.tolist()
         fields = sampling_fields(request.sampling, len(prompt), self._max_context, loading.opened.end_ids)
+        if run.tap is not None:
+            fields["logprobs"] = run.tap.top_logprobs
         while True:
             run.again = False
-            params = SamplingParams(**fields, **final_only())
-            final = await loading.asking.ask(prompt, params, request.request_id, lambda: run.ended_by is not None)
+            telling = Telling(run.tap, greedy=request.sampling.temperature == 0, good=loading.good) if run.tap is not None else None
+            params = SamplingParams(**fields, **(final_only() if telling is None else as_deltas()))
+            told = None if telling is None else telling.take
+            final = await loading.asking.ask(prompt, params, request.request_id, lambda: run.ended_by is not None, told)
             if not run.again or run.ended_by is not None:
                 break
-        completion = final.outputs[0]
+        completion = final.outputs[0] if telling is None else telling.whole(final.outputs[0])
         if run.ended_by is not None and not completion.token_ids:
             return Output(finish_reason=run.ended_by)
         wrong = await loading.wrong_since(completion)

@@ -1,0 +1,92 @@
+"""A request of the engine ``vllm`` whose tokens are told while they are sampled: vLLM's deltas become pieces, and one output."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from text.openai.pieces import Piece, Tap, Top
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens from ``start`` to before ``end``, sampled under the label ``version``; as vLLM's own."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Of the sampled tokens alone."""
+
+    logprobs: Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A finished request as vLLM gives it where it is asked for its end only; see ``vllm_output.output_of``."""
+
+    token_ids: Sequence[int]
+    logprobs: Logprobs
+    finish_reason: str | None
+    weight_versions: Sequence[Any] | None
+
+
+class Telling:
+    """One request.
+
+    Args:
+        greedy: its logprobs are 0, see ``rollout.engines.base.Output``.
+        good: whether tokens of the load with this label may be given out, once that is known.
+    """
+
+    def __init__(self, tap: Tap, *, greedy: bool, good: Callable[[str], Awaitable[bool]]) -> None:
+        self._tap, self._greedy, self._good = tap, greedy, good
+        self._token_ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._top: list[Top] = []
+        self._told = 0
+        self._stopped = False
+
+    async def take(self, completion: Any, spans: Sequence[Any]) -> None:
+        """What came since the last call; tells it as far as its versions are known. Waits for the probe of new weights.
+
+        Args:
+            completion: CompletionOutput of a delta, with flat logprobs: at each place the sampled token's, then the likeliest.
+            spans: of all tokens so far.
+        """
+        flat = completion.logprobs
+        for at, token in enumerate(completion.token_ids):
+            start, end = flat.start_indices[at], flat.end_indices[at]
+            self._token_ids.append(token)
+            self._logprobs.append(flat.logprobs[start])
+            self._top.append(likeliest(flat.token_ids[start:end], flat.logprobs[start:end], self._tap.top_logprobs))
+        for span in spans:
+            await self._tell(span.version, min(span.end, len(self._token_ids)))
+
+    def whole(self, last: Any) -> Whole:
+        """All of it, from the last delta."""
+        return Whole(self._token_ids, Logprobs(self._logprobs), last.finish_reason, last.weight_versions)
+
+    async def _tell(self, version: str, end: int) -> None:
+        if end <= self._told or self._stopped:
+            return
+        new = slice(self._told, end)
+        logprobs = self._logprobs[new]
+        if not all(map(math.isfinite, logprobs)) or not await self._good(version):
+            self._stopped = True  # the request ends with an error, or without these tokens
+            return
+        self._told = end
+        told = [0.0] * len(logprobs) if self._greedy else logprobs
+        top = self._top[new] if self._tap.top_logprobs else ()
+        self._tap.told(Piece(self._token_ids[new], told, int(version.partition(":")[2]), top))
+
+
+def likeliest(token_ids: Sequence[int], logprobs: Sequence[float], k: int) -> Top:
+    """The k likeliest of the sampled token and the k likeliest, without those that were cut off; falling."""
+    pairs = {token: value for token, value in zip(token_ids, logprobs, strict=True) if math.isfinite(value)} if k else {}
+    return sorted(pairs.items(), key=lambda pair: -pair[1])[:k]
