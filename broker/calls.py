@@ -8,9 +8,8 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from nats.aio.msg import Msg
-
 from broker.answers import Disconnected
+from broker.natspy import Msg
 
 
 class Calls:

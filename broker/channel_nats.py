@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import asyncio
 
-from nats.aio.msg import Msg
-from nats.errors import MaxPayloadError
-
 from broker.answers import Disconnected
 from broker.channel import AbortHandler, Handler
 from broker.channel_asker import Asker
 from broker.channel_desk import Desk
 from broker.errors import ConfigError, RequestFailed
 from broker.jetstream import Bus
+from broker.natspy import Msg, nats_errors
 from broker.streams import GENERATE
 from broker.subscribed import Subscribed
 
@@ -87,7 +85,7 @@ class NatsClient:
             await self._listen()
             await self._link.ready()
             await self._link.send(subject, data, reply=f"{self._inbox}.{token}" if token else "")
-        except (Disconnected, MaxPayloadError, ConfigError) as error:
+        except (Disconnected, nats_errors.MaxPayloadError, ConfigError) as error:
             raise RequestFailed(f"{address}: {error}") from None
 
     async def _listen(self) -> None:

@@ -14,15 +14,12 @@ from collections.abc import Callable
 from typing import Final
 from urllib.parse import urlsplit
 
-import nats.errors
-from nats.aio.client import Client
-from nats.aio.msg import Msg
-
 from broker import addresses
 from broker.answers import Disconnected, NoResponders
 from broker.calls import Calls
 from broker.doubts import Doubts
 from broker.errors import BrokerUnreachable
+from broker.natspy import Client, Msg, nats_errors
 from broker.subscribed import Callback, Subscribed
 
 log = logging.getLogger(__name__)
@@ -165,7 +162,7 @@ class Link:
         try:
             async with asyncio.timeout(CLOSE_WITHIN_S):
                 await self._client.close()
-        except (OSError, nats.errors.Error, AssertionError, RuntimeError):
+        except (OSError, nats_errors.Error, AssertionError, RuntimeError):
             log.debug("closing a connection that was not open")
 
     async def _on_connected(self) -> None:
@@ -237,9 +234,9 @@ class Link:
             raise Disconnected(f"no connection to {self.where}")
         try:
             await self._client.publish(subject, payload, reply, headers)
-        except nats.errors.MaxPayloadError:
+        except nats_errors.MaxPayloadError:
             raise
-        except (nats.errors.Error, OSError, RuntimeError) as error:  # RuntimeError: uvloop's word for a socket that is gone
+        except (nats_errors.Error, OSError, RuntimeError) as error:  # RuntimeError: uvloop's word for a socket that is gone
             raise Disconnected(str(error)) from None
 
     async def call(self, subject: str, payload: bytes, *, headers: dict[str, str] | None = None, timeout_s: float = CALL_TIMEOUT_S) -> Msg:
@@ -266,7 +263,7 @@ class Link:
         self._subscribed.add(subscribed)
         try:
             await subscribed.attach(self._client)
-        except nats.errors.Error:
+        except nats_errors.Error:
             log.debug("%s: no connection now; the next one subscribes", subject)
         return subscribed
 

@@ -9,11 +9,10 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, Final
 
-from nats.aio.msg import Msg
-
 from broker.answers import Disconnected
 from broker.api import Entry, ask, bounds
 from broker.link import Link
+from broker.natspy import Msg
 from broker.work import delivery_numbers
 
 log = logging.getLogger(__name__)

@@ -5,10 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 
-import nats.errors
-from nats.aio.client import Client
-from nats.aio.msg import Msg
-from nats.aio.subscription import Subscription
+from broker.natspy import Client, Msg, Subscription, nats_errors
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +36,7 @@ class Subscribed:
         if inner is not None:
             try:
                 await inner.drain()  # type: ignore[no-untyped-call]
-            except nats.errors.Error:
+            except nats_errors.Error:
                 log.debug("%s: the connection went before its subscription", self.subject)
 
     async def close(self) -> None:
@@ -49,5 +46,5 @@ class Subscribed:
         if inner is not None:
             try:
                 await inner.unsubscribe()
-            except nats.errors.Error:
+            except nats_errors.Error:
                 log.debug("%s: the connection went before its subscription", self.subject)

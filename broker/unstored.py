@@ -9,12 +9,12 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import TypeVar
 
 import msgspec
-from nats.aio.msg import Msg
 
 from broker import wire
 from broker.answers import Disconnected, NoResponders
 from broker.errors import RequestFailed, WireError
 from broker.jetstream import Bus
+from broker.natspy import Msg
 from broker.streams import METRICS, Stream
 from broker.subscribed import Subscribed
 from broker.work import decode

@@ -9,14 +9,13 @@ from collections import deque
 from collections.abc import Coroutine
 from typing import Any, Final
 
-from nats.aio.msg import Msg
-
 from broker import wire
 from broker.answers import Disconnected, NoResponders
 from broker.api import ask
 from broker.errors import WireError
 from broker.link import PAUSE_S, Link
 from broker.marks import Marks
+from broker.natspy import Msg
 from broker.streams import ACK_WAIT_S, Stream
 from broker.subscribed import Subscribed
 
