@@ -6,6 +6,7 @@ range also says that a number is finite.
 
 from __future__ import annotations
 
+import operator
 import reprlib
 import struct
 import sys
@@ -379,10 +380,17 @@ def _finite(message: str, field: str, numbers: dict[str, float]) -> None:
 
 def _numbers(message: Any) -> None:
     """Every number of one struct lies in its range; an optional one may be None."""
-    for field, (least, most, text) in RANGES[type(message)].items():
-        value = getattr(message, field)
+    read, ranges = _READERS[type(message)]
+    for value, (field, least, most, text) in zip(read(message), ranges, strict=True):
         if value is not None and not least <= value <= most:
             raise _wrong(type(message).__name__, field, value, text)
+
+
+def _reader(fields: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
+    """What reads all these fields of a struct in one call, which is half the time of reading one after the other."""
+    if len(fields) > 1:
+        return operator.attrgetter(*fields)
+    return lambda message: tuple(getattr(message, field) for field in fields)
 
 
 def _names(message: wire.Message) -> None:
@@ -402,6 +410,10 @@ def _wrong(message: str, field: str, value: object, rule: str) -> WireError:
     shown = value if isinstance(value, str) and len(value) < 40 else reprlib.repr(value)
     return WireError(f"{message}.{field}: {shown}; {rule}")
 
+
+_READERS: Final = {
+    kind: (_reader(tuple(ranges)), tuple((field, *allowed) for field, allowed in ranges.items())) for kind, ranges in RANGES.items()
+}
 
 RULES: Final[dict[type, Callable[[Any], None]]] = {
     wire.Ticket: _check_ticket,

@@ -33,7 +33,8 @@ NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")  # whatever becomes part of a s
 
 Dtype = Literal["<i4", "<f4", "|u1"]
 Array = npt.NDArray[Any]
-_TYPECODES: Final = {"<i4": "i", "<f4": "f", "|u1": "B"} if sys.byteorder == "little" else {}
+_NATIVE: Final = {"<i4": "i", "<f4": "f", "|u1": "B"}
+_TYPECODES: Final[dict[str, str]] = _NATIVE if sys.byteorder == "little" else {}
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True, tag_field="type"):
@@ -51,10 +52,21 @@ class Column(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
         return np.frombuffer(self.data, dtype=self.dtype)
 
 
+def growing(column: Column) -> array[Any]:
+    """The values of a column as an array that can grow; for short columns several times as fast as by numpy."""
+    if column.dtype not in _TYPECODES:
+        return array(_NATIVE[column.dtype], column.array().tolist())
+    found: array[Any] = array(_TYPECODES[column.dtype])
+    found.frombytes(column.data)
+    return found
+
+
 def column(values: Any, dtype: Dtype) -> Column:
     """Pack a sequence or array of shape (n,) into a column."""
     if type(values) is array and values.typecode == _TYPECODES.get(dtype):  # a hub does this at every turn: 13 times faster than by numpy
         return Column(dtype, values.tobytes())
+    if type(values) is bytearray and dtype == "|u1":
+        return Column(dtype, bytes(values))
     return Column(dtype, np.ascontiguousarray(values, dtype=dtype).tobytes())
 
 

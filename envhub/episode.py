@@ -135,7 +135,7 @@ class Episode:
         conversation, task = self._conversation, self._task
         ask = Ask(
             conversation_id=task.id if self._steps is None else f"{task.id}.{len(self._turns)}",
-            token_ids=conversation.packed,
+            token_ids=conversation.token_ids,
             sampling=self._sampling(),
             policy=task.policy,
             min_version=task.min_version,
@@ -229,7 +229,7 @@ class Episode:
         trajectories = [
             wire.Trajectory(
                 episode=self._task.episode,
-                token_ids=wire.column(conversation.packed, "<i4"),
+                token_ids=wire.column(conversation.token_ids, "<i4"),
                 loss_mask=wire.column(conversation.loss_mask, "|u1"),
                 logprobs=wire.column(conversation.logprobs, "<f4"),
                 version_runs=wire.column(conversation.version_runs, "<i4"),

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 import msgspec
-import numpy as np
 
 from broker import wire
 from broker.channel import ChannelClient
@@ -56,11 +55,18 @@ class Ask(msgspec.Struct, frozen=True):
 class Sampled:
     """One turn: k tokens, k logprobs, flat pairs (policy_version, number of tokens)."""
 
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    version_runs: list[int] = field(default_factory=list)
+    token_ids: array[int] = field(default_factory=lambda: array("i"))
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
+    version_runs: array[int] = field(default_factory=lambda: array("i"))
     finish_reason: wire.FinishReason = "stop"
     server: str = ""
+
+    @classmethod
+    def of(
+        cls, token_ids: Sequence[int], logprobs: Sequence[float], version_runs: Sequence[int], finish_reason: wire.FinishReason, server: str
+    ) -> Sampled:
+        """One from any sequences."""
+        return cls(array("i", token_ids), array("f", logprobs), array("i", version_runs), finish_reason, server)
 
 
 class Generator:
@@ -126,7 +132,7 @@ class Generator:
     def _request(self, ask: Ask, done: Sampled, deadline_s: float) -> wire.GenerateRequest:
         context, sampling = ask.token_ids, ask.sampling
         if done.token_ids:
-            context = array("i", [*context, *done.token_ids])
+            context = array("i", context) + done.token_ids
             seed = None if sampling.seed is None else mix(sampling.seed, len(done.token_ids))
             sampling = msgspec.structs.replace(sampling, max_tokens=sampling.max_tokens - len(done.token_ids), seed=seed)
         return wire.GenerateRequest(
@@ -189,7 +195,7 @@ def mix(*values: int) -> int:
 
 
 def _append(done: Sampled, reply: wire.GenerateReply) -> None:
-    done.token_ids += np.frombuffer(reply.token_ids.data, "<i4").tolist()
-    done.logprobs += np.frombuffer(reply.logprobs.data, "<f4").tolist()
-    done.version_runs += np.frombuffer(reply.version_runs.data, "<i4").tolist()
+    done.token_ids += wire.growing(reply.token_ids)
+    done.logprobs += wire.growing(reply.logprobs)
+    done.version_runs += wire.growing(reply.version_runs)
     done.finish_reason, done.server = reply.finish_reason, reply.server

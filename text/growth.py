@@ -19,8 +19,7 @@ class Conversation:
     """One conversation in tokens: user side and policy alternate.
 
     Attributes:
-        token_ids: everything so far, n tokens.
-        packed: the same as an array of 4-byte integers, for sending.
+        token_ids: everything so far, n tokens, as they are sent.
         loss_mask: n values, 1 where the policy sampled the token.
         logprobs: n values, the sampling logprob where the mask is 1, else 0.
         version_runs: flat pairs (policy_version, number of sampled tokens), in token order; neighbours differ in version.
@@ -29,10 +28,9 @@ class Conversation:
 
     def __init__(self, tokenizer: Tokenizer, system_prompt: str = "", tools: str = "") -> None:
         self.rules = growth_rules(tokenizer, system_prompt, tools)
-        self.token_ids: list[int] = []
-        self.packed = array("i")
-        self.loss_mask: list[int] = []
-        self.logprobs: list[float] = []
+        self.token_ids = array("i")
+        self.loss_mask = bytearray()
+        self.logprobs = array("f")
         self.version_runs: list[int] = []
         self.spans: list[tuple[int, int]] = []
         self._user_spoke = False
@@ -53,13 +51,12 @@ class Conversation:
         if not self.token_ids:
             added = self.rules.start(text)
         else:
-            added = list(self.rules.delta(text, role))
+            added = self.rules.delta(text, role)
             if self._turn_is_closed():
-                del added[: len(self.rules.closing)]
-        self.token_ids += added
-        self.packed.extend(added)
-        self.loss_mask += [0] * len(added)
-        self.logprobs += [0.0] * len(added)
+                added = added[len(self.rules.closing) :]
+        self.token_ids.extend(added)
+        self.loss_mask += bytes(len(added))
+        self.logprobs.frombytes(bytes(self.logprobs.itemsize * len(added)))
         self._user_spoke = True
         return len(added)
 
@@ -82,18 +79,16 @@ class Conversation:
         """
         if not self.token_ids:
             raise ValueError("sampled() before observe()")
-        ids = list(map(int, token_ids))
-        runs = list(map(int, version_runs))
-        if len(ids) != len(logprobs) or len(runs) % 2 or sum(runs[1::2]) != len(ids):
-            raise ValueError(f"{len(ids)} tokens, {len(logprobs)} logprobs, version_runs {runs}: lengths disagree")
+        n = len(token_ids)
+        if n != len(logprobs) or len(version_runs) % 2 or sum(version_runs[1::2]) != n:
+            raise ValueError(f"{n} tokens, {len(logprobs)} logprobs, version_runs {list(version_runs)}: lengths disagree")
         start = len(self.token_ids)
         if not self._user_spoke:
             start, _ = self.spans.pop()
-        self.token_ids += ids
-        self.packed.extend(ids)
-        self.loss_mask += [1] * len(ids)
-        self.logprobs += map(float, logprobs)
-        for version, count in zip(runs[::2], runs[1::2], strict=True):
+        self.token_ids.extend(token_ids)
+        self.loss_mask += b"\1" * n
+        self.logprobs.extend(logprobs)
+        for version, count in zip(version_runs[::2], version_runs[1::2], strict=True):
             self._add_run(version, count)
         self.spans.append((start, len(self.token_ids)))
         self._user_spoke = False

@@ -38,16 +38,14 @@ class GrowthRules:
         self._check()
         self._spelling = self._find_spelling() if self._tools else None
         self.delta = lru_cache(maxsize=_DELTAS_KEPT)(self._delta)
-        self._opening = lru_cache(maxsize=_OPENINGS_KEPT)(self._open)
+        self.start = lru_cache(maxsize=_OPENINGS_KEPT)(self._start)
 
-    def start(self, text: str) -> list[int]:
+    def _start(self, text: str) -> tuple[int, ...]:
         """Tokens of a conversation that begins with this user message, generation prompt included."""
-        return list(self._opening(text))
-
-    def _open(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(self._render([_user(text)])))
 
     def _delta(self, text: str, role: Role = "user") -> tuple[int, ...]:
+        """Tokens that follow a turn of the policy: what ends it, then what the user or a tool says, and the generation prompt."""
         return tuple(self._tokenizer.encode(self._tail(text, self._system) if role == "user" else self._answer(text)))
 
     def calls(self, text: str) -> list[ToolCall]:

@@ -48,4 +48,4 @@ def encode_supervised(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]
         else:
             ids = [*tokenizer.encode(message["content"]), *closing]
             conversation.sampled(ids, [0.0] * len(ids), [0, len(ids)])
-    return conversation.token_ids, conversation.loss_mask
+    return list(conversation.token_ids), list(conversation.loss_mask)

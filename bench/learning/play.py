@@ -90,7 +90,7 @@ class Hub:
         if output.finish_reason not in ("stop", "length"):
             raise TurnFailed(f"{output.finish_reason} {output.error}")
         runs = [number for run in output.version_runs for number in run]
-        return Sampled(list(output.token_ids), list(output.logprobs), runs, output.finish_reason, "engine")
+        return Sampled.of(output.token_ids, output.logprobs, runs, output.finish_reason, "engine")
 
     def _pass(self) -> None:
         self._core.admit(time.monotonic())

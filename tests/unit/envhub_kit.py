@@ -41,7 +41,7 @@ class Scripted:
         assert end is not None
         ids = (self.tokenizer.encode(self.script(context)) + [end] * self.close)[: ask.sampling.max_tokens]
         reason = "stop" if ids and ids[-1] == end else "length"
-        return Sampled(ids, [-0.5] * len(ids), [self.version, len(ids)], reason, "server-1")  # type: ignore[arg-type]
+        return Sampled.of(ids, [-0.5] * len(ids), [self.version, len(ids)], reason, "server-1")  # type: ignore[arg-type]
 
 
 class CountArgs(Section):

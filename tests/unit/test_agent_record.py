@@ -39,7 +39,7 @@ def record(closing: tuple[int, ...] = (END,)) -> Record:
 
 
 def call(of: Record, prompt: list[int], *said: int, version: int = 1) -> Sample:
-    answer = Sampled(list(said), [-1.0] * len(said), [version, len(said)], "stop", "s")
+    answer = Sampled.of(said, [-1.0] * len(said), [version, len(said)], "stop", "s")
     return of.sampled(array("i", prompt), answer)
 
 

@@ -41,7 +41,7 @@ class Policy(Scripted):
     async def turn(self, ask: Ask) -> Sampled:
         sampled = await super().turn(ask)
         number = len(self.asks)
-        return Sampled(sampled.token_ids, [-number / 8] * len(sampled.token_ids), [number, len(sampled.token_ids)], "stop", f"s{number}")
+        return Sampled.of(sampled.token_ids, [-number / 8] * len(sampled.token_ids), [number, len(sampled.token_ids)], "stop", f"s{number}")
 
 
 Play = Callable[..., Any]

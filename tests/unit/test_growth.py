@@ -52,7 +52,7 @@ def test_equals_the_whole_rendering_when_the_text_round_trips(family: str, turns
     for close in (True, False):
         conversation = grow(tokenizer, system, turns, close=close)
         conversation.observe(last)
-        assert conversation.token_ids == tokenizer.encode_chat([*messages, {"role": "user", "content": last}])
+        assert list(conversation.token_ids) == tokenizer.encode_chat([*messages, {"role": "user", "content": last}])
 
 
 tokens = st.lists(st.integers(6, 90), max_size=6)
@@ -81,7 +81,7 @@ def test_what_is_there_never_changes(family: str, steps: list[str | tuple[list[i
             versions += [version] * len(ids)
             spoke = False
         n = len(before[0])
-        assert (conversation.token_ids[:n], conversation.loss_mask[:n], conversation.logprobs[:n]) == before
+        assert (list(conversation.token_ids[:n]), list(conversation.loss_mask[:n]), list(conversation.logprobs[:n])) == before
     mask = conversation.loss_mask
     assert len(conversation.token_ids) == len(mask) == len(conversation.logprobs) == len(conversation)
     assert [t for t, m in zip(conversation.token_ids, mask, strict=True) if m] == sampled
@@ -100,8 +100,8 @@ def test_a_turn_cut_short_gets_its_end_token_unmasked() -> None:
     conversation.observe("c")
     spelled = "<|im_user|>ab<|im_end|><|im_assistant|>U<|im_end|><|im_user|>c<|im_end|><|im_assistant|>"
     assert tokenizer.decode(conversation.token_ids, skip_special_tokens=False) == spelled
-    assert conversation.loss_mask == [0] * 5 + [1] + [0] * 5
-    assert conversation.logprobs == [0.0] * 5 + [-0.25] + [0.0] * 5
+    assert list(conversation.loss_mask) == [0] * 5 + [1] + [0] * 5
+    assert list(conversation.logprobs) == [0.0] * 5 + [-0.25] + [0.0] * 5
     assert conversation.version_runs == [4, 1]
     assert conversation.spans == [(5, 6)]
 

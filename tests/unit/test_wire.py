@@ -466,3 +466,17 @@ def test_a_column_of_an_array_holds_the_bytes_that_numpy_would_make(values: arra
 
 def test_an_array_of_another_type_is_converted() -> None:
     assert wire.column(array("q", [3, 4]), "<i4").array().tolist() == [3, 4]
+
+
+@pytest.mark.parametrize(("dtype", "numbers"), [("<i4", [0, -1, 2**31 - 1]), ("<f4", [0.5, -1.0, 0.0]), ("|u1", [0, 1, 255])])
+def test_a_column_grows_as_an_array_and_goes_back(dtype: wire.Dtype, numbers: list[float]) -> None:
+    column = wire.column(numbers, dtype)
+    grown = wire.growing(column)
+    assert list(grown) == numbers
+    assert wire.column(grown, dtype) == column
+    grown.append(numbers[0])
+    assert wire.column(grown, dtype).array().tolist() == [*numbers, numbers[0]]
+
+
+def test_a_mask_of_bytes_is_a_column() -> None:
+    assert wire.column(bytearray(b"\0\1\1"), "|u1") == wire.column([0, 1, 1], "|u1")
