@@ -28,7 +28,11 @@ MAX_DRAWS: Final = 40_000
 
 def is_held_out(lake: Map) -> bool:
     """Whether the map belongs to evaluation."""
-    return hashlib.blake2b("".join(lake).encode(), digest_size=1).digest()[0] % HELD_OUT_SHARE == 0
+    return _hashes_to_held_out("".join(lake).encode())
+
+
+def _hashes_to_held_out(cells: bytes) -> bool:
+    return hashlib.blake2b(cells, digest_size=1).digest()[0] % HELD_OUT_SHARE == 0
 
 
 @lru_cache(maxsize=4096)
@@ -91,12 +95,11 @@ def _draw(size: int, hole_probability: float, seed: list[int], *, held_out: bool
     """Solvable maps of one split, for as long as ``MAX_DRAWS`` last."""
     rng = np.random.default_rng(seed)
     for _ in range(MAX_DRAWS // DRAWS_AT_A_TIME):
-        for holes in (rng.random((DRAWS_AT_A_TIME, size, size)) < hole_probability).tolist():
-            holes[0][0] = holes[-1][-1] = False
-            rows = ["".join("FH"[hole] for hole in row) for row in holes]
-            rows[0] = "S" + rows[0][1:]
-            rows[-1] = rows[-1][:-1] + "G"
-            lake = tuple(rows)
-            if is_held_out(lake) is held_out and distances(lake)[0] > 0:
-                yield lake
+        drawn = np.where(rng.random((DRAWS_AT_A_TIME, size, size)) < hole_probability, ord("H"), ord("F")).astype(np.uint8)
+        drawn[:, 0, 0], drawn[:, -1, -1] = ord("S"), ord("G")
+        for cells in map(bytes, drawn.reshape(DRAWS_AT_A_TIME, -1)):
+            if _hashes_to_held_out(cells) is held_out:
+                lake = tuple(cells[start : start + size].decode() for start in range(0, size * size, size))
+                if distances(lake)[0] > 0:
+                    yield lake
     raise ConfigError("hole_probability", hole_probability, f"too few solvable {size}x{size} maps at this value")
