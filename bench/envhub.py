@@ -71,7 +71,7 @@ async def row(folder: Path, n: int, latency_s: float, seconds: float) -> dict[st
 
 async def _bare(made: Scene, folder: Path, seconds: float) -> float:
     """Turns a second of the bare client, in a process of its own."""
-    command = [sys.executable, "-m", "bench.envhub", "--bare", str(made.n), made.bus.link.url, made.server.channel.address]
+    command = [sys.executable, "-m", "bench.envhub", "--bare", str(made.n), made.bus.link.url, made.server.address]
     with (folder / "bare.log").open("ab") as log:
         child = spawn(command, log, env={**os.environ, "OMP_NUM_THREADS": "1"})
     made.server.waiting = 0
