@@ -22,6 +22,7 @@ from broker.weights.staging import plan_of
 log = logging.getLogger(__name__)
 
 PREFIX: Final = "base_model.model."  # of all names in peft's format
+PIECE_ELEMENTS: Final = 1 << 17  # merged at once
 _WEIGHT: Final = ".weight"
 
 
@@ -48,8 +49,13 @@ def factor_shapes(shapes: Mapping[str, Tensor], targets: Sequence[str], rank: in
 
 
 def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """W + B A * scale in float32, then cast to W's dtype."""
-    return (weight.float() + (b.float() @ a.float()) * scale).to(weight.dtype)
+    """W + B A * scale in float32, then cast to W's dtype, some rows at a time: what is in between stays in the cache."""
+    merged, a, b = torch.empty_like(weight), a.float(), b.float()
+    rows = max(1, PIECE_ELEMENTS // max(1, weight.shape[1]))
+    for start in range(0, len(weight), rows):
+        part = slice(start, start + rows)
+        merged[part] = torch.addmm(weight[part].float(), b[part], a, alpha=scale)
+    return merged
 
 
 def digest_of(plan: Plan, tensors: Mapping[str, Tensor]) -> str:
