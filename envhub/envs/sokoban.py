@@ -7,7 +7,9 @@ SokobanDifferentGridVocab (Wang et al. 2025, arXiv:2506.06122), with ``*`` for i
 
 With ``observe: cells`` the map is shown once, and every turn says where the player is, its four neighbours in the order ``LDRU``,
 then where the boxes and the targets are: ``12 X_## 11 03``. A place is its row and its column within the outer walls, each one
-character, ``0`` to ``9``, then ``a`` to ``z``.
+character, ``0`` to ``9``, then ``a`` to ``z``. With ``observe: ways`` there is no map: after the player's neighbours come, for each
+box, the way from the player to it, its own neighbours, and the way from it to the nearest target: ``X_## U1L2 _#__ D1`` (one up and
+two left; one down; ``=`` where it is there). Small models learn fastest from that, as nothing need be subtracted.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ class SokobanArgs(Section):
     eval_share: Annotated[float, Field(gt=0, lt=1)] = 0.05  # of the levels of ``path``, taken from their end
     vocab: Literal["symbols", "letters", "xsb"] | None = None  # None: letters for different_vocab, else symbols
     border: bool = True  # show the outermost ring, which is wall everywhere
-    observe: Literal["map", "cells"] = "map"  # the whole map at every turn, or at the first one only
+    observe: Literal["map", "cells", "ways"] = "map"  # the whole map at every turn, or at the first one only, or no map; see above
     answer_tag: bool = False  # read the move from the last <answer>…</answer> instead of the whole text
     step_penalty: NonNegativeFloat = 0.1  # taken from the reward at every turn
     box_reward: NonNegativeFloat = 1.0  # for a box pushed onto a target, and taken for one pushed off
@@ -181,19 +183,42 @@ class Sokoban(Environment):
         frame = self.text_frame()
         if self.args.observe == "map":
             return Observation(frame, anchor=frame)
+        if self.args.observe == "ways":
+            return Observation(self._ways(), anchor=frame)
         return Observation(self._cells() if self._turns else f"{frame}\n{self._cells()}", anchor=frame)
 
     def _cells(self) -> str:
-        room, characters = self.level.room, self.args.characters
-        seen = kinds(room, self._player, self._boxes)
-        around = "".join(characters[seen[self._player + step]] for step in room.steps)
+        room = self.level.room
         places = (cells_of(bits) for bits in (self._boxes, room.targets))
         boxes, targets = (" ".join(self._name(cell) for cell in cells) for cells in places)
-        return f"{self._name(self._player)} {around} {boxes} {targets}"
+        return f"{self._name(self._player)} {self._around(self._player)} {boxes} {targets}"
+
+    def _ways(self) -> str:
+        told, width = [self._around(self._player)], self.level.room.width
+        for box in cells_of(self._boxes):
+            nearest = min(cells_of(self.level.room.targets), key=lambda target: sum(map(abs, _apart(box, target, width))))
+            told += [_way(self._player, box, width), self._around(box), _way(box, nearest, width)]
+        return " ".join(told)
+
+    def _around(self, cell: int) -> str:
+        """What is on the four neighbours."""
+        seen = kinds(self.level.room, self._player, self._boxes)
+        return "".join(self.args.characters[seen[cell + step]] for step in self.level.room.steps)
 
     def _name(self, cell: int) -> str:
         row, column = divmod(cell, self.level.room.width)
         return DIGITS[row - 1] + DIGITS[column - 1]
+
+
+def _apart(start: int, end: int, width: int) -> tuple[int, int]:
+    """Rows down and columns right from one cell to another."""
+    return end // width - start // width, end % width - start % width
+
+
+def _way(start: int, end: int, width: int) -> str:
+    down, right = _apart(start, end, width)
+    parts = [f"{'D' if down > 0 else 'U'}{abs(down)}"] * (down != 0) + [f"{'R' if right > 0 else 'L'}{abs(right)}"] * (right != 0)
+    return "".join(parts) or "="
 
 
 @lru_cache(maxsize=32)

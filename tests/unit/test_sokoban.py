@@ -100,6 +100,14 @@ def test_the_map_may_be_shown_once_and_then_places(tmp_path: Path) -> None:
     assert step.observation.anchor == env.text_frame()
 
 
+def test_ways_may_be_told_in_place_of_a_map(tmp_path: Path) -> None:
+    env = placed(tmp_path, TWO, observe="ways")
+    assert env.reset(0, "train", 0).text == "#_X# R1 P__# R2 D2R2 ____ U2R1"
+    step = env.step("R")
+    assert step.observation.text == "__X# R1 P_O# R1 D2R1 ____ U2R1"
+    assert step.observation.anchor == env.text_frame()
+
+
 @given(st.integers(0, 10**6), st.integers(0, 10**4), st.sampled_from([(6, 1), (8, 2), (7, 3)]))
 @settings(max_examples=25, deadline=None)
 def test_generated_levels_are_solvable_reproducible_and_never_held_out(seed: int, task_index: int, shape: tuple[int, int]) -> None:
