@@ -41,7 +41,7 @@ def summary(folder: Path, lines: list[Row], made: list[Path], seconds: float, cp
     words += [f"success of the {name} engine on the same tasks: {rate:.3f}" for name, rate in baselines(lines).items()]
     counts = " + ".join(f"{last.get(f'ticket/{name}', 0):.0f} {name}" for name in ("trained", "filtered", "dropped", "dead", "open"))
     total = sum(cpu_s.values()) or 1.0
-    words.append("processor time: " + ", ".join(f"{name} {used:.0f} s ({used / total:.0%})" for name, used in cpu_s.items()))
+    words.append("processor time: " + ", ".join(f"{name} {used:.1f} s ({used / total:.1%})" for name, used in cpu_s.items()))
     words += [f"tickets: {last.get('ticket/issued', 0):.0f} issued = {counts}", ""]
     newest = max((folder / "checkpoints").glob("step-*"), default=None)
     words += [f"  {path}" for path in [folder / "metrics.jsonl", *made, *([newest] if newest else [])]]
