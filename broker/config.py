@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -12,9 +14,9 @@ from broker.streams import token
 
 
 class Section(BaseModel):
-    """Base of every section: unknown keys are refused, values are frozen."""
+    """Base of every section: unknown keys are refused, numbers are finite, values are frozen."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 def _token(value: str) -> str:
@@ -34,7 +36,23 @@ def _loopback(value: str) -> str:
     return value
 
 
+def _device(value: str) -> str:
+    if re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", value) is None:
+        raise ValueError("auto, cpu, cuda, or one GPU as cuda:1")
+    return value
+
+
+def _http_url(value: str) -> str:
+    parts = urlsplit(value)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
+        raise ValueError("expected http://host:port/v1 or https://…, without a user in it; the key stands in api_key_env")
+    return value
+
+
 Token = Annotated[str, AfterValidator(_token)]  # may stand between the dots of a subject
+Device = Annotated[str, AfterValidator(_device)]  # as torch names it
+HttpUrl = Annotated[str, AfterValidator(_http_url)]  # of an OpenAI-compatible endpoint
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class RunSection(Section):
@@ -42,7 +60,7 @@ class RunSection(Section):
 
     name: Token | None = None  # None: the config file's name and the time
     dir: str = "runs"
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Seed = 0
 
 
 class BrokerSection(Section):
@@ -106,12 +124,16 @@ def check(config: dict[str, Any]) -> None:
     """What the sections here cannot say alone.
 
     Raises:
-        ConfigError: a group smaller than its smallest size, or no room for a turn in the context.
+        ConfigError: a group smaller than its smallest size, no room for a turn in the context, or a memory that nobody would ask.
     """
     for name, domain in config["domains"].items():
         smallest, size = domain["min_group_size"], domain["group_size"]
         if smallest is not None and smallest > size:
             raise ConfigError(f"domains.{name}.min_group_size", smallest, f"at most group_size, which is {size}")
+        if domain["context"] == "full":
+            for key, allowed in (("memory", "recent"), ("history_length", "left out")):
+                if (value := domain[key]) != DomainSection.model_fields[key].default:
+                    raise ConfigError(f"domains.{name}.{key}", value, f"{allowed} with context full, which shows the whole conversation")
         tokens, context = domain["sampling"]["max_tokens"], domain["max_context_tokens"]
         if tokens >= context:
             raise ConfigError(f"domains.{name}.sampling.max_tokens", tokens, f"below max_context_tokens, which is {context}")

@@ -6,8 +6,9 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
@@ -35,6 +36,29 @@ def resolve(kind: str, name: str, table: Mapping[str, str]) -> Any:
     if ":" in name:
         return _load(kind, name, name)
     raise ConfigError(kind, name, _known(kind, name, table))
+
+
+def check_call(key: str, name: str, found: Any, parameters: Sequence[str]) -> None:
+    """Refuse what cannot be called with so many arguments.
+
+    Args:
+        key: the setting that names it.
+        parameters: what each argument is, for people.
+
+    Raises:
+        ConfigError: says what it must take, and what it takes.
+    """
+    wanted = f"it must be a function of ({', '.join(parameters)}), and is "
+    if not callable(found):
+        raise ConfigError(key, name, f"{wanted}an {type(found).__name__}")
+    try:
+        signature = inspect.signature(found)
+    except ValueError:  # some callables written in C tell nothing
+        return
+    try:
+        signature.bind(*parameters)
+    except TypeError:
+        raise ConfigError(key, name, f"{wanted}{getattr(found, '__name__', name)}{signature}") from None
 
 
 def known(kind: str, table: Mapping[str, str]) -> list[str]:

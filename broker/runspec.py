@@ -62,6 +62,9 @@ SECTIONS: Final[dict[str, str]] = {
     "rewardhub": "rewardhub.config:RewardhubSection",
 }
 
+# Sections of other configurations than a run's, the most telling first, and the command that takes them.
+OFFLINE: Final[dict[str, str]] = {"dpo": "rlearner dpo", "distill": "rlearner distill", "data": "rlearner sft"}
+
 # Checks across sections, each a function of the resolved config that raises ConfigError.
 CHECKS: Final[tuple[str, ...]] = (
     "broker.config:check",
@@ -90,10 +93,13 @@ def validate(config: dict[str, Any], sections: Mapping[str, str] | None = None, 
 
     Raises:
         ConfigError: names the first bad key (``train.lr``), its value and what is allowed; unknown keys suggest the nearest.
+        UserError: it is a configuration for another command.
     """
     sections, checks = SECTIONS if sections is None else sections, CHECKS if checks is None else checks
     for name in config:
         if name not in sections:
+            if sections is SECTIONS and (command := next((OFFLINE[key] for key in OFFLINE if key in config), "")):
+                raise UserError(f"{name}: with that section it is a configuration for `{command}`, not for a run")
             raise ConfigError(name, config[name], unknown(name, sections, ""))
     checked = {name: _dump_section(name, config.get(name), sections[name]) for name in sections}
     for check in checks:

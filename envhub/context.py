@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from broker.errors import ConfigError
-from broker.registry import resolve
+from broker.registry import check_call, resolve
 
 Memory = Callable[[str, Sequence[tuple[str, str]], str, int], str]
 
@@ -46,8 +46,7 @@ def load_memory(key: str, name: str) -> Memory:
         found: Any = resolve("memories", name, {"recent": "envhub.context:recent"})
     except ConfigError as error:
         raise ConfigError(key, name, error.allowed) from None
-    if not callable(found):
-        raise ConfigError(key, name, "a function of (opening, past, now, history_length) that returns a text")
+    check_call(key, name, found, ("opening", "past", "now", "history_length"))
     memory: Memory = found
     return memory
 

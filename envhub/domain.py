@@ -90,8 +90,8 @@ def load_domain(name: str, section: DomainSection, adv_estimator: str = "") -> D
     if not (isinstance(environment, type) and issubclass(environment, Environment)):
         raise ConfigError(f"domains.{name}.env", section.env, "a class that derives from envhub.envs.base.Environment")
     arguments = parse(f"domains.{name}.env_args", section.env_args, environment.Args)
-    memory = load_memory(f"domains.{name}.memory", section.memory) if takes_steps(section.context, adv_estimator) else None
-    return Domain(name, section, environment, arguments, memory)
+    memory = load_memory(f"domains.{name}.memory", section.memory)
+    return Domain(name, section, environment, arguments, memory if takes_steps(section.context, adv_estimator) else None)
 
 
 def load_domains(config: Mapping[str, Any]) -> dict[str, Domain]:

@@ -5,10 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from broker.errors import ConfigError
 from learner.config import DeepspeedSection
+
+# What plug-ins that are functions are called with, for those of the user's own.
+CALLED_WITH: Final = {
+    "advantages": ("trajectories", "algorithm"),
+    "losses": ("tokens", "algorithm"),
+    "corrections": ("facts", "algorithm"),
+    "filters": ("group",),
+    "preferences": ("pairs", "beta"),
+}
 
 
 def check(config: dict[str, Any]) -> None:
@@ -59,17 +68,17 @@ def _check_names(config: dict[str, Any]) -> None:
 
 
 def check_name(key: str, kind: str, name: str, table: Mapping[str, str]) -> None:
-    """Refuse a name that resolves to nothing; those of the table are taken at their word, unless a library is missing for them."""
-    from broker.registry import known, resolve
+    """Refuse a name that resolves to nothing, or to something that cannot be called as it will be; the table's are taken at their word."""
+    from broker.registry import check_call, resolve
 
-    needs = {"wandb": "wandb", "swanlab": "swanlab"}.get(name, "")
-    if name in table and not (kind == "trackers" and needs):
+    if name in table:
         return
-    if name not in known(kind, table) or needs or ":" in name:
-        try:
-            resolve(kind, name, table)
-        except ConfigError as error:
-            raise ConfigError(key, name, error.allowed) from None
+    try:
+        found = resolve(kind, name, table)
+    except ConfigError as error:
+        raise ConfigError(key, name, error.allowed) from None
+    if kind in CALLED_WITH:
+        check_call(key, name, found, CALLED_WITH[kind])
 
 
 def _check_model(config: dict[str, Any]) -> None:
@@ -105,6 +114,7 @@ def _check_training(config: dict[str, Any]) -> None:
     if train["backend"] == "deepspeed" and config["algorithm"]["critic"]["enabled"]:
         raise ConfigError("train.backend", train["backend"], f"{', '.join(WITH_OPTIONS)} with algorithm.critic.enabled")
     check_options(train)
+    check_layers(train["lora"], config["model"])
     check_deepspeed(train)
     if train["weights_backend"] == "nccl" and train["device"] == "cpu":
         raise ConfigError("train.weights_backend", "nccl", "gloo with train.device cpu: nccl sends between GPUs")
@@ -142,6 +152,22 @@ def check_options(train: Mapping[str, Any]) -> None:
 
 
 def check_deepspeed(train: Mapping[str, Any]) -> None:
+def check_layers(lora: Mapping[str, Any] | None, model: Mapping[str, Any]) -> None:
+    """Adapters are for linear layers that the model has, as far as that is known before it is loaded.
+
+    Raises:
+        ConfigError: it has none of a name.
+    """
+    from text.hub import layer_names
+    from text.tiny import LAYERS
+
+    if lora is None or lora["target_modules"] == "all-linear":
+        return
+    names = set(LAYERS) if model["path"] is None else layer_names(Path(model["path"]).expanduser())
+    if odd := [name for name in lora["target_modules"] if names is not None and name not in names]:
+        raise ConfigError("train.lora.target_modules", odd, f"names of this model's linear layers: {', '.join(sorted(names or ()))}")
+
+
     """What a section ``train`` asks of DeepSpeed.
 
     Raises:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from broker.config import Section
+from broker.config import Device, Section
 
 
 class LoraSection(Section):
@@ -31,7 +31,7 @@ class DeepspeedSection(Section):
 class TrainSection(Section):
     """How many steps, how large, how stale."""
 
-    steps: PositiveInt = 100
+    steps: Annotated[PositiveInt, Field(le=2**31 - 1)] = 100  # a version's number has 31 bits
     groups_per_step: PositiveInt = 16
     max_staleness: NonNegativeInt = 1  # versions a trained token may lag behind
     on_late: Literal["drop", "wait"] = "wait"
@@ -39,7 +39,8 @@ class TrainSection(Section):
     backend: str = "torch"  # a name of the registry in learner/backends
     ranks: PositiveInt = 1  # processes that train one model together, on a GPU each; more than 1 with backend ddp, fsdp2 or deepspeed
     deepspeed: DeepspeedSection = DeepspeedSection()
-    device: str = "auto"  # auto, cpu, cuda, cuda:1
+    megatron: MegatronSection = MegatronSection()
+    device: Device = "auto"  # auto, cpu, cuda, cuda:1
     lr: PositiveFloat = 1e-6
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: NonNegativeInt = 0

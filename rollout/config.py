@@ -10,7 +10,7 @@ from broker.config import Section
 from broker.errors import ConfigError
 from broker.registry import known, resolve
 from broker.sections import parse
-from rollout.engines import ENGINE_ARGS, ENGINES
+from rollout.engines import ENGINE_ARGS, ENGINES, WEIGHTLESS
 
 ACTOR: Final = "actor"
 
@@ -40,6 +40,10 @@ def check(config: dict[str, Any]) -> None:
     """
     section = RolloutSection.model_validate(config.get("rollout") or {})
     check_engine(section)
+    if section.engine in WEIGHTLESS and section.policy == ACTOR:
+        raise ConfigError(
+            "rollout.policy", ACTOR, f"engine {section.engine} does not follow the learner's weights; name another, for example judge"
+        )
     if section.model_path is not None and section.policy == ACTOR:
         raise ConfigError("rollout.model_path", section.model_path, "null with rollout.policy actor, whose weights come from the learner")
     for name, domain in (config.get("domains") or {}).items():

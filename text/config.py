@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field, PositiveInt
 
-from broker.config import Section
+from broker.config import Section, Seed
 
 
 class TinyModel(Section):
@@ -31,7 +31,7 @@ class ModelSection(Section):
     path: str | None = None
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     trust_remote_code: bool = False
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Seed = 0
     tiny: TinyModel = TinyModel()
 
 

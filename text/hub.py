@@ -13,6 +13,7 @@ _TOKENIZER_FILES: Final = (
     "config.json", "generation_config.json", "tokenizer*.json", "tokenizer.model", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "additional_chat_templates/*",
 )  # fmt: skip
+_MAX_HEADER: Final = 100_000_000  # bytes, what the format allows
 _WEIGHT_PATTERNS: Final = ("*.safetensors", "pytorch_model*.bin")
 _EXPECTED: Final = "give a Hugging Face model folder or hub name such as Qwen/Qwen3-0.6B"
 
@@ -48,6 +49,26 @@ def check_model(path: str, key: str) -> None:
         raise ConfigError(key, path, f"its config.json names no model_type; {_EXPECTED}")
     if not any(next(folder.glob(pattern), None) for pattern in _WEIGHT_PATTERNS):
         raise ConfigError(key, path, f"the folder holds no weights ({' or '.join(_WEIGHT_PATTERNS)}); {_EXPECTED}")
+
+
+def layer_names(folder: Path) -> set[str] | None:
+    """Last names of the linear layers in a model's blocks, from the headers of its files; None where those do not tell.
+
+    A header is 8 bytes, its length little-endian, and that much JSON (github.com/huggingface/safetensors, README, "Format").
+    """
+    names: set[str] = set()
+    for file in folder.glob("*.safetensors"):
+        try:
+            with file.open("rb") as opened:
+                header = json.loads(opened.read(min(int.from_bytes(opened.read(8), "little"), _MAX_HEADER)))
+            shapes: dict[str, list[int]] = {name: tensor["shape"] for name, tensor in header.items() if name != "__metadata__"}
+        except (OSError, ValueError, AttributeError, KeyError, TypeError):
+            return None  # whoever loads it will say what is wrong
+        for name, shape in shapes.items():
+            parts = name.split(".")
+            if parts[-1] == "weight" and len(shape) == 2 and any(part.isdigit() for part in parts[:-2]):
+                names.add(parts[-2])
+    return names or None
 
 
 def read_json(file: Path, path: str, key: str, *, missing_ok: bool = False) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from text.folders import atomic_folder
 PAD: Final = "<|endoftext|>"
 UNKNOWN: Final = "<|unk|>"
 END_OF_TURN: Final = "<|im_end|>"
+LAYERS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # linear ones, by the names they have in it
 CHARACTERS: Final = string.ascii_letters + string.digits + string.punctuation + " \n"
 
 # One token opens a message, its role included, so that a turn costs the small model as few tokens as can be.

@@ -18,7 +18,6 @@ from text.chat_template import Chat, ChatTemplate, find_template
 from text.hub import read_json, tokenizer_folder
 
 _NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_KEY: Final = "model.path"
 
 
 class _Backend(Protocol):
@@ -62,14 +61,14 @@ class _Fast:
 class _Auto:
     """transformers' AutoTokenizer, for folders without a tokenizer.json."""
 
-    def __init__(self, folder: Path, name: str, trust_remote_code: bool) -> None:
+    def __init__(self, folder: Path, name: str, trust_remote_code: bool, key: str) -> None:
         from transformers import AutoTokenizer
 
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         except (OSError, ValueError, ImportError, KeyError) as error:
             raise ConfigError(
-                _KEY, name, f"it holds no tokenizer that transformers can load: {' '.join(str(error).split())[:300]}"
+                key, name, f"it holds no tokenizer that transformers can load: {' '.join(str(error).split())[:300]}"
             ) from None
 
     def encode(self, text: str) -> list[int]:
@@ -100,12 +99,12 @@ class Tokenizer:
         vocab_size: number of tokens the tokenizer knows; the model's embedding may be larger.
     """
 
-    def __init__(self, folder: Path, name: str, *, trust_remote_code: bool = False) -> None:
-        self.name = name
-        config = read_json(folder / "tokenizer_config.json", name, _KEY, missing_ok=True)
+    def __init__(self, folder: Path, name: str, *, trust_remote_code: bool = False, key: str = "model.path") -> None:
+        self.name, self._key = name, key
+        config = read_json(folder / "tokenizer_config.json", name, key, missing_ok=True)
         file = folder / "tokenizer.json"
-        self._backend: _Backend = _load_fast(file, config, name) if file.exists() else _Auto(folder, name, trust_remote_code)
-        self._special = _named_tokens(config, read_json(folder / "special_tokens_map.json", name, _KEY, missing_ok=True))
+        self._backend: _Backend = _load_fast(file, config, name, key) if file.exists() else _Auto(folder, name, trust_remote_code, key)
+        self._special = _named_tokens(config, read_json(folder / "special_tokens_map.json", name, key, missing_ok=True))
         self._template_source = find_template(folder, config, name)
         self.vocab_size = self._backend.size()
         self.eos_token_ids = self._find_eos(folder)
@@ -113,13 +112,16 @@ class Tokenizer:
         self.pad_token_id: int = pad if pad is not None else next(iter(self.eos_token_ids), 0)
 
     @classmethod
-    def load(cls, path: str | Path, *, trust_remote_code: bool = False) -> Tokenizer:
+    def load(cls, path: str | Path, *, trust_remote_code: bool = False, key: str = "model.path") -> Tokenizer:
         """Load from a folder or hub name.
+
+        Args:
+            key: the setting that names it, for errors.
 
         Raises:
             ConfigError: nothing there, or no tokenizer in it.
         """
-        return cls(tokenizer_folder(str(path)), str(path), trust_remote_code=trust_remote_code)
+        return cls(tokenizer_folder(str(path), key), str(path), trust_remote_code=trust_remote_code, key=key)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of the text alone; nothing is added around it. Special tokens spelled out in the text are recognised."""
@@ -145,7 +147,7 @@ class Tokenizer:
             ConfigError: it has none.
         """
         if self._template_source is None:
-            raise ConfigError(_KEY, self.name, "its tokenizer has no chat template; add a chat_template.jinja to the folder")
+            raise ConfigError(self._key, self.name, "its tokenizer has no chat template; add a chat_template.jinja to the folder")
         return ChatTemplate(self._template_source, self._special, self.name)
 
     def render_chat(self, messages: Chat, *, add_generation_prompt: bool = True, tools: Sequence[Mapping[str, Any]] = ()) -> str:
@@ -157,19 +159,19 @@ class Tokenizer:
         return self.encode(self.render_chat(messages, add_generation_prompt=add_generation_prompt))
 
     def _find_eos(self, folder: Path) -> tuple[int, ...]:
-        generation = read_json(folder / "generation_config.json", self.name, _KEY, missing_ok=True).get("eos_token_id")
-        model = read_json(folder / "config.json", self.name, _KEY, missing_ok=True)
+        generation = read_json(folder / "generation_config.json", self.name, self._key, missing_ok=True).get("eos_token_id")
+        model = read_json(folder / "config.json", self.name, self._key, missing_ok=True)
         declared = generation if generation is not None else model.get("eos_token_id", (model.get("text_config") or {}).get("eos_token_id"))
         ids = set(declared if isinstance(declared, list) else [] if declared is None else [declared])
         own = self._backend.token_id(self._special.get("eos_token", ""))
         return tuple(sorted(ids | ({own} if own is not None else set())))
 
 
-def _load_fast(file: Path, config: dict[str, Any], name: str) -> _Fast:
+def _load_fast(file: Path, config: dict[str, Any], name: str, key: str) -> _Fast:
     try:
         return _Fast(file, config)
     except Exception as error:  # noqa: BLE001 - the library raises plain Exception for a malformed file
-        raise ConfigError(_KEY, name, f"tokenizer.json cannot be read: {error}") from None
+        raise ConfigError(key, name, f"tokenizer.json cannot be read: {error}") from None
 
 
 def _named_tokens(config: dict[str, Any], special_map: dict[str, Any]) -> dict[str, str]:

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from broker import runspec
-from broker.config import Section
-from broker.errors import ConfigError
-from learner.checks import check_name, check_options
+from broker.config import Device, Section
+from broker.errors import ConfigError, UserError
+from learner.checks import check_layers, check_name, check_options
 from learner.config import LoraSection, TrainSection
 
 _COMMON: Final[dict[str, str]] = {
@@ -57,10 +57,10 @@ class DataSection(Section):
 class OfflineTrainSection(Section):
     """How many steps, how large, how fast."""
 
-    steps: PositiveInt = 300
+    steps: Annotated[PositiveInt, Field(le=2**31 - 1)] = 300
     batch_size: PositiveInt = 32  # rows of one step
     backend: str = "torch"  # a name of the registry in learner/backends
-    device: str = "auto"  # auto, cpu, cuda, cuda:1
+    device: Device = "auto"  # auto, cpu, cuda, cuda:1
     lr: PositiveFloat = 1e-5
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
     warmup_steps: NonNegativeInt = 0
@@ -113,19 +113,23 @@ def validate(pipeline: str, config: dict[str, Any]) -> dict[str, Any]:
     """The configuration of a pipeline with all defaults filled in.
 
     Raises:
+        UserError: it is for something else.
         ConfigError: the first key that cannot work.
     """
     from learner.backends import BACKENDS
     from learner.trackers import TRACKERS
 
+    if "domains" in config:
+        raise UserError(f"domains: with that section it is a configuration for `rlearner up` and `rlearner start`, not for {pipeline}")
     checked = runspec.validate(config, SECTIONS[pipeline], ())
     train = checked["train"]
     if train["warmup_steps"] >= train["steps"]:
         raise ConfigError("train.warmup_steps", train["warmup_steps"], f"below train.steps, which is {train['steps']}")
     check_name("train.backend", "backends", train["backend"], BACKENDS)
     check_options(train)
-    if train["backend"] == "deepspeed":
-        raise ConfigError("train.backend", "deepspeed", "torch, ddp or fsdp2: without a broker there is one rank, and no train.deepspeed")
+    check_layers(train["lora"], checked["model"])
+    if (name := train["backend"]) in ("deepspeed", "megatron"):
+        raise ConfigError("train.backend", name, f"torch, ddp or fsdp2: without a broker there is one rank, and no train.{name}")
     for name in checked["trackers"]["use"]:
         check_name("trackers.use", "trackers", name, TRACKERS)
     for key in ("train", "eval"):

@@ -42,7 +42,8 @@ class Reward(Protocol):
 
     A class of the registry with ``concurrent = True`` has one process of its own instead (one on each GPU with ``on_gpu = True``) and
     scores many samples at once: ``score`` is a coroutine, and ``Args`` tell ``max_concurrency`` and ``timeout_s``, which replaces
-    ``rewardhub.timeout_s``. ``start``, if there is one, is awaited once before.
+    ``rewardhub.timeout_s``. ``start``, if there is one, is awaited once before. A classmethod ``check(args)``, if there is one, refuses
+    arguments that cannot work before anything starts: by a ``ConfigError`` with the argument's name as key.
     """
 
     Args: ClassVar[type[Section]]

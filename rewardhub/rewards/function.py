@@ -59,10 +59,16 @@ def check(name: str, args: Mapping[str, Any], key: str = "rewards") -> Any:
         ConfigError: an unknown name (the known ones are listed), no such module, file or function, or arguments it does not take.
     """
     found = _resolve(name, key)
-    if inspect.isclass(found):
-        return _class_args(found, name, args, key)
-    _check_call(found, args, key)
-    return None
+    if not inspect.isclass(found):
+        _check_call(found, args, key)
+        return None
+    checked = _class_args(found, name, args, key)
+    if (look := getattr(found, "check", None)) is not None:
+        try:
+            look(checked)
+        except ConfigError as error:
+            raise ConfigError(f"{key}.args.{error.key}", error.value, error.allowed) from None
+    return checked
 
 
 def concurrent(reward: Reward) -> Concurrent | None:

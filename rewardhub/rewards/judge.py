@@ -22,7 +22,7 @@ from typing import Annotated, Any, ClassVar, Final, Self
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from broker.config import Section
+from broker.config import HttpUrl, Section
 from broker.errors import UserError
 from rewardhub.rewards.base import NoScore, Sample, Scored
 
@@ -64,7 +64,7 @@ def _pattern(value: str) -> str:
 class JudgeArgs(Section):
     """Arguments of the reward ``judge``."""
 
-    base_url: str  # for example http://127.0.0.1:8000/v1
+    base_url: HttpUrl  # for example http://127.0.0.1:8000/v1
     model: str | None = None  # needed where the endpoint lists more than one
     api_key_env: str = "OPENAI_API_KEY"  # the environment variable with the key; it is never logged
     system_prompt: str = ""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from broker.config import Section
+from broker.config import Device, Section
 from rewardhub.rewards.base import NoScore, Sample, Scored
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class RewardModelArgs(Section):
     template: str = "{prompt}\n{response}"  # where the model has no chat template
     max_length: PositiveInt = 4096  # tokens; of longer texts the end is read, and the note ``truncated`` says so
     batch_size: PositiveInt = 16
-    device: str = "auto"  # cuda where there is one
+    device: Device = "auto"  # cuda where there is one
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16 on a GPU, else float32
     num_threads: PositiveInt = 1  # on a CPU
     trust_remote_code: bool = False
@@ -65,6 +65,14 @@ class RewardModel:
         self._model = self._open(args)
         self._waiting: list[tuple[list[int], asyncio.Future[float]]] = []
         self._working: asyncio.Task[None] | None = None
+
+    @classmethod
+    def check(cls, args: RewardModelArgs) -> None:
+        """A folder that is named must hold a model; what a hub has is seen when it is loaded."""
+        from text.hub import check_model, is_local
+
+        if is_local(args.path):
+            check_model(args.path, "path")
 
     @staticmethod
     def _open(args: RewardModelArgs) -> ScoringModel:

@@ -34,9 +34,9 @@ class ScoringModel:
         torch.set_num_threads(args.num_threads)
         name = ("bfloat16" if self._device.startswith("cuda") else "float32") if args.dtype == "auto" else args.dtype
         dtype = getattr(torch, name)
-        self._tokenizer = Tokenizer.load(args.path, trust_remote_code=args.trust_remote_code)
+        self._tokenizer = Tokenizer.load(args.path, trust_remote_code=args.trust_remote_code, key=_KEY)
         self._converses = _has_chat_template(self._tokenizer)
-        config = read_json(tokenizer_folder(args.path) / "config.json", args.path, _KEY)
+        config = read_json(tokenizer_folder(args.path, _KEY) / "config.json", args.path, _KEY)
         classifier = any("SequenceClassification" in one for one in config.get("architectures") or ())
         self._head: torch.nn.Linear | None = None
         try:

@@ -20,3 +20,5 @@ ENGINE_ARGS: Final[dict[str, str]] = {
     "sglang": "rollout.engines.sglang_args:SGLangArgs",
     "vllm": "rollout.engines.args:VLLMArgs",
 }
+
+WEIGHTLESS: Final = frozenset({"openai"})  # serve anything but the policy that is trained

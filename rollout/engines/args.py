@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
-from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from broker.config import Section
+from broker.config import HttpUrl, Section
 
 
 class HFArgs(Section):
@@ -17,17 +16,10 @@ class HFArgs(Section):
     kv_cache_gib: PositiveFloat = 8.0  # memory for the KV cache; fewer slots are made when they would not fit
 
 
-def _http_url(value: str) -> str:
-    parts = urlsplit(value)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
-        raise ValueError("expected http://host:port/v1 or https://…, without a user in it; the key stands in api_key_env")
-    return value
-
-
 class OpenAIArgs(Section):
     """Settings of the engine ``openai``."""
 
-    base_url: Annotated[str, AfterValidator(_http_url)]  # of the endpoint, for example http://127.0.0.1:8000/v1
+    base_url: HttpUrl  # of the endpoint, for example http://127.0.0.1:8000/v1
     api_key_env: str = "OPENAI_API_KEY"  # environment variable that holds the key; none is sent while that is not set
     model: str | None = None  # None: the only one that the endpoint lists
     api: Literal["chat", "completions"] = "chat"  # messages, or one prompt as it is

@@ -106,7 +106,7 @@ def test_a_dotted_path(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         ({"name": "reward_model"}, "domains.qa.rewards.0.args.path: None is not allowed; it must be given"),
         (
-            {"name": "judge", "args": {"base_url": "x", "template": "{prompt}"}},
+            {"name": "judge", "args": {"base_url": "http://x/v1", "template": "{prompt}"}},
             "domains.qa.rewards.0.args.template: '{prompt}' is not allowed; it must hold {response}; known besides: {prompt}",
         ),
         ({"name": "math_answer", "args": {"wrong": "x"}}, "domains.qa.rewards.0.args.wrong: 'x' is not allowed; input should be a valid"),

@@ -122,7 +122,7 @@ async def test_a_process_on_each_gpu() -> None:
     kind = hosts._kind(Reward(name="reward_model", args={"path": "x", "batch_size": 3}))
     assert [env["CUDA_VISIBLE_DEVICES"] for env in kind.envs] == ["4", "5"]
     assert (kind.room._value, len(kind.processes), kind.timeout_s) == (2 * 2 * 3, 2, 125.0)
-    judge = hosts._kind(Reward(name="judge", args={"base_url": "x"}))
+    judge = hosts._kind(Reward(name="judge", args={"base_url": "http://x/v1"}))
     assert (judge.envs, judge.room._value) == ([{}], 16)  # a judge needs none
 
 

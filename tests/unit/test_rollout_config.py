@@ -56,7 +56,7 @@ def test_another_engine_does_not_inherit_arguments() -> None:
         ("max_running='3'", "rollout.max_running: '3' is not allowed; input should be a valid integer"),
         ("update_mode=later", "rollout.update_mode: 'later' is not allowed; input should be 'keep', 'recompute' or 'abort'"),
         ("engine=randm", "rollout.engine: 'randm' is not allowed; did you mean 'random'? known: hf, openai, random, sglang, vllm"),
-        ("engine_args.kv_slot=3", "rollout.engine_args.kv_slot: 3 is not allowed; unknown key, did you mean 'rollout.engine_args.kv_slots'?"),
+        ("engine_args.kv_slot=3", "rollout.engine_args.kv_slot: 3 is not allowed; unknown key, did you mean 'rollout.engine_args.kv_"),
         ("engine_args.kv_slots=x", "rollout.engine_args.kv_slots: 'x' is not allowed; input should be a valid integer"),
         ("max_context_tokens=100", "domains.lake.max_context_tokens: 512 is not allowed; at most rollout.max_context_tokens (100)"),
         ("engine_args={a", "override 'engine_args={a' is not allowed; "),

@@ -1,0 +1,124 @@
+"""What a configuration cannot mean is refused before anything starts, with the key, the value and what is allowed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from broker.errors import ConfigError, UserError
+from broker.runspec import load, validate
+from learner.checks import check_name
+from learner.pipelines.config import validate as validate_offline
+from text.config import ModelSection, TinyModel
+from text.hub import layer_names
+from text.tiny import LAYERS, build_tiny
+
+LAKE = {"env": "frozenlake", "group_size": 4, "max_context_tokens": 256, "sampling": {"max_tokens": 4}, "deadline_s": 60}
+PLUGINS = """
+def loss(tokens): ...
+def fine(tokens, algorithm, *, more=1): ...
+def keep(group): ...
+number = 3
+"""
+
+
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        ({"train": {"device": "banana"}}, "train.device: 'banana' is not allowed; auto, cpu, cuda, or one GPU as cuda:1"),
+        ({"train": {"device": "cuda:x"}}, "train.device: 'cuda:x' is not allowed; auto, "),
+        ({"train": {"steps": 2**31}}, "train.steps: 2147483648 is not allowed; input should be less than or equal to 2147483647"),
+        ({"train": {"lr": float("inf")}}, "train.lr: inf is not allowed; input should be a finite number"),
+        (
+            {"domains": {"lake": {**LAKE, "deadline_s": float("inf")}}},
+            "domains.lake.deadline_s: inf is not allowed; input should be",
+        ),
+        ({"run": {"seed": 10**30}}, "run.seed: 1000000000000000000000000000000 is not allowed; input should be"),
+        ({"model": {"seed": 2**63}}, "model.seed: 9223372036854775808 is not allowed; input should be"),
+        (
+            {"train": {"lora": {"target_modules": ["banana", "q_proj"]}}},
+            "train.lora.target_modules: ['banana'] is not allowed; names of this model's linear layers: down_proj, gate_proj, k_proj, ",
+        ),
+        (
+            {"domains": {"lake": {**LAKE, "context": "full", "memory": "./mine.py:summary"}}},
+            "domains.lake.memory: './mine.py:summary' is not allowed; recent with context full, which shows the whole conversation",
+        ),
+        (
+            {"domains": {"lake": {**LAKE, "context": "full", "history_length": 7}}},
+            "domains.lake.history_length: 7 is not allowed; left out with context full, which shows the whole conversation",
+        ),
+        ({"domains": {"lake": {**LAKE, "memory": "recnt"}}}, "domains.lake.memory: 'recnt' is not allowed; did you mean 'recent'?"),
+        (
+            {"rollout": {"engine": "openai", "engine_args": {"base_url": "http://h/v1"}}},
+            "rollout.policy: 'actor' is not allowed; engine openai does not follow the learner's weights; name another",
+        ),
+        (
+            {"domains": {"lake": {**LAKE, "rewards": [{"name": "reward_model", "args": {"path": "/nope"}}]}}},
+            "domains.lake.rewards.0.args.path: '/nope' is not allowed; no such folder",
+        ),
+        (
+            {"domains": {"lake": {**LAKE, "rewards": [{"name": "reward_model", "args": {"path": "a/b", "device": "x"}}]}}},
+            "domains.lake.rewards.0.args.device: 'x' is not allowed; auto, cpu, cuda, or one GPU as cuda:1",
+        ),
+        (
+            {"domains": {"lake": {**LAKE, "rewards": [{"name": "judge", "args": {"base_url": "foo"}}]}}},
+            "domains.lake.rewards.0.args.base_url: 'foo' is not allowed; expected http://host:port/v1 or https://",
+        ),
+    ],
+)
+def test_refused(sections: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        validate({"domains": {"lake": LAKE}, **sections})
+    assert str(caught.value).startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "says"),
+    [
+        ("losses", "loss", "(tokens, algorithm), and is loss(tokens)"),
+        ("advantages", "loss", "(trajectories, algorithm), and is loss(tokens)"),
+        ("corrections", "number", "(facts, algorithm), and is an int"),
+        ("filters", "fine", "(group), and is fine(tokens, algorithm, *, more=1)"),
+        ("preferences", "keep", "(pairs, beta), and is keep(group)"),
+        ("losses", "fine", ""),
+        ("filters", "keep", ""),
+    ],
+)
+def test_a_function_of_the_users_own_must_take_what_it_is_given(kind: str, name: str, says: str, tmp_path: Path) -> None:
+    file = tmp_path / "plugins.py"
+    file.write_text(PLUGINS)
+    if not says:
+        check_name("key", kind, f"{file}:{name}", {})
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_name("key", kind, f"{file}:{name}", {})
+    assert str(caught.value) == f"key: '{file}:{name}' is not allowed; it must be a function of {says}"
+
+
+def test_the_layers_of_a_model_are_known_without_reading_it(tmp_path: Path) -> None:
+    tiny = TinyModel(hidden_size=16, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=16, intermediate_size=16)
+    build_tiny(tmp_path / "model", tiny)
+    assert layer_names(tmp_path / "model") == set(LAYERS)
+    (tmp_path / "other").mkdir()
+    assert layer_names(tmp_path / "other") is None
+
+
+def test_a_file_for_offline_training_is_none_for_a_run_and_the_other_way_round(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^data: with that section it is a configuration for `rlearner sft`, not for a run"):
+        validate(load("configs/sft.yaml"))
+    with pytest.raises(UserError, match=r"^domains: with that section it is a configuration for `rlearner up` and `rlearner start`"):
+        validate_offline("sft", load("configs/quickstart.yaml"))
+
+
+def test_a_short_run_is_told_which_setting_its_warmup_is(tmp_path: Path) -> None:
+    (tmp_path / "demos.jsonl").write_text("{}\n")
+    config = load("configs/sft.yaml", ["train.steps=2", f"data.train={tmp_path / 'demos.jsonl'}"])
+    with pytest.raises(ConfigError, match=r"^train\.warmup_steps: 10 is not allowed; below train\.steps, which is 2"):
+        validate_offline("sft", config)
+
+
+def test_defaults_stay_what_they_are() -> None:
+    assert ModelSection().seed == 0
+    assert validate({"domains": {"lake": {**LAKE, "context": "full"}}})["domains"]["lake"]["memory"] == "recent"
