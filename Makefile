@@ -4,7 +4,7 @@ BIN := .venv/bin
 TORCH ?= torch==2.13.0+cpu
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c requirements/constraints.txt
 
-.PHONY: setup check test test-fast test-options test-vllm vllm-env test-peers test-deepspeed chaos quickstart bench clean
+.PHONY: setup check test test-fast test-options test-vllm vllm-env test-peers test-deepspeed test-megatron chaos quickstart bench clean
 
 setup: .venv/ready
 
@@ -43,6 +43,11 @@ test-peers: setup
 test-deepspeed: setup
 	$(PIP) --no-deps --upgrade --target .venv/deepspeed deepspeed einops hjson ninja py-cpuinfo
 	PYTHONPATH=.venv/deepspeed OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/contract -k deepspeed
+
+# The training backend megatron, in every layout of two ranks of this CPU, kept beside the environment likewise.
+test-megatron: setup
+	$(PIP) --no-deps --upgrade --target .venv/megatron megatron-core
+	PYTHONPATH=.venv/megatron OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/contract tests/unit -k megatron
 
 # The engine vllm, on the CPU, in an environment of its own: vLLM wants an older numpy, and the CUDA builds of four packages that it brings
 # along break its import on a machine without CUDA.

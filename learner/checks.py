@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
@@ -106,16 +106,17 @@ def _check_model(config: dict[str, Any]) -> None:
 
 
 def _check_training(config: dict[str, Any]) -> None:
-    from learner.backends import ONE_RANK, WITH_OPTIONS
+    from learner.backends import BACKENDS, ONE_RANK, WITH_OPTIONS
 
     train = config["train"]
     if train["ranks"] > 1 and train["backend"] in ONE_RANK:
-        raise ConfigError("train.ranks", train["ranks"], f"1 with train.backend {train['backend']}; more with ddp, fsdp2 or deepspeed")
-    if train["backend"] == "deepspeed" and config["algorithm"]["critic"]["enabled"]:
+        raise ConfigError("train.ranks", train["ranks"], f"1 with train.backend {train['backend']}; more with {_all_but(ONE_RANK)}")
+    if train["backend"] in BACKENDS and train["backend"] not in WITH_OPTIONS and config["algorithm"]["critic"]["enabled"]:
         raise ConfigError("train.backend", train["backend"], f"{', '.join(WITH_OPTIONS)} with algorithm.critic.enabled")
     check_options(train)
     check_layers(train["lora"], config["model"])
     check_deepspeed(train)
+    check_megatron(train)
     if train["weights_backend"] == "nccl" and train["device"] == "cpu":
         raise ConfigError("train.weights_backend", "nccl", "gloo with train.device cpu: nccl sends between GPUs")
     if train["warmup_steps"] >= train["steps"] and train["warmup_steps"]:
@@ -151,7 +152,6 @@ def check_options(train: Mapping[str, Any]) -> None:
         raise ConfigError("train.lora", train["lora"], "null, for the package peft is not installed: pip install 'rlearner[lora]'")
 
 
-def check_deepspeed(train: Mapping[str, Any]) -> None:
 def check_layers(lora: Mapping[str, Any] | None, model: Mapping[str, Any]) -> None:
     """Adapters are for linear layers that the model has, as far as that is known before it is loaded.
 
@@ -168,6 +168,7 @@ def check_layers(lora: Mapping[str, Any] | None, model: Mapping[str, Any]) -> No
         raise ConfigError("train.lora.target_modules", odd, f"names of this model's linear layers: {', '.join(sorted(names or ()))}")
 
 
+def check_deepspeed(train: Mapping[str, Any]) -> None:
     """What a section ``train`` asks of DeepSpeed.
 
     Raises:
@@ -187,6 +188,34 @@ def check_layers(lora: Mapping[str, Any] | None, model: Mapping[str, Any]) -> No
         raise ConfigError(
             "train.deepspeed.offload_param", True, f"false with train.deepspeed.stage {section['stage']}: only stage 3 divides weights"
         )
+
+
+def _all_but(few: Collection[str]) -> str:
+    from learner.backends import BACKENDS
+
+    *names, last = (name for name in BACKENDS if name not in few)
+    return f"{', '.join(names)} or {last}"
+
+
+def check_megatron(train: Mapping[str, Any]) -> None:
+    """What a section ``train`` asks of Megatron-core.
+
+    Raises:
+        ConfigError: it is not installed, not the backend, or the ranks cannot be divided so.
+    """
+    section = train["megatron"]
+    if train["backend"] != "megatron":
+        if odd := next((key for key, size in section.items() if size != 1), ""):
+            raise ConfigError(f"train.megatron.{odd}", section[odd], f"1 with train.backend {train['backend']}; more with megatron")
+        return
+    if find_spec("megatron") is None or find_spec("megatron.core") is None:
+        raise ConfigError(
+            "train.backend", "megatron", "another, for the package megatron-core is not installed: pip install 'rlearner[megatron]'"
+        )
+    tensor, pipeline, ranks = section["tensor_parallel"], section["pipeline_parallel"], train["ranks"]
+    if ranks % (tensor * pipeline):
+        allowed = f"a multiple of train.megatron.tensor_parallel {tensor} times train.megatron.pipeline_parallel {pipeline}"
+        raise ConfigError("train.ranks", ranks, allowed)
 
 
 def _check_warm_start(config: dict[str, Any]) -> None:

@@ -28,6 +28,13 @@ class DeepspeedSection(Section):
     param_persistence_threshold: NonNegativeInt = 100_000  # stage 3: smaller weights stay whole on every rank; elements
 
 
+class MegatronSection(Section):
+    """What train.backend megatron divides the model into; train.ranks holds as many copies as there is room for."""
+
+    tensor_parallel: PositiveInt = 1  # ranks that hold each layer together; divides heads, key-value heads and MLP columns
+    pipeline_parallel: PositiveInt = 1  # stages that the layers are divided into; divides their number
+
+
 class TrainSection(Section):
     """How many steps, how large, how stale."""
 
@@ -37,7 +44,7 @@ class TrainSection(Section):
     on_late: Literal["drop", "wait"] = "wait"
     streaming: Literal["auto", "always", "never"] = "auto"  # whether a step starts before its last group is in
     backend: str = "torch"  # a name of the registry in learner/backends
-    ranks: PositiveInt = 1  # processes that train one model together, on a GPU each; more than 1 with backend ddp, fsdp2 or deepspeed
+    ranks: PositiveInt = 1  # processes that train one model together, on a GPU each; more than 1 with any backend but torch
     deepspeed: DeepspeedSection = DeepspeedSection()
     megatron: MegatronSection = MegatronSection()
     device: Device = "auto"  # auto, cpu, cuda, cuda:1

@@ -9,6 +9,7 @@ BACKENDS: Final[dict[str, str]] = {
     "ddp": "learner.backends.ddp:DdpBackend",
     "fsdp2": "learner.backends.fsdp2:Fsdp2Backend",
     "deepspeed": "learner.backends.deepspeed:DeepspeedBackend",
+    "megatron": "learner.backends.megatron.backend:MegatronBackend",
 }
 
 ONE_RANK: Final = frozenset({"torch"})  # train in one process; what settings are checked by, without importing anything

@@ -123,11 +123,12 @@ def attend(
     if packing is None:
         found: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, None, scaling=scaling, **others)
         return found
-    return _each_alone(packing, query, key, value, scaling), None
+    return each_alone(packing, query, key, value, scaling), None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _each_alone(packing: Packing, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+def each_alone(packing: Packing, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+    """Causal attention of the sequences of one row: (1, heads, row, width) each to (1, row, heads, width)."""
     shared = query.shape[1] != key.shape[1]
     parts = [
         piece.flat(

@@ -5,11 +5,9 @@ Or on one rank with its optimizer in host memory. See ``learner.backends.ranks``
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -19,7 +17,8 @@ from learner.backends.ddp import DdpBackend
 from learner.backends.deepspeed_zero import ZeroOptimizer, library
 from learner.backends.gathered import Gathered, buckets_of
 from learner.backends.optim import Optimizer
-from learner.backends.ranks.messages import Call, filler
+from learner.backends.ranks.meeting import join_alone
+from learner.backends.ranks.messages import filler
 from learner.checks import check_deepspeed
 from learner.config import TrainSection
 
@@ -29,6 +28,7 @@ class DeepspeedBackend(DdpBackend):
 
     target: ClassVar[str] = "learner.backends.deepspeed:DeepspeedBackend"
     same_number: ClassVar[bool] = True  # of slices on every rank: stages 2 and 3 reduce in each backward pass
+    together: ClassVar[bool] = True
 
     def __init__(self, model_path: str, *, train: TrainSection, **others: Any) -> None:
         check_deepspeed({**train.model_dump(), "backend": "deepspeed"})
@@ -37,7 +37,7 @@ class DeepspeedBackend(DdpBackend):
     def _make_optimizer(self, train: TrainSection) -> Optimizer:
         self._meet()
         if self.size == 1:
-            _join_alone(self.device)
+            join_alone(self.device)
         module = self.policy.module
         self._shapes = self.policy.shapes()
         self._buckets = buckets_of(self._shapes)
@@ -61,35 +61,6 @@ class DeepspeedBackend(DdpBackend):
         """The weights of now; in stage 3 gathered as they are asked for, all of it before the next step."""
         return Gathered(list(self._shapes), self._buckets, self._gather_all) if self._sharded else super().weights()
 
-    def logprobs(self, token_ids: Sequence[int] | npt.NDArray[np.generic]) -> Tensor:
-        """log p(token[i + 1] | token[: i + 1]) at temperature 1, (n - 1,) float32 on the CPU."""
-        if self._leader is None:
-            return super().logprobs(token_ids)
-        with self._leader.working():
-            self._leader.tell(Call("logprobs", [int(token) for token in token_ids]))
-            return super().logprobs(token_ids)
-
-    def state(self) -> dict[str, Tensor]:
-        """Copies of all but the weights that the next step depends on, gathered into this process's memory."""
-        if self._leader is None:
-            return super().state()
-        with self._leader.working():
-            self._leader.tell(Call("state"))
-            return super().state()
-
-    def take_part(self, call: Call) -> None:
-        """What needs all ranks."""
-        if call.name == "logprobs":
-            super().logprobs(call.numbers)
-        elif call.name == "state":
-            self._zero.state()
-        elif call.name == "gather":
-            self._gather(call.numbers[0])
-        elif call.name == "load":
-            self._zero.take(self._zero.empty_state() | {"updates": torch.tensor(call.numbers[0])})
-        else:
-            super().take_part(call)
-
     def close(self) -> None:
         """Let the other ranks leave."""
         super().close()
@@ -102,13 +73,6 @@ class DeepspeedBackend(DdpBackend):
             if comm.is_initialized():
                 comm.destroy_process_group()  # forgets what it knows of the group, too
         super().part()
-
-    def _gather_all(self, bucket: int) -> dict[str, Tensor]:
-        if self._leader is None:
-            return self._gather(bucket)
-        with self._leader.working():
-            self._leader.tell(Call("gather", [bucket]))
-            return self._gather(bucket)
 
     @torch.no_grad()
     def _gather(self, bucket: int) -> dict[str, Tensor]:
@@ -123,20 +87,3 @@ class DeepspeedBackend(DdpBackend):
         if not self._zero.dirty:  # nothing was trained; moments fade as ever
             self._run([filler()], train=True)
         return self._zero.step(denominator, at)
-
-    def _load_optimizer(self, state: Mapping[str, Tensor]) -> None:
-        self._zero.refuse(state, self._zero.empty_state())
-        if self._leader is None:
-            self._zero.take(state)
-            return
-        with self._leader.working():
-            self._leader.tell(Call("load", [int(state["updates"])]))
-            self._zero.take(state)
-
-
-def _join_alone(device: torch.device) -> None:
-    """A group of one, for DeepSpeed knows no work without a group."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]

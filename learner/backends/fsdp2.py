@@ -7,12 +7,11 @@ for who does what.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
 from types import MethodType
 from typing import ClassVar
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -91,6 +90,7 @@ class Fsdp2Backend(DdpBackend):
 
     target: ClassVar[str] = "learner.backends.fsdp2:Fsdp2Backend"
     same_number: ClassVar[bool] = True  # of slices on every rank: each pass gathers and scatters
+    together: ClassVar[bool] = True
 
     def _make_optimizer(self, train: TrainSection) -> Optimizer:
         if self.size == 1:
@@ -121,52 +121,18 @@ class Fsdp2Backend(DdpBackend):
         """The weights of now, gathered as they are asked for; all of it before the next step."""
         return super().weights() if self.size == 1 else Gathered(list(self._shapes), self._buckets, self._gather_all)
 
-    def logprobs(self, token_ids: Sequence[int] | npt.NDArray[np.generic]) -> Tensor:
-        """log p(token[i + 1] | token[: i + 1]) at temperature 1, (n - 1,) float32 on the CPU."""
-        if self._leader is None:
-            return super().logprobs(token_ids)
-        with self._leader.working():
-            self._leader.tell(Call("logprobs", [int(token) for token in token_ids]))
-            return super().logprobs(token_ids)
-
-    def state(self) -> dict[str, Tensor]:
-        """Copies of all but the weights that the next step depends on, gathered into this process's memory."""
-        if self._leader is None:
-            return super().state()
-        with self._leader.working():
-            self._leader.tell(Call("state"))
-            return super().state()
-
     def _factors(self) -> dict[str, Tensor]:
         if self._leader is None or self.policy.adapters is None:
             return super()._factors()
-        with self._leader.working():
-            self._leader.tell(Call("factors"))
-            return self.policy.adapters.factors(self._find)
+        return self._all_at_once(Call("factors"), partial(self.policy.adapters.factors, self._find))
 
     def take_part(self, call: Call) -> None:
-        """What needs all ranks."""
-        if call.name == "logprobs":
-            super().logprobs(call.numbers)
-        elif call.name == "state":
-            self._optimizer.state()
-        elif call.name == "factors":
+        """The others' part of what rank 0 does with all ranks at once."""
+        if call.name == "factors":
             assert self.policy.adapters is not None
             self.policy.adapters.factors(self._find)
-        elif call.name == "gather":
-            self._gather(call.numbers[0])
-        elif call.name == "load":
-            assert isinstance(self._optimizer, ShardedOptimizer)
-            self._optimizer.take(self._optimizer.empty_state())
-            self._optimizer.updates = call.numbers[0]
         else:
             super().take_part(call)
-
-    def _gather_all(self, bucket: int) -> dict[str, Tensor]:
-        assert self._leader is not None
-        with self._leader.working():
-            self._leader.tell(Call("gather", [bucket]))
-            return self._gather(bucket)
 
     @torch.no_grad()
     def _gather(self, bucket: int) -> dict[str, Tensor]:
@@ -179,16 +145,6 @@ class Fsdp2Backend(DdpBackend):
 
     def _reduced_step(self, denominator: float, at: int) -> dict[str, float]:
         return self._optimizer.step(denominator, at)  # FSDP has summed the gradients
-
-    def _load_optimizer(self, state: Mapping[str, Tensor]) -> None:
-        if self._leader is None:
-            super()._load_optimizer(state)
-            return
-        assert isinstance(self._optimizer, ShardedOptimizer)
-        self._optimizer.refuse(state, self._optimizer.empty_state())
-        with self._leader.working():
-            self._leader.tell(Call("load", [int(state["updates"])]))
-            self._optimizer.take(state)
 
 
 def _within(_: nn.Module, function: Callable[..., Tensor | tuple[Tensor, ...]], *arguments: object) -> Tensor | tuple[Tensor, ...]:

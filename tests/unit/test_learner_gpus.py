@@ -76,7 +76,7 @@ def test_the_command_refuses_in_one_line(tmp_path, machine):
     command = [sys.executable, "-m", "learner.cli", "start", str(config), "--gpus"]
     for spec, rest, line in (
         ("0,9", [], "error: --gpus 0,9: GPU 9 not on this machine; it has 0, 1, 2, 3\n"),
-        ("0-1", [], "error: train.ranks: 2 is not allowed; 1 with train.backend torch; more with ddp, fsdp2 or deepspeed\n"),
+        ("0-1", [], "error: train.ranks: 2 is not allowed; 1 with train.backend torch; more with ddp, fsdp2, deepspeed or megatron\n"),
         ("x", [], "error: --gpus 'x' is not allowed; write a list such as 0,2 or a range such as 4-7, or cpu, or auto\n"),
     ):
         done = subprocess.run([*command, spec, *rest], capture_output=True, text=True, check=False, timeout=100)

@@ -1,0 +1,103 @@
+"""Which models there are in Megatron's terms, and which cannot be: decided from a Hugging Face configuration alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from broker.errors import ConfigError
+
+SUPPORTED: Final = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ROPE_TYPES: Final = ("default", "linear", "llama3")  # frequencies that are the same for every length, and cosines that are not scaled
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Sizes and switches of one decoder, all its layers alike.
+
+    Attributes:
+        num_groups: key and value heads.
+        qkv_bias: whether queries, keys and values have one.
+        qk_norm: whether queries and keys are normalised, head by head.
+        tied: whether the output layer is the embedding.
+    """
+
+    num_layers: int
+    hidden: int
+    num_heads: int
+    num_groups: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    max_positions: int
+    eps: float
+    qkv_bias: bool
+    qk_norm: bool
+    tied: bool
+
+
+def architecture_of(config: Any, path: str) -> Architecture:
+    """
+    Args:
+        config: of transformers.
+        path: where it is from, for messages.
+
+    Raises:
+        ConfigError: a model that is not of the Llama and Qwen families, or a variant of theirs that Megatron's layers are not told to be.
+    """
+    name = next(iter(config.architectures or []), type(config).__name__)
+    if name not in SUPPORTED:
+        raise ConfigError("model.path", path, f"one of {', '.join(SUPPORTED)} with train.backend megatron, not {name}")
+    if odd := _oddity(config):
+        raise ConfigError("model.path", path, f"a plain {name} with train.backend megatron, not one with {odd}; fsdp2 takes it")
+    return Architecture(
+        num_layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        num_groups=config.num_key_value_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        intermediate=config.intermediate_size,
+        vocab=config.vocab_size,
+        max_positions=config.max_position_embeddings,
+        eps=config.rms_norm_eps,
+        qkv_bias=name == "Qwen2ForCausalLM",
+        qk_norm=name == "Qwen3ForCausalLM",
+        tied=bool(config.tie_word_embeddings),
+    )
+
+
+def _oddity(config: Any) -> str:
+    """What no layer here does, empty if there is nothing."""
+    rope = config.rope_parameters or {}
+    if (kind := rope.get("rope_type", "default")) not in ROPE_TYPES:
+        return f"rope_type {kind}"
+    if (share := rope.get("partial_rotary_factor", 1.0)) != 1.0:
+        return f"partial_rotary_factor {share}"
+    if config.hidden_act not in ("silu", "swish"):
+        return f"hidden_act {config.hidden_act}"
+    if kinds := set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
+        return f"layers of {' and '.join(sorted(kinds))}"
+    for switch in ("attention_bias", "mlp_bias"):
+        if getattr(config, switch, False):
+            return switch
+    return f"attention_dropout {config.attention_dropout}" if getattr(config, "attention_dropout", 0.0) else ""
+
+
+def refuse_sizes(shape: Architecture, tensor_parallel: int, pipeline_parallel: int) -> None:
+    """
+    Raises:
+        ConfigError: the model cannot be divided so; names what does not divide and what would.
+    """
+    for count, what in ((shape.num_heads, "attention heads"), (shape.num_groups, "key-value heads"), (shape.intermediate, "MLP columns")):
+        if count % tensor_parallel:
+            fitting = [size for size in range(1, shape.num_groups + 1) if divides(shape, size)]
+            allowed = f"one of {', '.join(map(str, fitting))}: it must divide the model's {count} {what}"
+            raise ConfigError("train.megatron.tensor_parallel", tensor_parallel, allowed)
+    if shape.num_layers % pipeline_parallel:
+        allowed = f"a divisor of the model's {shape.num_layers} layers"
+        raise ConfigError("train.megatron.pipeline_parallel", pipeline_parallel, allowed)
+
+
+def divides(shape: Architecture, size: int) -> bool:
+    """Whether ``size`` ranks can hold a layer together."""
+    return not any(count % size for count in (shape.num_heads, shape.num_groups, shape.intermediate))

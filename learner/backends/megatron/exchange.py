@@ -1,0 +1,81 @@
+"""Tensors between ranks in Hugging Face's shapes: gathered for rank 0, and dealt out from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from learner.backends.megatron.grid import Grid, Groups
+from learner.backends.megatron.mapping import Part, share_size, take_share
+
+
+class Exchange:
+    """All ranks call the same at the same time.
+
+    Args:
+        shapes: of all tensors by Hugging Face's names, on the meta device.
+    """
+
+    def __init__(self, grid: Grid, groups: Groups, parts: Sequence[Part], shapes: Mapping[str, Tensor], device: torch.device) -> None:
+        self._grid, self._groups, self._device = grid, groups, device
+        self.shapes = dict(shapes)
+        self.own = [part for part in parts if part.stage == grid.stage]
+        self._first = {part.name: part for part in parts if not part.copy}
+
+    @torch.no_grad()
+    def gather(self, name: str, holders: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor | None:
+        """On rank 0 a whole tensor, elsewhere nothing.
+
+        Args:
+            holders: this rank's parameters, or tensors of their shapes, by Megatron's names.
+            dtype: theirs.
+        """
+        part, grid = self._first[name], self._grid
+        source, found = grid.at(0, 0, part.stage), None
+        if grid.stage == part.stage and grid.copy == 0:
+            found = self._whole(part, holders[part.holder])
+        if source == 0:
+            return found if grid.rank == 0 else None
+        if grid.rank == source:
+            assert found is not None
+            dist.send(found, 0)
+        if grid.rank != 0:
+            return None
+        found = torch.empty(self.shapes[name].shape, dtype=dtype, device=self._device)
+        dist.recv(found, source)
+        return found
+
+    def _whole(self, part: Part, holder: Tensor) -> Tensor:
+        """Of all ranks of a layer."""
+        shape = list(self.shapes[part.name].shape)
+        length = shape[part.dim] if part.dim is not None else 0
+        if part.dim is not None:
+            shape[part.dim] = share_size(length, self._grid.tp)
+        share = part.view(holder.detach()).reshape(shape).contiguous()
+        if part.dim is None or self._grid.tp == 1:
+            return share
+        shares = [torch.empty_like(share) for _ in range(self._grid.tp)]
+        dist.all_gather(shares, share, group=self._groups.tp)
+        return torch.cat(shares, part.dim).narrow(part.dim, 0, length).contiguous()
+
+    @torch.no_grad()
+    def deal(self, whole: Tensor, name: str, holders: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+        """Write a tensor of rank 0's, on the meta device elsewhere, into all holders of it."""
+        if whole.is_meta:
+            found = torch.empty(whole.shape, dtype=dtype, device=self._device)
+        else:
+            found = whole.to(self._device, dtype, copy=True).contiguous()
+        if self._grid.size > 1:
+            dist.broadcast(found, 0)
+        for part in self.own:
+            if part.name == name:
+                put(part, holders, take_share(found, part.dim, self._grid.tp, self._grid.share))
+
+
+def put(part: Part, holders: Mapping[str, Tensor], share: Tensor) -> None:
+    """Write a rank's share of a tensor to where it belongs."""
+    view = part.view(holders[part.holder].detach())
+    view.copy_(share.reshape(view.shape))

@@ -1,0 +1,87 @@
+"""A model's weights on disk, read a share at a time: no rank ever holds more of them than it keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from broker.errors import ConfigError
+from learner.backends.megatron.mapping import share_size
+from text.config import check_model_path
+from text.hub import is_local
+
+
+class WeightFiles:
+    """The safetensors files of a model; a context, for they stay open.
+
+    Args:
+        path: folder or hub name.
+
+    Raises:
+        ConfigError: there is no such model, or its weights are of another format.
+    """
+
+    def __init__(self, path: str) -> None:
+        check_model_path(path)
+        self._path = path
+        self._files = sorted(_folder(path).glob("*.safetensors"))
+        if not self._files:
+            raise ConfigError("model.path", path, "a model with weights in *.safetensors with train.backend megatron")
+        self._stack = ExitStack()
+        self._open: dict[str, Any] = {}
+
+    def __enter__(self) -> Self:
+        from safetensors import SafetensorError, safe_open
+
+        for file in self._files:
+            try:
+                handle = self._stack.enter_context(safe_open(str(file), "pt"))
+            except (OSError, SafetensorError) as error:
+                raise ConfigError("model.path", self._path, f"{file.name} cannot be read: {error}") from None
+            self._open |= dict.fromkeys(handle.keys(), handle)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._open = {}
+        self._stack.close()
+
+    def refuse(self, shapes: Mapping[str, Tensor]) -> None:
+        """
+        Raises:
+            ConfigError: a tensor is missing or of another shape; names the first.
+        """
+        if missing := sorted(name for name in shapes if name not in self._open):
+            raise ConfigError("model.path", self._path, f"{len(missing)} of its weights are missing, the first is {missing[0]}")
+        for name, like in shapes.items():
+            found = tuple(self._open[name].get_slice(name).get_shape())
+            if found != tuple(like.shape):
+                raise ConfigError("model.path", self._path, f"its {name} has shape {found}, its config.json says {tuple(like.shape)}")
+
+    def share(self, name: str, dim: int | None, tp: int, share: int) -> Tensor:
+        """A rank's part of a tensor, filled up with zeros where the tensor ends."""
+        stored = self._open[name].get_slice(name)
+        if dim is None or tp == 1:
+            whole: Tensor = stored[:]
+            return whole
+        shape = stored.get_shape()
+        size = share_size(shape[dim], tp)
+        start, stop = (min(place * size, shape[dim]) for place in (share, share + 1))
+        piece: Tensor = stored[start:stop] if dim == 0 else stored[:, start:stop]
+        if stop - start == size:
+            return piece
+        shape[dim] = size - (stop - start)
+        return torch.cat([piece, piece.new_zeros(shape)], dim)
+
+
+def _folder(path: str) -> Path:
+    if is_local(path):
+        return Path(path).expanduser()
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))

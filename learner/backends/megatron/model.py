@@ -1,0 +1,167 @@
+"""Megatron-core's GPTModel for one stage, with causal attention by torch and rotary positions by transformers.
+
+Megatron's own attention without Transformer Engine makes a (row, row) matrix and takes no packed rows; torch's kernel needs neither
+mask nor matrix. Everything else is Megatron's: parallel embedding, linear and output layers, norms, blocks. Nothing of its global
+state is used, as every module is told its process groups, and so nothing of it wants a GPU.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from learner.backends.attention import Packing, each_alone
+from learner.backends.megatron.architecture import Architecture
+from learner.backends.megatron.grid import Grid, Groups
+
+
+@dataclass
+class Row:
+    """How the tokens of a forward pass lie; goes through Megatron in the place of its own parameters of packed sequences.
+
+    Attributes:
+        positions: (L,) int64, each token's place in its own sequence.
+        packing: of the one row that there is; None where each row is a sequence.
+    """
+
+    positions: Tensor
+    packing: Packing | None
+    qkv_format: str = "sbhd"
+    cp_group: Any = None
+
+
+class CausalAttention(nn.Module):
+    """Takes the place of Megatron's core attention."""
+
+    def __init__(self, config: Any, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
+        super().__init__()
+        self._scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: Row | None = None, **__: Any) -> Tensor:
+        """(tokens, rows, heads, width) each, fewer heads where heads share keys and values, to (tokens, rows, heads * width)."""
+        shared = query.shape[2] != key.shape[2]
+        query, key, value = (states.permute(1, 2, 0, 3) for states in (query, key, value))
+        if packed_seq_params is not None and packed_seq_params.packing is not None:
+            found: Tensor = each_alone(packed_seq_params.packing, query, key, value, self._scale)  # (1, tokens, heads, width)
+            return found.transpose(0, 1).flatten(2)
+        attended = functional.scaled_dot_product_attention(query, key, value, scale=self._scale, is_causal=True, enable_gqa=shared)
+        return attended.permute(2, 0, 1, 3).flatten(2)
+
+
+class Rotary(nn.Module):
+    """Takes the place of Megatron's rotary embedding: angles of any positions, at transformers' frequencies."""
+
+    inv_freq: Tensor
+
+    def __init__(self, inv_freq: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", inv_freq.float(), persistent=False)
+
+    def get_rotary_seq_len(self, *arguments: Any, **_: Any) -> Tensor:
+        """What Megatron passes on to ``forward``: the positions in place of a length. The parameters of the row come last."""
+        row = arguments[-1]
+        assert isinstance(row, Row)
+        return row.positions
+
+    def forward(self, positions: Tensor, **_: Any) -> Tensor:
+        """(L,) positions to (L, 1, 1, width) angles."""
+        angles = torch.outer(positions.float(), self.inv_freq)
+        return torch.cat([angles, angles], -1)[:, None, None]
+
+
+@cache
+def library() -> Any:
+    """What is used of megatron-core."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # lets Megatron overlap its all-reduces with the backward pass
+    logging.getLogger("megatron").setLevel(logging.WARNING)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what it calls in torch, and what it would like to be installed
+        gpt, specs = import_module("megatron.core.models.gpt"), import_module("megatron.core.models.gpt.gpt_layer_specs")
+        block = import_module("megatron.core.transformer.transformer_block")
+        norm = import_module("megatron.core.transformer.torch_norm")
+        config = import_module("megatron.core.transformer")
+        groups = import_module("megatron.core.process_groups_config")
+        parallel = import_module("megatron.core.tensor_parallel")
+
+    class Trunk(gpt.GPTModel):  # type: ignore[name-defined, misc]
+        """Without its logits, which are wanted of few positions only."""
+
+        def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
+            return hidden_states
+
+    return SimpleNamespace(
+        Trunk=Trunk,
+        layer_spec=specs.get_gpt_layer_local_spec,
+        Submodules=block.TransformerBlockSubmodules,
+        Norm=norm.WrappedTorchNorm,
+        Config=config.TransformerConfig,
+        Collection=groups.ProcessGroupCollection,
+        sum_of_shares=parallel.reduce_from_tensor_model_parallel_region,
+    )
+
+
+def build(shape: Architecture, inv_freq: Tensor, dtype: torch.dtype, grid: Grid, groups: Groups) -> Any:
+    """The layers of one stage, on the CPU, with weights yet to be filled in."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of defaults of its own that it no longer likes
+        model = _build(shape, dtype, grid, groups)
+    model.rotary_pos_emb = Rotary(inv_freq)
+    return model.eval()
+
+
+def _build(shape: Architecture, dtype: torch.dtype, grid: Grid, groups: Groups) -> Any:
+    megatron = library()
+    config = megatron.Config(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden,
+        num_attention_heads=shape.num_heads,
+        num_query_groups=shape.num_groups,
+        kv_channels=shape.head_dim,
+        ffn_hidden_size=shape.intermediate,
+        tensor_model_parallel_size=grid.tp,
+        pipeline_model_parallel_size=grid.pp,
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.eps,
+        qk_layernorm=shape.qk_norm,
+        add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        gated_linear_unit=True,
+        activation_func=functional.silu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_activation_fusion=False,  # the fused ones are compiled at the first step, and would round otherwise on another machine
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        batch_p2p_comm=False,
+    )
+    layer = megatron.layer_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
+    layer.submodules.self_attention.submodules.core_attention = CausalAttention
+    tp, alone = groups.tp, groups.alone
+    return megatron.Trunk(
+        config,
+        megatron.Submodules([layer] * (shape.num_layers // grid.pp), megatron.Norm),
+        vocab_size=-(-shape.vocab // grid.tp) * grid.tp,
+        max_sequence_length=shape.max_positions,
+        pre_process=grid.stage == 0,
+        post_process=grid.stage == grid.pp - 1,
+        share_embeddings_and_output_weights=shape.tied,
+        position_embedding_type="rope",
+        pg_collection=megatron.Collection(tp=tp, pp=groups.pipeline, cp=alone, dp=groups.dp, dp_cp=groups.dp, embd=None, pos_embd=None),
+    )

@@ -1,0 +1,97 @@
+"""AdamW over the parts that a rank holds, its state in Hugging Face's names and shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from learner.backends.megatron.grid import Grid, Groups
+from learner.backends.megatron.policy import MegatronPolicy
+from learner.backends.optim import Optimizer
+from learner.backends.ranks.collectives import sum_over_ranks
+from learner.config import TrainSection
+
+MOMENTS: Final = ("exp_avg", "exp_avg_sq")
+
+
+class MegatronOptimizer(Optimizer):
+    """Every rank updates what it holds; what several hold gets the same update on each."""
+
+    def __init__(self, policy: MegatronPolicy, train: TrainSection, grid: Grid, groups: Groups, device: torch.device) -> None:
+        super().__init__(dict(policy.model.named_parameters()), train)
+        self._grid, self._groups, self._device, self._exchange = grid, groups, device, policy.exchange
+        parts = policy.exchange.own
+        self._divided = {part.holder for part in parts if part.dim is not None}
+        self._copies = {part.holder for part in parts if part.copy}
+        self._summed = {part.holder for part in parts if part.summed}
+        self._both_ends = "embedding.word_embeddings.weight" if grid.stage == 0 else "output_layer.weight"
+        self._at_ends = policy.module.config.tie_word_embeddings and grid.pp > 1 and grid.stage in (0, grid.pp - 1)
+
+    def reduce(self) -> None:
+        """Sum what several ranks have seen a part of; on all ranks at once."""
+        gradients = dict(zip(self._masters, self.gradients(), strict=True))
+        if self._grid.tp > 1:
+            sum_over_ranks([gradient for name, gradient in gradients.items() if name in self._summed], self._device, self._groups.tp)
+        if self._at_ends:
+            sum_over_ranks([gradients[self._both_ends]], self._device, self._groups.ends)
+        if self._grid.dp > 1:
+            sum_over_ranks(list(gradients.values()), self._device, self._groups.dp)
+
+    def norm(self, gradients: list[Tensor]) -> Tensor:
+        """Over all ranks of a copy, each parameter once."""
+        squares = torch.zeros((), dtype=torch.float64, device=self._device)
+        for name, gradient in zip(self._masters, gradients, strict=True):
+            if name not in self._copies and (name in self._divided or self._grid.share == 0):
+                squares += gradient.double().square().sum()
+        dist.all_reduce(squares, group=self._groups.model)
+        return squares.sqrt().float()
+
+    def state(self) -> dict[str, Tensor]:
+        """As that of a model that is not divided; on rank 0, all ranks at once."""
+        found = {"updates": torch.tensor(self.updates)}
+        count = next(iter(self._adamw.state.values()))["step"]
+        moments = {kind: self._moments(kind) for kind in MOMENTS}
+        for name in self._exchange.shapes:
+            found[f"step.{name}"] = count.to("cpu", copy=True)
+            for kind in MOMENTS:
+                self._keep(found, f"{kind}.{name}", self._exchange.gather(name, moments[kind], torch.float32))
+        for name in self._exchange.shapes if self._rounded else ():
+            self._keep(found, f"master.{name}", self._exchange.gather(name, self._masters, torch.float32))
+        return found
+
+    @staticmethod
+    def _keep(found: dict[str, Tensor], key: str, tensor: Tensor | None) -> None:
+        if tensor is not None:
+            found[key] = tensor.to("cpu", copy=True).contiguous()
+
+    def _moments(self, kind: str) -> dict[str, Tensor]:
+        return {name: self._adamw.state[master][kind] for name, master in self._masters.items()}
+
+    def empty_state(self) -> dict[str, Tensor]:
+        """Of the names and shapes that ``state`` has, on the meta device."""
+        found = {"updates": torch.tensor(self.updates)}
+        for name, like in self._exchange.shapes.items():
+            found[f"step.{name}"] = torch.zeros(())
+            found |= {f"{kind}.{name}": like for kind in MOMENTS}
+        return found | ({f"master.{name}": like for name, like in self._exchange.shapes.items()} if self._rounded else {})
+
+    @torch.no_grad()
+    def take(self, state: Mapping[str, Tensor]) -> None:
+        """Take rank 0's state, the others being called with an empty one; on all ranks at once."""
+        self.updates = int(state["updates"])
+        name = next(iter(self._exchange.shapes))
+        count = state[f"step.{name}"].to(self._device, copy=True)
+        if self._grid.size > 1:
+            dist.broadcast(count, 0)
+        for moments in self._adamw.state.values():
+            moments["step"].copy_(count)
+        into = {kind: self._moments(kind) for kind in MOMENTS} | ({"master": dict(self._masters)} if self._rounded else {})
+        for kind, holders in into.items():
+            for name in self._exchange.shapes:
+                self._exchange.deal(state[f"{kind}.{name}"], name, holders, torch.float32)
+        for name in self._rounded:
+            self._live[name].copy_(self._masters[name])

@@ -1,0 +1,85 @@
+"""Slices through the stages of a pipeline: one forward, one backward in turn, so that a stage keeps no more of them than it must.
+
+Megatron's own schedules place their counters on a GPU; and here every rank knows all slices, so that no shapes need to be sent.
+The order is that of PipeDream-Flush (Narayanan et al. 2021, arXiv 2104.04473, figure 4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from learner.backends.megatron.grid import Grid, Groups
+
+# Slice, and what the stage before made of it, to what this one makes; at the end, and with gradient, the loss.
+Forward = Callable[[int, Tensor | None], Tensor | None]
+
+
+def order(num: int, stage: int, num_stages: int) -> list[tuple[bool, int]]:
+    """What a stage does with ``num`` slices: (whether backward, which slice). Pure."""
+    ahead = min(num_stages - 1 - stage, num)
+    found = [(False, index) for index in range(ahead)]
+    for index in range(num - ahead):
+        found += [(False, ahead + index), (True, index)]
+    return found + [(True, index) for index in range(num - ahead, num)]
+
+
+class Pipeline:
+    """One stage's side of it.
+
+    What a step made is sent, and what the next one needs is received, in one exchange: neighbours that send to each other at the same
+    time never wait for each other.
+
+    Args:
+        device: where tensors are received.
+        dtype: of what passes between stages.
+    """
+
+    def __init__(self, grid: Grid, groups: Groups, device: torch.device, dtype: torch.dtype) -> None:
+        self._grid, self._group, self._device, self._dtype = grid, groups.pipeline, device, dtype
+        self._before = grid.at(grid.share, grid.copy, grid.stage - 1) if grid.stage else None
+        self._behind = grid.at(grid.share, grid.copy, grid.stage + 1) if grid.stage < grid.pp - 1 else None
+
+    def run(self, shapes: Sequence[tuple[int, ...]], forward: Forward, done: Callable[[], None] | None) -> None:
+        """All slices, forward and, with ``done``, backward.
+
+        Args:
+            shapes: of what passes between stages, for each slice.
+            forward: of one slice.
+            done: called after each backward pass.
+        """
+        steps = order(len(shapes), self._grid.stage, self._grid.pp) if done else [(False, index) for index in range(len(shapes))]
+        held: dict[int, tuple[Tensor | None, Tensor | None]] = {}
+        made, to = None, None
+        for is_backward, index in steps:
+            arrived = self._exchange(made, to, self._behind if is_backward else self._before, shapes[index])
+            if is_backward:
+                assert done is not None
+                made, to = _backward(*held.pop(index), arrived), self._before
+                done()
+                continue
+            if arrived is not None and done:
+                arrived.requires_grad_()
+            left = forward(index, arrived)
+            made, to = None if left is None else left.detach(), self._behind
+            if done:
+                held[index] = arrived, left
+        self._exchange(made, to, None, ())
+
+    def _exchange(self, made: Tensor | None, to: int | None, source: int | None, shape: tuple[int, ...]) -> Tensor | None:
+        arriving = None if source is None else torch.empty(shape, dtype=self._dtype, device=self._device)
+        sent = [] if made is None or to is None else [dist.P2POp(dist.isend, made.contiguous(), to, self._group)]
+        received = [] if arriving is None else [dist.P2POp(dist.irecv, arriving, source, self._group)]
+        for work in dist.batch_isend_irecv(sent + received) if sent or received else ():
+            work.wait()
+        return arriving
+
+
+def _backward(entered: Tensor | None, left: Tensor | None, gradient: Tensor | None) -> Tensor | None:
+    """What the stage before needs to go on."""
+    assert left is not None
+    left.backward(gradient)  # type: ignore[no-untyped-call]
+    return None if entered is None else entered.grad

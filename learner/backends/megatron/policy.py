@@ -1,0 +1,166 @@
+"""A causal language model in Megatron's layers, divided over ranks, that scores only the tokens asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from learner.backends.batch import Batch
+from learner.backends.megatron.exchange import Exchange, put
+from learner.backends.megatron.files import WeightFiles
+from learner.backends.megatron.grid import Grid, Groups
+from learner.backends.megatron.mapping import parts_of, share_size
+from learner.backends.megatron.model import Row, build
+from learner.backends.megatron.pipeline import Pipeline
+from learner.backends.megatron.shell import Shell
+from learner.backends.megatron.vocabulary import measure
+from learner.backends.policy import in_chunks
+
+Measured = tuple[Tensor, Tensor]  # logprobs and entropies, (T,) each
+
+
+class MegatronPolicy:
+    """This rank's part of it; whoever computes calls it on all ranks of a copy at the same time, with the same slices.
+
+    Args:
+        shell: names, shapes and configuration.
+
+    Attributes:
+        module: transformers' model, on the meta device, for what is written beside weights.
+        model: Megatron's, of this stage.
+    """
+
+    adapters = None
+    unpackable = ""
+
+    def __init__(self, shell: Shell, grid: Grid, groups: Groups, device: torch.device, *, trainable: bool = True) -> None:
+        self.path, self.device, self.module, self._shape = shell.path, device, shell.module, shell.shape
+        self._grid, self._groups, shape = grid, groups, shell.shape
+        self._like = shell.tensors
+        dtype = self.module.dtype
+        self.model = build(shape, shell.inv_freq, dtype, grid, groups)
+        parts = parts_of(shape, grid.tp, grid.pp)
+        self.exchange = Exchange(grid, groups, parts, self._like, device)
+        holders = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        with WeightFiles(shell.path) as files:
+            for part in self.exchange.own:
+                put(part, holders, files.share(part.name, part.dim, grid.tp, grid.share))
+        self.model.to(device).requires_grad_(trainable)
+        self._pipeline = Pipeline(grid, groups, device, dtype)
+        self._columns = share_size(shape.vocab, grid.tp)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the input embeddings."""
+        return self._shape.vocab
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank knows the logits."""
+        return self._grid.stage == self._grid.pp - 1
+
+    def checkpoint_blocks(self) -> None:
+        """Keep only what enters each transformer block and compute the rest again in the backward pass."""
+        for layer in self.model.decoder.layers:
+            layer.forward = partial(_again, layer.forward)
+
+    def shapes(self) -> dict[str, Tensor]:
+        """By Hugging Face's names, on the meta device."""
+        return dict(self._like)
+
+    def gather(self, name: str) -> Tensor | None:
+        """On rank 0 a whole tensor of now; all ranks ask for the same at the same time."""
+        return self.exchange.gather(name, dict(self.model.named_parameters()), self._like[name].dtype)
+
+    def measured(self, batches: Sequence[Batch]) -> list[Measured | None]:
+        """Logprobs and entropies of slices, without gradient; None where this rank does not know them."""
+        found: list[Measured | None] = [None] * len(batches)
+
+        def keep(index: int, measured: Measured) -> None:
+            found[index] = measured
+
+        with torch.no_grad():
+            self._run(batches, keep, None, entropy_grad=False)
+        return found
+
+    def trained(
+        self, batches: Sequence[Batch], loss: Callable[[int, Measured], Tensor], done: Callable[[], None], *, entropy_grad: bool
+    ) -> None:
+        """Forward and backward.
+
+        Args:
+            batches: slices.
+            loss: of one slice, where the logits are.
+            done: called after each backward pass.
+            entropy_grad: let gradient flow through the entropy too.
+        """
+        self._run(batches, loss, done, entropy_grad=entropy_grad)
+
+    def _run(
+        self,
+        batches: Sequence[Batch],
+        finish: Callable[[int, Measured], Tensor | None],
+        done: Callable[[], None] | None,
+        *,
+        entropy_grad: bool,
+    ) -> None:
+        def forward(index: int, entered: Tensor | None) -> Tensor | None:
+            left = self._through(batches[index], entered)
+            return finish(index, self._measure(left, batches[index], entropy_grad)) if self.speaks else left
+
+        shapes = [(batch.input_ids.shape[1], batch.input_ids.shape[0], self._shape.hidden) for batch in batches]
+        self._pipeline.run(shapes, forward, done)
+
+    def _through(self, batch: Batch, entered: Tensor | None) -> Tensor:
+        """The stage's layers: (tokens, rows, hidden) from what the stage before made."""
+        ids = batch.input_ids
+        positions = batch.position_ids[0] if batch.position_ids is not None else torch.arange(ids.shape[1], device=self.device)
+        self.model.set_input_tensor(entered)
+        left: Tensor = self.model(ids, None, None, packed_seq_params=Row(positions, batch.packing))
+        self.model.set_input_tensor(None)
+        return left
+
+    def _measure(self, hidden: Tensor, batch: Batch, entropy_grad: bool) -> Measured:
+        """(tokens, rows, hidden) of the last layer to what the trained tokens are asked for."""
+        features = hidden.transpose(0, 1).flatten(0, 1).index_select(0, batch.predictors)
+        columns = [batch.targets] if batch.temperature is None else [batch.targets, batch.temperature]
+
+        def function(logits: Tensor, targets: Tensor, temperature: Tensor | None = None) -> tuple[Tensor, ...]:
+            first = self._columns * self._grid.share
+            share = {"first": first, "vocab": self._shape.vocab, "group": self._groups.tp}
+            return measure(logits, targets, temperature, **share, entropy_grad=entropy_grad)
+
+        logprobs, entropy = in_chunks(function, self._logits, features, columns, self._columns)
+        return logprobs, entropy
+
+    def _logits(self, features: Tensor) -> Tensor:
+        """(t, hidden) to this rank's columns, (t, columns)."""
+        tied = self._shape.tied
+        logits: Tensor = self.model.output_layer(features, weight=self.model.shared_embedding_or_output_weight() if tied else None)[0]
+        return logits
+
+    def logprobs(self, token_ids: Tensor) -> Tensor:
+        """log p(token[i + 1] | token[: i + 1]) at temperature 1, (n,) int64 to (n - 1,) float32; all ranks ask at the same time."""
+        if len(token_ids) < 2:
+            return torch.zeros(0, device=self.device)
+        (measured,) = self.measured([_one_row(token_ids)])
+        found = measured[0] if measured is not None else torch.empty(len(token_ids) - 1, device=self.device)
+        if self._grid.pp > 1:
+            dist.broadcast(found, self._grid.speakers[0])
+        return found
+
+
+def _again(forward: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    return checkpoint(forward, *arguments, use_reentrant=False, preserve_rng_state=False, **named)
+
+
+def _one_row(ids: Tensor) -> Batch:
+    nothing = torch.zeros(len(ids) - 1, device=ids.device)
+    where = torch.arange(len(ids) - 1, device=ids.device)
+    return Batch(ids[None, :-1], where, ids[1:], torch.zeros_like(where), nothing, nothing, None, 1, torch.zeros_like(where))

@@ -1,0 +1,55 @@
+"""How ranks meet: a device for each, and one process group."""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+from typing import Final
+
+import torch
+import torch.distributed as dist
+
+from broker.errors import ConfigError
+from learner.config import TrainSection
+
+_TIMEOUT: Final = timedelta(minutes=10)  # of one collective; a rank that ended is seen at once, this is for one that stands still
+
+
+def on_rank(train: TrainSection, rank: int) -> TrainSection:
+    """The settings of one rank: each its own GPU.
+
+    Raises:
+        ConfigError: a device that is not for several ranks, or fewer GPUs than ranks.
+    """
+    if train.ranks == 1 or train.device == "cpu" or (train.device == "auto" and not torch.cuda.is_available()):
+        return train
+    if train.device not in ("auto", "cuda"):
+        raise ConfigError(
+            "train.device", train.device, f"auto, cpu or cuda with train.ranks {train.ranks}: each rank takes a GPU of its own"
+        )
+    if train.ranks > torch.cuda.device_count():
+        raise ConfigError("train.ranks", train.ranks, f"this machine has {torch.cuda.device_count()} GPUs")
+    return train.model_copy(update={"device": f"cuda:{rank}"})
+
+
+def join(store: str, rank: int, size: int, device: torch.device) -> None:
+    """Meet the others, on the loopback interface."""
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+    if loopback is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    meeting = dist.FileStore(store, size)  # type: ignore[attr-defined]
+    dist.init_process_group(_take(device), store=meeting, rank=rank, world_size=size, timeout=_TIMEOUT)
+
+
+def join_alone(device: torch.device) -> None:
+    """A group of one, for libraries that know no work without a group."""
+    dist.init_process_group(_take(device), store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+
+
+def _take(device: torch.device) -> str:
+    """What communicates between tensors of a device."""
+    if device.type != "cuda":
+        return "gloo"
+    torch.cuda.set_device(device)
+    return "nccl"

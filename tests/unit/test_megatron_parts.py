@@ -1,0 +1,241 @@
+"""What of the backend megatron needs neither Megatron nor other processes: whose part is what, in which order, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoConfig, LlamaConfig, Qwen2Config, Qwen3Config
+
+from broker.errors import ConfigError
+from broker.runspec import validate
+from learner import checks
+from learner.backends.megatron.architecture import Architecture, architecture_of, refuse_sizes
+from learner.backends.megatron.grid import Grid
+from learner.backends.megatron.mapping import parts_of, take_share
+from learner.backends.megatron.pipeline import order
+from learner.pipelines import config as offline
+
+LAKE = {"env": "frozenlake", "group_size": 4, "max_context_tokens": 256, "sampling": {"max_tokens": 4}, "deadline_s": 60}
+SHAPE = Architecture(
+    num_layers=4, hidden=6, num_heads=4, num_groups=2, head_dim=3, intermediate=10, vocab=7, max_positions=64, eps=1e-6,
+    qkv_bias=True, qk_norm=True, tied=False,
+)  # fmt: skip
+
+
+def test_places_by_hand() -> None:
+    # 8 ranks, 2 to a layer, 2 stages, so 2 copies: neighbours share layers, halves are stages.
+    grids = [Grid(8, 2, 2, rank) for rank in range(8)]
+    assert [(one.share, one.copy, one.stage) for one in grids] == [
+        (0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0), (0, 0, 1), (1, 0, 1), (0, 1, 1), (1, 1, 1)
+    ]  # fmt: skip
+    assert all(one.at(one.share, one.copy, one.stage) == one.rank for one in grids)
+    assert grids[0].speakers == [4, 6]
+
+
+def test_the_order_of_a_pipeline_by_hand() -> None:
+    forward, backward = (lambda i: (False, i)), (lambda i: (True, i))
+    first = [forward(0), forward(1), backward(0), forward(2), backward(1), backward(2)]
+    assert order(3, 0, 2) == first
+    assert order(3, 1, 2) == [forward(0), backward(0), forward(1), backward(1), forward(2), backward(2)]
+    assert order(1, 0, 4) == [forward(0), backward(0)]
+    assert order(0, 0, 2) == []
+
+
+@given(st.integers(0, 9), st.integers(1, 5))
+def test_a_pipeline_never_waits_for_what_comes_later(num: int, num_stages: int) -> None:
+    """Between two steps a stage gives away what it made and takes what it needs, and both must be met by the neighbours' own exchanges."""
+    steps = [order(num, stage, num_stages) for stage in range(num_stages)]
+
+    def exchange(stage: int, position: int) -> set[tuple[int, int, bool, int]]:
+        """Before a step: (from, to, whether a gradient, which slice)."""
+        found = set()
+        if position:
+            is_backward, index = steps[stage][position - 1]
+            found.add((stage, stage - 1 if is_backward else stage + 1, is_backward, index))
+        if position < len(steps[stage]):
+            is_backward, index = steps[stage][position]
+            found.add((stage + 1 if is_backward else stage - 1, stage, is_backward, index))
+        return {one for one in found if 0 <= one[0] < num_stages and 0 <= one[1] < num_stages}
+
+    at, posted, moved = [0] * num_stages, set(), True  # the exchange that each stage is in; (stage, what it has asked for)
+    while moved:
+        moved = False
+        waiting = [stage for stage in range(num_stages) if at[stage] <= len(steps[stage])]
+        posted |= {(stage, one) for stage in waiting for one in exchange(stage, at[stage])}
+        for stage in waiting:
+            if all((one[0], one) in posted and (one[1], one) in posted for one in exchange(stage, at[stage])):
+                at[stage], moved = at[stage] + 1, True
+    assert at == [2 * num + 1] * num_stages
+    for stage in range(num_stages):  # never more of them held than there are stages from here on
+        held = most = 0
+        for is_backward, _ in order(num, stage, num_stages):
+            held += -1 if is_backward else 1
+            most = max(most, held)
+        assert most <= num_stages - stage
+
+
+def whole_tensors(shape: Architecture) -> dict[str, torch.Tensor]:
+    """Each element another number."""
+    sizes = {
+        "embed_tokens.weight": (shape.vocab, shape.hidden), "lm_head.weight": (shape.vocab, shape.hidden), "norm.weight": (shape.hidden,),
+        "q_proj.weight": (12, 6), "k_proj.weight": (6, 6), "v_proj.weight": (6, 6), "q_proj.bias": (12,), "k_proj.bias": (6,),
+        "v_proj.bias": (6,), "o_proj.weight": (6, 12), "q_norm.weight": (3,), "k_norm.weight": (3,), "gate_proj.weight": (10, 6),
+        "up_proj.weight": (10, 6), "down_proj.weight": (6, 10), "layernorm.weight": (6,),
+    }  # fmt: skip
+    found, count = {}, 0
+    for part in parts_of(shape, 1, 1):
+        size = next(size for ending, size in sizes.items() if part.name.endswith(ending))
+        number = torch.Size(size).numel()
+        found[part.name] = torch.arange(count, count + number).view(size)
+        count += number
+    return found
+
+
+def test_heads_and_halves_by_hand() -> None:
+    # Two groups of two heads of width 3: rank 1 of 2 has heads 2 and 3, key and value head 1, in this order.
+    tensors = whole_tensors(SHAPE)
+    place = "model.layers.0.self_attn."
+    held = torch.full((12, 6), -1)
+    for part in parts_of(SHAPE, 2, 1):
+        if part.name.startswith(place) and part.holder.endswith("layers.0.self_attention.linear_qkv.weight"):
+            view = part.view(held)
+            view.copy_(take_share(tensors[part.name], part.dim, 2, 1).reshape(view.shape))
+    q, k, v = (tensors[f"{place}{name}_proj.weight"] for name in "qkv")
+    assert torch.equal(held, torch.cat([q[6:], k[3:], v[3:]]))
+    held = torch.full((10, 6), -1)
+    for part in parts_of(SHAPE, 2, 1):
+        if part.holder == "decoder.layers.0.mlp.linear_fc1.weight":
+            part.view(held).copy_(take_share(tensors[part.name], part.dim, 2, 1))
+    gate, up = (tensors[f"model.layers.0.mlp.{name}_proj.weight"] for name in ("gate", "up"))
+    assert torch.equal(held, torch.cat([gate[5:], up[5:]]))
+
+
+def test_of_a_vocabulary_that_does_not_divide_the_last_share_is_filled_up() -> None:
+    whole = torch.arange(1, 15).view(7, 2)
+    assert torch.equal(take_share(whole, 0, 2, 1), torch.cat([whole[4:], torch.zeros(1, 2, dtype=torch.long)]))
+    assert torch.equal(take_share(whole, 0, 5, 4), torch.zeros(2, 2, dtype=torch.long))
+    assert torch.equal(take_share(whole.T, 1, 2, 0), whole[:4].T)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 4), (2, 2)])
+def test_every_element_has_its_place_and_comes_back(tp: int, pp: int) -> None:
+    tensors = whole_tensors(SHAPE)
+    parts = parts_of(SHAPE, tp, pp)
+    holders: dict[tuple[int, int, str], torch.Tensor] = {}
+    sizes = {"linear_qkv.weight": (24 // tp, 6), "linear_qkv.bias": (24 // tp,), "linear_fc1.weight": (20 // tp, 6)}
+    for stage in range(pp):
+        for share in range(tp):
+            for part in (part for part in parts if part.stage == stage):
+                piece = take_share(tensors[part.name], part.dim, tp, share)
+                size = next((size for ending, size in sizes.items() if part.holder.endswith(ending)), tuple(piece.shape))
+                holder = holders.setdefault((stage, share, part.holder), torch.full(size, -1))
+                view = part.view(holder)
+                assert view.data_ptr() >= holder.data_ptr()
+                view.copy_(piece.reshape(view.shape))
+    assert all((holder >= 0).all() for holder in holders.values())
+    for part in parts:
+        pieces = []
+        for share in range(tp):
+            size = list(tensors[part.name].shape)
+            if part.dim is not None:
+                size[part.dim] = -(-size[part.dim] // tp)
+            pieces.append(part.view(holders[part.stage, share, part.holder]).reshape(size))
+        whole = pieces[0] if part.dim is None else torch.cat(pieces, part.dim).narrow(part.dim, 0, tensors[part.name].shape[part.dim])
+        assert torch.equal(whole, tensors[part.name]), part.name
+
+
+def test_a_tied_embedding_lies_at_both_ends_of_a_pipeline_and_counts_once() -> None:
+    tied = Architecture(**{**vars(SHAPE), "tied": True})
+    assert [(part.holder, part.stage, part.copy) for part in parts_of(tied, 1, 2) if "embed" in part.name] == [
+        ("embedding.word_embeddings.weight", 0, False), ("output_layer.weight", 1, True)
+    ]  # fmt: skip
+    assert not any("lm_head" in part.name for part in parts_of(tied, 1, 1))
+
+
+SMALL = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 6, "intermediate_size": 48}
+OTHERS = "one of LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM with train.backend megatron, not "
+PLAIN = "a plain LlamaForCausalLM with train.backend megatron, not one with {}; fsdp2 takes it"
+
+
+@pytest.mark.parametrize(
+    ("config", "allowed"),
+    [
+        (AutoConfig.for_model("gpt2", architectures=["GPT2LMHeadModel"]), OTHERS + "GPT2LMHeadModel"),
+        (AutoConfig.for_model("qwen3_moe"), OTHERS + "Qwen3MoeConfig"),
+        (LlamaConfig(**SMALL, architectures=["LlamaForCausalLM"], attention_bias=True), PLAIN.format("attention_bias")),
+        (
+            LlamaConfig(
+                **SMALL, architectures=["LlamaForCausalLM"], rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
+            ),
+            PLAIN.format("rope_type yarn"),
+        ),
+        (
+            Qwen2Config(**SMALL, architectures=["Qwen2ForCausalLM"], use_sliding_window=True, max_window_layers=2),
+            PLAIN.format("layers of sliding_attention").replace("Llama", "Qwen2"),
+        ),
+    ],
+)
+def test_models_that_it_does_not_know_are_refused(config: object, allowed: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        architecture_of(config, "some/model")
+    assert str(caught.value) == f"model.path: 'some/model' is not allowed; {allowed}"
+
+
+def test_what_a_configuration_says() -> None:
+    shape = architecture_of(Qwen3Config(**SMALL, head_dim=16, vocab_size=99, architectures=["Qwen3ForCausalLM"]), "x")
+    assert (shape.head_dim, shape.num_groups, shape.qk_norm, shape.qkv_bias, shape.vocab) == (16, 2, True, False, 99)
+    shape = architecture_of(Qwen2Config(**SMALL, architectures=["Qwen2ForCausalLM"], tie_word_embeddings=True), "x")
+    assert (shape.head_dim, shape.qk_norm, shape.qkv_bias, shape.tied) == (8, False, True, True)
+
+
+@pytest.mark.parametrize(
+    ("heads", "tp", "pp", "line"),
+    [
+        ((4, 2), 4, 1, "train.megatron.tensor_parallel: 4 is not allowed; one of 1, 2: it must divide the model's 2 key-value heads"),
+        ((4, 2), 3, 1, "train.megatron.tensor_parallel: 3 is not allowed; one of 1, 2: it must divide the model's 4 attention heads"),
+        ((14, 2), 4, 1, "train.megatron.tensor_parallel: 4 is not allowed; one of 1, 2: it must divide the model's 14 attention heads"),
+        ((4, 2), 1, 4, "train.megatron.pipeline_parallel: 4 is not allowed; a divisor of the model's 6 layers"),
+    ],
+)
+def test_sizes_that_do_not_divide_the_model(heads: tuple[int, int], tp: int, pp: int, line: str) -> None:
+    shape = Architecture(**{**vars(SHAPE), "num_heads": heads[0], "num_groups": heads[1], "num_layers": 6, "intermediate": 48})
+    with pytest.raises(ConfigError) as caught:
+        refuse_sizes(shape, tp, pp)
+    assert str(caught.value) == line
+
+
+def refused(train: dict[str, object], **more: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        validate({"domains": {"lake": LAKE}, "train": train, **more})
+    return str(caught.value)
+
+
+def test_a_missing_package_names_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    line = "train.backend: 'megatron' is not allowed; another, for the package megatron-core is not installed: "
+    assert refused({"backend": "megatron"}) == line + "pip install 'rlearner[megatron]'"
+
+
+def test_ranks_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "find_spec", lambda name: object())
+    both = {"tensor_parallel": 2, "pipeline_parallel": 2}
+    line = "train.ranks: 6 is not allowed; a multiple of train.megatron.tensor_parallel 2 times train.megatron.pipeline_parallel 2"
+    assert refused({"backend": "megatron", "ranks": 6, "megatron": both}) == line
+    assert validate({"domains": {"lake": LAKE}, "train": {"backend": "megatron", "ranks": 8, "megatron": both}})["train"]["ranks"] == 8
+    line = "train.megatron.pipeline_parallel: 2 is not allowed; 1 with train.backend fsdp2; more with megatron"
+    assert refused({"backend": "fsdp2", "ranks": 2, "megatron": {"pipeline_parallel": 2}}) == line
+    for option in ({"lora": {}}, {"activation_offload": True}, {"optimizer_offload": True}, {"compile": True}):
+        (name,) = option
+        line = refused({"backend": "megatron", **option})
+        assert line.startswith(f"train.{name}: ")
+        assert line.endswith("unset with train.backend megatron; torch, ddp, fsdp2 take it")
+    critic = {"adv_estimator": "gae", "critic": {"enabled": True}}
+    line = "train.backend: 'megatron' is not allowed; torch, ddp, fsdp2 with algorithm.critic.enabled"
+    assert refused({"backend": "megatron"}, algorithm=critic) == line
+
+
+def test_offline_training_has_one_rank(tmp_path: object) -> None:
+    with pytest.raises(ConfigError, match=r"^train.backend: 'megatron' is not allowed; torch, ddp or fsdp2"):
+        offline.validate("sft", {"model": {"path": str(tmp_path)}, "data": {"train": "x.jsonl"}, "train": {"backend": "megatron"}})
