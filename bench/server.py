@@ -1,12 +1,15 @@
 """A rollout server, asked as environment hubs ask it, against the bare engine: the same requests, in turns.
 
-    make vllm-env && .venv-vllm/bin/python -m bench.server [--pairs 9] [--requests 64] [--engines vllm,hf]
+    make vllm-env && .venv-vllm/bin/python -m bench.server [--pairs 9] [--requests 64] [--engines vllm,hf] [--http]
 
-The server is the real process, joined to a run on a private nats-server and asked over ZeroMQ; this process plays the hubs. The bare engine
+The server is the real process, joined to a run on a private nats-server and asked over ZeroMQ, or with ``--http`` by as many streams of its
+OpenAI-compatible API with a chunk for each token; this process plays the hubs. The bare engine
 is a process that holds nothing but it, AsyncLLM with weights as vLLM itself lays them out, or HFEngine; all requests at once, greedy, with
 the logprob of every token. ``ratio_vllm``, ``ratio_hf``: tokens a second of the server / of the bare engine, the median over the pairs;
 ``*_interval`` holds the median of the population with at least 95 % probability, from the order statistics. ``identical_tokens``: whether
-both gave the same tokens to every request of every pair. The last line is one JSON object.
+both gave the same tokens to every request of every pair. A pair during which processes outside this run took more than ``--others`` of the
+processors does not count and is done again; ``others_share`` is what they took, the median over those that count. The last line is one JSON
+object.
 """
 
 from __future__ import annotations
@@ -25,7 +28,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from bench.engine import Requests, make_model, make_requests
+from bench.others import NEVER_QUIET, Others
 from bench.pairs import interval, median
+from bench.server_http import KEY, Streamed, add_tokenizer
 from broker import channel, runspec, wire
 from broker.channel import ChannelClient
 from broker.children import spawn
@@ -105,7 +110,9 @@ class Served:
 @contextlib.asynccontextmanager
 async def serving(engine: str, model: Path, folder: Path, options: argparse.Namespace, *, frozen: bool = True) -> AsyncIterator[Served]:
     """A broker, a run, and a server of a policy whose weights stay as they are, or else of one that waits for the learner's."""
+    http = getattr(options, "http", False)
     rollout = {"max_running": options.requests, "max_context_tokens": CONTEXT, "num_threads": options.threads}
+    rollout |= {"http_port": 0} if http else {}
     with BrokerServer(str(folder / f"broker-{engine}")) as broker:
         bus = await Bus.connect(broker.url, RUN, name="bench", deadline_s=20)
         await bus.ensure_streams()
@@ -119,7 +126,7 @@ async def serving(engine: str, model: Path, folder: Path, options: argparse.Name
         command += ["--engine", engine, *(["--policy", "baseline", "--model", str(model)] if frozen else [])]
         log = folder / f"server-{engine}.log"
         with log.open("ab") as said:
-            process = spawn(command, said)
+            process = spawn(command, said, env={**os.environ, "RL_API_KEY": KEY} if http else None)
         try:
             async with asyncio.timeout(START_S):
                 while (seen := roster.get("server")) is None or not seen.address or (frozen and seen.state != "serving"):
@@ -135,32 +142,43 @@ async def serving(engine: str, model: Path, folder: Path, options: argparse.Name
             await bus.close()
 
 
-async def compare(engine: str, model: Path, folder: Path, requests: Requests, options: argparse.Namespace) -> tuple[list[float], bool]:
-    """Ratios of the pairs, whose order changes from one to the next; whether all tokens were the same."""
+async def compare(
+    engine: str, model: Path, folder: Path, requests: Requests, options: argparse.Namespace
+) -> tuple[list[float], bool, list[float]]:
+    """Ratios of the pairs, whose order changes from one to the next; whether all tokens were the same; what others took meanwhile."""
     ratios: list[float] = []
+    shares: list[float] = []
     identical = True
     (folder / "requests.json").write_text(json.dumps(requests))
     bare = Bare(engine, model, options.threads, folder / f"bare-{engine}.log")
     try:
         async with serving(engine, model, folder, options) as server:
             await bare.line()
-            for turn in range(options.warm_up + options.pairs):
-                new = asked(requests, str(turn))
+            asking = Streamed(folder / f"server-{engine}.log") if options.http else server
+            turn = disturbed = 0
+            while len(ratios) < options.pairs and disturbed <= 2 * options.pairs:
+                new, others = asked(requests, str(turn)), Others()
                 if turn % 2:
-                    plain, whole = await bare.run(), await server.run(new)
+                    plain, whole = await bare.run(), await asking.run(new)
                 else:
-                    whole, plain = await server.run(new), await bare.run()
+                    whole, plain = await asking.run(new), await bare.run()
+                share = others.share()
                 tokens = sum(length for _, length in requests)
                 same = plain[1] == whole[1]
-                name = f"pair {turn - options.warm_up + 1}" if turn >= options.warm_up else "warm-up"
+                verdict = "warm-up" if turn < options.warm_up else "disturbed, does not count" if share > options.others else "counts"
                 ratio = plain[0] / whole[0]
-                print(f"{engine}  {name}  bare {tokens / plain[0]:.0f}  server {tokens / whole[0]:.0f} tokens/s  {ratio:.3f}  same {same}")
-                if turn >= options.warm_up:
+                chunks = f"  {tokens / asking.chunks:.2f} tokens a chunk" if isinstance(asking, Streamed) else ""
+                rates = f"bare {tokens / plain[0]:.0f}  server {tokens / whole[0]:.0f} tokens/s"
+                print(f"{engine}  {rates}  {ratio:.3f}  same {same}{chunks}  others {share:.2f}  {verdict}", flush=True)
+                if verdict == "counts":
                     ratios.append(ratio)
+                    shares.append(share)
+                disturbed += verdict.startswith("disturbed")
                 identical &= same
+                turn += 1
     finally:
         bare.close()
-    return ratios, identical
+    return ratios, identical, shares
 
 
 def main() -> None:
@@ -172,19 +190,27 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--engines", default="vllm,hf")
+    parser.add_argument("--http", action="store_true")
+    parser.add_argument("--others", type=float, default=0.25)
     options = parser.parse_args()
     figures: dict[str, Any] = {}
     same = True
     with tempfile.TemporaryDirectory(prefix="rlearner-bench-") as name:
         folder = Path(name)
         vocab_size = make_model(str(folder / "model"), options.hidden, options.layers)
+        if options.http:
+            add_tokenizer(folder / "model")
         requests = make_requests(options.requests, vocab_size)
         for engine in options.engines.split(","):
-            ratios, identical = asyncio.run(compare(engine, folder / "model", folder, requests, options))
+            ratios, identical, shares = asyncio.run(compare(engine, folder / "model", folder, requests, options))
             same &= identical
+            if not ratios:
+                raise SystemExit(NEVER_QUIET)
+            figures[f"pairs_{engine}"] = len(ratios)
+            figures["others_share"] = round(median(shares), 3)
             figures[f"ratio_{engine}"] = round(median(ratios), 3)
             figures[f"ratio_{engine}_interval"] = [round(bound, 3) for bound in interval(ratios)]
-    print(json.dumps({**figures, "identical_tokens": same, "pairs": options.pairs}))
+    print(json.dumps({**figures, "identical_tokens": same}))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,9 @@ A rollout server as its own process follows a sender of weights on a private nat
 ``--requests`` requests in flight, as hubs do: all of one length and evenly spread over it, so that any second is like any other. Windows of
 time take turns: nothing happens in one; new weights are sent every ``--every`` seconds in the next; with ``--moved`` there is a third in
 which two processes that have nothing to do with the server broadcast as many bytes between them as often (``bench.update_bare``): what
-moving bytes takes from a server by being done on the same cores and memory.
+moving bytes takes from a server by being done on the same cores and memory. A round during which processes outside this run took more
+than ``--others`` of the processors does not count and is done again, ``disturbed`` times in all; ``others_share`` is what they took,
+the median over those that count.
 
 ``tokens_lost_share``: 1 - tokens a second with updates / without, the median over the rounds (``*_interval`` as in bench.pairs);
 ``moved_lost_share``: the same of the unrelated bytes; ``own_lost_share``: updates against unrelated bytes; ``pause_ms``: generation
@@ -31,6 +33,7 @@ import torch
 import transformers
 
 from bench.engine import make_model
+from bench.others import NEVER_QUIET, Others
 from bench.pairs import interval, median
 from bench.server import Served, serving
 from bench.update_bare import Movers
@@ -146,7 +149,9 @@ async def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     vocab_size = make_model(str(folder / "model"), options.hidden, options.layers)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval()
     size_bytes = sum(p.numel() * 4 for p in model.parameters())
-    rates: dict[str, list[float]] = {"nothing": [], "updates": []} | ({"moved": []} if options.moved else {})
+    shares: list[float] = []
+    number = disturbed = 0
+    rates: dict[str, list[float]] = {arm: [] for arm in ("nothing", "updates", "moved") if arm != "moved" or options.moved}
     async with serving(options.engine, folder / "model", folder, options, frozen=False) as served:
         learner, reports, load = Learner(served, model), Reports(served.bus), Load(served, vocab_size, options.length)
         await learner.sender.start()
@@ -159,18 +164,24 @@ async def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
                     await served.roster.changed(0.5)
             load.start(options.requests)
             await asyncio.sleep(options.settle)
-            for number in range(options.rounds + 1):
+            orders = list(itertools.permutations(rates))
+            while len(rates["nothing"]) < options.rounds and disturbed <= 2 * options.rounds:
                 now: dict[str, float] = {}
-                orders = list(itertools.permutations(rates))
+                others = Others()
                 for arm in orders[number % len(orders)]:
                     now[arm] = await window(reports, options.every, options.window, happens[arm])
                     for task in load.tasks:
                         if task.done():
                             task.result()
+                share = others.share()
                 said = "  ".join(f"{arm} {rate:.0f}" for arm, rate in sorted(now.items()))
-                print(f"round {number or 'warm-up'}  tokens/s: {said}  lost {1 - now['updates'] / now['nothing']:.3f}", flush=True)
-                for arm, rate in now.items() if number else ():
+                verdict = "warm-up" if not number else "disturbed, does not count" if share > options.others else "counts"
+                print(f"tokens/s: {said}  lost {1 - now['updates'] / now['nothing']:.3f}  others {share:.2f}  {verdict}", flush=True)
+                for arm, rate in now.items() if verdict == "counts" else ():
                     rates[arm].append(rate)
+                shares += [share] if verdict == "counts" else []
+                disturbed += verdict.startswith("disturbed")
+                number += 1
         finally:
             for task in load.tasks:
                 task.cancel()
@@ -179,6 +190,8 @@ async def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
             await learner.sender.close()
             if movers is not None:
                 await asyncio.to_thread(movers.close)
+    if not rates["nothing"]:
+        raise SystemExit(NEVER_QUIET)
     return {
         "engine": options.engine,
         **lost("tokens_lost_share", rates["updates"], rates["nothing"]),
@@ -191,7 +204,9 @@ async def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         "updates": len(reports.pauses),
         "versions_seen": len(load.versions),
         "model_mib": round(size_bytes / 2**20, 1),
-        "pairs": options.rounds,
+        "pairs": len(rates["nothing"]),
+        "disturbed": disturbed,
+        "others_share": round(median(shares), 3),
     }
 
 
@@ -208,6 +223,7 @@ def main() -> None:
     parser.add_argument("--every", type=float, default=2.0)
     parser.add_argument("--window", type=float, default=4.0)
     parser.add_argument("--moved", action="store_true")
+    parser.add_argument("--others", type=float, default=0.25)
     parser.add_argument("--settle", type=float, default=12.0)
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--length", type=int, default=192)

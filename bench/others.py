@@ -1,0 +1,48 @@
+"""Whether a machine is quiet: what processes that are no part of a run take of its processors while it is measured."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from typing import Final
+
+import psutil
+
+NEVER_QUIET: Final = "nothing was measured: other processes took their share of the processors all the time; see --others"
+
+
+class Others:
+    """Counts from its making, then from call to call; this process and all its descendants are the run.
+
+    A descendant that ended since the last call counts to the others from then on.
+    """
+
+    def __init__(self) -> None:
+        self._before = _look()
+
+    def share(self) -> float:
+        """Processor time that others took, as a share of all processors."""
+        (at, busy_s, own_s), self._before = self._before, _look()
+        now_at, now_busy_s, now_own_s = self._before
+        taken_s = (now_busy_s - busy_s) - (now_own_s - own_s)
+        return max(0.0, taken_s / ((now_at - at) * (psutil.cpu_count() or 1)))
+
+
+def _look() -> tuple[float, float, float]:
+    """Now, and the seconds that all processors were busy and that this run has used."""
+    return time.monotonic(), _busy_s(), _own_s()
+
+
+def _busy_s() -> float:
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0))
+
+
+def _own_s() -> float:
+    own = psutil.Process()
+    found = 0.0
+    for process in [own, *own.children(recursive=True)]:
+        with suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            found += times.user + times.system
+    return found
