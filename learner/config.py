@@ -16,6 +16,7 @@ class LoraSection(Section):
     alpha: PositiveInt = 32  # what the adapters add is multiplied by alpha / rank
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0  # of the adapters' inputs, in training passes alone
     target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"  # q_proj, …; all but the output layer
+    send: Literal["adapter", "merged"] = "adapter"  # what servers are sent: factors for them to merge, or the whole merged model
 
 
 class DeepspeedSection(Section):

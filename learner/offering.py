@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from typing import Final
 
 import numpy as np
+from torch import Tensor
 
 from broker import wire
 from broker.jetstream import Bus
 from broker.presence import Roster
+from broker.weights.adapter import factor_shapes
 from broker.weights.probe import make_probe
 from broker.weights.send import Sender
 from broker.weights.staging import plan_of
@@ -16,24 +20,56 @@ from broker.weights.transfer import Settings
 from learner.backends.base import Backend
 from learner.config import TrainSection
 
+log = logging.getLogger(__name__)
+
 PROBE_TOKENS: Final = 64
 # Largest difference between two correct computations of one logprob, in nats: another kernel adds up in another order.
 PROBE_TOLERANCE: Final = {"float32": 5e-3, "bfloat16": 0.25, "float16": 0.05}
 
 
-def build_sender(bus: Bus, backend: Backend, train: TrainSection, roster: Roster, epoch: int) -> Sender:
-    """A sender for the backend's weights, staged on the device where they lie."""
-    device = backend.device
-    carrier = train.weights_backend or ("nccl" if device.type == "cuda" else "gloo")
-    return Sender(
-        bus,
-        plan_of(backend.shapes(), train.weights_bucket_mib, dtype=train.weights_dtype),
-        epoch=epoch,
-        settings=Settings(backend=carrier, timeout_s=train.weights_timeout_s),
-        roster=roster,
-        device=device,
-        delta_full_every=train.weights_full_every if train.weights_delta else None,
-    )
+class Offering:
+    """What is sent of a backend's weights: all of them, or where adapters are trained their factors alone.
+
+    Attributes:
+        adapter: None: all of them.
+    """
+
+    def __init__(self, backend: Backend, train: TrainSection, dtype: str) -> None:
+        self._backend, self._train, self._dtype = backend, train, dtype
+        self.adapter = backend.adapter()
+        if self.adapter is not None:
+            mine = {name: factor.shape for name, factor in backend.factors().items()}
+            theirs = factor_shapes(backend.shapes(), self.adapter.targets, self.adapter.rank)
+            if mine != {name: factor.shape for name, factor in theirs.items()}:  # weights that no server would take for adapted ones
+                log.warning("weights: servers could not tell which weights the adapters change, so the whole model is sent")
+                self.adapter = None
+
+    def sender(self, bus: Bus, roster: Roster, epoch: int) -> Sender:
+        """A sender for it, staged on the device where the weights lie."""
+        train, device = self._train, self._backend.device
+        carrier = train.weights_backend or ("nccl" if device.type == "cuda" else "gloo")
+        if self.adapter is None:
+            plan = plan_of(self._backend.shapes(), train.weights_bucket_mib, dtype=train.weights_dtype)
+        else:
+            plan = plan_of(factor_shapes(self._backend.shapes(), self.adapter.targets, self.adapter.rank), train.weights_bucket_mib)
+        return Sender(
+            bus,
+            plan,
+            epoch=epoch,
+            settings=Settings(backend=carrier, timeout_s=train.weights_timeout_s),
+            roster=roster,
+            device=device,
+            delta_full_every=train.weights_full_every if train.weights_delta else None,
+            adapter=self.adapter,
+        )
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The live tensors of the plan, by name."""
+        return self._backend.weights() if self.adapter is None else self._backend.factors()
+
+    def probe(self) -> wire.Probe:
+        """What goes with an offer of them."""
+        return probe(self._backend, self._dtype, self._train.weights_dtype)
 
 
 def probe(backend: Backend, dtype: str, wire_dtype: str | None = None) -> wire.Probe:

@@ -208,10 +208,11 @@ class Learner:
             self.member.spawn(work)
 
     async def _open_sender(self, stack: AsyncExitStack) -> Sender:
-        from learner.offering import build_sender
+        from learner.offering import Offering
 
-        backend, roster = self.training.backend, self.member.roster
-        sender = await self.training.call(lambda: build_sender(self.bus, backend, self.train, roster, self.watch.epoch))
+        dtype = section(self.config, "model", ModelSection).dtype
+        self.offering = await self.training.call(lambda: Offering(self.training.backend, self.train, dtype))
+        sender = await self.training.call(lambda: self.offering.sender(self.bus, self.member.roster, self.watch.epoch))
         await sender.start()
         stack.push_async_callback(sender.close)
         return sender
@@ -252,11 +253,7 @@ class Learner:
 
     def _offer(self, version: int) -> float:
         """In the training thread."""
-        from learner.offering import probe
-
-        backend = self.training.backend
-        dtype = section(self.config, "model", ModelSection).dtype
-        return self.sender.offer(version, backend.weights(), probe(backend, dtype, self.train.weights_dtype))
+        return self.sender.offer(version, self.offering.tensors(), self.offering.probe())
 
     def _values_beside(self) -> dict[str, float]:
         """Of a step: what is measured beside training."""

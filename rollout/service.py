@@ -13,6 +13,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Literal
 
 import numpy as np
@@ -66,20 +67,23 @@ async def _serve(member: process.Member, section: RolloutSection, device: gpus.D
     """One engine on all GPUs that this process may see."""
     if section.model_path is not None:
         await asyncio.to_thread(check_model_path, section.model_path, "rollout.model_path")
-    model = member.spec.config.get("model") or {}
-    config = EngineConfig(
-        model_path=section.model_path or member.spec.model_path,
-        section=section,
-        dtype=model.get("dtype", "float32"),
-        trust_remote_code=model.get("trust_remote_code", False),
-        device=device,
-    )
+    config = replace(_engine_config(member, section), device=device)
     engine_class: type[Engine] = await asyncio.to_thread(registry.resolve, "engines", section.engine, ENGINES)
     service = Service(member, section, engine_class(config))
     try:
         await service.serve()
     finally:
         await service.close()
+
+
+def _engine_config(member: process.Member, section: RolloutSection) -> EngineConfig:
+    model = member.spec.config.get("model") or {}
+    return EngineConfig(
+        model_path=section.model_path or member.spec.model_path,
+        section=section,
+        dtype=model.get("dtype", "float32"),
+        trust_remote_code=model.get("trust_remote_code", False),
+    )
 
 
 def _import_engine(name: str) -> None:
@@ -102,6 +106,7 @@ class Service:
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
+        self._loaded = False  # new weights into the engine, or at least begun
         self._paused_s = 0.0  # that generation stood still at the last new weights
         self._address = ""
 
@@ -227,8 +232,22 @@ class Service:
             self._load,
             bucket_mib=train.get("weights_bucket_mib", 32.0),
             dtype=train.get("weights_dtype"),
+            first=self._first_weights,
         )
         await self._receiver.start()
+
+    def _first_weights(self) -> tuple[Mapping[str, Tensor], bool]:
+        """What the run began with, and whether nobody else will change it: as the engine holds it, else from its folder."""
+        held = self._engine.weights()
+        if not self._loaded and not any(tensor.is_meta for tensor in held.values()):
+            stay = all(tensor.is_cpu and tensor.is_contiguous() for tensor in held.values())  # merged ones then take their place
+            return held, stay and getattr(self._engine, "keeps_tensors", False)
+        from torch import device
+
+        from rollout.engines.hf_model import load
+        from rollout.engines.vllm_start import named_weights
+
+        return named_weights(load(_engine_config(self._member, self._section), device("cpu"))), True
 
     async def _load(self, tensors: Mapping[str, Tensor], offer: wire.WeightsOffer) -> None:
         """Bring in an offer; an empty mapping says that the engine holds these bytes already.
@@ -239,6 +258,7 @@ class Service:
         from broker.weights.probe import check_probe
 
         if tensors:
+            self._loaded = True
             self._paused_s = await self._engine.update_weights(tensors, offer.version, self._section.update_mode, offer.probe)
             log.info("serving version %d of epoch %d, generation stood still for %.3f s", offer.version, offer.epoch, self._paused_s)
         else:

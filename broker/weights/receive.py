@@ -19,7 +19,9 @@ from broker.streams import WEIGHTS, WEIGHTSYNC
 from broker.unstored import request
 from broker.weights import plan as plans
 from broker.weights.acceptance import Acceptance, Adopt, Join
+from broker.weights.adapter import First, Foundation
 from broker.weights.group import Communicator, Watch, connect_store, first_line
+from broker.weights.plan import Plan
 from broker.weights.send import JOIN_TIMEOUT_S, PLAN_KEY
 from broker.weights.staging import Flat, plan_of
 from broker.weights.threads import in_thread, spawn
@@ -47,6 +49,7 @@ class Receiver:
         bucket_mib: the sender's.
         dtype: what floating-point tensors travel as, by torch's name, the sender's; None: their own.
         device: where buckets arrive by nccl, a GPU; None: where the tensors lie. By gloo they arrive on the CPU. The offer says which.
+        first: finds what adapters are put on, see ``adapter.Foundation``.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class Receiver:
         dtype: str | None = None,
         device: str | torch.device | None = None,
         settings: Settings | None = None,
+        first: First | None = None,
     ) -> None:
         self.plan = plan_of(tensors, bucket_mib, dtype=dtype)
         self.refused = ""  # why the newest offer is not for this server, for example another model
@@ -68,6 +72,7 @@ class Receiver:
         self._device = torch.device(device) if device is not None else next(iter(tensors.values())).device
         self._settings = settings or Settings()
         self._state = Acceptance(self.plan.digest, None)
+        self._foundation = Foundation(self.plan, bucket_mib, tensors, first)
         self._flat: Flat | None = None
         self._held = ""  # digest of what lies in it, empty when unknown
         self._communicator: Communicator | None = None
@@ -119,7 +124,7 @@ class Receiver:
         self._flat.fill(self._tensors)
         return self._flat.digest()
 
-    def _staging(self, backend: str) -> tuple[Flat, str]:
+    def _staging(self, backend: str, plan: Plan | None = None) -> tuple[Flat, str]:
         """Where the next version arrives, and the digest of what lies there, empty when unknown.
 
         Raises:
@@ -128,9 +133,12 @@ class Receiver:
         if backend == "nccl" and self._device.type != "cuda":
             raise TransferFailed(f"the learner sends by nccl, the weights here are on {self._device.type}; set train.weights_backend=gloo")
         device = self._device if backend == "nccl" else torch.device("cpu")
-        kept, held = self._flat, self._held
+        kept, held, plan = self._flat, self._held, plan or self.plan
         self._flat, self._held = None, ""
-        return (kept, held) if kept is not None and kept.buffer.device.type == device.type else (Flat(self.plan, device), "")
+        if kept is not None and kept.plan == plan and kept.buffer.device.type == device.type:
+            return kept, held
+        del kept  # before another is made
+        return Flat(plan, device), ""
 
     # ------------------------------------------------------------------------------------------ offers
 
@@ -139,14 +147,24 @@ class Receiver:
             assert isinstance(offer, wire.WeightsOffer)
             if offer.epoch > self._receiving_epoch:
                 self._watch.cancel(f"the learner of epoch {offer.epoch} took over")
+            problem = await self._found(offer)
             refused = self._state.offered(offer)
             self.refused = ""
-            if offer.plan != self.plan.digest and self._state.newest is offer:
-                self.refused = await self._explain(offer)
+            if offer.plan not in self._state.plans and self._state.newest is offer:
+                self.refused = problem or await self._explain(offer)
                 log.error("weights: %s", self.refused)
             elif refused:
                 log.warning("weights: offer refused: %s", refused)
             self._changed.set()
+
+    async def _found(self, offer: wire.WeightsOffer) -> str:
+        """Have what an adapter is put on, from the first offer of one on; why it cannot be had, empty when it can."""
+        adapter = offer.adapter
+        if adapter is None or offer.plan != self._foundation.plan(adapter).digest:
+            return ""
+        if not (problem := await in_thread(lambda: self._foundation.lay(adapter), "weights-base")):
+            self._state.plans.add(offer.plan)
+        return problem
 
     async def _explain(self, offer: wire.WeightsOffer) -> str:
         """Why the offer is no use here, with the first difference where the learner can be asked."""
@@ -154,12 +172,13 @@ class Receiver:
         try:
             answer = await self._ask(offer)
             text = await in_thread(lambda: _fetch_plan(answer.host, answer.port, self._settings.connect_timeout_s), "weights-plan")
-            return f"{said}: {self.plan.difference(plans.from_text(text))}"
+            return f"{said}: {self._foundation.plan(offer.adapter).difference(plans.from_text(text))}"
         except (RequestFailed, TransferFailed, WireError) as error:
-            return f"{said}: bucket plan {offer.plan}, here {self.plan.digest} (names not known: {error})"
+            return f"{said}: bucket plan {offer.plan}, here {self._foundation.plan(offer.adapter).digest} (names not known: {error})"
 
     async def _ask(self, offer: wire.WeightsOffer) -> wire.WeightsSession:
-        join = wire.WeightsJoin(server=self._id, epoch=offer.epoch, version=offer.version, plan=self.plan.digest)
+        plan = self._foundation.plan(offer.adapter).digest
+        join = wire.WeightsJoin(server=self._id, epoch=offer.epoch, version=offer.version, plan=plan)
         # a little longer than the sender waits, so that its last-moment answer still arrives
         return await request(self._bus, WEIGHTSYNC, str(offer.epoch), join, timeout_s=JOIN_TIMEOUT_S + 0.5, reply=wire.WeightsSession)
 
@@ -213,7 +232,8 @@ class Receiver:
         answer = await self._ask(offer)
         if answer.error or answer.version != offer.version:
             raise RequestFailed(answer.error or f"it sends version {answer.version}")
-        flat, held = self._staging(offer.backend)
+        plan = self._foundation.plan(offer.adapter)
+        flat, held = self._staging(offer.backend, plan)
         communicator, self._communicator = self._communicator, None
         watch, self._receiving_epoch = Watch(), offer.epoch
         self._watch = watch
@@ -224,8 +244,8 @@ class Receiver:
         self._communicator = received.communicator
         self._flat, self._held = flat, received.digest  # after a failure it is dropped instead: a hanging operation may still write into it
         seconds = time.monotonic() - started
-        self._values |= {"weights/seconds": seconds, "weights/gbytes_per_s": self.plan.size_bytes / seconds / 1e9}
-        await self._bring_in(flat.tensors, offer)
+        self._values |= {"weights/seconds": seconds, "weights/gbytes_per_s": plan.size_bytes / seconds / 1e9}
+        await self._bring_in(flat.tensors if offer.adapter is None else self._foundation.merged(flat.tensors), offer)
         return received.digest
 
     def _take(

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from broker import wire
 from learner.config import AlgorithmSection, TrainSection
 from learner.packing import Cutter
 from learner.samples import Scores, TrainSample
@@ -114,6 +115,14 @@ class Backend(Protocol):
 
         A sharded backend gathers them as they are asked for, a bucket at a time: go through them once and in order.
         """
+        ...
+
+    def adapter(self) -> wire.Adapter | None:
+        """What an offer of ``factors`` says of them; None: there are none, or the whole model is sent (``train.lora.send``)."""
+        ...
+
+    def factors(self) -> Mapping[str, Tensor]:
+        """The adapters' live factors by peft's names, whole; empty without adapters."""
         ...
 
     def logprobs(self, token_ids: Sequence[int] | npt.NDArray[np.generic]) -> Tensor:

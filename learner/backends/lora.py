@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor, nn
 
+from broker import wire
 from broker.errors import ConfigError
+from broker.weights.adapter import PREFIX, merge
 from learner.config import LoraSection
 
 if TYPE_CHECKING:
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
     from learner.backends.policy import Policy
 
 FOLDER: Final = "adapter"  # in a checkpoint: the adapters in peft's format
-PREFIX: Final = "base_model.model."  # of the factors' names in that format
 _NAME: Final = "default"  # peft's of an only adapter
 _WEIGHTS: Final = "adapter_model.safetensors"
 _CONFIG: Final = "adapter_config.json"
@@ -80,8 +81,16 @@ class Adapters:
         weight = find(self._found[name])
         if name not in self._factors:
             return weight
-        a, b = (find(factor).float() for factor in self._factors[name])
-        return (weight.float() + (b @ a) * self._scale).to(weight.dtype)
+        a, b = (find(factor) for factor in self._factors[name])
+        return merge(weight, a, b, self._scale)
+
+    def shown(self, base: str) -> wire.Adapter:
+        """What an offer says of them.
+
+        Args:
+            base: digest of the weights below them.
+        """
+        return wire.Adapter(base=base, targets=sorted(self._config.target_modules), rank=self._config.r, scale=self._scale)
 
     def factors(self, find: Find) -> dict[str, Tensor]:
         """All of them, by peft's names; live."""

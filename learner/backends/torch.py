@@ -13,14 +13,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from broker import wire
 from broker.errors import ConfigError, WireError
+from broker.weights.adapter import PREFIX, digest_of
+from broker.weights.staging import plan_of
 from learner.aggregation import Counts, denominator
 from learner.backends.base import Snapshot
 from learner.backends.batch import Batch, collate
 from learner.backends.compiling import compile_blocks
 from learner.backends.critic import Critic
 from learner.backends.figures import average, figures
-from learner.backends.lora import FOLDER, PREFIX, Base
+from learner.backends.lora import FOLDER, Base
 from learner.backends.objective import Objective
 from learner.backends.offload import activations_in_host_memory
 from learner.backends.optim import Optimizer
@@ -70,7 +73,11 @@ class TorchBackend:
         packing = train.packing != "padded"
         self._first_path = first = ref_path or model_path  # stays; the checkpoint that was resumed from does not
         self.policy = self._load(first if train.lora else model_path, model, packing=packing)
+        self._base_digest = ""
         if train.lora is not None:
+            if train.lora.send == "adapter" and getattr(self, "rank", 0) == 0:
+                held = self.policy.weights()  # before there are adapters, and before ranks share them out
+                self._base_digest = digest_of(plan_of(held, train.weights_bucket_mib, dtype=train.weights_dtype), held)
             adapters = self.policy.adapt(train.lora, seed)
             if model_path != first:
                 adapters.load(Path(model_path) / FOLDER, self.policy.tensors().__getitem__)
@@ -241,6 +248,14 @@ class TorchBackend:
     def weights(self) -> Mapping[str, Tensor]:
         """The live tensors by their state-dict names, tied ones once; they change at the next ``step``. Adapters are merged into them."""
         return self.policy.weights()
+
+    def adapter(self) -> wire.Adapter | None:
+        """What an offer of ``factors`` says of them; None: there are none, or the whole model is sent (``train.lora.send``)."""
+        return None if self.policy.adapters is None or not self._base_digest else self.policy.adapters.shown(self._base_digest)
+
+    def factors(self) -> Mapping[str, Tensor]:
+        """The adapters' live factors by peft's names, whole; empty without adapters."""
+        return self._factors()
 
     def logprobs(self, token_ids: Sequence[int] | npt.NDArray[np.generic]) -> Tensor:
         """log p(token[i + 1] | token[: i + 1]) at temperature 1, (n - 1,) float32 on the CPU."""

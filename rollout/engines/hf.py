@@ -16,6 +16,7 @@ import torch
 
 from broker import wire
 from rollout.engines.base import NO_VERSION, EngineConfig, Output, Stats, UpdateMode
+from rollout.engines.fit import made
 from rollout.engines.hf_core import Core
 from rollout.engines.memory import keep_freed_memory
 from text.openai.pieces import Piece, Tap
@@ -87,7 +88,8 @@ class HFEngine:
         await self._call(lambda core: core.adopt(version))
 
     async def update_weights(self, tensors: Mapping[str, torch.Tensor], version: int, mode: UpdateMode, probe: wire.Probe | None) -> float:
-        return await self._call(lambda core: core.update(tensors, version, mode, probe))
+        whole = await asyncio.to_thread(made, tensors)  # while generation goes on
+        return await self._call(lambda core: core.update(whole, version, mode, probe))
 
     async def logprobs(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
         found = await self._call(lambda core: core.model.logprobs(token_ids))

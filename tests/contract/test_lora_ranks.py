@@ -8,6 +8,7 @@ import torch
 from backend_kit import kit, run
 
 from broker.registry import resolve
+from broker.weights.adapter import Merged, factor_shapes
 from learner.backends import BACKENDS
 from learner.config import AlgorithmSection, TrainSection
 from text.config import ModelSection
@@ -41,6 +42,7 @@ def test_two_ranks_train_adapters_as_one_does(tmp_path):
         found += run(whole, range(2, 4))
         weights = dict(whole.weights())
         shapes = whole.shapes()
+        adapter, factors = whole.adapter(), dict(whole.factors())
     finally:
         whole.close()
     agree(found, expected)
@@ -49,6 +51,14 @@ def test_two_ranks_train_adapters_as_one_does(tmp_path):
     for name, tensor in alone.weights().items():
         torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-5)
     assert any(name.startswith("base_model.model.") for name in snapshot.weights)
+    assert adapter is not None
+    assert adapter == alone.adapter()  # the digest of the weights below, too
+    assert {name: tensor.shape for name, tensor in factors.items()} == {
+        name: tensor.shape for name, tensor in factor_shapes(shapes, adapter.targets, adapter.rank).items()
+    }
+    base = kit.backend(path).weights()
+    for name, tensor in Merged(base, factors, adapter.targets, adapter.scale).made().items():
+        assert torch.equal(tensor, weights[name])
 
     again = start("fsdp2", str(written), path, **options)
     try:

@@ -1,0 +1,142 @@
+"""Adapters from a trainer to engines over the weight channel: what is sent, and that both compute the same."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from waits import LONG_S, until
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+
+pytest.importorskip("peft", reason="LoRA needs the extra rlearner[lora]")
+
+from torch_backend_kit import backend, samples, save_model
+
+from broker import wire
+from broker.jetstream import Bus
+from broker.presence import Roster
+from broker.weights.receive import Receiver
+from broker.weights.send import Sender
+from learner.backends.torch import TorchBackend
+from learner.config import TrainSection
+from learner.offering import Offering
+from rollout.config import RolloutSection
+from rollout.engines.base import EngineConfig
+from rollout.engines.hf import HFEngine
+from rollout.engines.hf_model import load
+from rollout.engines.vllm_start import named_weights
+from text.config import ModelSection
+
+PROBE = [1, 5, 3, 9, 22, 7, 7, 2]
+
+
+def trainer_of(path: str, dtype: str = "float32", **lora: object) -> TorchBackend:
+    train = TrainSection.model_validate({"lr": 1e-2, "device": "cpu", "micro_batch_tokens": 64, "lora": {"rank": 2, "alpha": 6, **lora}})
+    return backend(path, train=train, model=ModelSection(dtype=dtype))
+
+
+@asynccontextmanager
+async def sender_of(bus: Bus, trainer: TorchBackend, dtype: str = "float32") -> AsyncIterator[tuple[Sender, Offering]]:
+    offering = Offering(trainer, TrainSection.model_validate({"device": "cpu"}), dtype)
+    sender = offering.sender(bus, Roster(bus), 1)
+    await sender.start()
+    yield sender, offering
+    await sender.close()
+
+
+class Server:
+    """An engine and its receiver, joined as in ``rollout.service``."""
+
+    def __init__(self, bus: Bus, name: str, path: str, dtype: str = "float32", *, first: str | None = None) -> None:
+        self.bus, self.name, self.first = bus, name, first
+        self.config = EngineConfig(
+            path, RolloutSection(max_running=2, max_context_tokens=64, num_threads=1), dtype=dtype, device="cpu", policy_version=-1
+        )
+        self.engine = HFEngine(self.config)
+        self.seen: list[Mapping[str, Tensor]] = []
+
+    async def start(self, stack: AsyncExitStack) -> Server:
+        await self.engine.start()
+        stack.push_async_callback(self.engine.close)
+        self.receiver = Receiver(self.bus, self.name, self.engine.weights(), self.load, bucket_mib=32, first=self.base)
+        await self.receiver.start()
+        stack.push_async_callback(self.receiver.close)
+        return self
+
+    def base(self) -> tuple[Mapping[str, Tensor], bool]:
+        if self.first is None:
+            return self.engine.weights(), False
+        return named_weights(load(self.config, torch.device("cpu"))), True
+
+    async def load(self, tensors: Mapping[str, Tensor], offer: wire.WeightsOffer) -> None:
+        self.seen.append(tensors)
+        if tensors:
+            await self.engine.update_weights(tensors, offer.version, "keep", offer.probe)
+        else:
+            await self.engine.adopt(offer.version)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_what_is_sent_is_the_adapter_and_the_engine_computes_as_the_trainer(tmp_path: Path, bus: Bus, dtype: str) -> None:
+    path = save_model(tmp_path)
+    trainer = trainer_of(path, dtype)
+    whole = sum(tensor.nbytes for tensor in trainer.weights().values())
+    async with sender_of(bus, trainer, dtype) as (sender, offering), AsyncExitStack() as stack:
+        servers = [await Server(bus, f"s{i}", path, dtype).start(stack) for i in range(2)]
+        factors = sum(factor.nbytes for factor in offering.tensors().values())
+        assert factors * 4 < whole
+        for version in range(3):
+            if version:
+                trainer.update(samples(version))
+            sender.offer(version, offering.tensors(), offering.probe())
+            for server in servers:
+                await server.receiver.wait_for(version)
+        late = await Server(bus, "late", path, dtype, first=path).start(stack)
+        await late.receiver.wait_for(2)
+        expected, merged = trainer.logprobs(PROBE), trainer.weights()
+        assert sender.plan.size_bytes - 64 * len(sender.plan.slots) <= factors <= sender.plan.size_bytes
+        assert sender.metrics()["weights/sent_bytes"] == sender.plan.size_bytes
+        for server in (*servers, late):
+            held = server.engine.weights()
+            assert all(torch.equal(held[name], merged[name]) for name in held)  # to the bit: both merge by the same function
+            found = torch.from_numpy(await server.engine.logprobs(PROBE))
+            torch.testing.assert_close(found, expected, atol=1e-5 if dtype == "float32" else 0.1, rtol=0)
+        assert (trainer.logprobs(PROBE) - backend(path).logprobs(PROBE)).abs().max() > 1e-2  # it has learned something
+
+
+async def test_a_server_with_another_model_below_is_refused_in_one_line(tmp_path: Path, bus: Bus) -> None:
+    path, other = save_model(tmp_path / "a"), save_model(tmp_path / "b", seed=1)
+    trainer = trainer_of(path)
+    async with sender_of(bus, trainer) as (sender, offering), AsyncExitStack() as stack:
+        server = await Server(bus, "s", other).start(stack)
+        sender.offer(0, offering.tensors(), offering.probe())
+        await until(lambda: server.receiver.refused, LONG_S)
+        assert server.receiver.refused.startswith("the learner's adapters belong to another model than the one here: digest ")
+        assert "\n" not in server.receiver.refused
+        assert server.seen == []
+
+
+async def test_other_layers_than_the_adapters_are_told_by_name(tmp_path: Path, bus: Bus) -> None:
+    """As a server of another architecture would be: here the offer speaks of layers that it does not have."""
+    path = save_model(tmp_path)
+    trainer = trainer_of(path)
+    async with sender_of(bus, trainer) as (sender, offering), AsyncExitStack() as stack:
+        server = await Server(bus, "s", path).start(stack)
+        assert sender._adapter is not None
+        sender._adapter = wire.Adapter(base=sender._adapter.base, targets=["q_proj"], rank=2, scale=3.0)
+        sender.offer(0, offering.tensors(), offering.probe())
+        await until(lambda: server.receiver.refused, LONG_S)
+        assert "is another model than the one here: base_model.model.model.layers.0.mlp.down_proj.lora_A.weight" in server.receiver.refused
+
+
+def test_merged_is_sent_where_it_is_asked_for(tmp_path: Path) -> None:
+    trainer = trainer_of(save_model(tmp_path), send="merged")
+    offering = Offering(trainer, TrainSection.model_validate({"device": "cpu"}), "float32")
+    assert offering.adapter is None
+    assert offering.tensors().keys() == trainer.weights().keys()

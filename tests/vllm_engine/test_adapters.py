@@ -1,0 +1,82 @@
+"""Adapters in the engine ``vllm``: merged onto the model below them, it computes as their trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
+pytest.importorskip("peft", reason="LoRA needs the extra rlearner[lora]")
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+
+import hf_models as models
+from test_vllm_engine import assert_logprobs, in_flight, prompt
+from torch_backend_kit import backend, samples
+
+from broker.weights.adapter import Foundation
+from broker.weights.probe import make_probe
+from broker.weights.staging import plan_of
+from learner.config import TrainSection
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+def held(trainer: Any, folder: Path) -> Any:
+    """A plain model with the trainer's merged weights."""
+    model = models.load(folder)
+    model.load_state_dict(dict(trainer.weights()), strict=False)
+    return model
+
+
+async def test_factors_make_the_engine_compute_as_the_trainer(make: Any, folder: Path) -> None:
+    engine, context = await make(), prompt(12)
+    settings = {"lr": 1e-2, "device": "cpu", "micro_batch_tokens": 64, "lora": {"rank": 4, "alpha": 8}}
+    trainer = backend(str(folder), train=TrainSection.model_validate(settings))
+    adapter = trainer.adapter()
+    assert adapter is not None
+    foundation = Foundation(plan_of(engine.weights(), 1), 1, engine.weights(), lambda: (engine.weights(), False))
+    assert foundation.lay(adapter) == ""
+    before = held(trainer, folder)
+    ids = prompt(30, seed=5)
+    for version in (1, 2):
+        trainer.update(samples(version))
+        task = await in_flight(engine, context, name=f"r{version}")
+        probe = make_probe(ids, trainer.logprobs(ids), tolerance=1e-5)  # kept: the update would fail
+        await engine.update_weights(foundation.merged(trainer.factors()), version, "recompute", probe)
+        merged = trainer.weights()
+        assert all(torch.equal(tensor, merged[name]) for name, tensor in engine.weights().items())
+        found = torch.from_numpy(await engine.logprobs(ids))
+        torch.testing.assert_close(found, trainer.logprobs(ids), atol=1e-5, rtol=0)
+        output = await task
+        (first, count), (second, rest) = output.version_runs
+        assert (first, second, count + rest) == (version - 1, version, 90)
+        sampled, after = list(output.token_ids), held(trainer, folder)
+        expected = torch.cat(
+            [models.logprobs(before, context, sampled[:count]), models.logprobs(after, context + sampled[:count], sampled[count:])]
+        )
+        torch.testing.assert_close(torch.tensor(output.logprobs), expected, atol=1e-4, rtol=0)
+        before = after
+    assert (trainer.logprobs(ids) - backend(str(folder)).logprobs(ids)).abs().max() > 1e-2
+    assert_logprobs(before, context, await engine.generate(models.request("end", context)))
+
+
+async def test_factors_keep_what_runs(make: Any, folder: Path) -> None:
+    engine, context = await make(), prompt(12)
+    trainer = backend(str(folder), train=TrainSection.model_validate({"lr": 1e-2, "device": "cpu", "lora": {"rank": 4}}))
+    foundation = Foundation(plan_of(engine.weights(), 1), 1, engine.weights(), lambda: (engine.weights(), False))
+    adapter = trainer.adapter()
+    assert adapter is not None
+    assert foundation.lay(adapter) == ""
+    tasks = [await in_flight(engine, context, tokens=60, name=name) for name in "ab"]
+    trainer.update(samples(1))
+    await engine.update_weights(foundation.merged(trainer.factors()), 1, "keep", None)
+    for output in await asyncio.gather(*tasks):
+        assert [version for version, _ in output.version_runs] == [0, 1]
+        assert sum(count for _, count in output.version_runs) == 60
