@@ -4,6 +4,7 @@ RlearnerError
 ├── UserError            bad input: one clear line, exit code 2, never a traceback
 │   ├── ConfigError      a key, its value, and what is allowed
 │   ├── DataError        a file and a line
+│   ├── NotInstalled     a package or a program that a setting asks for is not on this machine
 │   └── BrokerUnreachable   the broker did not answer before the deadline the user set
 ├── WireError            bytes that are not a message: unknown field, wrong type, bad length, NaN, over the cap
 ├── Fenced               a newer incarnation of this process owns the run
@@ -37,6 +38,10 @@ class DataError(UserError):
     def __init__(self, path: str, line: int, problem: str) -> None:
         super().__init__(f"{path}:{line}: {problem}")
         self.path, self.line, self.problem = path, line, problem
+
+
+class NotInstalled(UserError):
+    """What a setting asks for is not on this machine; says how to get it."""
 
 
 class BrokerUnreachable(UserError):

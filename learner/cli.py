@@ -75,6 +75,7 @@ def _add_config_parser(commands: argparse._SubParsersAction[argparse.ArgumentPar
 def _start(options: argparse.Namespace) -> int:
     from broker import process
     from broker.runspec import load, validate
+    from learner.doctor.lacking import of_learner, refuse
     from learner.gpus import settle
     from learner.prepare import name_run
 
@@ -82,6 +83,7 @@ def _start(options: argparse.Namespace) -> int:
         logging.getLogger().setLevel(options.log_level)
         asked = name_run(load(options.config, options.overrides), options.config)
         config = validate(await asyncio.to_thread(settle, asked, options.gpus, share=options.share_gpus))
+        refuse(of_learner(config))
         from learner.service import serve
 
         await serve(config, options.broker, stop, connect_deadline_s=options.connect_deadline, rebase=options.rebase)
@@ -91,15 +93,21 @@ def _start(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> int:
     from broker.runspec import load, validate
+    from learner.doctor.lacking import line, of_fleet, of_learner
     from learner.prepare import to_yaml
 
     config = load(options.config, options.overrides)
     if "domains" not in config and "data" in config:  # offline training
         from learner.pipelines import config as offline
 
-        print(to_yaml(offline.validate(offline.pipeline_of(config), config)), end="")
+        checked = offline.validate(offline.pipeline_of(config), config)
+        found = of_learner(checked)
     else:
-        print(to_yaml(validate(config)), end="")
+        checked = validate(config)
+        found = of_fleet(checked)
+    print(to_yaml(checked), end="")
+    for finding in found:  # no error: the processes may run on other machines
+        print(f"{'missing here' if finding.status == 'missing' else 'warning'}: {line(finding)}", file=sys.stderr)
     return 0
 
 

@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Final, Literal
 
-from broker.errors import UserError
+from broker.errors import NotInstalled
 from sandbox import seccomp
 from sandbox.command import ENVIRONMENT, Limits, code, free_uid, inside, jail
 from sandbox.ended import Checks, Ended
@@ -25,7 +25,7 @@ Mode = Literal["script", "asserts", "calls"]
 _SEALS: Final = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
-class NoSandbox(UserError):
+class NoSandbox(NotInstalled):
     """There is no working sandbox on this machine; says what to do about it."""
 
 

@@ -13,10 +13,10 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from broker.config import Section
-from broker.errors import ConfigError
+from broker.errors import ConfigError, NotInstalled
 from envhub.envs.answers import tagged
 from envhub.envs.base import Environment, Observation, Split, StepResult
-from envhub.envs.foreign import NotInstalled, library
+from envhub.envs.foreign import library
 
 INSTALL: Final = "pip install alfworld, then alfworld-download"
 PATHS: Final = {"data_path": "train", "eval_id_data_path": "valid_seen", "eval_ood_data_path": "valid_unseen"}

@@ -15,9 +15,9 @@ from typing import Any, Final, Literal
 from pydantic import PositiveInt
 
 from broker.config import Section
-from broker.errors import ConfigError
+from broker.errors import ConfigError, NotInstalled
 from envhub.envs.base import Environment, Observation, Split, StepResult
-from envhub.envs.foreign import NotInstalled, library
+from envhub.envs.foreign import library
 
 INSTALL: Final = "pip install appworld, then appworld install and appworld download data"
 Tasks = Literal["train", "dev", "test_normal", "test_challenge"]

@@ -6,12 +6,8 @@ import hashlib
 from importlib import import_module
 from typing import Any
 
-from broker.errors import UserError
+from broker.errors import NotInstalled
 from envhub.envs.base import Split
-
-
-class NotInstalled(UserError):
-    """The library behind an adapter is missing."""
 
 
 def library(env: str, module: str, install: str) -> Any:

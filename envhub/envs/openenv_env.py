@@ -22,11 +22,11 @@ import aiohttp
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from broker.config import Section
-from broker.errors import ConfigError
+from broker.errors import ConfigError, NotInstalled
 from broker.registry import resolve
 from envhub.envs.answers import tagged
 from envhub.envs.base import Environment, Observation, Split, StepResult
-from envhub.envs.foreign import NotInstalled, seed_of
+from envhub.envs.foreign import seed_of
 
 MAX_MESSAGE_BYTES: Final = 8 << 20
 CHECK_S: Final = 10.0  # for the server to say what it serves

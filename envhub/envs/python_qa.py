@@ -19,10 +19,9 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from broker.errors import UserError
+from broker.errors import NotInstalled, UserError
 from envhub.envs import tool_calls
 from envhub.envs.base import Environment, Observation, Split, StepResult
-from envhub.envs.foreign import NotInstalled
 from envhub.envs.qa import QuestionAnswer, QuestionAnswerArgs
 from sandbox import Limits, Sandbox
 

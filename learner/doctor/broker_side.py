@@ -11,9 +11,9 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from broker.errors import UserError
+from broker.findings import Finding
 from broker.provision import OLDEST_CLUSTER
 from broker.server import OLDEST, OLDEST_SYNC_ALWAYS, binary_version, find_binary, refuse_taken
-from learner.doctor.findings import Finding
 from learner.doctor.needs import Needs
 
 DEFAULT: Final = "nats://127.0.0.1:4222"

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import metadata
 from pathlib import Path
 from typing import Any, Final
 
-from broker.errors import ConfigError, UserError
+from broker.errors import ConfigError, NotInstalled, UserError
+from broker.findings import Finding
 from broker.gpus import existing
 from broker.runspec import load, validate
-from learner.doctor import broker_side, hardware, machine, packages, sandbox
-from learner.doctor.findings import Finding
+from learner.doctor import broker_side, hardware, lacking, machine, packages, sandbox
 from learner.doctor.needs import Needs, needs
 
 LACKING: Final = "not installed"  # how errors of plug-ins name a package that is not there
-AREAS: Final = ("configuration", "python", "engines", "trainers", "optional", "gpu", "broker", "sandbox", "machine")
+AREAS: Final = ("configuration", "python", "engines", "trainers", "optional", "agents", "endpoints", "gpu", "broker", "sandbox", "machine")
 OLDEST_PYTHON: Final = (3, 11)
 
 
@@ -33,7 +33,7 @@ def examine(path: str | None, overrides: Sequence[str] = ()) -> list[Finding]:
     resolved = filled(config) if config is not None else None
     wanted = needs(resolved) if resolved is not None else Needs()
     with ThreadPoolExecutor(max_workers=4) as pool:  # most of it is waiting for small programs
-        running = [pool.submit(work) for work in _looks(wanted)]
+        running = [pool.submit(work) for work in _looks(resolved or {}, wanted)]
         checked = [configuration(path, resolved)] if path is not None and resolved is not None else []
         findings = [*checked, *(finding for each in running for finding in each.result())]
     return sorted(findings, key=lambda finding: AREAS.index(finding.area))
@@ -65,8 +65,8 @@ def configuration(path: str, config: dict[str, Any]) -> Finding:
             offline.validate(offline.pipeline_of(config), config)
         else:
             validate(config)
-    except ConfigError as error:
-        if LACKING not in str(error):
+    except (ConfigError, NotInstalled) as error:
+        if isinstance(error, ConfigError) and LACKING not in str(error):
             raise
         return Finding("configuration", path, "missing", str(error), "see the package below, or choose another")
     return Finding("configuration", path, "ok", "valid")
@@ -76,20 +76,16 @@ def _offline(config: Mapping[str, Any]) -> bool:
     return not config.get("domains") and "data" in config
 
 
-def _looks(wanted: Needs) -> list[Callable[[], list[Finding]]]:
+def _looks(config: dict[str, Any], wanted: Needs) -> list[lacking.Look]:
     project = packages.find_project()
     return [
+        *lacking.looks(config, wanted),
         lambda: sandbox.sandbox_findings(wanted),
         lambda: hardware.gpu_findings(*hardware.find_gpus(), hardware.find_torch(), wanted, len(existing())),
         lambda: [*broker_side.server_findings(wanted), *broker_side.address_findings(wanted), *broker_side.port_findings(wanted)],
-        lambda: [*python(), *packages.base_findings(project), *packages.program_findings(wanted.programs)],
-        lambda: packages.tool_findings(project, {**wanted.plugins, **_parquet(wanted)}, gpus=bool(existing())),
+        lambda: [*python(), *packages.base_findings(project)],
         lambda: _machine(wanted),
     ]
-
-
-def _parquet(wanted: Needs) -> dict[str, str]:
-    return {"a data file": "parquet"} if wanted.parquet else {}
 
 
 def _machine(wanted: Needs) -> list[Finding]:

@@ -4,33 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Final, Literal
+from dataclasses import asdict
+from typing import Final
 
-Status = Literal["ok", "warning", "missing", "absent"]
+from broker.findings import Finding, Status
 
 _MARKS: Final[dict[Status, str]] = {"ok": "ok", "warning": "WARNING", "missing": "MISSING", "absent": "-"}
 RUNS, LACKS = 0, 1
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that was looked at.
-
-    Attributes:
-        area: what it belongs to, ``engines`` for example; findings of one area stand together.
-        name: of the thing.
-        status: ``missing``: the configuration cannot run without it. ``warning``: it can, and something will go wrong sooner
-            or later. ``absent``: optional, and nothing here asks for it.
-        found: what is there, in a few words.
-        mend: the command, or the setting, that changes it; empty where nothing need be done.
-    """
-
-    area: str
-    name: str
-    status: Status
-    found: str
-    mend: str = ""
 
 
 def exit_code(findings: Sequence[Finding]) -> int:

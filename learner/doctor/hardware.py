@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-from learner.doctor.findings import Finding
+from broker.findings import Finding
 from learner.doctor.needs import HOST_ENGINES, Needs
 
 QUERY: Final = ("index", "name", "memory.total", "memory.used", "driver_version", "compute_cap")

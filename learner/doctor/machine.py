@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from learner.doctor.findings import Finding
+from broker.findings import Finding
 from learner.doctor.needs import Needs
 
 GIB: Final = 1 << 30

@@ -14,7 +14,7 @@ from typing import Final
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
-from learner.doctor.findings import Finding, Status
+from broker.findings import Finding, Status
 
 PROJECT: Final = "rlearner"
 SOURCE: Final = Path(__file__).resolve().parents[2]

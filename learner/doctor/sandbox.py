@@ -11,7 +11,7 @@ from shutil import which
 from typing import Final
 
 from broker.errors import UserError
-from learner.doctor.findings import Finding
+from broker.findings import Finding
 from learner.doctor.needs import Needs
 from sandbox import Sandbox
 

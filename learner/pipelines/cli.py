@@ -39,12 +39,14 @@ def run(options: argparse.Namespace) -> int:
     """
     from broker import logs
     from broker.runspec import load
+    from learner.doctor.lacking import of_learner, refuse
     from learner.pipelines.config import validate
     from learner.prepare import name_run, run_folder
 
     logs.configure()
     logs.identify(role=options.pipeline)
     config = name_run(validate(options.pipeline, load(options.config, options.overrides)), options.config)
+    refuse(of_learner(config))
     folder = run_folder(config)
     again = f"rlearner {options.pipeline} with the same settings and run.name={config['run']['name']}"
     from learner.pipelines.run import run as train  # here, because it imports torch

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import sys
 from typing import Any
 
 from broker.process import Stop, main
@@ -21,10 +23,16 @@ def run(arguments: argparse.Namespace) -> int:
 
     async def body(stop: Stop) -> None:
         from broker.runspec import load, validate
+        from learner.doctor.lacking import line, of_fleet, refuse
         from learner.prepare import name_run
-        from learner.up.run import up
 
         config = validate(name_run(load(arguments.config, arguments.overrides), arguments.config))
+        found = await asyncio.to_thread(of_fleet, config)
+        refuse(found)
+        for finding in found:
+            print(f"warning: {line(finding)}", file=sys.stderr)
+        from learner.up.run import up
+
         overrides = [o for o in arguments.overrides if not o.startswith("run.name=")]
         await up(config, [arguments.config, *overrides, f"run.name={config['run']['name']}"], stop)
 

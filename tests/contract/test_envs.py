@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 
 from broker.config import DomainSection
-from broker.errors import ConfigError
+from broker.errors import ConfigError, NotInstalled
 from broker.registry import known
 from envhub.domain import Domain, load_domain
 from envhub.envs import ENVS
 from envhub.envs.base import Environment, Observation, StepResult, can_demonstrate
-from envhub.envs.foreign import NotInstalled
 
 MAX_TURNS = 64
 

@@ -11,8 +11,8 @@ from typing import Any
 import gymnasium
 import pytest
 
-from broker.errors import ConfigError
-from envhub.envs.foreign import NotInstalled, seed_of
+from broker.errors import ConfigError, NotInstalled
+from envhub.envs.foreign import seed_of
 from envhub.envs.gem_env import GemArgs, GemEnv
 from envhub.envs.gymnasium_env import GymnasiumArgs, GymnasiumEnv, plain
 from envhub.envs.reasoning_gym_env import ReasoningGymArgs, ReasoningGymEnv

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from aiohttp import WSMsgType, web
 
-from broker.errors import ConfigError
+from broker.errors import ConfigError, NotInstalled
 from envhub.envs import alfworld_env, appworld_env
 from envhub.envs.alfworld_env import Alfworld, AlfworldArgs
 from envhub.envs.appworld_env import Appworld, AppworldArgs
-from envhub.envs.foreign import NotInstalled, seed_of
+from envhub.envs.foreign import seed_of
 from envhub.envs.openenv_env import OpenEnv, OpenEnvArgs, ServerError
 
 # --------------------------------------------------------------------------------------------------- OpenEnv

@@ -1,0 +1,55 @@
+"""What a Python program needs: the packages that it imports when it starts, and whether its interpreter has them."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+WITHIN_S: Final = 20.0
+PROBE: Final = """import importlib.util, sys
+sys.path[0] = sys.argv[1]
+print(*[name for name in sys.argv[2:] if importlib.util.find_spec(name) is None])
+"""
+
+
+def imported(source: str) -> list[str]:
+    """Top-level packages that a file imports as soon as it is run, each once; not those that it only tries to.
+
+    Raises:
+        SyntaxError: it is no Python.
+    """
+    names = (name.partition(".")[0] for node in _statements(ast.parse(source).body) for name in _names(node))
+    return list(dict.fromkeys(names))
+
+
+def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    for node in body:
+        yield node
+        if isinstance(node, ast.With):
+            yield from _statements(node.body)
+
+
+def _names(node: ast.stmt) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [node.module] if isinstance(node, ast.ImportFrom) and node.module and not node.level else []
+
+
+def missing(interpreter: str, names: Sequence[str], folder: str, env: Mapping[str, str], cwd: str | None) -> list[str]:
+    """Those that an interpreter does not find; none where it cannot be asked, for then its start will say why.
+
+    Args:
+        folder: of the program, where imports look first.
+        env: added to its environment.
+    """
+    if not names:
+        return []
+    command = [interpreter, "-c", PROBE, folder, *names]
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=WITHIN_S, check=False, env={**os.environ, **env}, cwd=cwd)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return asked.stdout.split() if asked.returncode == 0 else []

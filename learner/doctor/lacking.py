@@ -1,0 +1,85 @@
+"""What a configuration needs of this machine's software: the doctor shows it, and who is about to start asks it first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+from broker.errors import NotInstalled
+from broker.findings import Finding
+from broker.gpus import existing
+from broker.registry import resolve
+from learner.doctor import packages, sandbox
+from learner.doctor.needs import Needs, needs
+
+# What each role says of its own part; by name, as roles do not import each other.
+ROLES: Final = ("rollout.looks:look", "envhub.looks:look", "rewardhub.looks:look")
+OTHERS: Final = ("rollout.", "domains.")  # settings whose packages other processes need than the learner
+
+Look = Callable[[], list[Finding]]
+
+
+def looks(config: dict[str, Any], wanted: Needs) -> list[Look]:
+    """Packages, programs, and what each role says of its own part, each to be called in a thread.
+
+    Args:
+        config: validated.
+        wanted: its needs.
+    """
+    project = packages.find_project()
+    return [
+        lambda: [*packages.program_findings(wanted.programs), *tools(project, wanted)],
+        *(_role(name, config) for name in ROLES if config.get("domains")),
+    ]
+
+
+def _role(name: str, config: dict[str, Any]) -> Look:
+    return lambda: list(resolve("looks", name, {})(config))
+
+
+def tools(project: packages.Project, wanted: Needs) -> list[Finding]:
+    """Packages of engines, trainers and extras, those that are asked for among them."""
+    plugins = {**wanted.plugins, **({"a data file": "parquet"} if wanted.parquet else {})}
+    return packages.tool_findings(project, plugins, gpus=bool(existing()))
+
+
+def of_fleet(config: dict[str, Any]) -> list[Finding]:
+    """What a whole run on this machine would end for, or stumble over.
+
+    Args:
+        config: validated, of a run.
+    """
+    wanted = needs(config)
+    asked = [lambda: sandbox.sandbox_findings(wanted)] if wanted.sandbox else []
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        running = [pool.submit(look) for look in [*asked, *looks(config, wanted)]]
+        return [finding for each in running for finding in each.result() if finding.status in ("missing", "warning")]
+
+
+def of_learner(config: dict[str, Any]) -> list[Finding]:
+    """What the learner, or offline training, would end for.
+
+    Args:
+        config: validated.
+    """
+    wanted = needs(config)
+    own = {key: name for key, name in wanted.plugins.items() if not key.startswith(OTHERS)}
+    found = tools(packages.find_project(), Needs(plugins=own, parquet=wanted.parquet))
+    return [finding for finding in found if finding.status == "missing"]
+
+
+def refuse(findings: Sequence[Finding]) -> None:
+    """Do not start without what is missing.
+
+    Raises:
+        NotInstalled: something is; the first, with the command that mends it.
+    """
+    for finding in findings:
+        if finding.status == "missing":
+            raise NotInstalled(line(finding))
+
+
+def line(finding: Finding) -> str:
+    """In one line."""
+    return f"{finding.name}: {finding.found}{f'; run: {finding.mend}' if finding.mend else ''}"

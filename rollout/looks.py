@@ -1,0 +1,25 @@
+"""What can be said about this role's part of a configuration on a machine, before anything starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from broker.findings import Finding
+from rollout.config import RolloutSection
+from rollout.engines.args import OpenAIArgs
+
+
+def look(config: dict[str, Any]) -> list[Finding]:
+    """The endpoint that the engine ``openai`` forwards to; its server ends where that is not there.
+
+    Args:
+        config: validated.
+    """
+    section = RolloutSection.model_validate(config.get("rollout") or {})
+    if section.engine != "openai":
+        return []
+    args = OpenAIArgs.model_validate(section.engine_args)
+    from text.openai.look import look
+
+    named = "api_key_env" in args.model_fields_set
+    return [look("rollout.engine_args", args.base_url, args.api_key_env, named=named, needed=True)]

@@ -1,0 +1,145 @@
+"""What this machine lacks for a configuration is found before anything starts: packages, programs' imports, keys, endpoints."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from broker.errors import NotInstalled
+from broker.findings import Finding
+from envhub import looks as envhub_looks
+from envhub.agents.imports import imported
+from learner.cli import main
+from learner.doctor import lacking, packages
+from rewardhub import looks as rewardhub_looks
+from rollout import looks as rollout_looks
+
+LAKE = "model: {path: null}\ndomains: {lake: {env: frozenlake, max_turns: 2, sampling: {max_tokens: 4}}}\n"
+
+
+@pytest.fixture
+def without_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if no optional package were there, whatever this environment has."""
+    real = packages.tool_findings
+    monkeypatch.setattr(packages, "tool_findings", lambda project, plugins, *, gpus: real(project, plugins, lambda name: None, gpus=gpus))
+
+
+@pytest.mark.usefixtures("without_packages")
+@pytest.mark.parametrize("command", ["up", "start"])
+def test_a_missing_package_is_said_at_once_with_its_command(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(LAKE)
+    assert main([command, str(file), "trackers.use=[wandb]", f"run.dir={tmp_path}"]) == 2
+    printed = capsys.readouterr()
+    said = [line for line in printed.err.splitlines() if line.startswith("error: ")]
+    assert len(said) == 1
+    assert ": " in said[0]
+    assert said[0].count("pip install") == 1
+    assert printed.out == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]  # nothing was begun
+
+
+@pytest.mark.usefixtures("without_packages")
+def test_check_prints_the_configuration_and_says_what_is_missing_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(LAKE + "trackers: {use: [wandb]}\nrollout: {engine: vllm}\n")
+    assert main(["check", str(file)]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("run: ")
+    said = {line.split(": ")[1] for line in printed.err.splitlines() if line.startswith("missing here: ")}
+    assert {"vllm", "wandb"} <= said
+
+
+def test_the_learner_is_not_asked_for_what_others_need() -> None:
+    config = {"rollout": {"engine": "no-such"}, "train": {"backend": "torch"}, "domains": {"g": {"env": "gem"}}}
+    assert [one.name for one in lacking.of_learner(config) if one.name in ("no-such", "gem")] == []
+
+
+def test_the_first_missing_thing_is_refused_in_one_line() -> None:
+    fine, missing = Finding("a", "x", "warning", "odd"), Finding("a", "y", "missing", "none there", "do this")
+    lacking.refuse([fine])
+    with pytest.raises(NotInstalled, match=r"^y: none there; run: do this$"):
+        lacking.refuse([fine, missing])
+
+
+def test_imports_that_a_start_needs() -> None:
+    source = "import os, one.two\nfrom three.four import five\nfrom . import six\ntry:\n    import seven\nexcept ImportError: ...\n"
+    assert imported(source + "def f():\n    import eight\n") == ["os", "one", "three"]
+
+
+def agent(**args: Any) -> dict[str, Any]:
+    return {"domains": {"a": {"env": "agent", "context": "steps", "env_args": args}}}
+
+
+def test_what_an_agents_program_imports(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("")
+    script = tmp_path / "play.py"
+    script.write_text("import json\nimport beside\nimport no_such_package.inner\n")
+    (found,) = envhub_looks.look(agent(command=["python", str(script)]))
+    assert found == Finding(
+        "agents", "domains.a.env_args", "missing", f"{script} imports no_such_package, not installed",
+        f"{sys.executable} -m pip install no_such_package",
+    )  # fmt: skip
+    assert [one.status for one in envhub_looks.look(agent(command=[sys.executable, "play.py"], cwd=str(tmp_path)))] == ["missing"]
+    assert [one.status for one in envhub_looks.look(agent(function=f"{script}:play"))] == ["missing"]
+    script.write_text("import json\nimport beside\n")
+    assert [one.status for one in envhub_looks.look(agent(command=["python", str(script)]))] == ["ok"]
+    script.write_text("import (\n")
+    assert [one.status for one in envhub_looks.look(agent(command=["python", str(script)]))] == ["missing"]
+    assert envhub_looks.look(agent(command=["ls"])) == envhub_looks.look({"domains": {"d": {"env": "frozenlake"}}}) == []
+
+
+class _Models(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        allowed = self.headers.get("Authorization") == "Bearer right"
+        body = b'{"data": [{"id": "m"}]}' if allowed else b'{"error": {"message": "wrong key"}}'
+        self.send_response(200 if allowed else 401)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+
+@pytest.fixture
+def endpoint() -> Iterator[str]:
+    with HTTPServer(("127.0.0.1", 0), _Models) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+        server.shutdown()
+        thread.join()
+
+
+def judged(url: str, **args: Any) -> list[tuple[str, str]]:
+    rewards = [{"name": "judge", "args": {"base_url": url, **args}}] * 2  # asked once
+    found = rewardhub_looks.look({"domains": {"d": {"env": "qa", "rewards": rewards}}})
+    return [(one.status, one.found) for one in found]
+
+
+def test_a_judges_key_and_endpoint(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JUDGE", raising=False)
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    assert judged(endpoint, api_key_env="JUDGE") == [("missing", "its api_key_env names JUDGE, which is not set")]
+    assert judged(endpoint) == [("missing", f"{endpoint} does not take the key in OPENAI_API_KEY: the endpoint answered 401: wrong key")]
+    monkeypatch.setenv("JUDGE", "right")
+    assert judged(endpoint, api_key_env="JUDGE") == [("ok", f"{endpoint} answers")]
+    ((status, said),) = judged("http://127.0.0.1:9/v1")
+    assert (status, said.startswith("http://127.0.0.1:9/v1/models gave no answer in 1 tries: ")) == ("warning", True)
+
+
+def test_the_endpoint_of_the_engine_openai_must_be_there(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "right")
+
+    def asked(url: str) -> list[str]:
+        section = {"engine": "openai", "policy": "judge", "engine_args": {"base_url": url}}
+        return [one.status for one in rollout_looks.look({"rollout": section})]
+
+    assert (asked(endpoint), asked("http://127.0.0.1:9/v1")) == (["ok"], ["missing"])
+    assert rollout_looks.look({"rollout": {"engine": "hf"}}) == []
