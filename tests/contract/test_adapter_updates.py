@@ -6,6 +6,7 @@ import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from rollout.engines.base import EngineConfig
 from rollout.engines.hf import HFEngine
 from rollout.engines.hf_model import load
 from rollout.engines.vllm_start import named_weights
+from rollout.service import Service
 from text.config import ModelSection
 
 PROBE = [1, 5, 3, 9, 22, 7, 7, 2]
@@ -133,6 +135,27 @@ async def test_other_layers_than_the_adapters_are_told_by_name(tmp_path: Path, b
         sender.offer(0, offering.tensors(), offering.probe())
         await until(lambda: server.receiver.refused, LONG_S)
         assert "is another model than the one here: base_model.model.model.layers.0.mlp.down_proj.lora_A.weight" in server.receiver.refused
+
+
+def test_a_server_finds_its_first_weights_in_the_engine_or_else_in_the_folder(tmp_path: Path) -> None:
+    path = save_model(tmp_path)
+    expected = backend(path).weights()
+    spec = SimpleNamespace(config={}, model_path=path)
+    held = {name: tensor.clone() for name, tensor in expected.items()}
+
+    def first(loaded: bool, **engine: object) -> tuple[Mapping[str, Tensor], bool]:
+        made = SimpleNamespace(
+            _loaded=loaded, _engine=SimpleNamespace(**engine), _member=SimpleNamespace(spec=spec), _section=RolloutSection()
+        )
+        return Service._first_weights(made)  # type: ignore[arg-type]
+
+    assert first(False, weights=lambda: held) == (held, False)
+    assert first(False, weights=lambda: held, keeps_tensors=True) == (held, True)
+    for loaded, weights in ((True, {"x": torch.zeros(1)}), (False, {"x": torch.zeros(1, device="meta")})):
+        found, own = first(loaded, weights=lambda weights=weights: weights, keeps_tensors=True)
+        assert own
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
 def test_merged_is_sent_where_it_is_asked_for(tmp_path: Path) -> None:
