@@ -117,6 +117,8 @@ def _check_training(config: dict[str, Any]) -> None:
     check_layers(train["lora"], config["model"])
     check_deepspeed(train)
     check_megatron(train)
+    if train["backend"] == "megatron":
+        _check_divided(config["model"], train["megatron"])
     if train["weights_backend"] == "nccl" and train["device"] == "cpu":
         raise ConfigError("train.weights_backend", "nccl", "gloo with train.device cpu: nccl sends between GPUs")
     if train["warmup_steps"] >= train["steps"] and train["warmup_steps"]:
@@ -216,6 +218,25 @@ def check_megatron(train: Mapping[str, Any]) -> None:
     if ranks % (tensor * pipeline):
         allowed = f"a multiple of train.megatron.tensor_parallel {tensor} times train.megatron.pipeline_parallel {pipeline}"
         raise ConfigError("train.ranks", ranks, allowed)
+
+
+def _check_divided(model: Mapping[str, Any], section: Mapping[str, int]) -> None:
+    """A model that is here, or will be made, is looked at now; another one when it is loaded."""
+    from learner.backends.megatron.architecture import Sizes, refuse_name, refuse_sizes
+    from text.hub import is_local, read_json
+
+    if model["path"] is None:
+        tiny = model["tiny"]
+        found = [tiny[key] for key in ("num_layers", "num_heads", "num_kv_heads", "intermediate_size")]
+    elif is_local(model["path"]):
+        said = read_json(Path(model["path"]).expanduser() / "config.json", model["path"], "model.path")
+        refuse_name(str(next(iter(said.get("architectures") or []), said["model_type"])), model["path"])
+        keys = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+        found = [said.get(key, said.get("num_attention_heads")) for key in keys]
+    else:
+        return
+    if all(isinstance(size, int) and size > 0 for size in found):
+        refuse_sizes(Sizes(*found), section["tensor_parallel"], section["pipeline_parallel"])
 
 
 def _check_warm_start(config: dict[str, Any]) -> None:

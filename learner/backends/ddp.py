@@ -17,10 +17,11 @@ from torch import Tensor
 
 from learner.backends.optim import Optimizer
 from learner.backends.ranks.collectives import from_rank_0, sum_over_ranks
+from learner.backends.ranks.critic import CriticOnRanks
 from learner.backends.ranks.dealing import Job, Share, deal_jobs, in_order, own, packed, unpacked
 from learner.backends.ranks.leader import Leader
 from learner.backends.ranks.meeting import join, on_rank
-from learner.backends.ranks.messages import Build, Call, Columns, Command, Discard, Reply, Run, Score, Step, Sums, Sync, deal
+from learner.backends.ranks.messages import Build, Call, Columns, Command, Discard, Reply, Run, Score, Step, Sums, Sync
 from learner.backends.torch import TorchBackend
 from learner.config import AlgorithmSection, TrainSection
 from learner.packing import Cutter, by_length
@@ -30,7 +31,7 @@ from text.config import ModelSection
 T = TypeVar("T")
 
 
-class DdpBackend(TorchBackend):
+class DdpBackend(CriticOnRanks):
     """See ``learner.backends.base.Backend``. On rank 0 it is what the learner calls, on the others it obeys.
 
     Args:
@@ -101,13 +102,6 @@ class DdpBackend(TorchBackend):
             with self._leader.working():
                 self._leader.tell(Sync(self._optimizer.updates))
                 from_rank_0(self._optimizer.tensors(), self.device)
-
-    def _load_critic(self, state: Mapping[str, Tensor]) -> None:
-        super()._load_critic(state)
-        if self._leader is not None and self._critic is not None:
-            with self._leader.working():
-                self._leader.tell(Sync(self._critic.optimizer.updates, critic=True))
-                from_rank_0(self._critic.optimizer.tensors(), self.device)
 
     # ------------------------------------------------------------------------------------------------ what the learner calls
 
@@ -217,32 +211,6 @@ class DdpBackend(TorchBackend):
         """On every rank at once."""
         sum_over_ranks(self._optimizer.gradients(), self.device)
         return self._optimizer.step(denominator, at)
-
-    def _run_critic(self, pieces: Sequence[Sequence[TrainSample]]) -> list[dict[str, float]]:
-        if self._leader is None:
-            return super()._run_critic(pieces)
-        jobs: list[Job] = [(piece, True) for piece in pieces]
-        parts = deal([sum(sample.num_inputs for sample in piece) for piece in pieces], self.size)
-        dealt: list[list[Share]] = [[(index, True) for index in part] for part in parts]
-        with self._leader.working():
-            for rank, shares in enumerate(dealt[1:], 1):
-                self._leader.tell_one(rank, Run(packed(jobs, shares), [], self._kl.value, self._version, critic=True))
-            done: list[list[dict[str, float]]] = [super()._run_critic([part for part, _ in own(jobs, dealt[0])])]
-            done += [reply.slices for reply in self._leader.replies() if isinstance(reply, Sums)]
-        return in_order(dealt, done)
-
-    def _critic_step(self, sums: Mapping[str, float], at: int) -> dict[str, float]:
-        if self._leader is None:
-            return super()._critic_step(sums, at)
-        with self._leader.working():
-            self._leader.tell(Step(sums.get("tokens", 0.0), at, critic=True))
-            return self._reduced_critic_step(sums, at)
-
-    def _reduced_critic_step(self, sums: Mapping[str, float], at: int) -> dict[str, float]:
-        """On every rank at once: the critic is whole on all of them, whatever becomes of the policy."""
-        assert self._critic is not None
-        sum_over_ranks(self._critic.optimizer.gradients(), self.device)
-        return TorchBackend._critic_step(self, sums, at)
 
     # ------------------------------------------------------------------------------------------------ a rank that obeys
 

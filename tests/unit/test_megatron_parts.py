@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
@@ -223,7 +226,8 @@ def test_ranks_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
     both = {"tensor_parallel": 2, "pipeline_parallel": 2}
     line = "train.ranks: 6 is not allowed; a multiple of train.megatron.tensor_parallel 2 times train.megatron.pipeline_parallel 2"
     assert refused({"backend": "megatron", "ranks": 6, "megatron": both}) == line
-    assert validate({"domains": {"lake": LAKE}, "train": {"backend": "megatron", "ranks": 8, "megatron": both}})["train"]["ranks"] == 8
+    train = {"backend": "megatron", "ranks": 8, "megatron": both}
+    assert validate({"domains": {"lake": LAKE}, "train": train, "model": {"tiny": {"num_layers": 4}}})["train"]["ranks"] == 8
     line = "train.megatron.pipeline_parallel: 2 is not allowed; 1 with train.backend fsdp2; more with megatron"
     assert refused({"backend": "fsdp2", "ranks": 2, "megatron": {"pipeline_parallel": 2}}) == line
     for option in ({"lora": {}}, {"activation_offload": True}, {"optimizer_offload": True}, {"compile": True}):
@@ -236,6 +240,19 @@ def test_ranks_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refused({"backend": "megatron"}, algorithm=critic) == line
 
 
-def test_offline_training_has_one_rank(tmp_path: object) -> None:
+def test_a_model_that_is_here_is_looked_at_before_anything_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(checks, "find_spec", lambda name: object())
+    train = {"backend": "megatron", "ranks": 4, "megatron": {"tensor_parallel": 4}}
+    line = "train.megatron.tensor_parallel: 4 is not allowed; one of 1, 2: it must divide the model's {} key-value heads"
+    assert refused(train, model={"path": None, "tiny": {"num_heads": 4, "num_kv_heads": 2}}) == line.format(2)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    said = {"model_type": "llama", "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps({**said, "architectures": ["LlamaForCausalLM"]}))
+    assert refused(train, model={"path": str(tmp_path)}) == line.format(2)
+    (tmp_path / "config.json").write_text(json.dumps({**said, "architectures": ["MistralForCausalLM"]}))
+    assert refused(train, model={"path": str(tmp_path)}) == f"model.path: '{tmp_path}' is not allowed; {OTHERS}MistralForCausalLM"
+
+
+def test_offline_training_has_one_rank(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^train.backend: 'megatron' is not allowed; torch, ddp or fsdp2"):
         offline.validate("sft", {"model": {"path": str(tmp_path)}, "data": {"train": "x.jsonl"}, "train": {"backend": "megatron"}})

@@ -309,7 +309,6 @@ def test_save_is_a_model_that_transformers_loads(path, tmp_path):
     ("change", "problem"),
     [
         ({"train": TrainSection(device="cuda:77")}, "train.device: 'cuda:77' is not allowed; this machine has cpu"),
-        ({"train": TrainSection(device="tpu")}, "train.device: 'tpu'"),
         (
             {"model": ModelSection(dtype="float16")},
             "model.dtype: 'float16' is not allowed; the torch backend trains in float32 or bfloat16",

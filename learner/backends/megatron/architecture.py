@@ -12,22 +12,31 @@ ROPE_TYPES: Final = ("default", "linear", "llama3")  # frequencies that are the 
 
 
 @dataclass(frozen=True)
-class Architecture:
-    """Sizes and switches of one decoder, all its layers alike.
+class Sizes:
+    """What ranks divide among themselves.
 
     Attributes:
         num_groups: key and value heads.
+    """
+
+    num_layers: int
+    num_heads: int
+    num_groups: int
+    intermediate: int
+
+
+@dataclass(frozen=True)
+class Architecture(Sizes):
+    """Sizes and switches of one decoder, all its layers alike.
+
+    Attributes:
         qkv_bias: whether queries, keys and values have one.
         qk_norm: whether queries and keys are normalised, head by head.
         tied: whether the output layer is the embedding.
     """
 
-    num_layers: int
     hidden: int
-    num_heads: int
-    num_groups: int
     head_dim: int
-    intermediate: int
     vocab: int
     max_positions: int
     eps: float
@@ -46,8 +55,7 @@ def architecture_of(config: Any, path: str) -> Architecture:
         ConfigError: a model that is not of the Llama and Qwen families, or a variant of theirs that Megatron's layers are not told to be.
     """
     name = next(iter(config.architectures or []), type(config).__name__)
-    if name not in SUPPORTED:
-        raise ConfigError("model.path", path, f"one of {', '.join(SUPPORTED)} with train.backend megatron, not {name}")
+    refuse_name(name, path)
     if odd := _oddity(config):
         raise ConfigError("model.path", path, f"a plain {name} with train.backend megatron, not one with {odd}; fsdp2 takes it")
     return Architecture(
@@ -83,7 +91,16 @@ def _oddity(config: Any) -> str:
     return f"attention_dropout {config.attention_dropout}" if getattr(config, "attention_dropout", 0.0) else ""
 
 
-def refuse_sizes(shape: Architecture, tensor_parallel: int, pipeline_parallel: int) -> None:
+def refuse_name(name: str, path: str) -> None:
+    """
+    Raises:
+        ConfigError: a class of transformers that is not of the families.
+    """
+    if name not in SUPPORTED:
+        raise ConfigError("model.path", path, f"one of {', '.join(SUPPORTED)} with train.backend megatron, not {name}")
+
+
+def refuse_sizes(shape: Sizes, tensor_parallel: int, pipeline_parallel: int) -> None:
     """
     Raises:
         ConfigError: the model cannot be divided so; names what does not divide and what would.
@@ -98,6 +115,6 @@ def refuse_sizes(shape: Architecture, tensor_parallel: int, pipeline_parallel: i
         raise ConfigError("train.megatron.pipeline_parallel", pipeline_parallel, allowed)
 
 
-def divides(shape: Architecture, size: int) -> bool:
+def divides(shape: Sizes, size: int) -> bool:
     """Whether ``size`` ranks can hold a layer together."""
     return not any(count % size for count in (shape.num_heads, shape.num_groups, shape.intermediate))

@@ -21,6 +21,7 @@ layout the same gradient up to the order of a sum. Samples cross processes as ms
 nothing is pickled. A socket that closes says that a process is gone: children leave when rank 0 is gone, and when a child is gone rank 0
 says so in one line and ends at once, as if it had been killed; whoever supervises it starts it again, and it resumes.
 
-``messages`` is what crosses, ``link`` how, ``leader`` rank 0's side, ``follower`` the children's. A backend for several ranks subclasses
+``messages`` is what crosses, ``link`` how, ``leader`` rank 0's side, ``follower`` the children's, ``dealing`` who gets which slices,
+``meeting`` and ``collectives`` what all do at once, ``critic`` what becomes of a critic. A backend for several ranks subclasses
 ``learner.backends.ddp.DdpBackend`` and is one file and one line of the registry.
 """
