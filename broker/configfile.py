@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -14,6 +14,7 @@ from yaml import YAMLError
 
 from broker.errors import ConfigError, UserError
 
+HERE: Final = "${here}"
 _PRESET = re.compile(r"[A-Za-z][\w+-]*")
 _KEY = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*")
 
@@ -22,7 +23,7 @@ def load(path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Read a YAML file with what it inherits (key ``inherit``: file name or list, relative to it), apply ``key=value`` overrides.
 
     Later files win over earlier ones, the file over what it inherits, overrides over all. Mappings are merged, lists replaced.
-    ``null`` takes a domain out.
+    ``null`` takes a domain out. ``${here}`` in a file stands for its folder, wherever a process is started.
     ``algorithm=<name>`` puts the preset ``configs/algorithm/<name>.yaml`` in the section's place; overrides after it change the preset.
 
     Raises:
@@ -56,7 +57,7 @@ def _read(path: Path, inheriting: tuple[Path, ...]) -> DictConfig:
     if path in inheriting:
         raise UserError(f"{path}: inherits itself through {' -> '.join(file.name for file in (*inheriting, path))}")
     try:
-        own = OmegaConf.load(path)
+        own = OmegaConf.create(_placed(OmegaConf.to_container(OmegaConf.load(path), resolve=False), str(path.parent)))
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
     except (YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
@@ -74,6 +75,15 @@ def _read(path: Path, inheriting: tuple[Path, ...]) -> DictConfig:
             raise UserError(f"{path}: inherit: {name!r}: no such file {parent}")
         merged = _merge(merged, _read(parent, (*inheriting, path)), path)
     return _merge(merged, own, path)
+
+
+def _placed(value: Any, folder: str) -> Any:
+    """Plain values with the folder of their file in place of ``${here}``."""
+    if isinstance(value, dict):
+        return {key: _placed(each, folder) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_placed(each, folder) for each in value]
+    return value.replace(HERE, folder) if isinstance(value, str) else value
 
 
 def _merge(base: DictConfig, top: DictConfig, path: Path) -> DictConfig:

@@ -181,6 +181,17 @@ def test_bad_configurations(config: dict[str, Any], says: str) -> None:
     assert str(caught.value) == says
 
 
+def test_here_is_the_folder_of_the_file_that_says_so(tmp_path: Path) -> None:
+    (tmp_path / "in ner: #1").mkdir()
+    base = "a: ['${here}/x.py', 3, null]\nb: {c: '${here}:${here}'}\nkept: '${run.seed}'\nrun: {seed: 5}\n"
+    write(tmp_path, "in ner: #1/base.yaml", base)
+    child = write(tmp_path, "child.yaml", "inherit: 'in ner: #1/base.yaml'\nd: ${here}\n")
+    inner = f"{tmp_path}/in ner: #1"
+    assert runspec.load(child) == {
+        "a": [f"{inner}/x.py", 3, None], "b": {"c": f"{inner}:{inner}"}, "kept": 5, "run": {"seed": 5}, "d": str(tmp_path),
+    }  # fmt: skip
+
+
 @pytest.mark.usefixtures("no_role_checks")
 def test_an_inherited_domain_is_taken_out_by_null(tmp_path: Path) -> None:
     write(tmp_path, "base.yaml", "domains: {lake: {env: frozenlake}, other: {env: frozenlake}}\n")
