@@ -4,8 +4,10 @@
 
 ``ratio_transfer``: seconds of one bare broadcast of the whole buffer / seconds of a transfer through the channel over a communicator in use
 (handshake, buckets, the receiver's digest, confirmation). ``ratio_end_to_end``: the same against all of it, as a learner and a server do
-it: copy into staging, both digests, transfer, load into the model by as many threads as there are cores. ``ratio_to_per_tensor``: a model
-of many small tensors, seconds of one broadcast per tensor, out of the model and into it / seconds of all of it through the channel.
+it: copy into staging, both digests, transfer, and loading as the engine ``hf`` does, which computes from the buffer that it is given while
+the next version arrives in another. ``ratio_end_to_end_copied``: in place of that with an engine that copies, by as many threads as there
+are cores. ``ratio_to_per_tensor``: a model of many small tensors, seconds of one broadcast per tensor, out of the model and into it /
+seconds of all of it through the channel, loaded as by ``hf``.
 ``delta_bytes_ratio``: bytes of the model / bytes sent in delta mode when 3 % of the elements have changed, anywhere, bfloat16.
 ``delta_speedup``: seconds of a whole transfer / seconds of that. ``delta_exact``: every received model was the sender's, bit by bit.
 
@@ -30,14 +32,17 @@ import torch
 from torch import Tensor
 
 from broker import wire
+from broker.weights.buffers import Buffers
 from broker.weights.cargo import Base
 from broker.weights.copying import copy_all, copy_into
 from broker.weights.group import Communicator, Watch, connect_store, serve_store
 from broker.weights.membership import Start, session_name
 from broker.weights.staging import Flat, Staging, plan_of
 from broker.weights.transfer import Settings, follow, lead
+from rollout.engines.hf_weights import HeldWeights
 
 HOST: Final = "127.0.0.1"
+CPU: Final = torch.device("cpu")
 SETTINGS: Final = Settings(timeout_s=60.0, connect_timeout_s=60.0)
 WAIT: Final = timedelta(seconds=120)
 CHANGED: Final = 0.03
@@ -50,10 +55,10 @@ def large_model(num_layers: int) -> dict[str, Tensor]:
     shapes: dict[str, tuple[int, ...]] = {"embed": (20_000, 768)}
     for layer in range(num_layers):
         shapes |= {
-            f"layers.{layer}.attn.qkvo": (4 * 768, 768),
-            f"layers.{layer}.mlp.up": (3072, 768),
-            f"layers.{layer}.mlp.down": (768, 3072),
-            f"layers.{layer}.norm": (768,),
+            f"layer-{layer}-attn-qkvo": (4 * 768, 768),
+            f"layer-{layer}-mlp-up": (3072, 768),
+            f"layer-{layer}-mlp-down": (768, 3072),
+            f"layer-{layer}-norm": (768,),
         }
     generator = torch.Generator().manual_seed(0)
     return {name: torch.rand(shape, generator=generator) for name, shape in shapes.items()}
@@ -65,15 +70,27 @@ def small_tensors() -> dict[str, Tensor]:
     return {f"t{index:04}": torch.rand(2048, generator=generator) for index in range(SMALL_TENSORS)}
 
 
+class Holder(torch.nn.Module):
+    """Tensors as the parameters of a model."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            self.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
+
+
 class Channel:
     """One end of a weight channel that carries one model."""
 
-    def __init__(self, store: Any, port: int, rank: int, serial: int, model: dict[str, Tensor], bucket_mib: float, *, delta: bool) -> None:
+    def __init__(
+        self, store: Any, port: int, rank: int, serial: int, model: dict[str, Tensor], bucket_mib: float, *, delta: bool, kept: bool
+    ) -> None:
         self.store, self.port, self.rank, self.serial, self.model = store, port, rank, serial, model
         self.plan = plan_of(model, bucket_mib)
         self.staging = Staging(self.plan) if rank == 0 else None
         self.base = Base(self.plan, full_every=10**9) if rank == 0 and delta else None
-        self.flat, self.held = Flat(self.plan), ""
+        self.buffers, self.flat = Buffers(kept=kept), Flat(self.plan)
+        self.engine = HeldWeights(Holder(model)) if kept else None
         self.communicator: Communicator | None = None
         self.uses = 0
         self.sent_bytes = 0
@@ -91,8 +108,10 @@ class Channel:
             answer = wire.WeightsSession(
                 session=session, rank=1, world_size=2, host=HOST, port=self.port, version=version, timeout_s=SETTINGS.timeout_s
             )
-            received = follow(self.store, answer, digest, self.flat, self.communicator, SETTINGS, Watch(), self.held)
-            self.communicator, self.held = received.communicator, received.digest
+            arrival = self.buffers.take(self.plan, CPU)
+            received = follow(self.store, answer, digest, arrival, self.communicator, SETTINGS, Watch())
+            self.communicator, self.flat = received.communicator, arrival.flat
+            self.buffers.arrived(arrival, received.digest)
 
     def packed(self, version: int) -> None:
         """The sender's part before the wire, by itself: copy and digest."""
@@ -104,7 +123,10 @@ class Channel:
         """Copy, digests, transfer, load; on the sender in three threads, as in ``broker.weights.send``."""
         if self.staging is None:
             self.transfer(version)
-            copy_all((self.model[name], view) for name, view in self.flat.tensors.items())
+            if self.engine is not None:
+                self.engine.load(self.flat.tensors)
+            else:
+                copy_all((self.model[name], view) for name, view in self.flat.tensors.items())
             return
         staging, begun = self.staging, threading.Event()
         threads = [threading.Thread(target=staging.write, args=(version, self.model, begun.set))]
@@ -127,9 +149,9 @@ class End:
         self.bare = Communicator(self.store, "bare", rank, 2, backend="gloo", host=HOST, timeout_s=60.0, connect_timeout_s=60.0)
         self.meetings, self.channels = 0, 0
 
-    def channel(self, model: dict[str, Tensor], *, delta: bool = False) -> Channel:
+    def channel(self, model: dict[str, Tensor], *, delta: bool = False, kept: bool = True) -> Channel:
         self.channels += 1
-        return Channel(self.store, self.port, self.rank, self.channels, model, self.options.bucket_mib, delta=delta)
+        return Channel(self.store, self.port, self.rank, self.channels, model, self.options.bucket_mib, delta=delta, kept=kept)
 
     def meet(self) -> None:
         """Both ends are here."""
@@ -164,19 +186,20 @@ class End:
 def measure_large(end: End) -> dict[str, Any]:
     """One large model: bare broadcast, transfer alone, all of it."""
     model = large_model(end.options.layers)
-    channel, buffer = end.channel(model), Flat(plan_of(model, end.options.bucket_mib)).buffer
-    packed = -1  # version in staging
+    channel, copied, buffer = end.channel(model), end.channel(model, kept=False), Flat(plan_of(model, end.options.bucket_mib)).buffer
+    versions = {channel: -1, copied: -1}  # in staging
 
-    def transfer(pair: int) -> None:
-        channel.transfer(packed)
+    def whole(channel: Channel) -> None:
+        versions[channel] += 1
+        channel.whole(versions[channel])
 
-    def whole(pair: int) -> None:
-        nonlocal packed
-        packed += 1
-        channel.whole(packed)
-
-    whole(0)  # so that there is a version to transfer
-    pairs = end.pairs(lambda pair: end.broadcast([buffer]), transfer, whole)
+    whole(channel)  # so that there is a version to transfer
+    pairs = end.pairs(
+        lambda pair: end.broadcast([buffer]),
+        lambda pair: channel.transfer(versions[channel]),
+        lambda pair: whole(channel),
+        lambda pair: whole(copied),
+    )
     return {"size_bytes": channel.plan.size_bytes, "pairs": pairs}
 
 
@@ -245,8 +268,9 @@ def figures_of(measured: dict[str, Any]) -> dict[str, Any]:
     """The medians and their intervals."""
     large, small, delta = measured["large"], measured["small"], measured["delta"]
     ratios = {
-        "ratio_transfer": [bare / transfer for bare, transfer, _ in large["pairs"]],
-        "ratio_end_to_end": [bare / whole for bare, _, whole in large["pairs"]],
+        "ratio_transfer": [bare / transfer for bare, transfer, _, _ in large["pairs"]],
+        "ratio_end_to_end": [bare / whole for bare, _, whole, _ in large["pairs"]],
+        "ratio_end_to_end_copied": [bare / copied for bare, _, _, copied in large["pairs"]],
         "ratio_to_per_tensor": [each / whole for each, whole in small["pairs"]],
         "delta_bytes_ratio": delta["bytes"],
         "delta_speedup": [full / changes for full, changes in delta["pairs"]],
@@ -257,8 +281,8 @@ def figures_of(measured: dict[str, Any]) -> dict[str, Any]:
         figures |= {name: round(statistics.median(values), 3), f"{name}_interval": interval(values)}
     return figures | {
         "delta_exact": delta["exact"],
-        "gloo_gbytes_per_s": round(statistics.median(gbytes / bare for bare, _, _ in large["pairs"]), 3),
-        "transfer_gbytes_per_s": round(statistics.median(gbytes / transfer for _, transfer, _ in large["pairs"]), 3),
+        "gloo_gbytes_per_s": round(statistics.median(gbytes / bare for bare, *_ in large["pairs"]), 3),
+        "transfer_gbytes_per_s": round(statistics.median(gbytes / transfer for _, transfer, *_ in large["pairs"]), 3),
         "size_bytes": large["size_bytes"],
         "pairs": len(large["pairs"]),
     }

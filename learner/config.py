@@ -70,6 +70,8 @@ class TrainSection(Section):
     weights_dtype: Literal["float32", "bfloat16", "float16"] | None = None  # what they travel as; null: as they are
     weights_delta: bool = False  # send only what has changed, exactly, to servers that hold the version before; one copy more in memory
     weights_full_every: PositiveInt = 50  # with weights_delta: of so many transfers in a row one sends everything
+    weights_snapshot_every: NonNegativeInt = 0  # every so many are written into the run's folder, for rollout-server --snapshot; 0 none
+    weights_snapshot_port: Annotated[int, Field(ge=0, le=65535)] | None = None  # HTTP for them at broker.bind; 0 any free port, null none
 
 
 class RewardNormalization(Section):

@@ -215,6 +215,11 @@ class Learner:
         sender = await self.training.call(lambda: self.offering.sender(self.bus, self.member.roster, self.watch.epoch))
         await sender.start()
         stack.push_async_callback(sender.close)
+        if self.train.weights_snapshot_every:
+            from learner.snapshots import open_snapshots
+
+            bind = section(self.config, "broker", BrokerSection).bind
+            await open_snapshots(stack, self.train, bind, self.folder, self.bus.run, sender)
         return sender
 
     # ---------------------------------------------------------------------------------------------------------- run

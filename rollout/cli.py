@@ -8,15 +8,17 @@ from collections.abc import Sequence
 from typing import Final
 
 from broker import process
+from broker.arguments import port
 from rollout import service
 
 HTTP_PORT: Final = 8000
 
 
 def _port(value: str) -> int:
-    if not value.isascii() or not value.isdigit() or int(value) > 65535:
-        raise argparse.ArgumentTypeError(f"{value!r} is no port; 0 to 65535, and settings stand before --http or behind --http=PORT")
-    return int(value)
+    try:
+        return port(value)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}; settings stand before --http or behind --http=PORT") from None
 
 
 def parser() -> argparse.ArgumentParser:
@@ -31,6 +33,12 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--policy", default=None, metavar="NAME", help="policy it serves in place of the run's rollout.policy (actor)")
     result.add_argument("--model", default=None, metavar="PATH", help="weights to serve for another policy than actor, as they are")
+    result.add_argument(
+        "--snapshot",
+        default=None,
+        metavar="PLACE",
+        help="folder or http address of the run's snapshots, to start from while the learner cannot be had (runs/RUN/snapshots)",
+    )
     result.add_argument(
         "--http",
         default=None,

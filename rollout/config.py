@@ -28,6 +28,8 @@ class RolloutSection(Section):
     prefix_cache: bool = True
     update_mode: Literal["keep", "recompute", "abort"] = "keep"  # what happens to requests in flight at new weights
     http_port: Annotated[int, Field(ge=0, le=65535)] | None = None  # OpenAI-compatible HTTP API there; 0 any free port, null none
+    snapshot: str | None = None  # folder or http address to start from while the learner cannot be had: train.weights_snapshot_every
+    snapshot_only: bool = False  # never ask the learner for weights: take those alone that are written
     num_threads: NonNegativeInt = 0  # torch threads, 0 leaves the default
     drain_timeout_s: PositiveFloat = 30.0
 
@@ -46,6 +48,10 @@ def check(config: dict[str, Any]) -> None:
         )
     if section.model_path is not None and section.policy == ACTOR:
         raise ConfigError("rollout.model_path", section.model_path, "null with rollout.policy actor, whose weights come from the learner")
+    if section.snapshot is not None and section.policy != ACTOR:
+        raise ConfigError("rollout.snapshot", section.snapshot, f"null with rollout.policy {section.policy}, whose weights never change")
+    if section.snapshot_only and section.snapshot is None:
+        raise ConfigError("rollout.snapshot_only", True, "false without rollout.snapshot")
     for name, domain in (config.get("domains") or {}).items():
         longest = domain.get("max_context_tokens", 0)
         if longest > section.max_context_tokens:

@@ -33,6 +33,8 @@ def own_section(config: Mapping[str, Any], options: argparse.Namespace) -> Rollo
         section["policy"] = options.policy
     if options.model is not None:
         section["model_path"] = options.model
+    if options.snapshot is not None:
+        section["snapshot"] = options.snapshot
     if options.http is not None:
         section["http_port"] = options.http
     for override in options.overrides:

@@ -66,6 +66,7 @@ def command_of(options: argparse.Namespace, run: str, section: RolloutSection) -
             ("--engine", options.engine),
             ("--policy", options.policy),
             ("--model", options.model),
+            ("--snapshot", options.snapshot),
             ("--id", f"{options.id}-{index}" if options.id else None),
             ("--connect-deadline", options.connect_deadline),
             ("--log-level", options.log_level),

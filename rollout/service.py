@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from broker.weights.receive import Receiver
+    from broker.weights.source import Source
     from text.openai.server import HttpServer
 
 log = logging.getLogger(__name__)
@@ -100,6 +101,7 @@ class Service:
         self._broker = runspec.section(member.spec.config, "broker", BrokerSection)
         self._channel = channel.serve(self._broker.channel, member.bus, member.id, bind=self._broker.bind)
         self._receiver: Receiver | None = None
+        self._snapshots: Source | None = None
         self._http: HttpServer | None = None
         self._meter = Meter(time.monotonic())
         self._outstanding: set[str] = set()
@@ -118,6 +120,8 @@ class Service:
             Exception: what broke the engine.
         """
         member = self._member
+        if self._engine.has_weights:
+            self._snapshots = self._open_snapshots()
         member.announce(self.presence)
         member.report(self.metrics, self.texts)
         log.info("loading %s for engine %s", self._section.model_path or member.spec.model_path, self._section.engine)
@@ -232,9 +236,27 @@ class Service:
             self._load,
             bucket_mib=train.get("weights_bucket_mib", 32.0),
             dtype=train.get("weights_dtype"),
+            kept=getattr(self._engine, "keeps_tensors", False),
             first=self._first_weights,
+            snapshots=self._snapshots,
+            only_snapshots=self._section.snapshot_only,
         )
         await self._receiver.start()
+
+    def _open_snapshots(self) -> Source | None:
+        """Where to look for weights while the learner cannot be had.
+
+        Raises:
+            UserError: an address that is none.
+        """
+        from broker.weights.source import Source, is_url
+
+        where = self._section.snapshot
+        if where is None:
+            return None
+        from text.openai import keys
+
+        return Source(where, keys.find_key()[0] if is_url(where) else "")
 
     def _first_weights(self) -> tuple[Mapping[str, Tensor], bool]:
         """What the run began with, and whether nobody else will change it: as the engine holds it, else from its folder."""

@@ -79,10 +79,14 @@ class Outgoing:
 
 
 class Incoming:
-    """The receiver's buckets, on their way into ``flat``."""
+    """The receiver's buckets, on their way into ``flat``.
 
-    def __init__(self, flat: Flat, lines: Lines, *, whole: bool) -> None:
-        self._flat, self._lines, self._whole = flat, lines, whole
+    Args:
+        base: what a difference is one from; None: what lies in ``flat``.
+    """
+
+    def __init__(self, flat: Flat, lines: Lines, *, whole: bool, base: Flat | None = None) -> None:
+        self._flat, self._lines, self._whole, self._base = flat, lines, whole, base or flat
         self._word = delta.word_bytes(flat.plan)
         self._changes: dict[int, Tensor] = {}
 
@@ -104,5 +108,7 @@ class Incoming:
         """The bucket as it is now."""
         bucket = self._flat.bucket(index)
         if (changes := self._changes.pop(index, None)) is not None:
+            if self._base is not self._flat:
+                copy_into(bucket, self._base.bucket(index))
             delta.apply(changes, bucket, self._word)
         return bucket

@@ -17,29 +17,47 @@ import torch
 from torch import Tensor
 
 ROW_WORDS: Final = 256  # 64-bit words of a row
+ROW_BYTES: Final = 8 * ROW_WORDS
 TILE_ROWS: Final = 1024  # rows whose columns are summed together: 2 MiB, which a core's cache holds for the second pass
 
 
-def digest_bucket(bucket: Tensor) -> bytes:
-    """Digest of one bucket, 16 bytes.
+class BucketDigest:
+    """Digest of one bucket, taken in as many parts as its bytes come in.
 
     Args:
         bucket: uint8, shape (n,), contiguous, on any device, starting on a multiple of 8 bytes.
     """
-    num_rows = bucket.numel() // (8 * ROW_WORDS)
-    body = bucket[: num_rows * 8 * ROW_WORDS].view(torch.int64).view(num_rows, ROW_WORDS)
-    num_tiles = -(-num_rows // TILE_ROWS)
-    rows = torch.empty(num_rows, dtype=torch.int64, device=bucket.device)
-    columns = torch.empty((num_tiles, ROW_WORDS), dtype=torch.int64, device=bucket.device)
-    for tile in range(num_tiles):
-        span = slice(tile * TILE_ROWS, min((tile + 1) * TILE_ROWS, num_rows))
-        torch.sum(body[span], 1, out=rows[span])
-        torch.sum(body[span], 0, out=columns[tile])
-    rest = bucket[num_rows * 8 * ROW_WORDS :]
-    hasher = hashlib.blake2b(bucket.numel().to_bytes(8, "little"), digest_size=16)
-    for part in (rows, columns.view(-1), rest):
-        hasher.update(part.cpu().numpy().tobytes())
-    return hasher.digest()
+
+    def __init__(self, bucket: Tensor) -> None:
+        self._num_rows = bucket.numel() // ROW_BYTES
+        self._bucket = bucket
+        self._body = bucket[: self._num_rows * ROW_BYTES].view(torch.int64).view(self._num_rows, ROW_WORDS)
+        num_tiles = -(-self._num_rows // TILE_ROWS)
+        self._rows = torch.empty(self._num_rows, dtype=torch.int64, device=bucket.device)
+        self._columns = torch.empty((num_tiles, ROW_WORDS), dtype=torch.int64, device=bucket.device)
+        self._done = 0  # tiles
+
+    def add(self, upto: int) -> None:
+        """Take in all tiles that end at this byte or below."""
+        while (first := self._done * TILE_ROWS) < self._num_rows and (last := min(first + TILE_ROWS, self._num_rows)) * ROW_BYTES <= upto:
+            tile = self._body[first:last]
+            torch.sum(tile, 1, out=self._rows[first:last])
+            torch.sum(tile, 0, out=self._columns[self._done])
+            self._done += 1
+
+    def finish(self) -> bytes:
+        """All bytes are there: the digest, 16 bytes."""
+        self.add(self._bucket.numel())
+        rest = self._bucket[self._num_rows * ROW_BYTES :]
+        hasher = hashlib.blake2b(self._bucket.numel().to_bytes(8, "little"), digest_size=16)
+        for part in (self._rows, self._columns.view(-1), rest):
+            hasher.update(part.cpu().numpy().tobytes())
+        return hasher.digest()
+
+
+def digest_bucket(bucket: Tensor) -> bytes:
+    """Digest of one bucket that is whole, 16 bytes; see ``BucketDigest``."""
+    return BucketDigest(bucket).finish()
 
 
 def combine(bucket_digests: Sequence[bytes]) -> str:

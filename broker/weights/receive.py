@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 import torch
@@ -18,13 +19,16 @@ from broker.jetstream import Bus
 from broker.streams import WEIGHTS, WEIGHTSYNC
 from broker.unstored import request
 from broker.weights import plan as plans
-from broker.weights.acceptance import Acceptance, Adopt, Join
+from broker.weights.acceptance import OLD, Acceptance, Adopt, Join, Look, Snapshots
 from broker.weights.adapter import First, Foundation
+from broker.weights.buffers import Arrival, Buffers
 from broker.weights.group import Communicator, Watch, connect_store, first_line
 from broker.weights.plan import Plan
 from broker.weights.send import JOIN_TIMEOUT_S, PLAN_KEY
-from broker.weights.staging import Flat, plan_of
-from broker.weights.threads import in_thread, spawn
+from broker.weights.snapshot import Manifest
+from broker.weights.source import Source
+from broker.weights.staging import plan_of
+from broker.weights.threads import in_thread, patiently, spawn
 from broker.weights.transfer import Received, Settings, follow
 
 log = logging.getLogger(__name__)
@@ -32,8 +36,6 @@ log = logging.getLogger(__name__)
 Load = Callable[[Mapping[str, Tensor], wire.WeightsOffer], Awaitable[None]]
 
 SAY_EVERY_S: Final = 10.0  # a learner that is away is mentioned this often
-STUCK_AFTER_S: Final = 10.0  # beyond the longest wait a thread has agreed to
-LEAVE_WITHIN_S: Final = 1.0  # a thread that was told to leave and does not hangs in a call that knows no timeout
 
 
 class Receiver:
@@ -49,7 +51,10 @@ class Receiver:
         bucket_mib: the sender's.
         dtype: what floating-point tensors travel as, by torch's name, the sender's; None: their own.
         device: where buckets arrive by nccl, a GPU; None: where the tensors lie. By gloo they arrive on the CPU. The offer says which.
+        kept: the tensors given to ``load`` are read until it has returned the next time; else only until it returns.
         first: finds what adapters are put on, see ``adapter.Foundation``.
+        snapshots: where to look while the learner cannot be had.
+        only_snapshots: never ask the learner.
     """
 
     def __init__(
@@ -63,7 +68,10 @@ class Receiver:
         dtype: str | None = None,
         device: str | torch.device | None = None,
         settings: Settings | None = None,
+        kept: bool = False,
         first: First | None = None,
+        snapshots: Source | None = None,
+        only_snapshots: bool = False,
     ) -> None:
         self.plan = plan_of(tensors, bucket_mib, dtype=dtype)
         self.refused = ""  # why the newest offer is not for this server, for example another model
@@ -71,10 +79,11 @@ class Receiver:
         self._bus, self._id, self._tensors, self._load = bus, server_id, tensors, load
         self._device = torch.device(device) if device is not None else next(iter(tensors.values())).device
         self._settings = settings or Settings()
-        self._state = Acceptance(self.plan.digest, None)
+        self._snapshots = snapshots
+        looking: Snapshots = "none" if snapshots is None else "only" if only_snapshots else "beside"
+        self._state = Acceptance(self.plan.digest, None, looking)
         self._foundation = Foundation(self.plan, bucket_mib, tensors, first)
-        self._flat: Flat | None = None
-        self._held = ""  # digest of what lies in it, empty when unknown
+        self._buffers = Buffers(kept=kept)
         self._communicator: Communicator | None = None
         self._watch, self._receiving_epoch = Watch(), 0
         self._changed, self._served = asyncio.Event(), asyncio.Condition()
@@ -90,7 +99,8 @@ class Receiver:
     async def start(self) -> None:
         """Take the digest of what the engine holds, then follow the offers."""
         if not any(tensor.is_meta for tensor in self._tensors.values()):
-            self._state.digest = self._held = await in_thread(self._digest_current, "weights-digest")
+            self._state.digest = await in_thread(self._digest_current, "weights-digest")
+        self._tensors = {}  # an engine that keeps what it is given lets go of them
         self._tasks = [spawn(self._follow_offers()), spawn(self._pursue())]
 
     async def wait_for(self, version: int) -> None:
@@ -120,25 +130,17 @@ class Receiver:
             await in_thread(lambda: closing.join(1.0), "weights-join")
 
     def _digest_current(self) -> str:
-        self._flat = Flat(self.plan, self._device)
-        self._flat.fill(self._tensors)
-        return self._flat.digest()
+        return self._buffers.hold(self.plan, self._tensors, self._device)
 
-    def _staging(self, backend: str, plan: Plan | None = None) -> tuple[Flat, str]:
-        """Where the next version arrives, and the digest of what lies there, empty when unknown.
+    def _staging(self, backend: str, plan: Plan | None = None) -> Arrival:
+        """Where the next version arrives.
 
         Raises:
             TransferFailed: by nccl, and there is no GPU here.
         """
         if backend == "nccl" and self._device.type != "cuda":
             raise TransferFailed(f"the learner sends by nccl, the weights here are on {self._device.type}; set train.weights_backend=gloo")
-        device = self._device if backend == "nccl" else torch.device("cpu")
-        kept, held, plan = self._flat, self._held, plan or self.plan
-        self._flat, self._held = None, ""
-        if kept is not None and kept.plan == plan and kept.buffer.device.type == device.type:
-            return kept, held
-        del kept  # before another is made
-        return Flat(plan, device), ""
+        return self._buffers.take(plan or self.plan, self._device if backend == "nccl" else torch.device("cpu"))
 
     # ------------------------------------------------------------------------------------------ offers
 
@@ -191,6 +193,8 @@ class Receiver:
                 await self._attempt(action.offer, self._receive)
             elif isinstance(action, Adopt):
                 await self._attempt(action.offer, self._adopt)
+            elif isinstance(action, Look):
+                await self._look()
             else:
                 try:
                     async with asyncio.timeout(None if action.until is None else max(0.0, action.until - time.monotonic())):
@@ -233,57 +237,92 @@ class Receiver:
         if answer.error or answer.version != offer.version:
             raise RequestFailed(answer.error or f"it sends version {answer.version}")
         plan = self._foundation.plan(offer.adapter)
-        flat, held = self._staging(offer.backend, plan)
+        arrival = self._staging(offer.backend, plan)
         communicator, self._communicator = self._communicator, None
         watch, self._receiving_epoch = Watch(), offer.epoch
         self._watch = watch
         started = time.monotonic()
-        received = await _patiently(
-            in_thread(lambda: self._take(answer, offer, flat, held, communicator, watch), "weights-receive"), watch, answer.timeout_s
+        received = await patiently(
+            in_thread(lambda: self._take(answer, offer, arrival, communicator, watch), "weights-receive"), watch, answer.timeout_s
         )
         self._communicator = received.communicator
-        self._flat, self._held = flat, received.digest  # after a failure it is dropped instead: a hanging operation may still write into it
-        seconds = time.monotonic() - started
-        self._values |= {"weights/seconds": seconds, "weights/gbytes_per_s": plan.size_bytes / seconds / 1e9}
-        await self._bring_in(flat.tensors if offer.adapter is None else self._foundation.merged(flat.tensors), offer)
+        await self._arrived(arrival, received.digest, offer, time.monotonic() - started)
         return received.digest
 
+    async def _arrived(self, arrival: Arrival, digest: str, offer: wire.WeightsOffer, seconds: float) -> None:
+        self._buffers.arrived(arrival, digest)
+        self._values |= {"weights/seconds": seconds, "weights/gbytes_per_s": arrival.flat.plan.size_bytes / seconds / 1e9}
+        tensors = arrival.flat.tensors
+        await self._bring_in(tensors if offer.adapter is None else self._foundation.merged(tensors), offer)
+
     def _take(
-        self, answer: wire.WeightsSession, offer: wire.WeightsOffer, flat: Flat, held: str, communicator: Communicator | None, watch: Watch
+        self, answer: wire.WeightsSession, offer: wire.WeightsOffer, arrival: Arrival, communicator: Communicator | None, watch: Watch
     ) -> Received:
-        if flat.buffer.is_cuda:
-            torch.cuda.set_device(flat.buffer.device)
+        if arrival.flat.buffer.is_cuda:
+            torch.cuda.set_device(arrival.flat.buffer.device)
         settings = replace(self._settings, backend=offer.backend, timeout_s=answer.timeout_s)
         store = connect_store(answer.host, answer.port, settings.connect_timeout_s)
-        return follow(store, answer, offer.digest, flat, communicator, settings, watch, held)
+        return follow(store, answer, offer.digest, arrival, communicator, settings, watch)
+
+    # --------------------------------------------------------------------------------------- snapshots
+
+    async def _look(self) -> None:
+        """Take the snapshot that is there, if it is of use."""
+        assert self._snapshots is not None, "there is nowhere to look"
+        try:
+            manifest = await in_thread(self._snapshots.newest, "weights-look")
+            if manifest is not None and await self._wants(manifest, self._snapshots.where):
+                held = manifest.offer.digest == self._state.digest
+                await self._attempt(manifest.offer, self._adopt if held else partial(self._read, self._snapshots, manifest))
+        except TransferFailed as error:
+            if str(error) != self.last_error:
+                log.warning("weights: %s", error)
+            self.last_error = str(error)
+        self._state.looked(time.monotonic())
+
+    async def _wants(self, manifest: Manifest, where: str) -> bool:
+        """Whether a snapshot is newer than what is served.
+
+        Raises:
+            TransferFailed: it is not for this server.
+        """
+        offer = manifest.offer
+        if manifest.run != self._bus.run:
+            raise TransferFailed(f"snapshot {where}: it is of run {manifest.run}, this is run {self._bus.run}")
+        problem = await self._found(offer)
+        reason = self._state.useful(offer)
+        if reason and reason != OLD:
+            first = problem or self._foundation.plan(offer.adapter).difference(manifest.plan)
+            raise TransferFailed(f"snapshot {where}: {reason}{': ' if first else ''}{first}")
+        return not reason
+
+    async def _read(self, source: Source, manifest: Manifest, offer: wire.WeightsOffer) -> str:
+        """Read, check, load; the digest.
+
+        Raises:
+            TransferFailed: it cannot be read, or holds the wrong bytes.
+        """
+        arrival = self._buffers.take(manifest.plan, torch.device("cpu"))
+        watch = self._watch = Watch()
+        started = time.monotonic()
+        await patiently(in_thread(lambda: source.fill(manifest, arrival.flat, watch), "weights-read"), watch, source.timeout_s)
+        log.info("weights: epoch %d version %d read from %s", offer.epoch, offer.version, source.where)
+        await self._arrived(arrival, offer.digest, offer, time.monotonic() - started)
+        return offer.digest
 
     async def _bring_in(self, tensors: Mapping[str, Tensor], offer: wire.WeightsOffer) -> None:
         started = time.monotonic()
         self._state.loading()
         try:
             await self._load(tensors, offer)
-        except RuntimeError as error:  # torch's own, for example out of memory
-            raise TransferFailed(f"loading failed: {first_line(error)}") from error
+        except (TransferFailed, RuntimeError) as error:
+            self._buffers.load_failed()
+            if isinstance(error, TransferFailed):
+                raise
+            raise TransferFailed(f"loading failed: {first_line(error)}") from error  # torch's own, for example out of memory
         self._values["weights/load_seconds"] = time.monotonic() - started
 
 
 def _fetch_plan(host: str, port: int, timeout_s: float) -> str:
     store = connect_store(host, port, timeout_s)
     return plans.decoded(store.get(PLAN_KEY))
-
-
-async def _patiently(future: asyncio.Future[Received], watch: Watch, timeout_s: float) -> Received:
-    """Wait for the thread as long as it shows progress.
-
-    Raises:
-        TransferFailed: its own, or it is stuck in a call that knows no timeout.
-    """
-    future.add_done_callback(lambda done: done.cancelled() or done.exception())  # whoever leaves meanwhile has nobody to ask
-    while not future.done():
-        await asyncio.wait({future}, timeout=0.5)
-        silent_s = time.monotonic() - watch.beat_at
-        if not future.done() and silent_s > (LEAVE_WITHIN_S if watch.reason else timeout_s + STUCK_AFTER_S):
-            future.cancel()
-            watch.cancel(f"stuck for {silent_s:.0f} s; the learner may be stopped")
-            raise TransferFailed(watch.reason)
-    return future.result()

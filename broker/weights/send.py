@@ -33,6 +33,7 @@ from broker.weights.group import Communicator, Watch, serve_store
 from broker.weights.membership import Action, Cancel, Membership, Refuse, Start
 from broker.weights.offers import Offers
 from broker.weights.plan import Plan
+from broker.weights.publish import Publisher
 from broker.weights.staging import Staging
 from broker.weights.threads import in_thread, spawn
 from broker.weights.transfer import Sent, SessionFailed, Settings, call_off, lead
@@ -77,6 +78,7 @@ class Sender:
         self.plan, self.epoch, self._adapter = plan, epoch, adapter
         self._has_sent = False  # to anybody
         self.fenced = False  # a newer learner offers weights; nothing is offered here any more
+        self.publisher: Publisher | None = None  # writes snapshots of what is offered; its owner closes it
         self._bus, self._roster, self._policy = bus, roster, policy
         self._offers = Offers(bus, epoch)
         self._settings = settings or Settings()
@@ -136,7 +138,7 @@ class Sender:
         The newest version; of the last transfer its seconds, the model's bytes a second and the bytes that each receiver was sent; of the
         last version the seconds that training waited for its copy, and those until its digest was known; the rest are totals.
         """
-        return dict(self._values)
+        return self._values | (self.publisher.metrics() if self.publisher is not None else {})
 
     async def close(self) -> None:
         """Withdraw from the broker and leave whatever transfer runs; waits a second at most."""
@@ -184,7 +186,10 @@ class Sender:
                 self._values["weights/digest_seconds"] = time.monotonic() - started
                 if not early:
                     self._perform(self._membership.offered(version))  # before it is stored: joins for it may come at once
-                await self._offers.publish(msgspec.structs.replace(offer, digest=digest))
+                offer = msgspec.structs.replace(offer, digest=digest)
+                await self._offers.publish(offer)
+                if self.publisher is not None:
+                    self.publisher.offered(self._staging, offer)
             except Fenced as error:
                 log.error("weights: %s", error)
                 self.fenced = True

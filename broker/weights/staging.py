@@ -12,9 +12,10 @@ from torch import Tensor
 
 from broker.errors import TransferFailed
 from broker.weights.copying import copy_into
-from broker.weights.digest import combine, digest_bucket
+from broker.weights.digest import BucketDigest, combine, digest_bucket
 from broker.weights.plan import Plan, Slot, TensorSpec, make_plan
 
+PIECE_BYTES: Final = 2 << 20  # that is copied, and digested, at a time: a tile of the digest
 LOOK_AGAIN_S: Final = 0.1  # whoever waits for packing is told; this only bounds what a missed word costs
 
 
@@ -68,15 +69,17 @@ class Flat:
             TransferFailed: one is missing or has another shape.
         """
         told, gpu = 0, self.buffer.device if self.buffer.is_cuda else None
+        piece = min(PIECE_BYTES, self.plan.bucket_bytes)
         with torch.no_grad():
             for slot in self.plan.slots:  # in order and once: a sharded trainer gathers each as it is asked for
                 source = self._source(tensors, slot)
                 gpu = source.device if gpu is None and source.is_cuda else gpu
-                for offset in self._copy(slot, source):
-                    if offset - told >= self.plan.bucket_bytes:
+                step = piece if gpu is None else self.plan.bucket_bytes  # a GPU is waited for each time
+                for offset in self._copy(slot, source, step):
+                    if offset - told >= step:
                         _settle(gpu)
                         reached(offset)
-                        told = offset // self.plan.bucket_bytes * self.plan.bucket_bytes
+                        told = offset // step * step
         _settle(gpu)
         reached(self.plan.size_bytes)
 
@@ -89,18 +92,19 @@ class Flat:
             raise TransferFailed(f"weights: {name} has shape {list(source.shape)}, planned was {list(shape)}")
         return source
 
-    def _copy(self, slot: Slot, source: Tensor) -> Iterator[int]:
-        """Copy one tensor, in pieces that end with a bucket where it can be cut; yields how far it has come."""
-        target, size = self.tensors[slot.spec.name], self.plan.bucket_bytes
+    def _copy(self, slot: Slot, source: Tensor, size: int) -> Iterator[int]:
+        """Copy one tensor, in pieces of this size where it can be cut; yields how far it has come."""
+        target = self.tensors[slot.spec.name]
         if slot.offset // size == (slot.stop - 1) // size or not source.is_contiguous():
             copy_into(target, source, non_blocking=True)
             yield slot.stop
             return
         item, offset = target.itemsize, slot.offset
+        into, out_of = target.view(-1), source.view(-1)
         while offset < slot.stop:
             end = min((offset // size + 1) * size, slot.stop)
             span = slice((offset - slot.offset) // item, (end - slot.offset) // item)
-            copy_into(target.view(-1)[span], source.view(-1)[span], non_blocking=True)
+            copy_into(into[span], out_of[span], non_blocking=True)
             offset = end
             yield offset
 
@@ -160,14 +164,19 @@ class Staged:
     def take_digest(self, version: int) -> str | None:
         """The digest of a version, taken while it is packed; None when packing failed or it was overwritten meanwhile."""
         digests: list[bytes] = []
-        for index, (_, stop) in enumerate(self.plan.buckets):
-            with self._told:
-                while self.version == version and self._packed_bytes < stop:
-                    self._told.wait(LOOK_AGAIN_S)
-            with self.lock:
-                if self.version != version:
-                    return None
-                digests.append(digest_bucket(self.flat.bucket(index)))
+        for index, (start, stop) in enumerate(self.plan.buckets):
+            digest, done = BucketDigest(self.flat.bucket(index)), start
+            while done < stop:  # close behind the copy, while the bytes are in the caches
+                with self._told:
+                    while self.version == version and self._packed_bytes < min(done + PIECE_BYTES, stop):
+                        self._told.wait(LOOK_AGAIN_S)
+                    done = min(self._packed_bytes, done + PIECE_BYTES, stop)
+                with self.lock:
+                    if self.version != version:
+                        return None
+                    digest.add(done - start)
+                    if done == stop:
+                        digests.append(digest.finish())
         whole = combine(digests)
         with self.lock:
             if self.version != version:
@@ -211,6 +220,18 @@ class Staging:
         """Hex digest of a version, waiting for its packing; None when it was overwritten meanwhile or could not be packed."""
         side = self._find(version)
         return side.take_digest(version) if side is not None else None
+
+    def copy_out(self, version: int, into: Flat) -> bool:
+        """Copy a version that is whole into another buffer of its plan; False when it was overwritten meanwhile."""
+        side = self._find(version)
+        if side is None:
+            return False
+        for index in range(len(self.plan.buckets)):
+            with side.lock:  # one bucket at a time, for the writer waits for it
+                if side.version != version or side[index] is None:
+                    return False
+                copy_into(into.bucket(index), side.flat.bucket(index))
+        return True
 
     @contextmanager
     def sending(self, version: int) -> Iterator[Staged]:

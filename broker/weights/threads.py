@@ -11,10 +11,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 from weakref import WeakSet
 
-from broker.weights.group import WATCHES
+from broker.errors import TransferFailed
+from broker.weights.group import WATCHES, Watch
+
+STUCK_AFTER_S: Final = 10.0  # beyond the longest wait a thread has agreed to
+LEAVE_WITHIN_S: Final = 1.0  # a thread that was told to leave and does not hangs in a call that knows no timeout
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -59,6 +63,23 @@ def in_thread(call: Callable[[], T], name: str) -> asyncio.Future[T]:
     _threads.add(thread)
     thread.start()
     return future
+
+
+async def patiently(future: asyncio.Future[T], watch: Watch, timeout_s: float) -> T:
+    """Wait for a thread as long as it shows progress.
+
+    Raises:
+        TransferFailed: its own, or it is stuck in a call that knows no timeout.
+    """
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())  # whoever leaves meanwhile has nobody to ask
+    while not future.done():
+        await asyncio.wait({future}, timeout=0.5)
+        silent_s = time.monotonic() - watch.beat_at
+        if not future.done() and silent_s > (LEAVE_WITHIN_S if watch.reason else timeout_s + STUCK_AFTER_S):
+            future.cancel()
+            watch.cancel(f"stuck for {silent_s:.0f} s; the learner may be stopped")
+            raise TransferFailed(watch.reason)
+    return future.result()
 
 
 @atexit.register

@@ -26,12 +26,13 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from broker import wire
 from broker.errors import TransferFailed, WireError
+from broker.weights.buffers import Arrival
 from broker.weights.cargo import WHOLE, Base, Incoming, Outgoing
 from broker.weights.digest import combine, digest_bucket
 from broker.weights.group import PEEK_EVERY_S, Backend, Communicator, Watch, reachable
 from broker.weights.lines import STORE_POLL_S, Lines
 from broker.weights.membership import Start, parse_session
-from broker.weights.staging import Flat, Staged
+from broker.weights.staging import Staged
 
 CHANGES: Final = "changes"
 
@@ -151,21 +152,19 @@ def follow(
     store: Store,
     session: wire.WeightsSession,
     digest: str,
-    flat: Flat,
+    arrival: Arrival,
     communicator: Communicator | None,
     settings: Settings,
     watch: Watch,
-    held: str = "",
 ) -> Received:
-    """A receiver's side: fills ``flat`` with bytes that match the digest.
+    """A receiver's side: fills ``arrival.flat`` with bytes that match the digest.
 
     Args:
         digest: what the offer says; empty: not known when it was made, the sender says it at the end.
         communicator: the one this server still has, of any session.
-        held: digest of what lies in ``flat``, empty when unknown.
 
     Raises:
-        TransferFailed: the communicator is closed, and something may still write into ``flat``: drop it.
+        TransferFailed: the communicator is closed, and something may still write into ``arrival.flat``: drop it.
     """
     lines = Lines(store, session.session, watch)
     try:
@@ -181,13 +180,13 @@ def follow(
     try:
         if uses and group is None:
             raise TransferFailed(f"communicator {name} is not known here any more")
-        if held:
-            lines.say(f"held/{rank}", held)
+        if arrival.held:
+            lines.say(f"held/{rank}", arrival.held)
         lines.say(f"ready/{rank}")
         _wait_for_go(lines, session.timeout_s)
         if group is None:
             group = _meet(store, session.session, rank, session.world_size, settings)
-        incoming = Incoming(flat, lines, whole=lines.heard("mode") != CHANGES)
+        incoming = Incoming(arrival.flat, lines, whole=lines.heard("mode") != CHANGES, base=arrival.base)
         digests: list[bytes] = [b""] * len(incoming)
 
         def take(index: int) -> None:

@@ -98,6 +98,9 @@ class Engine(Protocol):
 
     An engine without weights (``has_weights`` False) serves version 0 for ever, ignores ``min_version``, and is never asked
     for anything about weights.
+
+    An engine with ``keeps_tensors`` True (absent: False) computes from the tensors of an update themselves until the next update has
+    returned, so nobody may write into them meanwhile; others copy them.
     """
 
     has_weights: bool
@@ -133,7 +136,8 @@ class Engine(Protocol):
         """Load new weights between two tokens and serve them once the probe matches; seconds that generation stood still.
 
         Requests in flight go on: ``keep`` with the KV they have, ``recompute`` with KV rebuilt before their next token,
-        ``abort`` ends them with their partial output. KV kept for later requests is dropped. The tensors are copied.
+        ``abort`` ends them with their partial output. KV kept for later requests is dropped.
+        The tensors are copied, or kept (``keeps_tensors``).
 
         Raises:
             TransferFailed: names or shapes do not fit (the old weights stay), or the probe does not match (the engine

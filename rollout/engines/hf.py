@@ -33,6 +33,7 @@ class HFEngine:
     """
 
     has_weights = True
+    keeps_tensors = True
     tells_top = True
 
     def __init__(self, config: EngineConfig) -> None:

@@ -15,11 +15,10 @@ import transformers
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from broker.errors import UserError
-from broker.weights.copying import copy_all
 from rollout.engines.args import HFArgs
 from rollout.engines.base import EngineConfig
-from rollout.engines.fit import check_fit
 from rollout.engines.hf_attention import Pass, Segment, SlotAttention
+from rollout.engines.hf_weights import HeldWeights
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +39,7 @@ class SlotModel:
         args = HFArgs.model_validate(section.engine_args)
         self.device = pick_device(config.device)
         self.model = load(config, self.device)
+        self._held = HeldWeights(self.model)
         self.vocab_size = int(self.model.get_input_embeddings().num_embeddings)
         self.max_context = fitting_context(self.model, section.max_context_tokens)
         self.attention = SlotAttention(self.device)
@@ -92,26 +92,11 @@ class SlotModel:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Parameters and persistent buffers by name, tied ones once, in the order of the model."""
-        seen: set[int] = set()
-        found = dict(self.model.named_parameters())
-        found |= {name: tensor for name, tensor in self.model.state_dict().items() if name not in found}
-        distinct: dict[str, torch.Tensor] = {}
-        for name, tensor in found.items():
-            if tensor.numel() == 0 or tensor.data_ptr() not in seen:
-                seen.add(tensor.data_ptr())
-                distinct[name] = tensor.detach()
-        return distinct
+        return self._held.tensors()
 
-    @torch.no_grad()
     def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy new values in; checked whole before the first byte is written.
-
-        Raises:
-            TransferFailed: a name is missing or unknown, or a shape differs.
-        """
-        held = self.weights()
-        check_fit(held, tensors)
-        copy_all(((tensor, tensors[name]) for name, tensor in held.items()), torch.get_num_threads())
+        """Compute from these tensors; see ``HeldWeights.load``."""
+        self._held.load(tensors)
 
     def _run(self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         out = self.model(input_ids=token_ids[None], position_ids=positions, use_cache=False, logits_to_keep=rows)

@@ -8,7 +8,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from broker import wire
-from broker.weights.acceptance import FIRST_RETRY_S, LAST_RETRY_S, Acceptance, Adopt, Join, Wait
+from broker.weights.acceptance import (
+    FIRST_LOOK_S,
+    FIRST_RETRY_S,
+    LAST_RETRY_S,
+    LOOK_EVERY_S,
+    OLD,
+    Acceptance,
+    Adopt,
+    Join,
+    Look,
+    Wait,
+)
 from broker.weights.probe import make_probe
 
 
@@ -267,3 +278,49 @@ class Interleavings(RuleBasedStateMachine):
 
 Interleavings.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 TestInterleavings = Interleavings.TestCase
+
+
+def test_snapshots_are_looked_at_while_the_learner_cannot_be_had() -> None:
+    state = Acceptance("p", None, "beside")
+    assert state.next(0.0) == Wait(FIRST_LOOK_S)
+    state.offered(offer(1, 20))
+    assert state.next(0.5) == Join(offer(1, 20))
+    assert state.failed(0.5) == FIRST_RETRY_S
+    assert state.next(0.55) == Wait(0.6)  # the learner once more, then the snapshots
+    assert state.next(0.6) == Join(offer(1, 20))
+    state.failed(1.0)
+    assert state.next(1.0) == Look()
+    assert state.useful(offer(1, 16)) == ""
+    state.loading()
+    state.taken(offer(1, 16), "d16")
+    state.looked(1.1)
+    assert state.served == (1, 16)
+    assert state.next(1.2) == Join(offer(1, 20))
+    assert state.useful(offer(1, 16)) == OLD
+    state.failed(1.2)
+    assert state.next(1.4) == Join(offer(1, 20))
+    state.failed(1.4)
+    assert isinstance(state.next(1.4), Wait)
+    assert state.next(1.1 + LOOK_EVERY_S) != Wait(None)
+
+
+def test_with_snapshots_only_the_learner_is_never_asked() -> None:
+    state = Acceptance("p", "d0", "only")
+    state.offered(offer(1, 20))
+    assert state.next(0.0) == Wait(FIRST_LOOK_S)
+    assert state.next(FIRST_LOOK_S) == Look()
+    state.looked(FIRST_LOOK_S)
+    assert state.next(FIRST_LOOK_S) == Wait(FIRST_LOOK_S + LOOK_EVERY_S)
+    state.offered(offer(1, 21, digest="d0"))
+    assert state.next(2.0) == Adopt(offer(1, 21, digest="d0"))
+
+
+def test_snapshots_of_no_use() -> None:
+    state = Acceptance("p", None, "beside")
+    assert state.useful(offer(1, 3, plan="q")) == "epoch 1 version 3 is another model than the one here"
+    state.offered(offer(2, 20))
+    assert state.useful(offer(1, 20)) == ""
+    assert state.useful(offer(1, 21)) == "epoch 1 version 21 was overtaken by epoch 2 version 20"
+    assert state.useful(offer(2, 22)) == ""  # the offer is on its way
+    state.taken(offer(2, 20), "d")
+    assert state.useful(offer(2, 20)) == state.useful(offer(1, 20)) == OLD

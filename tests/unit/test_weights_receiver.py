@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 import torch
 
 from broker import wire
 from broker.errors import TransferFailed
+from broker.weights.buffers import Arrival
+from broker.weights.probe import make_probe
 from broker.weights.receive import Receiver
+from broker.weights.snapshot import Manifest
+from broker.weights.staging import plan_of
 
 
 async def load(tensors: Mapping[str, torch.Tensor], offer: wire.WeightsOffer) -> None:
@@ -24,10 +30,12 @@ def receiver() -> Receiver:
 def test_gloo_arrives_on_the_cpu_and_the_buffer_is_kept() -> None:
     made = receiver()
     made._digest_current()
-    kept = made._flat
-    assert made._staging("gloo") == (kept, "")
-    assert made._flat is None  # until the transfer has succeeded
-    assert made._staging("gloo")[0] is not kept
+    first = made._staging("gloo")
+    assert first.flat.buffer.device.type == "cpu"
+    assert first.held == first.flat.digest()
+    assert made._staging("gloo").flat is not first.flat  # until the transfer has succeeded
+    made._buffers.arrived(first, "d")
+    assert made._staging("gloo") == Arrival(first.flat, first.flat, "d")
 
 
 def test_nccl_without_a_gpu_says_what_to_do() -> None:
@@ -38,3 +46,16 @@ def test_nccl_without_a_gpu_says_what_to_do() -> None:
 def test_nothing_is_served_before_the_first_version() -> None:
     assert receiver().served == (0, -1)
     assert receiver().metrics() == {"weights/version": -1.0, "weights/failures": 0.0}
+
+
+async def test_a_snapshot_of_another_run_or_model_is_refused_with_the_first_difference() -> None:
+    made = Receiver(cast(Any, SimpleNamespace(run="r")), "r1", {"w": torch.zeros(10)}, load, bucket_mib=1)
+    other = plan_of({"w": torch.zeros(11)}, 1)
+    probe = make_probe([1, 2], [-1.0], tolerance=0.1)
+    offer = wire.WeightsOffer(epoch=1, version=5, digest="d", plan=other.digest, size_bytes=other.size_bytes, backend="gloo", probe=probe)
+    with pytest.raises(TransferFailed, match=r"^snapshot here: it is of run q, this is run r$"):
+        await made._wants(Manifest("q", offer, other, "f"), "here")
+    why = r"^snapshot here: epoch 1 version 5 is another model than the one here: w float32\[10\] here is w float32\[11\] in the offer$"
+    with pytest.raises(TransferFailed, match=why):
+        await made._wants(Manifest("r", offer, other, "f"), "here")
+    assert await made._wants(Manifest("r", msgspec.structs.replace(offer, plan=made.plan.digest), made.plan, "f"), "here")
