@@ -113,6 +113,7 @@ class SlowServer:
     async def close(self) -> None:
         """End it."""
         await self._announcer.close()
+        self._due.clear()
         if self._socket is not None:
             self._socket.close()
         self._context.destroy(linger=0)
@@ -131,7 +132,7 @@ class SlowServer:
 
     def _answer(self, due: int) -> None:
         assert self._socket is not None
-        answers = self._due.pop(due)
+        answers = self._due.pop(due, [])  # none after the end
         for frames in answers:
             self._socket.post(frames)
         self.waiting -= len(answers)
