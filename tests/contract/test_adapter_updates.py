@@ -38,8 +38,9 @@ from text.config import ModelSection
 PROBE = [1, 5, 3, 9, 22, 7, 7, 2]
 
 
-def trainer_of(path: str, dtype: str = "float32", **lora: object) -> TorchBackend:
-    train = TrainSection.model_validate({"lr": 1e-2, "device": "cpu", "micro_batch_tokens": 64, "lora": {"rank": 2, "alpha": 6, **lora}})
+def trainer_of(path: str, dtype: str = "float32", weights_dtype: str | None = None, **lora: object) -> TorchBackend:
+    settings = {"lr": 1e-2, "device": "cpu", "micro_batch_tokens": 64, "weights_dtype": weights_dtype}
+    train = TrainSection.model_validate({**settings, "lora": {"rank": 2, "alpha": 6, **lora}})
     return backend(path, train=train, model=ModelSection(dtype=dtype))
 
 
@@ -55,8 +56,10 @@ async def sender_of(bus: Bus, trainer: TorchBackend, dtype: str = "float32") -> 
 class Server:
     """An engine and its receiver, joined as in ``rollout.service``."""
 
-    def __init__(self, bus: Bus, name: str, path: str, dtype: str = "float32", *, first: str | None = None) -> None:
-        self.bus, self.name, self.first = bus, name, first
+    def __init__(
+        self, bus: Bus, name: str, path: str, dtype: str = "float32", weights_dtype: str | None = None, *, first: str | None = None
+    ) -> None:
+        self.bus, self.name, self.weights_dtype, self.first = bus, name, weights_dtype, first
         self.config = EngineConfig(
             path, RolloutSection(max_running=2, max_context_tokens=64, num_threads=1), dtype=dtype, device="cpu", policy_version=-1
         )
@@ -66,7 +69,8 @@ class Server:
     async def start(self, stack: AsyncExitStack) -> Server:
         await self.engine.start()
         stack.push_async_callback(self.engine.close)
-        self.receiver = Receiver(self.bus, self.name, self.engine.weights(), self.load, bucket_mib=32, first=self.base)
+        held = self.engine.weights()
+        self.receiver = Receiver(self.bus, self.name, held, self.load, bucket_mib=32, dtype=self.weights_dtype, first=self.base)
         await self.receiver.start()
         stack.push_async_callback(self.receiver.close)
         return self
@@ -84,13 +88,16 @@ class Server:
             await self.engine.adopt(offer.version)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-async def test_what_is_sent_is_the_adapter_and_the_engine_computes_as_the_trainer(tmp_path: Path, bus: Bus, dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "weights_dtype"), [("float32", None), ("float32", "bfloat16"), ("bfloat16", None)])
+async def test_what_is_sent_is_the_adapter_and_the_engine_computes_as_the_trainer(
+    tmp_path: Path, bus: Bus, dtype: str, weights_dtype: str | None
+) -> None:
+    """Factors travel as they are, also where a whole model would be cast on the way."""
     path = save_model(tmp_path)
-    trainer = trainer_of(path, dtype)
+    trainer = trainer_of(path, dtype, weights_dtype)
     whole = sum(tensor.nbytes for tensor in trainer.weights().values())
     async with sender_of(bus, trainer, dtype) as (sender, offering), AsyncExitStack() as stack:
-        servers = [await Server(bus, f"s{i}", path, dtype).start(stack) for i in range(2)]
+        servers = [await Server(bus, f"s{i}", path, dtype, weights_dtype).start(stack) for i in range(2)]
         factors = sum(factor.nbytes for factor in offering.tensors().values())
         assert factors * 4 < whole
         for version in range(3):
@@ -99,7 +106,7 @@ async def test_what_is_sent_is_the_adapter_and_the_engine_computes_as_the_traine
             sender.offer(version, offering.tensors(), offering.probe())
             for server in servers:
                 await server.receiver.wait_for(version)
-        late = await Server(bus, "late", path, dtype, first=path).start(stack)
+        late = await Server(bus, "late", path, dtype, weights_dtype, first=path).start(stack)
         await late.receiver.wait_for(2)
         expected, merged = trainer.logprobs(PROBE), trainer.weights()
         assert sender.plan.size_bytes - 64 * len(sender.plan.slots) <= factors <= sender.plan.size_bytes
