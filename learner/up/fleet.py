@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from broker.errors import UserError
 
 RESTART_AFTER_S = 1.0  # doubled at every restart that did not live for a minute
 RESTART_AT_MOST_S = 30.0
+SAMPLE_EVERY_S = 1.0  # processor time
 GIVE_UP_AFTER = 6  # quick deaths in a row
 
 
@@ -45,11 +47,6 @@ class Child:
     def running(self) -> bool:
         return self.process is not None and self.process.poll() is None
 
-    def sample_cpu(self) -> None:
-        """Take note of the processor time used so far; what a process used after the last sample is not counted."""
-        with contextlib.suppress(psutil.Error):
-            self.cpu[self.pid] = cpu_seconds(self.pid)
-
     def last_lines(self, count: int = 5) -> list[str]:
         """The end of its log."""
         with contextlib.suppress(OSError):
@@ -57,18 +54,26 @@ class Child:
         return []
 
 
-def cpu_seconds(pid: int) -> float:
-    """User and system time of a process, of its living children, and of those it has waited for.
+def cpu_seconds(pids: Iterable[int]) -> dict[int, float]:
+    """User and system time of each of these processes that is there, with its living descendants and all that they have waited for.
 
-    Raises:
-        psutil.Error: it is gone.
+    Looks once at every process of the machine, which takes milliseconds.
     """
-    process = psutil.Process(pid)
-    total = sum(process.cpu_times()[:4])
-    for child in process.children(recursive=True):
+    children: dict[int, list[psutil.Process]] = defaultdict(list)
+    for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            total += sum(child.cpu_times()[:2])
-    return float(total)
+            children[process.ppid()].append(process)
+    used: dict[int, float] = {}
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            family = [psutil.Process(pid)]
+            used[pid] = 0.0
+            while family:
+                process = family.pop()
+                family += children[process.pid]
+                with contextlib.suppress(psutil.Error):
+                    used[pid] += sum(process.cpu_times()[:4])
+    return used
 
 
 @dataclass
@@ -78,6 +83,7 @@ class Fleet:
     logs: Path
     env: dict[str, str]
     children: list[Child] = field(default_factory=list)
+    sampled: float = 0.0  # when the processor time was
 
     def add(self, name: str, module: str, args: Sequence[str]) -> Child:
         """Start one child, its output going to ``<logs>/<name>.log``."""
@@ -96,9 +102,8 @@ class Fleet:
         """Restart what died; one line for each thing that happened."""
         events = []
         now = time.monotonic()
+        self._sample(now)
         for child in self.children:
-            if child.running:
-                child.sample_cpu()
             if child.exit_code is not None or child.running:
                 continue
             code = child.process.returncode if child.process else 0
@@ -120,6 +125,15 @@ class Fleet:
                 self._start(child)
                 events.append(f"{child.name} started again as pid {child.pid}")
         return events
+
+    def _sample(self, now: float) -> None:
+        """Take note of the processor time used so far; what a process used after the last sample is not counted."""
+        if now - self.sampled < SAMPLE_EVERY_S:
+            return
+        self.sampled = now
+        living = {child.pid: child for child in self.children if child.running}
+        for pid, seconds in cpu_seconds(living).items():
+            living[pid].cpu[pid] = seconds
 
     def stop(self, first: Sequence[str] = (), *, patience_s: float = 20.0) -> None:
         """Ask all to drain, the named ones before the others; then insist: SIGTERM, SIGTERM again, SIGKILL."""

@@ -67,7 +67,7 @@ async def up(config: dict[str, Any], arguments: list[str], stop: Stop) -> None:
                 fleet.add("rollout-random", "rollout.cli", ["--engine", "random", "--policy", "random", "--id", "random-1", engine_args])
             await _show(config, broker, fleet, learner, stop)
             used = {child.name: sum(child.cpu.values()) for child in fleet.children} | {
-                "broker": cpu_seconds(broker.pid),
+                "broker": sum(cpu_seconds([broker.pid]).values()),
                 "this view": time.process_time(),
             }
         finally:

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from learner.up import fleet as fleet_module
-from learner.up.fleet import Fleet
+from learner.up.fleet import Fleet, cpu_seconds
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
@@ -94,3 +94,26 @@ def test_a_child_that_always_dies_is_given_up(modules: Path, monkeypatch: pytest
     wait_until(lambda: events.extend(fleet.watch()) or child.exit_code is not None)  # type: ignore[func-returns-value]
     assert child.exit_code == 3
     assert [event for event in events if "died" in event][-1].startswith("broken died 2 times in a row; giving up")
+
+
+BURN = "import time\nwhile time.process_time() < {}: pass\n"
+
+
+def test_processor_time_counts_a_process_its_living_children_and_those_it_waited_for() -> None:
+    ended, living = BURN.format(0.3), BURN.format(0.2) + "print('up', flush=True)\ntime.sleep(600)\n"
+    parent = (
+        f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {ended!r}])\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {living!r}])\nchild.wait()\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, start_new_session=True)
+    gone = subprocess.Popen([sys.executable, "-c", "pass"])
+    gone.wait()
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        used = cpu_seconds([process.pid, gone.pid])
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    assert list(used) == [process.pid]
+    assert 0.45 < used[process.pid] < 2.0  # 0.5, and three starts of an interpreter; clocks tick in hundredths
