@@ -105,7 +105,7 @@ class Source:
         try:
             if self._url is None:
                 with open(Path(self.where) / name, "rb", buffering=0) as file:
-                    yield file, os.fstat(file.fileno()).st_size  # type: ignore[misc]
+                    yield file, os.fstat(file.fileno()).st_size
                 return
             with self._get(name) as found:
                 yield found

@@ -14,6 +14,8 @@ from rollout.engines.hf_weights import HeldWeights
 class Tied(torch.nn.Module):
     """Two names of one parameter, two parameters in one memory, a buffer, and one that is not stored."""
 
+    scale: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.head = torch.nn.Embedding(5, 3), torch.nn.Linear(3, 5, bias=False)

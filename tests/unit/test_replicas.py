@@ -34,11 +34,12 @@ def test_shares() -> None:
 
 def test_each_is_started_as_the_whole_with_its_own_gpus_name_and_port() -> None:
     options = parser().parse_args(
-        ["--broker", "nats://h:1", "--gpus", "4-7", "--id", "s", "--engine", "vllm", "max_running=8", "http_port=9000"]
+        ["--broker", "nats://h:1", "--gpus", "4-7", "--id", "s", "--engine", "vllm", "--snapshot", "/s", "max_running=8", "http_port=9000"]
     )
     command = replicas.command_of(options, "r", section(http_port=9000))
     given = parser().parse_args(command(1, [6, 7])[3:])
     assert (given.gpus, given.id, given.engine, given.run, given.broker) == ("6,7", "s-1", "vllm", "r", "nats://h:1")
+    assert given.snapshot == "/s"
     assert (given.http, given.overrides) == (9001, ["max_running=8"])
 
 

@@ -39,6 +39,16 @@ def test_the_http_api_is_off_by_default() -> None:
             own(f"--http={wrong}")
 
 
+def test_snapshots_are_of_the_actor() -> None:
+    section = own("--snapshot", "http://h:1/x", "snapshot_only=true")
+    assert (section.snapshot, section.snapshot_only) == ("http://h:1/x", True)
+    assert (own().snapshot, own("snapshot=/a b").snapshot, own().snapshot_only) == (None, "/a b", False)
+    with pytest.raises(
+        ConfigError, match=r"rollout.snapshot: 'x' is not allowed; null with rollout.policy old, whose weights never change"
+    ):
+        own("--policy", "old", "--snapshot", "x")
+
+
 def test_another_engine_does_not_inherit_arguments() -> None:
     assert own("--engine", "random").engine_args == {}
     assert own("--engine", "random", "engine_args.choices=[left, up]").engine_args == {"choices": ["left", "up"]}
@@ -59,6 +69,7 @@ def test_another_engine_does_not_inherit_arguments() -> None:
         ("engine_args.kv_slot=3", "rollout.engine_args.kv_slot: 3 is not allowed; unknown key, did you mean 'rollout.engine_args.kv_"),
         ("engine_args.kv_slots=x", "rollout.engine_args.kv_slots: 'x' is not allowed; input should be a valid integer"),
         ("max_context_tokens=100", "domains.lake.max_context_tokens: 512 is not allowed; at most rollout.max_context_tokens (100)"),
+        ("snapshot_only=true", "rollout.snapshot_only: True is not allowed; false without rollout.snapshot"),
         ("engine_args={a", "override 'engine_args={a' is not allowed; "),
     ],
 )
