@@ -23,6 +23,7 @@ from broker.weights.acceptance import OLD, Acceptance, Adopt, Join, Look, Snapsh
 from broker.weights.adapter import First, Foundation
 from broker.weights.buffers import Arrival, Buffers
 from broker.weights.group import Communicator, Watch, connect_store, first_line
+from broker.weights.lookout import Lookout
 from broker.weights.plan import Plan
 from broker.weights.send import JOIN_TIMEOUT_S, PLAN_KEY
 from broker.weights.snapshot import Manifest
@@ -79,7 +80,7 @@ class Receiver:
         self._bus, self._id, self._tensors, self._load = bus, server_id, tensors, load
         self._device = torch.device(device) if device is not None else next(iter(tensors.values())).device
         self._settings = settings or Settings()
-        self._snapshots = snapshots
+        self._lookout = Lookout(snapshots, bus.run) if snapshots is not None else None
         looking: Snapshots = "none" if snapshots is None else "only" if only_snapshots else "beside"
         self._state = Acceptance(self.plan.digest, None, looking)
         self._foundation = Foundation(self.plan, bucket_mib, tensors, first)
@@ -268,12 +269,12 @@ class Receiver:
 
     async def _look(self) -> None:
         """Take the snapshot that is there, if it is of use."""
-        assert self._snapshots is not None, "there is nowhere to look"
+        assert self._lookout is not None, "there is nowhere to look"
         try:
-            manifest = await in_thread(self._snapshots.newest, "weights-look")
-            if manifest is not None and await self._wants(manifest, self._snapshots.where):
+            manifest = await self._lookout.newest()
+            if manifest is not None and await self._wants(manifest, self._lookout.where):
                 held = manifest.offer.digest == self._state.digest
-                await self._attempt(manifest.offer, self._adopt if held else partial(self._read, self._snapshots, manifest))
+                await self._attempt(manifest.offer, self._adopt if held else partial(self._read, self._lookout, manifest))
         except TransferFailed as error:
             if str(error) != self.last_error:
                 log.warning("weights: %s", error)
@@ -287,8 +288,6 @@ class Receiver:
             TransferFailed: it is not for this server.
         """
         offer = manifest.offer
-        if manifest.run != self._bus.run:
-            raise TransferFailed(f"snapshot {where}: it is of run {manifest.run}, this is run {self._bus.run}")
         problem = await self._found(offer)
         reason = self._state.useful(offer)
         if reason and reason != OLD:
@@ -296,17 +295,17 @@ class Receiver:
             raise TransferFailed(f"snapshot {where}: {reason}{': ' if first else ''}{first}")
         return not reason
 
-    async def _read(self, source: Source, manifest: Manifest, offer: wire.WeightsOffer) -> str:
+    async def _read(self, lookout: Lookout, manifest: Manifest, offer: wire.WeightsOffer) -> str:
         """Read, check, load; the digest.
 
         Raises:
             TransferFailed: it cannot be read, or holds the wrong bytes.
         """
-        arrival = self._buffers.take(manifest.plan, torch.device("cpu"))
-        watch = self._watch = Watch()
+        newest = self._state.newest
+        self._watch, self._receiving_epoch = Watch(), max(offer.epoch, newest.epoch if newest is not None else 0)
         started = time.monotonic()
-        await patiently(in_thread(lambda: source.fill(manifest, arrival.flat, watch), "weights-read"), watch, source.timeout_s)
-        log.info("weights: epoch %d version %d read from %s", offer.epoch, offer.version, source.where)
+        arrival = await lookout.read(manifest, self._buffers, self._watch)
+        log.info("weights: epoch %d version %d read from %s", offer.epoch, offer.version, lookout.where)
         await self._arrived(arrival, offer.digest, offer, time.monotonic() - started)
         return offer.digest
 

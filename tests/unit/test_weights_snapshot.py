@@ -17,7 +17,9 @@ import torch
 from broker import wire
 from broker.errors import TransferFailed, UserError, WireError
 from broker.weights import snapshot
+from broker.weights.buffers import Buffers
 from broker.weights.group import Watch
+from broker.weights.lookout import Lookout
 from broker.weights.probe import make_probe
 from broker.weights.publish import Publisher
 from broker.weights.source import Source
@@ -152,6 +154,17 @@ def test_a_newer_learners_snapshot_is_not_replaced(tmp_path: Path) -> None:
     manifest = Source(str(tmp_path)).newest()
     assert manifest is not None
     assert (manifest.offer.epoch, manifest.offer.version) == (3, 4)
+
+
+async def test_a_snapshot_of_another_run_is_refused(tmp_path: Path) -> None:
+    assert await Lookout(Source(str(tmp_path)), "r").newest() is None
+    written(tmp_path, 5)
+    manifest = await Lookout(Source(str(tmp_path)), "r").newest()
+    assert manifest is not None
+    arrival = await Lookout(Source(str(tmp_path)), "r").read(manifest, Buffers(kept=True), Watch())
+    assert torch.equal(arrival.flat.tensors["a"], tensors(5)["a"])
+    with pytest.raises(TransferFailed, match=r"^snapshot /.*: it is of run r, this is run q$"):
+        await Lookout(Source(str(tmp_path)), "q").newest()
 
 
 @pytest.mark.parametrize("where", ["http://", "http://:80/x", "http://h:99999", "https://u:p@h/x", "http://h/x?y=1"])
