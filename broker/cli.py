@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, get_args, get_type_hints
 
 from broker import letters, operations, process, wire
+from broker.arguments import natural, port, positive
 from broker.errors import UserError
 from broker.jetstream import Bus
 from broker.keeper import Keeper
@@ -35,14 +36,14 @@ def parser() -> argparse.ArgumentParser:
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     serve = commands.add_parser("serve", help="run a private nats-server until stopped")
-    serve.add_argument("--port", type=_port, default=4222, help="0 picks a free one (%(default)s)")
+    serve.add_argument("--port", type=port, default=4222, help="0 picks a free one (%(default)s)")
     serve.add_argument("--bind", default="127.0.0.1", metavar="ADDRESS", help="a loopback address (%(default)s)")
     serve.add_argument("--store", default="runs/broker", metavar="FOLDER", help="where streams are kept (%(default)s)")
-    serve.add_argument("--store-max-gib", type=float, default=8.0, metavar="GIB", help="most that they may take (%(default)s)")
+    serve.add_argument("--store-max-gib", type=positive, default=8.0, metavar="GIB", help="most that they may take (%(default)s)")
     serve.add_argument("--sync-always", action="store_true", help="fsync every message before it is confirmed")
     serve.add_argument("--cluster", metavar="NAME", help="make it one of three servers of this cluster (with the next three)")
     serve.add_argument("--node", metavar="NAME", help="of this server, unique in the cluster")
-    serve.add_argument("--cluster-port", type=_port, metavar="PORT", help="where the other servers reach it")
+    serve.add_argument("--cluster-port", type=port, metavar="PORT", help="where the other servers reach it")
     serve.add_argument("--routes", metavar="HOST:PORT,…", help="cluster ports of the other servers")
     serve.set_defaults(body=_serve)
 
@@ -50,37 +51,31 @@ def parser() -> argparse.ArgumentParser:
     _add_operator_options(status, operations.status)
 
     control = commands.add_parser("control", help="what every process of a run follows")
-    control.add_argument("state", choices=STATES)
+    control.add_argument("state", choices=STATES, help="what the run is to be")
     control.add_argument("--reason", default="", help="one line that the processes log")
     _add_operator_options(control, operations.control)
 
     dead = commands.add_parser("dead", help="messages that nobody could use").add_subparsers(dest="dead", required=True, metavar="COMMAND")
     _add_operator_options(dead.add_parser("list", help="one line each"), letters.list_letters)
     show = dead.add_parser("show", help="one of them whole")
-    show.add_argument("number", type=int, help="as `broker dead list` shows it")
+    show.add_argument("number", type=natural, help="as `broker dead list` shows it")
     show.add_argument("--raw", action="store_true", help="write the original bytes to standard output and nothing else")
     _add_operator_options(show, letters.show_letter)
     again = dead.add_parser("retry", help="do it again now, to look at what happens; nothing of it is trained on")
-    again.add_argument("number", type=int, help="as `broker dead list` shows it")
-    again.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="wait so long for each process (%(default)s)")
+    again.add_argument("number", type=natural, help="as `broker dead list` shows it")
+    again.add_argument("--timeout", type=positive, default=300.0, metavar="SECONDS", help="wait so long for each process (%(default)s)")
     _add_operator_options(again, letters.retry_letter)
     purge = dead.add_parser("purge", help="delete them")
-    purge.add_argument("--through", type=int, default=None, metavar="NUMBER", help="only up to this one")
+    purge.add_argument("--through", type=natural, default=None, metavar="NUMBER", help="only up to this one")
     _add_operator_options(purge, letters.purge_letters)
     return root
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port; use 0 to 65535")
-    return int(text)
 
 
 def _add_operator_options(parser: argparse.ArgumentParser, operation: Operation) -> None:
     default = os.environ.get("RL_BROKER") or process.DEFAULT_BROKER
     parser.add_argument("--broker", metavar="URL", default=default, help="address of the broker (RL_BROKER, %(default)s)")
     parser.add_argument("--run", metavar="NAME", default=os.environ.get("RL_RUN") or None, help="which run (RL_RUN, else the only one)")
-    parser.add_argument("--connect-deadline", type=float, default=10.0, metavar="SECONDS", help="give up after (%(default)s)")
+    parser.add_argument("--connect-deadline", type=positive, default=10.0, metavar="SECONDS", help="give up after (%(default)s)")
 
     async def body(options: argparse.Namespace, stop: Stop) -> None:
         working = asyncio.create_task(operate(options))

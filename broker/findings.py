@@ -1,4 +1,4 @@
-"""What was looked at before anything starts, one line a thing; pure. The doctor shows all of them, ``rlearner up`` refuses to start by them."""
+"""What was looked at before anything starts, one line a thing; pure. The doctor shows all of it, ``rlearner up`` refuses to start by it."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from typing import Any, Final, TypeVar
 import uvloop
 
 from broker import logs, wire
+from broker.arguments import positive
 from broker.errors import ConfigError, RlearnerError, UserError
 from broker.jetstream import Bus
 from broker.member import Member, Stop
@@ -127,7 +128,7 @@ def add_join_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--run", metavar="NAME", default=os.environ.get("RL_RUN") or None, help="run to join (RL_RUN, else the only one running)")
     add("--id", metavar="NAME", default=None, help="name of this process, unique in the run (made up)")
-    add("--connect-deadline", metavar="SECONDS", type=float, default=None, help="give up when no broker answers in time (never)")
+    add("--connect-deadline", metavar="SECONDS", type=positive, default=None, help="give up when no broker answers in time (never)")
     add("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"], help="least level logged (%(default)s)")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import ipaddress
 import json
 import os
@@ -15,11 +14,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Final
+from typing import Final
 
 from broker import wire
 from broker.children import spawn
 from broker.errors import ConfigError, UserError
+from broker.locks import lock
 from broker.provision import OLDEST_CLUSTER
 from broker.streams import token
 
@@ -179,7 +179,9 @@ class BrokerServer:
                 refuse_taken(self._bind, port)
         try:
             self.store.mkdir(parents=True, exist_ok=True)
-            lock = _lock(self.store)
+            # The child inherits the lock and holds it for its life; that of a parent that was just killed may still be stopping.
+            in_use = f"the broker's store {self.store} is in use by another nats-server"
+            held = lock(self.store / "lock", in_use, wait_s=STOP_WITHIN_S / 2)
             log = self.log_path.open("ab")
             start_of_log = log.tell()
             for stale in self.store.glob("nats-server_*.ports"):
@@ -187,9 +189,9 @@ class BrokerServer:
             (self.store / "nats-server.conf").write_text(self._configuration())
         except OSError as error:
             raise UserError(f"cannot use the broker's store {self.store}: {error.strerror or error}") from None
-        with lock, log:
+        with held, log:
             try:
-                self._child = spawn([binary, "-c", str(self.store / "nats-server.conf")], log, pass_fds=(lock.fileno(),))
+                self._child = spawn([binary, "-c", str(self.store / "nats-server.conf")], log, pass_fds=(held.fileno(),))
             except OSError as error:
                 raise UserError(f"cannot start {binary}: {error.strerror or error}") from None
         self.pid = self._child.pid
@@ -283,19 +285,3 @@ def refuse_taken(bind: str, port: int) -> None:
             raise UserError(f"port {port} on {bind} needs privileges that this process lacks; choose one above 1023") from None
         except OSError:
             raise UserError(_taken(bind, port)) from None
-
-
-def _lock(store: Path) -> IO[bytes]:
-    """Lock the store, because two servers on one store destroy it. The child inherits the lock and holds it for its life."""
-    lock = (store / "lock").open("ab")
-    deadline = time.monotonic() + STOP_WITHIN_S / 2  # the server of a parent that was just killed may still be stopping
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                lock.close()
-                raise UserError(f"the broker's store {store} is in use by another nats-server") from None
-            time.sleep(0.05)
-        else:
-            return lock

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 
+from broker.arguments import count, natural, share, tokens
 from broker.errors import UserError
 
 EPILOG = """also:
@@ -30,33 +31,45 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _serve(arguments: Sequence[str]) -> int:
+def parser() -> argparse.ArgumentParser:
+    """The options of a hub."""
     from broker import process
-    from envhub.service import serve
 
     parser = argparse.ArgumentParser(
         prog="envhub", description="Run environments for a run.", epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--n", type=_count, default=None, metavar="N", help="environments running at once (the run's envhub.n)")
-    parser.add_argument("--domains", type=_names, default=[], metavar="A,B", help="which domains to serve (all)")
+    parser.add_argument("--n", type=count, default=None, metavar="N", help="environments running at once (the run's envhub.n)")
+    parser.add_argument("--domains", type=tokens, default=[], metavar="A,B", help="which domains to serve (all)")
     process.add_join_options(parser)
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def _serve(arguments: Sequence[str]) -> int:
+    from broker import process
+    from envhub.service import serve
+
+    options = parser().parse_args(arguments)
     return process.main("envhub", lambda stop: serve(options, stop))
+
+
+def demos_parser() -> argparse.ArgumentParser:
+    """The options of ``envhub demos``."""
+    parser = _offline_parser("demos", "Write demonstrations as JSONL conversations.")
+    parser.add_argument("--episodes", type=count, required=True, metavar="N", help="how many to write")
+    parser.add_argument("--noise", type=share, default=0.5, metavar="X", help="share of random actions (%(default)s)")
+    parser.add_argument(
+        "--against", type=share, default=None, metavar="X", help="write pairs for rlearner dpo: solved with --noise, failed with this"
+    )
+    parser.add_argument("--out", required=True, metavar="FILE", help="JSONL file to write")
+    parser.add_argument("--seed", type=natural, default=0, metavar="S", help="of tasks and noise (%(default)s)")
+    return parser
 
 
 def _demos(arguments: Sequence[str]) -> int:
     from broker.runspec import load, validate
     from envhub.demos import write_demonstrations
 
-    parser = _offline_parser("demos", "Write demonstrations as JSONL conversations.")
-    parser.add_argument("--episodes", type=_count, required=True, metavar="N")
-    parser.add_argument("--noise", type=_share, default=0.5, metavar="X", help="share of random actions (%(default)s)")
-    parser.add_argument(
-        "--against", type=_share, default=None, metavar="X", help="write pairs for rlearner dpo: solved with --noise, failed with this"
-    )
-    parser.add_argument("--out", required=True, metavar="FILE")
-    parser.add_argument("--seed", type=_natural, default=0, metavar="S")
-    options = parser.parse_intermixed_args(arguments)
+    options = demos_parser().parse_intermixed_args(arguments)
     config = validate(load(options.config, options.overrides))
     solved = write_demonstrations(
         config,
@@ -71,18 +84,23 @@ def _demos(arguments: Sequence[str]) -> int:
     return 0
 
 
+def render_parser() -> argparse.ArgumentParser:
+    """The options of ``envhub render``."""
+    parser = _offline_parser("render", "Replay recorded actions into a GIF.")
+    parser.add_argument("--task-index", type=natural, required=True, metavar="I", help="which task of the domain")
+    parser.add_argument("--seed", type=natural, required=True, metavar="S", help="of the episode")
+    parser.add_argument("--split", choices=["train", "eval"], default="eval", help="whose tasks (%(default)s)")
+    parser.add_argument("--actions", type=_actions, required=True, metavar="R,D,…", help="texts by commas, or a JSON list of them")
+    parser.add_argument("--title", default="", metavar="TEXT", help="written above each picture")
+    parser.add_argument("--out", required=True, metavar="FILE.gif", help="GIF file to write")
+    return parser
+
+
 def _render(arguments: Sequence[str]) -> int:
     from broker.runspec import load, validate
     from envhub.render import write_gif
 
-    parser = _offline_parser("render", "Replay recorded actions into a GIF.")
-    parser.add_argument("--task-index", type=_natural, required=True, metavar="I")
-    parser.add_argument("--seed", type=_natural, required=True, metavar="S")
-    parser.add_argument("--split", choices=["train", "eval"], default="eval")
-    parser.add_argument("--actions", type=_actions, required=True, metavar="R,D,…", help="texts by commas, or a JSON list of them")
-    parser.add_argument("--title", default="", metavar="TEXT")
-    parser.add_argument("--out", required=True, metavar="FILE.gif")
-    options = parser.parse_intermixed_args(arguments)
+    options = render_parser().parse_intermixed_args(arguments)
     config = validate(load(options.config, options.overrides))
     frames = write_gif(
         config,
@@ -100,36 +118,10 @@ def _render(arguments: Sequence[str]) -> int:
 
 def _offline_parser(command: str, description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"envhub {command}", description=description)
-    parser.add_argument("config", metavar="CONFIG")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("config", metavar="CONFIG", help="YAML file, for example configs/quickstart.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win over the file")
     parser.add_argument("--domain", default=None, metavar="D", help="which domain (the only one)")
     return parser
-
-
-def _count(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number")
-    return int(text)
-
-
-def _natural(text: str) -> int:
-    if not text.isascii() or not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 on")
-    return int(text)
-
-
-def _share(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 to 1")
-    return value
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _actions(text: str) -> list[str]:

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from broker.arguments import positive
 from broker.errors import UserError
 from learner.doctor import cli as doctor_cli
 from learner.evaluate import cli as eval_cli
@@ -30,6 +31,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = make_parser()
+    options, rest = parser.parse_known_args(arguments)
+    if rest:  # key=value after an option
+        if not hasattr(options, "overrides") or any(one.startswith("-") for one in rest):
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        options.overrides += rest
+    return options
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The options of every command."""
     parser = argparse.ArgumentParser(prog="rlearner", description="Reinforcement learning for language models, on message queues.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     up_cli.add_parser(commands)
@@ -41,7 +53,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         help="address of the broker (RL_BROKER, %(default)s)",
     )
     start.add_argument(
-        "--connect-deadline", metavar="SECONDS", type=float, default=None, help="give up when no broker answers in time (never)"
+        "--connect-deadline", metavar="SECONDS", type=positive, default=None, help="give up when no broker answers in time (never)"
     )
     start.add_argument(
         "--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"], help="least level logged (%(default)s)"
@@ -57,12 +69,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     pipelines_cli.add_parsers(commands)
     eval_cli.add_parser(commands)
     ops_cli.add_parsers(commands)
-    options, rest = parser.parse_known_args(arguments)
-    if rest:  # key=value after an option
-        if not hasattr(options, "overrides") or any(one.startswith("-") for one in rest):
-            parser.error(f"unrecognized arguments: {' '.join(rest)}")
-        options.overrides += rest
-    return options
+    return parser
 
 
 def _add_config_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str) -> argparse.ArgumentParser:

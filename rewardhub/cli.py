@@ -7,18 +7,20 @@ import sys
 from collections.abc import Sequence
 
 from broker import process
+from broker.arguments import count, names, tokens
 
 
 def parser() -> argparse.ArgumentParser:
     """The options of ``rewardhub``."""
     result = argparse.ArgumentParser(prog="rewardhub", description="Score episodes for a run; any number of these may join and leave.")
-    result.add_argument("--pools", type=_names, default=[], metavar="A,B", help="reward pools to serve (all that the run's domains name)")
-    result.add_argument(
-        "--rewards", type=_names, default=[], metavar="A,B", help="serve the pools of these kinds of rewards, for example code or judge"
+    which = result.add_mutually_exclusive_group()
+    which.add_argument("--pools", type=tokens, default=[], metavar="A,B", help="reward pools to serve (all that the run's domains name)")
+    which.add_argument(
+        "--rewards", type=names, default=[], metavar="A,B", help="serve the pools of these kinds of rewards, for example code or judge"
     )
     on_each = "a process of each reward model on each of these GPUs: 4-7, or 0,2, or cpu, or auto (%(default)s)"
     result.add_argument("--gpus", default="auto", metavar="LIST", help=on_each)
-    result.add_argument("--workers", type=_count, default=None, metavar="N", help="worker processes (the run's rewardhub.workers)")
+    result.add_argument("--workers", type=count, default=None, metavar="N", help="worker processes (the run's rewardhub.workers)")
     process.add_join_options(result)
     return result
 
@@ -29,17 +31,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     options = parser().parse_args(argv)
     return process.main("rewardhub", lambda stop: serve(options, stop))
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def _count(text: str) -> int:
-    value = int(text) if text.isascii() and text.isdigit() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; give a number of at least 1")
-    return value
 
 
 if __name__ == "__main__":

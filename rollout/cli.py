@@ -8,15 +8,17 @@ from collections.abc import Sequence
 from typing import Final
 
 from broker import process
+from broker.arguments import port
 from rollout import service
 
 HTTP_PORT: Final = 8000
 
 
 def _port(value: str) -> int:
-    if not value.isascii() or not value.isdigit() or int(value) > 65535:
-        raise argparse.ArgumentTypeError(f"{value!r} is no port; 0 to 65535, and settings stand before --http or behind --http=PORT")
-    return int(value)
+    try:
+        return port(value)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}; settings stand before --http or behind --http=PORT") from None
 
 
 def parser() -> argparse.ArgumentParser:

@@ -66,10 +66,19 @@ def check_engine(section: RolloutSection) -> None:
     Raises:
         ConfigError: otherwise.
     """
-    if section.engine not in known("engines", ENGINES) and ":" not in section.engine:
-        try:
-            resolve("engines", section.engine, ENGINES)
-        except ConfigError as error:
-            raise ConfigError("rollout.engine", section.engine, error.allowed) from None
+    check_engine_name(section.engine)
     if section.engine in ENGINE_ARGS:
         parse("rollout.engine_args", section.engine_args, resolve("engine_args", section.engine, ENGINE_ARGS))
+
+
+def check_engine_name(name: str) -> None:
+    """Someone has an engine of that name; a dotted path or a file is taken at its word.
+
+    Raises:
+        ConfigError: nobody has.
+    """
+    if name not in known("engines", ENGINES) and ":" not in name:
+        try:
+            resolve("engines", name, ENGINES)
+        except ConfigError as error:
+            raise ConfigError("rollout.engine", name, error.allowed) from None

@@ -12,7 +12,9 @@ from yaml import YAMLError
 
 from broker.errors import UserError
 from broker.sections import parse
-from rollout.config import RolloutSection, check
+from rollout.config import RolloutSection, check, check_engine_name
+from text.config import check_model_path
+from text.hub import is_local
 
 
 def own_section(config: Mapping[str, Any], options: argparse.Namespace) -> RolloutSection:
@@ -42,6 +44,20 @@ def own_section(config: Mapping[str, Any], options: argparse.Namespace) -> Rollo
     parsed = parse("rollout", section, RolloutSection)
     check({**config, "rollout": parsed.model_dump(mode="json")})
     return parsed
+
+
+def refuse(options: argparse.Namespace) -> None:
+    """What can be said of a command line before the run is known: not what goes with the run's settings.
+
+    Raises:
+        UserError: an override that is none, a value that is not allowed, no such engine, no such model.
+    """
+    given: dict[str, Any] = {} if options.engine is None else {"engine": options.engine}
+    for override in options.overrides:
+        given = overridden(given, override)
+    check_engine_name(parse("rollout", given, RolloutSection).engine)
+    if options.model is not None and is_local(options.model):
+        check_model_path(options.model, "--model")
 
 
 def overridden(section: dict[str, Any], override: str) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from rollout.config import ACTOR, RolloutSection
 from rollout.engines import ENGINES
 from rollout.engines.base import Engine, EngineConfig, Output, TappedEngine
 from rollout.meter import Meter
-from rollout.options import own_section
+from rollout.options import own_section, refuse
 from text.config import check_model_path
 from text.openai.pieces import Tap
 from text.openai.problems import ENGINE_FAILED
@@ -52,6 +52,7 @@ async def run(options: argparse.Namespace, stop: process.Stop) -> None:
         UserError: a GPU, an engine, a model or a setting that cannot be used.
     """
     device = gpus.select(options.gpus)  # first of all: torch must not be loaded before
+    refuse(options)
     loading = asyncio.create_task(asyncio.to_thread(_import_engine, options.engine or RolloutSection().engine))
     async with process.join("rollout", options, stop) as member:
         section = own_section(member.spec.config, options)

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from importlib import import_module
 from typing import Any
 
+from broker.arguments import natural
 from broker.process import Stop, main
 from learner.ops.place import add_broker_options, add_run_options
 
@@ -22,11 +23,11 @@ def add_parsers(subparsers: Any) -> None:
     audit.add_argument("--json", action="store_true", help="one JSON object")
     audit.add_argument("--tap", metavar="FILE", default=None, help="what `python -m bench.tap` saw of the run on the wire")
     trace = _add(subparsers, "trace", "one group's way from its ticket to the step that used it", "tracing:trace_run")
-    trace.add_argument("group", metavar="GROUP", type=int, help="number of the ticket")
+    trace.add_argument("group", metavar="GROUP", type=natural, help="number of the ticket")
     trace.add_argument("--json", action="store_true", help="one JSON object")
     show = _add(subparsers, "show", "one group's trajectories, turn by turn, with reward, logprob and version", "showing:show_run")
-    show.add_argument("group", metavar="GROUP", type=int, help="number of the ticket")
-    show.add_argument("--episode", metavar="N", type=int, default=None, help="only this one, from 0")
+    show.add_argument("group", metavar="GROUP", type=natural, help="number of the ticket")
+    show.add_argument("--episode", metavar="N", type=natural, default=None, help="only this one, from 0")
     show.add_argument("--tokens", action="store_true", help="a line for each sampled token")
     show.add_argument("--json", action="store_true", help="one JSON object, with every sampled token")
     replay = _add(
@@ -37,9 +38,14 @@ def add_parsers(subparsers: Any) -> None:
         broker=False,
     )
     replay.add_argument(
-        "--from", dest="first", metavar="STEP", type=int, required=True, help="begin at the checkpoint of this step, 0: at the beginning"
+        "--from",
+        dest="first",
+        metavar="STEP",
+        type=natural,
+        required=True,
+        help="begin at this step's checkpoint, 0: at the beginning",
     )
-    replay.add_argument("--to", dest="last", metavar="STEP", type=int, required=True, help="last step to make")
+    replay.add_argument("--to", dest="last", metavar="STEP", type=natural, required=True, help="last step to make")
     replay.add_argument(
         "--out", metavar="FOLDER", default=None, help="leave configuration, metrics and last checkpoint there (RUN-replay-N if overridden)"
     )

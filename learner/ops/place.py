@@ -13,6 +13,7 @@ from typing import Any, Final
 import yaml
 
 from broker import process
+from broker.arguments import positive
 from broker.errors import BrokerUnreachable, UserError
 from broker.jetstream import Bus
 from broker.runspec import find_runs
@@ -45,7 +46,7 @@ def add_broker_options(parser: argparse.ArgumentParser) -> None:
         default=os.environ.get("RL_BROKER") or None,
         help=f"address of the broker (RL_BROKER, {process.DEFAULT_BROKER})",
     )
-    parser.add_argument("--connect-deadline", type=float, default=DEADLINE_S, metavar="SECONDS", help="give up after (%(default)s)")
+    parser.add_argument("--connect-deadline", type=positive, default=DEADLINE_S, metavar="SECONDS", help="give up after (%(default)s)")
 
 
 def find(run: str, folder: str) -> Place:

@@ -136,7 +136,7 @@ QA = {"env": "qa", "rewards": [{"name": "math"}]}
         ),
         (
             {"domains": {"d": {"env": "frozenlake", "env_args": {"sise": 4}}}},
-            r"domains.d.env_args.sise: 4 is not allowed; unknown key, did you mean 'size'\?",
+            r"domains.d.env_args.sise: 4 is not allowed; unknown key, did you mean 'domains.d.env_args.size'\?",
         ),
         (
             {"domains": {"d": {"env": "frozenlake", "env_args": {"size": "4"}}}},

@@ -1,0 +1,70 @@
+"""Types of command-line arguments: what argparse says in one line when a value is none."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+from broker.errors import ConfigError
+from broker.streams import token
+
+
+def count(text: str) -> int:
+    """A whole number from 1 on."""
+    return _whole(text, 1)
+
+
+def natural(text: str) -> int:
+    """A whole number from 0 on."""
+    return _whole(text, 0)
+
+
+def _whole(text: str, least: int) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; a whole number of at least {least}")
+    return int(text)
+
+
+def port(text: str) -> int:
+    """A TCP port; 0 is any free one."""
+    if not text.isascii() or not text.isdigit() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port; use 0 to 65535")
+    return int(text)
+
+
+def positive(text: str) -> float:
+    """A finite number above 0, of seconds for example."""
+    value = _number(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; a number above 0")
+    return value
+
+
+def share(text: str) -> float:
+    """A number from 0 to 1."""
+    value = _number(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 to 1")
+    return value
+
+
+def names(text: str) -> list[str]:
+    """Names between commas."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def tokens(text: str) -> list[str]:
+    """Names between commas that may stand in subjects, of domains and of pools."""
+    for name in (found := names(text)):
+        try:
+            token(name, "name")
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(f"{name!r} is not allowed; {error.allowed}") from None
+    return found
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
