@@ -109,10 +109,14 @@ class Served:
 
 @contextlib.asynccontextmanager
 async def serving(engine: str, model: Path, folder: Path, options: argparse.Namespace, *, frozen: bool = True) -> AsyncIterator[Served]:
-    """A broker, a run, and a server of a policy whose weights stay as they are, or else of one that waits for the learner's."""
+    """A broker, a run, and a server of a policy whose weights stay as they are, or else of one that waits for the learner's.
+
+    The latter has no prefix cache: new weights empty it, which would make room here and take hits from nobody, as all prompts differ.
+    """
     http = getattr(options, "http", False)
     rollout = {"max_running": options.requests, "max_context_tokens": CONTEXT, "num_threads": options.threads}
     rollout |= {"http_port": 0} if http else {}
+    rollout |= {} if frozen else {"prefix_cache": False}
     with BrokerServer(str(folder / f"broker-{engine}")) as broker:
         bus = await Bus.connect(broker.url, RUN, name="bench", deadline_s=20)
         await bus.ensure_streams()

@@ -16,7 +16,8 @@ CONTEXT = 512
 
 
 async def vllm_arm(folder: str, requests: list[tuple[list[int], int]], threads: int) -> tuple[Run, Callable[[], None]]:
-    """AsyncLLM as vLLM's documentation starts it; only the final output is asked for, which costs it least."""
+    """AsyncLLM as vLLM's documentation starts it, but for the process that the model is in, which is the server's choice; only the final
+    output is asked for, which costs it least."""
     os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads), "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     os.environ |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     from vllm import SamplingParams, TokensPrompt
@@ -24,10 +25,12 @@ async def vllm_arm(folder: str, requests: list[tuple[list[int], int]], threads: 
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    from rollout.engines.vllm_start import IN_PROCESS
+
     arguments = AsyncEngineArgs(
         model=folder, skip_tokenizer_init=True, dtype="float32", max_model_len=CONTEXT, max_num_seqs=len(requests) + 2,
         max_num_batched_tokens=4096, kv_cache_memory_bytes=2**30, enforce_eager=True, disable_log_stats=True, generation_config="vllm",
-        block_size=32,
+        block_size=32, distributed_executor_backend=IN_PROCESS,
     )  # fmt: skip
     llm = AsyncLLM.from_engine_args(arguments)
 

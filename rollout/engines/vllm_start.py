@@ -25,6 +25,9 @@ from rollout.engines.vllm_store import OWNER, SharedWeights
 
 SPARE_SEQUENCES: Final = 2  # beside those that generate: the probe of new weights, and one that scores a context
 CPU_KV_CACHE_GIB: Final = 1.0
+# As on one GPU. By its own choice vLLM puts the model into a further process on the CPU, and both spin while the other computes, so
+# that they take two cores, and half of the speed from each other where there are no more.
+IN_PROCESS: Final = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 CPU_BLOCK_TOKENS: Final = 32  # the prefix cache finds whole blocks; vLLM's own 128 would find nothing in short conversations
 _CAUSE: Final = re.compile(r"^(?:[\w.]+\.)?\w*(?:Error|Exception): .*\S", re.MULTILINE)
 _MEMORY: Final = re.compile(r"memory|KV cache|cache blocks", re.IGNORECASE)
@@ -167,6 +170,7 @@ def engine_args(config: EngineConfig, args: VLLMArgs, context: int, *, has_token
         "enable_chunked_prefill": not on_cpu,
         "enable_prefix_caching": section.prefix_cache,
         "tensor_parallel_size": args.tensor_parallel,
+        "distributed_executor_backend": IN_PROCESS if on_cpu and args.tensor_parallel == 1 else None,
         "gpu_memory_utilization": args.gpu_memory_utilization,
         "kv_cache_memory_bytes": None if kv_cache_gib is None else int(kv_cache_gib * 2**30),
         "block_size": CPU_BLOCK_TOKENS if on_cpu else None,
