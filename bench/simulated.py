@@ -11,6 +11,7 @@ from broker import wire
 from learner.backends.torch import TorchBackend
 from rollout.engines.base import Output
 from rollout.engines.hf import HFEngine
+from text.openai.pieces import Tap
 
 STEP_S = float(os.environ.get("RL_SIMULATED_STEP_S", "3"))
 TURN_S = float(os.environ.get("RL_SIMULATED_TURN_S", "1"))
@@ -29,15 +30,15 @@ class Backend(TorchBackend):
 class Engine(HFEngine):
     """Every turn takes between half and one and a half times TURN_S longer."""
 
-    async def generate(self, request: wire.GenerateRequest) -> Output:
+    async def generate(self, request: wire.GenerateRequest, tap: Tap | None = None) -> Output:
         await asyncio.sleep(TURN_S * random.uniform(0.5, 1.5))
-        return await super().generate(request)
+        return await super().generate(request, tap)
 
 
 class Instant(HFEngine):
     """Answers at once with any tokens, as many as are asked for; the weights come and go as ever."""
 
-    async def generate(self, request: wire.GenerateRequest) -> Output:
+    async def generate(self, request: wire.GenerateRequest, tap: Tap | None = None) -> Output:
         while self.policy_version < request.min_version:  # noqa: ASYNC110  the engine tells nobody
             await asyncio.sleep(0.01)
         room = self._config.section.max_context_tokens - len(request.token_ids.array())
