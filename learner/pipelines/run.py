@@ -14,11 +14,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 import yaml
 
 from broker.errors import UserError
+from broker.locks import lock
 from broker.registry import resolve
 from broker.runspec import section
 from learner import checkpoint
@@ -57,9 +58,25 @@ def run(name: str, config: dict[str, Any], url: str = "") -> Result:
         url: of the broker, for a teacher that is served.
 
     Raises:
-        UserError: settings other than those that the run was started with, no such model, a malformed row, a loss that is not finite.
+        UserError: settings other than those that the run was started with, no such model, a malformed row, a loss that is not finite,
+            or another process is at it.
     """
     folder = run_folder(config)
+    with _hold(folder, config["run"]["name"]):
+        return _run(name, config, folder, url)
+
+
+def _hold(folder: Path, run: str) -> IO[bytes]:
+    """The run's folder for this process alone; who trains with a broker is fenced by that instead."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        problem = f"run.name: another process trains run {run} in {folder}; wait for its end, or choose another run.name"
+        return lock(folder / "lock", problem)
+    except OSError as error:
+        raise UserError(f"{folder}: {error.strerror}") from None
+
+
+def _run(name: str, config: dict[str, Any], folder: Path, url: str) -> Result:
     _refuse_other_settings(folder, config)
     newest = checkpoint.newest(folder / "checkpoints")
     if newest is not None and newest.step > config["train"]["steps"]:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from broker.locks import lock
 from learner import cli
 from learner.metrics import MetricsFile
 from text.config import TinyModel
@@ -197,6 +198,16 @@ def test_a_teacher_must_speak_the_same_tokens(place: Path, capsys: pytest.Captur
         words(place, "distill", "refused", "distill.teacher=/nowhere"), "error: distill.teacher: '/nowhere' is not allowed; no such", capsys
     )
     refused(words(place, "distill", "refused", "distill.served=true"), "error: distill.top_k: 0 is not allowed; at least 1", capsys)
+
+
+def test_two_processes_never_train_one_run(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = place / "runs" / "shared"
+    folder.mkdir(parents=True)
+    line = f"error: run.name: another process trains run shared in {folder}; wait for its end, or choose another run.name"
+    with lock(folder / "lock", "free"):
+        refused(words(place, "dpo", "shared", "train.steps=3"), line, capsys)
+        refused(words(place, "sft", "shared", "train.steps=3"), line, capsys)
+    assert [file.name for file in folder.iterdir()] == ["lock"]
 
 
 def test_a_run_goes_on_only_as_it_began(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
