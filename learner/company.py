@@ -5,16 +5,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
+from broker.config import DomainSection
 from broker.presence import Roster
 
 log = logging.getLogger(__name__)
 
 PATIENCE_S: Final = 10.0
 LOOK_EVERY_S: Final = 1.0
-COMMANDS: Final = {"envhub": "envhub --run {run}", "rollout": "rollout-server --run {run}"}
+COMMANDS: Final = {
+    "envhub": "envhub --run {run}",
+    "rollout": "rollout-server --run {run}",
+    "rewardhub": "rewardhub --run {run}",
+}
+NAMES: Final = {"envhub": "envhub", "rollout": "rollout server", "rewardhub": "rewardhub"}
 
 
 class Company:
@@ -33,31 +39,32 @@ class Company:
         """Lines to say at ``now``.
 
         Args:
-            present: whether anyone of each role is there.
+            present: whether anyone is there of each role that the run needs.
             has_work: tickets are open.
         """
         lines = []
-        for role, command in COMMANDS.items():
-            if present[role]:
+        for role, is_there in present.items():
+            if is_there:
                 self._alone_since.pop(role, None)
                 if role in self.missing:
                     self.missing.remove(role)
-                    lines.append(f"{_name(role)} has joined")
+                    lines.append(f"{NAMES[role]} has joined")
             elif has_work and now - self._alone_since.setdefault(role, now) >= PATIENCE_S and role not in self.missing:
                 self.missing.append(role)
-                lines.append(f"waiting: no {_name(role)} has joined; start one with `{command.format(run=self._run)}`")
+                lines.append(f"waiting: no {NAMES[role]} has joined; start one with `{COMMANDS[role].format(run=self._run)}`")
         return lines
 
 
-def _name(role: str) -> str:
-    return {"envhub": "envhub", "rollout": "rollout server"}[role]
+def roles(domains: Mapping[str, DomainSection]) -> list[str]:
+    """The roles that a run needs beside the learner."""
+    return [role for role in COMMANDS if role != "rewardhub" or any(domain.rewards for domain in domains.values())]
 
 
-async def watch_company(run: str, roster: Roster, has_work: Callable[[], bool], say: Callable[[str], None]) -> None:
+async def watch_company(run: str, roster: Roster, needed: Sequence[str], has_work: Callable[[], bool], say: Callable[[str], None]) -> None:
     """Look once a second, until cancelled; ``say`` is told the newest want, and an empty text when there is none."""
     company = Company(run)
     while True:
-        present = {role: bool(roster.alive(role)) for role in COMMANDS}
+        present = {role: bool(roster.alive(role)) for role in needed}
         for line in company.look(present, has_work(), time.monotonic()):
             log.warning("%s", line) if line.startswith("waiting") else log.info("%s", line)
             say(line if company.missing and line.startswith("waiting") else "")

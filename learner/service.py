@@ -19,7 +19,7 @@ from broker.process import Member, Stop, Stopped, unless_stopped
 from broker.runspec import domains, section
 from broker.streams import RUNS
 from learner import checkpoint
-from learner.company import watch_company
+from learner.company import roles, watch_company
 from learner.config import AlgorithmSection, TrainSection
 from learner.grants import rules_of
 from learner.ledger import Ledger
@@ -242,7 +242,9 @@ class Learner:
             checkpoint=beside.saver.at_boundary,
             checkpoint_every=1,
         )
-        self.member.spawn(watch_company(self.bus.run, roster, lambda: bool(ledger.open), self.shown.say_waiting))
+        self.member.spawn(
+            watch_company(self.bus.run, roster, roles(domains(self.config)), lambda: bool(ledger.open), self.shown.say_waiting)
+        )
         self.shown.serving = True
         self.shown.say("training")
         try:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from learner.company import Company
+from broker.config import DomainSection, Reward
+from learner.company import Company, roles
 
 
 def test_who_is_missing_is_said_once_and_again_when_they_came() -> None:
@@ -21,3 +22,15 @@ def test_who_is_missing_is_said_once_and_again_when_they_came() -> None:
         said += [(now, line) for line in company.look({"envhub": hub, "rollout": server}, work, now)]
     missing = "waiting: no envhub has joined; start one with `envhub --run demo`"
     assert said == [(30.0, missing), (40.0, "envhub has joined"), (51.0, missing)]
+
+
+def test_a_run_with_rewards_needs_a_hub_for_them() -> None:
+    plain, judged = DomainSection(env="qa"), DomainSection(env="qa", rewards=[Reward(name="math_answer")])
+    assert roles({"a": plain}) == ["envhub", "rollout"]
+    assert roles({"a": plain, "b": judged}) == ["envhub", "rollout", "rewardhub"]
+    company = Company("demo")
+    present = {"envhub": True, "rollout": True, "rewardhub": False}
+    assert [company.look(present, True, now) for now in (0.0, 10.0)] == [
+        [],
+        ["waiting: no rewardhub has joined; start one with `rewardhub --run demo`"],
+    ]
