@@ -10,12 +10,16 @@ from typing import Any
 
 import learner_fleet as fleet
 import pytest
+import torch
 
 from broker import wire
 from broker.errors import UserError
 from broker.jetstream import Bus
 from broker.process import Stop, Stopped
 from broker.streams import CONTROL, DEAD, PRESENCE, RUNS, SAMPLES, TICKETS, WEIGHTS
+from broker.weights.group import Watch
+from broker.weights.source import Source
+from broker.weights.staging import Flat
 from learner import checkpoint
 from learner.service import serve
 
@@ -107,12 +111,14 @@ async def test_credit_steps_and_lines(
         assert line["actor/grad_norm"] > 0
 
 
-async def test_what_is_left_behind(bus: Bus, broker_url: str, run_name: str, tmp_path: Path) -> None:
+async def test_what_is_left_behind(bus: Bus, broker_url: str, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     evaluation = {"every_steps": 2, "tasks": 4, "timeout_s": 30.0}
-    config = fleet.config(str(tmp_path), run_name, eval=evaluation, checkpoint={"every_steps": 1}, train={"max_staleness": 0})
+    monkeypatch.setenv("RL_API_KEY", "a-key-of-sixteen-or-more")
+    train = {"max_staleness": 0, "weights_snapshot_every": 2, "weights_snapshot_port": 0}
+    config = fleet.config(str(tmp_path), run_name, eval=evaluation, checkpoint={"every_steps": 1}, train=train)
     hub = await run(bus, broker_url, config)
     control = await (await bus.key_value(CONTROL)).get(run_name)
     assert control is not None
@@ -133,6 +139,13 @@ async def test_what_is_left_behind(bus: Bus, broker_url: str, run_name: str, tmp
     tokenizer = AutoTokenizer.from_pretrained(newest)
     model = AutoModelForCausalLM.from_pretrained(newest)
     assert model.config.model_type == "qwen3"
+    source = Source(str(folder / "snapshots"))
+    manifest = source.newest()
+    assert manifest is not None
+    assert (manifest.run, manifest.offer) == (run_name, offer)  # the last, though 2 does not divide it
+    flat = Flat(manifest.plan)
+    source.fill(manifest, flat, Watch())
+    assert all(torch.equal(flat.tensors[name], parameter) for name, parameter in model.named_parameters())
     assert len(tokenizer) <= model.config.vocab_size
     events = EventAccumulator(str(folder / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(1, 0.5), (2, 0.5), (3, 0.5)]
