@@ -36,24 +36,16 @@ class MegatronSection(Section):
     pipeline_parallel: PositiveInt = 1  # stages that the layers are divided into; divides their number
 
 
-class TrainSection(Section):
-    """How many steps, how large, how stale."""
+class Optimization(Section):
+    """What trains a model, with a broker or without."""
 
-    steps: Annotated[PositiveInt, Field(le=2**31 - 1)] = 100  # a version's number has 31 bits
-    groups_per_step: PositiveInt = 16
-    max_staleness: NonNegativeInt = 1  # versions a trained token may lag behind
-    on_late: Literal["drop", "wait"] = "wait"
-    streaming: Literal["auto", "always", "never"] = "auto"  # whether a step starts before its last group is in
     backend: str = "torch"  # a name of the registry in learner/backends
-    ranks: PositiveInt = 1  # processes that train one model together, on a GPU each; more than 1 with any backend but torch
-    deepspeed: DeepspeedSection = DeepspeedSection()
-    megatron: MegatronSection = MegatronSection()
     device: Device = "auto"  # auto, cpu, cuda, cuda:1
-    lr: PositiveFloat = 1e-6
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    lr: PositiveFloat
+    lr_schedule: Literal["constant", "linear", "cosine"]
     warmup_steps: NonNegativeInt = 0
     weight_decay: NonNegativeFloat = 0.0
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[float, float]
     max_grad_norm: NonNegativeFloat = 1.0  # 0 is off
     micro_batch_tokens: PositiveInt = 8192  # of one forward pass, padding included
     packing: Literal["auto", "packed", "padded"] = "auto"  # sequences share a row, each attending to itself; auto: if the model is exact so
@@ -63,6 +55,22 @@ class TrainSection(Section):
     optimizer_offload: bool = False  # master weights and moments lie in host memory, where the update is made, too
     compile: bool = False  # blocks by torch.compile: faster passes on a GPU after a minute of compiling
     num_threads: NonNegativeInt = 0  # torch threads, 0 leaves the default
+
+
+class TrainSection(Optimization):
+    """How many steps, how large, how stale."""
+
+    steps: Annotated[PositiveInt, Field(le=2**31 - 1)] = 100  # a version's number has 31 bits
+    groups_per_step: PositiveInt = 16
+    max_staleness: NonNegativeInt = 1  # versions a trained token may lag behind
+    on_late: Literal["drop", "wait"] = "wait"
+    streaming: Literal["auto", "always", "never"] = "auto"  # whether a step starts before its last group is in
+    ranks: PositiveInt = 1  # processes that train one model together, on a GPU each; more than 1 with any backend but torch
+    deepspeed: DeepspeedSection = DeepspeedSection()
+    megatron: MegatronSection = MegatronSection()
+    lr: PositiveFloat = 1e-6
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    betas: tuple[float, float] = (0.9, 0.999)
     ticket_timeout_s: PositiveFloat = 1800.0  # the learner closes a ticket that nobody ended
     weights_bucket_mib: PositiveFloat = 32.0
     weights_timeout_s: PositiveFloat = 30.0  # longest wait for one bucket

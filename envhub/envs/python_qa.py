@@ -21,7 +21,8 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from broker.errors import NotInstalled, UserError
 from envhub.envs import tool_calls
-from envhub.envs.base import Environment, Observation, Split, StepResult
+from envhub.envs.asked import Asked
+from envhub.envs.base import Observation, StepResult
 from envhub.envs.qa import QuestionAnswer, QuestionAnswerArgs
 from sandbox import Limits, Sandbox
 
@@ -48,32 +49,17 @@ class PythonArgs(QuestionAnswerArgs):
     format_penalty: NonNegativeFloat = 0.0  # taken from the reward for a turn that holds neither a program nor an answer
 
 
-class PythonQA(Environment):
+class PythonQA(Asked):
     """One question at a time."""
 
     Args = PythonArgs
-    isolation = "thread"  # it waits for programs
 
     args: PythonArgs
 
-    def __init__(self, args: PythonArgs) -> None:
-        super().__init__(args)
-        self._questions = QuestionAnswer(_questions(args))
-        self._kept: list[str] = []
-        self._programs, self._shown = 0, ""
-
     @classmethod
     def check(cls, args: PythonArgs) -> None:
-        QuestionAnswer.check(_questions(args))
+        super().check(args)
         _sandbox(args)
-
-    @classmethod
-    def data_files(cls, args: PythonArgs) -> list[str]:
-        return QuestionAnswer.data_files(_questions(args))
-
-    @classmethod
-    def num_tasks(cls, args: PythonArgs, split: Split) -> int | None:
-        return QuestionAnswer.num_tasks(_questions(args), split)
 
     @classmethod
     def example(cls, folder: Path) -> dict[str, Any]:
@@ -84,12 +70,9 @@ class PythonQA(Environment):
             raise NotInstalled(f"environment python: {error}") from None
         return given
 
-    def reset(self, task_index: int, split: Split, seed: int) -> Observation:
-        """The seed plays no part: see ``qa``."""
-        seen = self._questions.reset(task_index, split, seed)
-        self.prompt, self.reference = self._questions.prompt, self._questions.reference
-        self._kept, self._programs = [], 0
-        return self._show(seen.text)
+    def _begin(self) -> None:
+        self._kept: list[str] = []
+        self._programs = 0
 
     def step(self, text: str) -> StepResult:
         call = tool_calls.parse(text, TOOL, "code")
@@ -109,9 +92,6 @@ class PythonQA(Environment):
             self._show(f"<output>\n{self._run(bare(held))}\n</output>"), 0.0, False, metrics={"programs": float(self._programs)}
         )
 
-    def text_frame(self) -> str:
-        return self._shown
-
     def _run(self, code: str) -> str:
         """What the program printed, and how it ended if not well."""
         whole = "".join(AGAIN.format(code=earlier) for earlier in self._kept) + code
@@ -127,10 +107,6 @@ class PythonQA(Environment):
         if self.args.keep:
             self._kept.append(code)
         return printed or "(nothing was printed)"
-
-    def _show(self, text: str) -> Observation:
-        self._shown = text
-        return Observation(text)
 
 
 def bare(code: str) -> str:
@@ -168,8 +144,3 @@ def _sandbox(args: PythonArgs) -> tuple[Sandbox, threading.Semaphore]:
         log.warning("UNSAFE: sandbox is none, so programs that the policy writes run unprotected on this machine")
     limits = Limits(wall_s=args.timeout_s, cpu_s=math.ceil(args.timeout_s), memory_mib=args.memory_mib)
     return Sandbox(limits, args.sandbox, args.packages), threading.Semaphore(args.parallel)
-
-
-@lru_cache(maxsize=8)
-def _questions(args: PythonArgs) -> QuestionAnswerArgs:
-    return QuestionAnswerArgs(**args.model_dump(include=set(QuestionAnswerArgs.model_fields)))

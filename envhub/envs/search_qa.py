@@ -7,7 +7,6 @@ model does not make up what it finds.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,9 +15,10 @@ from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from broker.errors import ConfigError
 from envhub.envs import tool_calls
-from envhub.envs.base import Environment, Observation, Split, StepResult
+from envhub.envs.asked import Asked
+from envhub.envs.base import Observation, StepResult
 from envhub.envs.corpus import Corpus, read_corpus
-from envhub.envs.qa import QuestionAnswer, QuestionAnswerArgs
+from envhub.envs.qa import QuestionAnswerArgs
 
 TOOL = "search"
 
@@ -37,35 +37,24 @@ class SearchArgs(QuestionAnswerArgs):
     format_penalty: NonNegativeFloat = 0.0  # taken from the reward for a turn that holds neither a search nor an answer
 
 
-class SearchQA(Environment):
+class SearchQA(Asked):
     """One question at a time."""
 
     Args = SearchArgs
-    isolation = "thread"  # a search in a large corpus takes milliseconds
 
     args: SearchArgs
-
-    def __init__(self, args: SearchArgs) -> None:
-        super().__init__(args)
-        self._questions = QuestionAnswer(_questions(args))
-        self._searches = 0
-        self._shown = ""
 
     @classmethod
     def check(cls, args: SearchArgs) -> None:
         if args.text == args.title:
             raise ConfigError("title", args.title, "another column than text")
-        QuestionAnswer.check(_questions(args))
+        super().check(args)
         read_corpus.cache_clear()  # the file may have changed since it was last looked at
         _corpus(args)
 
     @classmethod
     def data_files(cls, args: SearchArgs) -> list[str]:
-        return [args.corpus, *QuestionAnswer.data_files(_questions(args))]
-
-    @classmethod
-    def num_tasks(cls, args: SearchArgs, split: Split) -> int | None:
-        return QuestionAnswer.num_tasks(_questions(args), split)
+        return [args.corpus, *super().data_files(args)]
 
     @classmethod
     def example(cls, folder: Path) -> dict[str, Any]:
@@ -75,12 +64,8 @@ class SearchQA(Environment):
         questions.write_text("".join(f'{{"question": "Who is the mayor of {town}?", "answer": "Mayor{town}"}}\n' for town in towns))
         return {"corpus": str(corpus), "path": str(questions), "eval_share": 0.2}
 
-    def reset(self, task_index: int, split: Split, seed: int) -> Observation:
-        """The seed plays no part: see ``qa``."""
-        seen = self._questions.reset(task_index, split, seed)
-        self.prompt, self.reference = self._questions.prompt, self._questions.reference
+    def _begin(self) -> None:
         self._searches = 0
-        return self._show(seen.text)
 
     def step(self, text: str) -> StepResult:
         call = tool_calls.parse(text, TOOL, "query")
@@ -100,9 +85,6 @@ class SearchQA(Environment):
         told = "\n".join(f"({rank}) {document}" for rank, document in enumerate(found, start=1)) or "Nothing was found."
         return StepResult(self._show(f"<information>\n{told}\n</information>"), 0.0, False, metrics={"searches": float(self._searches)})
 
-    def text_frame(self) -> str:
-        return self._shown
-
     def demonstrate(self, rng: np.random.Generator, noise: float) -> str:
         """A search for the question, then the reference answer; with probability ``noise`` another question's answer."""
         if rng.random() < noise:
@@ -121,8 +103,3 @@ class SearchQA(Environment):
 
 def _corpus(args: SearchArgs) -> Corpus:
     return read_corpus(args.corpus, args.text, args.title)
-
-
-@lru_cache(maxsize=8)
-def _questions(args: SearchArgs) -> QuestionAnswerArgs:
-    return QuestionAnswerArgs(**args.model_dump(include=set(QuestionAnswerArgs.model_fields)))

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from broker import runspec
-from broker.config import Device, Section
+from broker.config import Section
 from broker.errors import ConfigError, UserError
 from learner.checks import check_layers, check_name, check_options
-from learner.config import LoraSection, TrainSection
+from learner.config import Optimization, TrainSection
 
 _COMMON: Final[dict[str, str]] = {
     "run": "broker.config:RunSection",
@@ -54,27 +54,14 @@ class DataSection(Section):
     max_tokens: PositiveInt | None = None  # longer rows are cut (sft, distill) or left out (dpo); null: what the model takes
 
 
-class OfflineTrainSection(Section):
+class OfflineTrainSection(Optimization):
     """How many steps, how large, how fast."""
 
     steps: Annotated[PositiveInt, Field(le=2**31 - 1)] = 300
     batch_size: PositiveInt = 32  # rows of one step
-    backend: str = "torch"  # a name of the registry in learner/backends
-    device: Device = "auto"  # auto, cpu, cuda, cuda:1
     lr: PositiveFloat = 1e-5
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
-    warmup_steps: NonNegativeInt = 0
-    weight_decay: NonNegativeFloat = 0.0
     betas: tuple[float, float] = (0.9, 0.95)
-    max_grad_norm: NonNegativeFloat = 1.0  # 0 is off
-    micro_batch_tokens: PositiveInt = 8192  # tokens of one forward pass, padding included
-    packing: Literal["auto", "packed", "padded"] = "auto"  # rows share a sequence, each attending to itself; auto: if the model is exact so
-    lora: LoraSection | None = None  # null: all weights are trained
-    gradient_checkpointing: bool = False  # blocks compute their activations again in the backward pass: less memory, a third more time
-    activation_offload: bool = False  # on a GPU: what the backward pass needs waits in host memory
-    optimizer_offload: bool = False  # master weights and moments lie in host memory, where the update is made, too
-    compile: bool = False  # blocks by torch.compile: faster passes on a GPU after a minute of compiling
-    num_threads: NonNegativeInt = 0  # torch threads, 0 leaves the default
 
 
 class HeldOutSection(Section):
