@@ -14,18 +14,16 @@ import torch
 from torch import Tensor
 
 from broker import wire
-from broker.errors import RequestFailed, TransferFailed, WireError
+from broker.errors import RequestFailed, TransferFailed
 from broker.jetstream import Bus
-from broker.streams import WEIGHTS, WEIGHTSYNC
-from broker.unstored import request
-from broker.weights import plan as plans
+from broker.streams import WEIGHTS
 from broker.weights.acceptance import OLD, Acceptance, Adopt, Join, Look, Snapshots
 from broker.weights.adapter import First, Foundation
 from broker.weights.buffers import Arrival, Buffers
 from broker.weights.group import Communicator, Watch, connect_store, first_line
 from broker.weights.lookout import Lookout
 from broker.weights.plan import Plan
-from broker.weights.send import JOIN_TIMEOUT_S, PLAN_KEY
+from broker.weights.questions import Questions
 from broker.weights.snapshot import Manifest
 from broker.weights.source import Source
 from broker.weights.staging import plan_of
@@ -77,9 +75,10 @@ class Receiver:
         self.plan = plan_of(tensors, bucket_mib, dtype=dtype)
         self.refused = ""  # why the newest offer is not for this server, for example another model
         self.last_error = ""  # why the last attempt failed, empty after a success
-        self._bus, self._id, self._tensors, self._load = bus, server_id, tensors, load
+        self._bus, self._tensors, self._load = bus, tensors, load
         self._device = torch.device(device) if device is not None else next(iter(tensors.values())).device
         self._settings = settings or Settings()
+        self._questions = Questions(bus, server_id, self._settings.connect_timeout_s)
         self._lookout = Lookout(snapshots, bus.run) if snapshots is not None else None
         looking: Snapshots = "none" if snapshots is None else "only" if only_snapshots else "beside"
         self._state = Acceptance(self.plan.digest, None, looking)
@@ -100,7 +99,7 @@ class Receiver:
     async def start(self) -> None:
         """Take the digest of what the engine holds, then follow the offers."""
         if not any(tensor.is_meta for tensor in self._tensors.values()):
-            self._state.digest = await in_thread(self._digest_current, "weights-digest")
+            self._state.digest = await in_thread(lambda: self._buffers.hold(self.plan, self._tensors, self._device), "weights-digest")
         self._tensors = {}  # an engine that keeps what it is given lets go of them
         self._tasks = [spawn(self._follow_offers()), spawn(self._pursue())]
 
@@ -130,10 +129,7 @@ class Receiver:
             closing, self._communicator = self._communicator.close(), None
             await in_thread(lambda: closing.join(1.0), "weights-join")
 
-    def _digest_current(self) -> str:
-        return self._buffers.hold(self.plan, self._tensors, self._device)
-
-    def _staging(self, backend: str, plan: Plan | None = None) -> Arrival:
+    def _staging(self, backend: str, plan: Plan) -> Arrival:
         """Where the next version arrives.
 
         Raises:
@@ -141,7 +137,7 @@ class Receiver:
         """
         if backend == "nccl" and self._device.type != "cuda":
             raise TransferFailed(f"the learner sends by nccl, the weights here are on {self._device.type}; set train.weights_backend=gloo")
-        return self._buffers.take(plan or self.plan, self._device if backend == "nccl" else torch.device("cpu"))
+        return self._buffers.take(plan, self._device if backend == "nccl" else torch.device("cpu"))
 
     # ------------------------------------------------------------------------------------------ offers
 
@@ -154,7 +150,7 @@ class Receiver:
             refused = self._state.offered(offer)
             self.refused = ""
             if offer.plan not in self._state.plans and self._state.newest is offer:
-                self.refused = problem or await self._explain(offer)
+                self.refused = problem or await self._questions.explain(offer, self._foundation.plan(offer.adapter))
                 log.error("weights: %s", self.refused)
             elif refused:
                 log.warning("weights: offer refused: %s", refused)
@@ -168,22 +164,6 @@ class Receiver:
         if not (problem := await in_thread(lambda: self._foundation.lay(adapter), "weights-base")):
             self._state.plans.add(offer.plan)
         return problem
-
-    async def _explain(self, offer: wire.WeightsOffer) -> str:
-        """Why the offer is no use here, with the first difference where the learner can be asked."""
-        said = f"epoch {offer.epoch} version {offer.version} is another model than the one here"
-        try:
-            answer = await self._ask(offer)
-            text = await in_thread(lambda: _fetch_plan(answer.host, answer.port, self._settings.connect_timeout_s), "weights-plan")
-            return f"{said}: {self._foundation.plan(offer.adapter).difference(plans.from_text(text))}"
-        except (RequestFailed, TransferFailed, WireError) as error:
-            return f"{said}: bucket plan {offer.plan}, here {self._foundation.plan(offer.adapter).digest} (names not known: {error})"
-
-    async def _ask(self, offer: wire.WeightsOffer) -> wire.WeightsSession:
-        plan = self._foundation.plan(offer.adapter).digest
-        join = wire.WeightsJoin(server=self._id, epoch=offer.epoch, version=offer.version, plan=plan)
-        # a little longer than the sender waits, so that its last-moment answer still arrives
-        return await request(self._bus, WEIGHTSYNC, str(offer.epoch), join, timeout_s=JOIN_TIMEOUT_S + 0.5, reply=wire.WeightsSession)
 
     # --------------------------------------------------------------------------------------- transfers
 
@@ -234,10 +214,10 @@ class Receiver:
             RequestFailed: the learner does not answer, or has something newer.
             TransferFailed: refused, broken off, or the wrong bytes.
         """
-        answer = await self._ask(offer)
+        plan = self._foundation.plan(offer.adapter)
+        answer = await self._questions.join(offer, plan)
         if answer.error or answer.version != offer.version:
             raise RequestFailed(answer.error or f"it sends version {answer.version}")
-        plan = self._foundation.plan(offer.adapter)
         arrival = self._staging(offer.backend, plan)
         communicator, self._communicator = self._communicator, None
         watch, self._receiving_epoch = Watch(), offer.epoch
@@ -320,8 +300,3 @@ class Receiver:
                 raise
             raise TransferFailed(f"loading failed: {first_line(error)}") from error  # torch's own, for example out of memory
         self._values["weights/load_seconds"] = time.monotonic() - started
-
-
-def _fetch_plan(host: str, port: int, timeout_s: float) -> str:
-    store = connect_store(host, port, timeout_s)
-    return plans.decoded(store.get(PLAN_KEY))
