@@ -7,9 +7,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from broker.weights import digest as module
-from broker.weights.digest import ROW_WORDS, TILE_ROWS, combine, digest_bucket
+from broker.weights.digest import ROW_BYTES, ROW_WORDS, TILE_ROWS, BucketDigest, combine, digest_bucket
 
-ROW_BYTES = 8 * ROW_WORDS
 # from less than a row to more than a tile, with and without a rest
 SIZES = [1, 64, ROW_BYTES, ROW_BYTES + 7, 9 * ROW_BYTES, (TILE_ROWS + 3) * ROW_BYTES + 40]
 
@@ -91,3 +90,22 @@ def test_lost_repeated_and_empty_data_change_it() -> None:
     assert len({digest_bucket(bucket) for bucket in (whole, shifted, half_missing, stale_half)}) == 4
     one = digest_bucket(whole)
     assert len({combine([]), combine([one]), combine([one, one])}) == 3
+
+
+@given(st.sampled_from(SIZES), st.lists(st.integers(0, max(SIZES) + 9), max_size=6))
+def test_taken_in_parts_it_is_the_same(size: int, cuts: list[int]) -> None:
+    digest = BucketDigest(BUCKETS[size])
+    for cut in cuts:  # rising or not, beyond the end or not
+        digest.add(cut)
+    assert digest.finish() == digest_bucket(BUCKETS[size])
+
+
+def test_parts_are_not_read_before_they_are_there() -> None:
+    tile = TILE_ROWS * ROW_BYTES
+    bucket = torch.zeros(2 * tile + 40, dtype=torch.uint8)
+    digest, whole = BucketDigest(bucket), random_bucket(2 * tile + 40)
+    for upto in (100, tile, tile + ROW_BYTES, 2 * tile):
+        bucket[:upto] = whole[:upto]
+        digest.add(upto)
+    bucket[:] = whole
+    assert digest.finish() == digest_bucket(whole)
