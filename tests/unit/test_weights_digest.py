@@ -93,6 +93,7 @@ def test_lost_repeated_and_empty_data_change_it() -> None:
 
 
 @given(st.sampled_from(SIZES), st.lists(st.integers(0, max(SIZES) + 9), max_size=6))
+@settings(deadline=None)
 def test_taken_in_parts_it_is_the_same(size: int, cuts: list[int]) -> None:
     digest = BucketDigest(BUCKETS[size])
     for cut in cuts:  # rising or not, beyond the end or not
