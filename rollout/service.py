@@ -16,20 +16,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Literal
 
-import numpy as np
-
 from broker import channel, gpus, process, registry, runspec, wire
 from broker.config import BrokerSection
 from broker.errors import UserError
 from rollout import replicas
+from rollout.answering import Answering
 from rollout.config import ACTOR, RolloutSection
 from rollout.engines import ENGINES
-from rollout.engines.base import Engine, EngineConfig, Output, TappedEngine
+from rollout.engines.base import Engine, EngineConfig
 from rollout.meter import Meter
 from rollout.options import own_section, refuse
 from text.config import check_model_path
-from text.openai.pieces import Tap
-from text.openai.problems import ENGINE_FAILED
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,7 +37,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SEND_S: Final = 2.0  # for aborted requests to be answered with their partial output
 FROZEN: Final = 0  # version of a policy whose weights never change
 FAREWELL_S: Final = 0.25  # between the last answer and the end of the connection, so that askers read the one before the other
 
@@ -105,10 +101,8 @@ class Service:
         self._snapshots: Source | None = None
         self._http: HttpServer | None = None
         self._meter = Meter(time.monotonic())
-        self._outstanding: set[str] = set()
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._draining = False
+        self._answering = Answering(engine, member.id, self._meter.answered)
+        self.handle = self._answering.handle
         self._loaded = False  # new weights into the engine, or at least begun
         self._paused_s = 0.0  # that generation stood still at the last new weights
         self._address = ""
@@ -143,14 +137,11 @@ class Service:
 
     async def drain(self) -> None:
         """No new requests; finish what runs, and hand back the rest as it is."""
-        self._draining = True
+        self._answering.draining = True
         self._member.poke()
-        log.info("draining %d requests, at most %g s", len(self._outstanding), self._section.drain_timeout_s)
-        if not await self._quiet(self._section.drain_timeout_s):
-            log.warning("aborting %d requests that did not finish in time", len(self._outstanding))
-            for request_id in list(self._outstanding):
-                self._engine.abort(request_id)
-            await self._quiet(SEND_S)
+        log.info("draining %d requests, at most %g s", len(self._answering), self._section.drain_timeout_s)
+        if aborted := await self._answering.finish(self._section.drain_timeout_s):
+            log.warning("aborted %d requests that did not finish in time", aborted)
         await asyncio.sleep(FAREWELL_S)
 
     async def close(self) -> None:
@@ -160,29 +151,6 @@ class Service:
         if self._http is not None:
             await self._http.close()
         await self._engine.close()
-
-    async def handle(self, request: wire.GenerateRequest, tap: Tap | None = None, /) -> wire.GenerateReply:
-        """Answer one request; while draining, with nothing, so that the asker goes elsewhere.
-
-        Args:
-            tap: hears of the tokens meanwhile, where the engine tells.
-        """
-        if self._draining:
-            return self._reply(request, Output(finish_reason="abort"))
-        began = time.monotonic()
-        self._outstanding.add(request.request_id)
-        self._idle.clear()
-        try:
-            if tap is not None and isinstance(self._engine, TappedEngine):
-                return self._reply(request, await self._engine.generate(request, tap))
-            return self._reply(request, await self._engine.generate(request))
-        except RuntimeError as error:
-            return self._reply(request, Output(error=f"{ENGINE_FAILED}: {error}"))
-        finally:
-            self._meter.answered(time.monotonic() - began)
-            self._outstanding.discard(request.request_id)
-            if not self._outstanding:
-                self._idle.set()
 
     def presence(self) -> wire.Presence:
         """What the others see of this server."""
@@ -293,34 +261,9 @@ class Service:
     async def _watch_engine(self) -> None:
         await self._engine.join()
 
-    async def _quiet(self, timeout_s: float) -> bool:
-        """Whether nothing is in flight any more within that time."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
-        except TimeoutError:
-            return False
-        return True
-
     def _state(self) -> Literal["starting", "serving", "draining", "failed"]:
-        if self._draining:
+        if self._answering.draining:
             return "draining"
         if self._address and self._engine.policy_version >= 0:
             return "serving"
         return "failed" if self._receiver is not None and (self._receiver.refused or self._receiver.last_error) else "starting"
-
-    def _reply(self, request: wire.GenerateRequest, output: Output) -> wire.GenerateReply:
-        runs = np.array(output.version_runs, dtype="<i4").reshape(-1)
-        return wire.GenerateReply(
-            request_id=request.request_id,
-            server=self._member.id,
-            token_ids=wire.column(output.token_ids, "<i4"),
-            logprobs=wire.column(output.logprobs, "<f4"),
-            version_runs=wire.column(runs, "<i4"),
-            finish_reason=output.finish_reason,
-            policy_version=self._engine.policy_version,
-            prefix_hit_tokens=output.prefix_hit_tokens,
-            error=output.error,
-            top_ids=None if output.top_ids is None else wire.column(output.top_ids.reshape(-1), "<i4"),
-            top_logprobs=None if output.top_logprobs is None else wire.column(output.top_logprobs.reshape(-1), "<f4"),
-        )

@@ -1,0 +1,97 @@
+"""Requests into replies: what is asked of one engine, from wherever it comes, and how the last of it is waited for."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+
+from broker import wire
+from rollout.engines.base import Engine, Output, TappedEngine
+from text.openai.pieces import Tap
+from text.openai.problems import ENGINE_FAILED
+
+SEND_S: Final = 2.0  # for aborted requests to be answered with their partial output
+
+
+class Answering:
+    """Answers requests by an engine.
+
+    Args:
+        server: id in the replies.
+        answered: told the seconds that each took, waiting included.
+
+    Attributes:
+        draining: new requests are answered with nothing, so that the asker goes elsewhere.
+    """
+
+    def __init__(self, engine: Engine, server: str, answered: Callable[[float], None]) -> None:
+        self._engine, self._server, self._answered = engine, server, answered
+        self._tapped = engine if isinstance(engine, TappedEngine) else None
+        self._outstanding: set[str] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.draining = False
+
+    def __len__(self) -> int:
+        return len(self._outstanding)
+
+    async def handle(self, request: wire.GenerateRequest, tap: Tap | None = None, /) -> wire.GenerateReply:
+        """Answer one request.
+
+        Args:
+            tap: hears of the tokens meanwhile, where the engine tells.
+        """
+        if self.draining:
+            return self._reply(request, Output(finish_reason="abort"))
+        began = time.monotonic()
+        self._outstanding.add(request.request_id)
+        self._idle.clear()
+        try:
+            told = self._engine.generate(request) if tap is None or self._tapped is None else self._tapped.generate(request, tap)
+            return self._reply(request, await told)
+        except RuntimeError as error:
+            return self._reply(request, Output(error=f"{ENGINE_FAILED}: {error}"))
+        finally:
+            self._answered(time.monotonic() - began)
+            self._outstanding.discard(request.request_id)
+            if not self._outstanding:
+                self._idle.set()
+
+    async def finish(self, timeout_s: float) -> int:
+        """Wait for what runs, then abort it; how many were aborted."""
+        if await self._quiet(timeout_s):
+            return 0
+        left = list(self._outstanding)
+        for request_id in left:
+            self._engine.abort(request_id)
+        await self._quiet(SEND_S)
+        return len(left)
+
+    async def _quiet(self, timeout_s: float) -> bool:
+        """Whether nothing is in flight any more within that time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _reply(self, request: wire.GenerateRequest, output: Output) -> wire.GenerateReply:
+        runs = np.array(output.version_runs, dtype="<i4").reshape(-1)
+        return wire.GenerateReply(
+            request_id=request.request_id,
+            server=self._server,
+            token_ids=wire.column(output.token_ids, "<i4"),
+            logprobs=wire.column(output.logprobs, "<f4"),
+            version_runs=wire.column(runs, "<i4"),
+            finish_reason=output.finish_reason,
+            policy_version=self._engine.policy_version,
+            prefix_hit_tokens=output.prefix_hit_tokens,
+            error=output.error,
+            top_ids=None if output.top_ids is None else wire.column(output.top_ids.reshape(-1), "<i4"),
+            top_logprobs=None if output.top_logprobs is None else wire.column(output.top_logprobs.reshape(-1), "<f4"),
+        )
