@@ -43,6 +43,8 @@ def _find(path: str) -> Path:
     """The file relative to the working folder, else the one of that name among the configurations that come with the package."""
     if Path(path).is_file():
         return Path(path)
+    if "=" in path:
+        raise UserError(f"{path!r} stands where a YAML file is expected: name that first, settings after it")
     shipped = Path(str(resources.files("configs")))
     name = path.removeprefix("configs/")
     for candidate in (shipped / name, shipped / f"{name}.yaml"):

@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 
-from broker.arguments import count, natural, share, tokens
+from broker.arguments import add_config, count, natural, share, tokens
 from broker.errors import UserError
 
 EPILOG = """also:
@@ -118,8 +118,7 @@ def _render(arguments: Sequence[str]) -> int:
 
 def _offline_parser(command: str, description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"envhub {command}", description=description)
-    parser.add_argument("config", metavar="CONFIG", help="YAML file, for example configs/quickstart.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win over the file")
+    add_config(parser)
     parser.add_argument("--domain", default=None, metavar="D", help="which domain (the only one)")
     return parser
 

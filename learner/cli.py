@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from broker.arguments import positive
+from broker.arguments import add_config, positive
 from broker.errors import UserError
 from learner.doctor import cli as doctor_cli
 from learner.evaluate import cli as eval_cli
@@ -36,7 +36,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     if rest:  # key=value after an option
         if not hasattr(options, "overrides") or any(one.startswith("-") for one in rest):
             parser.error(f"unrecognized arguments: {' '.join(rest)}")
-        options.overrides += rest
+        options.overrides = [*options.overrides, *rest]
     return options
 
 
@@ -74,8 +74,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _add_config_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str) -> argparse.ArgumentParser:
     parser = commands.add_parser(name, help=text, description=text)
-    parser.add_argument("config", metavar="CONFIG", help="YAML file, for example configs/quickstart.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win over the file, for example train.steps=50")
+    add_config(parser)
     return parser
 
 

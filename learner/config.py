@@ -8,6 +8,8 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from broker.config import Device, Section
 
+Beta = Annotated[float, Field(ge=0, lt=1)]  # of Adam's averages
+
 
 class LoraSection(Section):
     """Low-rank adapters on frozen weights, in place of training all of them."""
@@ -45,7 +47,7 @@ class Optimization(Section):
     lr_schedule: Literal["constant", "linear", "cosine"]
     warmup_steps: NonNegativeInt = 0
     weight_decay: NonNegativeFloat = 0.0
-    betas: tuple[float, float]
+    betas: tuple[Beta, Beta]
     max_grad_norm: NonNegativeFloat = 1.0  # 0 is off
     micro_batch_tokens: PositiveInt = 8192  # of one forward pass, padding included
     packing: Literal["auto", "packed", "padded"] = "auto"  # sequences share a row, each attending to itself; auto: if the model is exact so
@@ -70,7 +72,7 @@ class TrainSection(Optimization):
     megatron: MegatronSection = MegatronSection()
     lr: PositiveFloat = 1e-6
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
     ticket_timeout_s: PositiveFloat = 1800.0  # the learner closes a ticket that nobody ended
     weights_bucket_mib: PositiveFloat = 32.0
     weights_timeout_s: PositiveFloat = 30.0  # longest wait for one bucket

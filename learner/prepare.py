@@ -57,6 +57,19 @@ def run_folder(config: dict[str, Any]) -> Path:
     return folder
 
 
+def make_folder(folder: Path) -> Path:
+    """The folder, there.
+
+    Raises:
+        UserError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder}: {error.strerror}") from None
+    return folder
+
+
 def nothing_left(run: str, steps: int) -> str:
     """What is said to whoever starts a completed run again."""
     return f"run {run} has completed its {steps} steps: nothing is left to do; raise train.steps to go on, or choose another run.name"
@@ -68,8 +81,8 @@ def write_config(folder: Path, config: dict[str, Any]) -> Path:
     Raises:
         UserError: the folder cannot be written.
     """
+    make_folder(folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         target = folder / "config.yaml"
         temporary = folder / "config.yaml.new"
         temporary.write_text(to_yaml(config), encoding="utf-8")

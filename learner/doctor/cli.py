@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from broker.arguments import add_config
+
 
 def add_parser(subparsers: Any) -> None:
     """Add ``doctor [CONFIG] [key=value …]``."""
     text = "what this machine has and what a configuration lacks, with the command that mends it; exit code 1 when something is missing"
     parser = subparsers.add_parser("doctor", help=text, description=text)
-    parser.add_argument("config", metavar="CONFIG", nargs="?", default=None, help="YAML file; without one, only the machine is looked at")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win over the file")
+    add_config(parser, needed=False)
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.set_defaults(run=run)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
@@ -10,7 +11,7 @@ from broker.errors import NotInstalled
 from broker.findings import Finding
 from broker.gpus import existing
 from broker.registry import resolve
-from learner.doctor import packages, sandbox
+from learner.doctor import broker_side, packages, sandbox
 from learner.doctor.needs import Needs, needs
 
 # What each role says of its own part; by name, as roles do not import each other.
@@ -51,7 +52,9 @@ def of_fleet(config: dict[str, Any]) -> list[Finding]:
         config: validated, of a run.
     """
     wanted = needs(config)
-    asked = [lambda: sandbox.sandbox_findings(wanted)] if wanted.sandbox else []
+    asked: list[Look] = [lambda: broker_side.port_findings(wanted)]
+    if wanted.sandbox:
+        asked.append(lambda: sandbox.sandbox_findings(wanted))
     with ThreadPoolExecutor(max_workers=4) as pool:
         running = [pool.submit(look) for look in [*asked, *looks(config, wanted)]]
         return [finding for each in running for finding in each.result() if finding.status in ("missing", "warning")]
@@ -80,6 +83,18 @@ def refuse(findings: Sequence[Finding]) -> None:
             raise NotInstalled(line(finding))
 
 
+def refuse_fleet(config: dict[str, Any]) -> None:
+    """Before a whole run is started here: refuse what is missing, say what may go wrong.
+
+    Raises:
+        NotInstalled: see ``refuse``.
+    """
+    found = of_fleet(config)
+    refuse(found)
+    for finding in found:
+        print(f"warning: {line(finding)}", file=sys.stderr)
+
+
 def line(finding: Finding) -> str:
-    """In one line."""
-    return f"{finding.name}: {finding.found}{f'; run: {finding.mend}' if finding.mend else ''}"
+    """In one line; what stands behind the arrow, a command or a setting, mends it."""
+    return f"{finding.name}: {finding.found}{f' -> {finding.mend}' if finding.mend else ''}"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 from pathlib import Path
 from typing import Any
 
+from broker.arguments import add_config
 from broker.process import Stop, main
 
 
@@ -18,8 +20,7 @@ def add_parser(subparsers: Any) -> None:
         "are those that a run of it measures itself on; eval.tasks, eval.group_size and eval.temperature say how many and how.",
     )
     parser.add_argument("model", metavar="MODEL", help="folder or hub name, for example a checkpoint of a run")
-    parser.add_argument("config", metavar="CONFIG", help="YAML file, for example configs/quickstart.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win over the file, for example eval.tasks=512")
+    add_config(parser, setting="eval.tasks=512")
     parser.add_argument("--gpus", default="auto", metavar="LIST", help="GPUs for generation: 4-7, or 0,2, or cpu, or auto (%(default)s)")
     parser.add_argument("--json", action="store_true", help="one JSON object in place of text")
     parser.set_defaults(run=run)
@@ -30,10 +31,13 @@ def run(arguments: argparse.Namespace) -> int:
 
     async def body(stop: Stop) -> None:
         from broker.runspec import load, validate
+        from learner.doctor.lacking import refuse_fleet
         from learner.evaluate.run import evaluate
         from learner.prepare import name_run
 
         named = name_run(load(arguments.config, arguments.overrides), f"eval-{Path(arguments.config).stem}")
-        await evaluate(validate(named), arguments.model, stop, gpus=arguments.gpus, as_json=arguments.json)
+        config = validate(named)
+        await asyncio.to_thread(refuse_fleet, config)
+        await evaluate(config, arguments.model, stop, gpus=arguments.gpus, as_json=arguments.json)
 
     return main("eval", body)

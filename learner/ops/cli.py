@@ -50,7 +50,7 @@ def add_parsers(subparsers: Any) -> None:
         "--out", metavar="FOLDER", default=None, help="leave configuration, metrics and last checkpoint there (RUN-replay-N if overridden)"
     )
     replay.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="train otherwise on the very same data, for example train.lr=1e-5"
+        "overrides", nargs="*", default=[], metavar="key=value", help="train otherwise on the very same data, for example train.lr=1e-5"
     )
     replay.add_argument("--json", action="store_true", help="one JSON object")
     status = _add(subparsers, "status", "one screen of truth about a run", "status:show_status")

@@ -8,6 +8,8 @@ import os
 import sys
 from typing import Any, Final
 
+from broker.arguments import add_config
+
 HELP: Final = {
     "sft": "fine-tune a model on conversations",
     "dpo": "train a model on pairs of a chosen and a rejected answer",
@@ -19,8 +21,7 @@ def add_parsers(subparsers: Any) -> None:
     """Add the commands to the subparsers of ``rlearner``."""
     for name, text in HELP.items():
         parser = subparsers.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
-        parser.add_argument("config", metavar="CONFIG", help=f"YAML file, for example configs/{name}.yaml")
-        parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win over the file, for example train.lr=1e-5")
+        add_config(parser, file=name, setting="train.lr=1e-5")
         if name == "distill":
             parser.add_argument(
                 "--broker",

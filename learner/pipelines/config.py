@@ -12,7 +12,7 @@ from broker import runspec
 from broker.config import Section
 from broker.errors import ConfigError, UserError
 from learner.checks import check_layers, check_name, check_options
-from learner.config import Optimization, TrainSection
+from learner.config import Beta, Optimization, TrainSection
 
 _COMMON: Final[dict[str, str]] = {
     "run": "broker.config:RunSection",
@@ -61,7 +61,7 @@ class OfflineTrainSection(Optimization):
     batch_size: PositiveInt = 32  # rows of one step
     lr: PositiveFloat = 1e-5
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
 
 
 class HeldOutSection(Section):

@@ -30,7 +30,7 @@ from learner.pipelines.base import REFERENCE, Job, Pipeline
 from learner.pipelines.config import differing
 from learner.pipelines.data import shuffled_batches
 from learner.pipelines.progress import Show, progress
-from learner.prepare import Preparation, run_folder, write_config
+from learner.prepare import Preparation, make_folder, run_folder, write_config
 from learner.trackers import Trackers
 from text.tokenizer import Tokenizer
 
@@ -68,8 +68,8 @@ def run(name: str, config: dict[str, Any], url: str = "") -> Result:
 
 def _hold(folder: Path, run: str) -> IO[bytes]:
     """The run's folder for this process alone; who trains with a broker is fenced by that instead."""
+    make_folder(folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         problem = f"run.name: another process trains run {run} in {folder}; wait for its end, or choose another run.name"
         return lock(folder / "lock", problem)
     except OSError as error:

@@ -26,7 +26,7 @@ from broker.server import BrokerServer
 from broker.unstored import watch_metrics
 from learner.checkpoint import newest
 from learner.config import EvalSection, TrainSection
-from learner.prepare import nothing_left, run_folder
+from learner.prepare import make_folder, nothing_left, run_folder
 from learner.up.artifacts import finish
 from learner.up.board import Board
 from learner.up.fleet import Child, Fleet, cpu_seconds
@@ -49,7 +49,7 @@ async def up(config: dict[str, Any], arguments: list[str], stop: Stop) -> None:
     run_folder(config)  # refuses what can be none
     run, folder = config["run"]["name"], Path(config["run"]["dir"]) / config["run"]["name"]
     settings = section(config, "broker", BrokerSection)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     made, steps = newest(folder / "checkpoints"), section(config, "train", TrainSection).steps
     if made is not None and made.step == steps:
         print(nothing_left(run, steps), flush=True)

@@ -29,6 +29,11 @@ number = 3
     [
         ({"train": {"device": "banana"}}, "train.device: 'banana' is not allowed; auto, cpu, cuda, or one GPU as cuda:1"),
         ({"train": {"device": "cuda:x"}}, "train.device: 'cuda:x' is not allowed; auto, "),
+        ({"train": {"betas": [0.9, 1.0]}}, "train.betas.1: 1.0 is not allowed; input should be less than 1"),
+        (
+            {"eval": {"every_steps": 2, "baseline": "random", "baseline_args": {"choises": ["L"]}}},
+            "eval.baseline_args.choises: ['L'] is not allowed; unknown key, did you mean 'eval.baseline_args.choices'?",
+        ),
         ({"train": {"steps": 2**31}}, "train.steps: 2147483648 is not allowed; input should be less than or equal to 2147483647"),
         ({"train": {"lr": float("inf")}}, "train.lr: inf is not allowed; input should be a finite number"),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -56,6 +57,18 @@ def test_check_prints_the_configuration_and_says_what_is_missing_here(tmp_path: 
     assert {"vllm", "wandb"} <= said
 
 
+def test_a_taken_port_is_refused_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(LAKE)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert main(["up", str(file), f"run.dir={tmp_path}", f"rollout.http_port={port}"]) == 2
+    said = (
+        f"error: rollout.http_port: port {port} on 127.0.0.1 is already in use -> rollout.http_port=0 # any free port, or another number"
+    )
+    assert capsys.readouterr().err.splitlines()[-1].startswith(said)
+
+
 def test_the_learner_is_not_asked_for_what_others_need() -> None:
     config = {"rollout": {"engine": "no-such"}, "train": {"backend": "torch"}, "domains": {"g": {"env": "gem"}}}
     assert [one.name for one in lacking.of_learner(config) if one.name in ("no-such", "gem")] == []
@@ -64,7 +77,7 @@ def test_the_learner_is_not_asked_for_what_others_need() -> None:
 def test_the_first_missing_thing_is_refused_in_one_line() -> None:
     fine, missing = Finding("a", "x", "warning", "odd"), Finding("a", "y", "missing", "none there", "do this")
     lacking.refuse([fine])
-    with pytest.raises(NotInstalled, match=r"^y: none there; run: do this$"):
+    with pytest.raises(NotInstalled, match=r"^y: none there -> do this$"):
         lacking.refuse([fine, missing])
 
 
