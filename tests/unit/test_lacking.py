@@ -63,9 +63,7 @@ def test_a_taken_port_is_refused_before_anything_starts(tmp_path: Path, capsys: 
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         assert main(["up", str(file), f"run.dir={tmp_path}", f"rollout.http_port={port}"]) == 2
-    said = (
-        f"error: rollout.http_port: port {port} on 127.0.0.1 is already in use -> rollout.http_port=0 # any free port, or another number"
-    )
+    said = f"error: rollout.http_port: port {port} on 127.0.0.1 is already in use -> rollout.http_port=0 # any free port, or another number"
     assert capsys.readouterr().err.splitlines()[-1].startswith(said)
 
 
