@@ -1,16 +1,19 @@
 """What new weights in flight cost a server: tokens lost, how long generation stands still, how long a transfer takes.
 
-    make vllm-env && .venv-vllm/bin/python -m bench.update [--engine vllm] [--rounds 15] [--every 2] [--window 4] [--moved]
+    make vllm-env && .venv-vllm/bin/python -m bench.update [--engine vllm] [--rounds 15] [--every 2] [--window 6] [--moved]
 
 A rollout server as its own process follows a sender of weights on a private nats-server, as a learner is one, while this process keeps
-``--requests`` requests in flight, as hubs do: all of one length and evenly spread over it, so that any second is like any other. Windows of
-time take turns: nothing happens in one; new weights are sent every ``--every`` seconds in the next; with ``--moved`` there is a third in
-which two processes that have nothing to do with the server broadcast as many bytes between them as often (``bench.update_bare``): what
-moving bytes takes from a server by being done on the same cores and memory. A round during which processes outside this run took more
-than ``--others`` of the processors does not count and is done again, ``disturbed`` times in all; ``others_share`` is what they took,
-the median over those that count.
+``--requests`` requests in flight, as hubs do: all of one length and evenly spread over it, so that any second is like any other. Windows
+of time take turns: nothing happens in one; new weights are sent every ``--every`` seconds, 2 at least, in the next; with ``--moved`` there
+is a third in which two processes that have nothing to do with the server broadcast as many bytes between them as often
+(``bench.update_bare``): what moving bytes takes from a server by being done on the same cores and memory. A round during which processes
+outside this run took more than ``--others`` of the processors does not count and is done again, ``disturbed`` times in all;
+``others_share`` is what they took, the median over those that count.
 
 ``tokens_lost_share``: 1 - tokens a second with updates / without, the median over the rounds (``*_interval`` as in bench.pairs);
+``by_second_lost_share``: the same from one second to the next: an update begins just after a report of the server, so that each second
+with one is followed by ``--every`` - 1 without; what it lacks of those, divided by ``--every``, is what updates cost. Neighbours differ
+less than windows do, so this says it more sharply, but for what an update costs after its second;
 ``moved_lost_share``: the same of the unrelated bytes; ``own_lost_share``: updates against unrelated bytes; ``pause_ms``: generation
 stood still for new weights, ``transfer_ms``: from joining to the last confirmed bucket, ``load_ms``: from then until the version is
 served, medians over the updates, as the server reports them. The last line is one JSON object.
@@ -23,9 +26,9 @@ import asyncio
 import itertools
 import json
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import mean
 from typing import Any, Final
 
 import numpy as np
@@ -123,26 +126,24 @@ class Reports:
         self._task.cancel()
 
 
-async def window(reports: Reports, every_s: float, seconds: float, happens: Callable[[], None] | None) -> float:
-    """Tokens a second, of as many whole reports as the window has seconds; what happens goes on evenly before and between them."""
-    repeating = asyncio.create_task(_repeat(happens, every_s)) if happens is not None else None
-    try:
-        first = len(reports.rates) + SKIPPED  # the reports that come next cover some time before
-        async with asyncio.timeout(seconds + 60):
-            while len(reports.rates) < first + int(seconds):  # noqa: ASYNC110 - reports come by themselves
-                await asyncio.sleep(0.02)
-    finally:
-        if repeating is not None:
-            repeating.cancel()
-    counted = reports.rates[first : first + int(seconds)]
-    return sum(counted) / len(counted)
+async def window(reports: Reports, every: int, seconds: int, happens: Callable[[], None] | None) -> list[float]:
+    """Tokens a second, report by report, as many as the window has seconds. What happens does so just after every so many of the server's
+    reports, a second each, before and in the window; the first one that counts holds it."""
+    first = len(reports.rates) + SKIPPED  # the reports that come next cover some time before
+    seen = 0
+    async with asyncio.timeout(seconds + 60):
+        while (now := len(reports.rates)) < first + seconds:
+            if now > seen and happens is not None and (now - first) % every == 0:
+                happens()
+            seen = now
+            await asyncio.sleep(0.01)
+    return reports.rates[first : first + seconds]
 
 
-async def _repeat(happens: Callable[[], None], every_s: float) -> None:
-    began = time.monotonic()
-    for number in itertools.count(1):
-        happens()
-        await asyncio.sleep(began + number * every_s - time.monotonic())
+def by_second(rates: Sequence[float], every: int) -> list[float]:
+    """What the first of every so many seconds lacks of the others behind it, as a share of what all of them could have been."""
+    groups = [rates[at : at + every] for at in range(0, len(rates) - every + 1, every)]
+    return [(mean(group[1:]) - group[0]) / (every * mean(group[1:])) for group in groups]
 
 
 async def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -150,6 +151,7 @@ async def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval()
     size_bytes = sum(p.numel() * 4 for p in model.parameters())
     shares: list[float] = []
+    by_seconds: list[float] = []
     number = disturbed = 0
     rates: dict[str, list[float]] = {arm: [] for arm in ("nothing", "updates", "moved") if arm != "moved" or options.moved}
     async with serving(options.engine, folder / "model", folder, options, frozen=False) as served:
@@ -167,9 +169,12 @@ async def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
             orders = list(itertools.permutations(rates))
             while len(rates["nothing"]) < options.rounds and disturbed <= 2 * options.rounds:
                 now: dict[str, float] = {}
+                neighbours: list[float] = []
                 others = Others()
                 for arm in orders[number % len(orders)]:
-                    now[arm] = await window(reports, options.every, options.window, happens[arm])
+                    seconds = await window(reports, options.every, options.window, happens[arm])
+                    now[arm] = mean(seconds)
+                    neighbours = by_second(seconds, options.every) if arm == "updates" else neighbours
                     for task in load.tasks:
                         if task.done():
                             task.result()
@@ -180,6 +185,7 @@ async def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
                 for arm, rate in now.items() if verdict == "counts" else ():
                     rates[arm].append(rate)
                 shares += [share] if verdict == "counts" else []
+                by_seconds += neighbours if verdict == "counts" else []
                 disturbed += verdict.startswith("disturbed")
                 number += 1
         finally:
@@ -195,6 +201,9 @@ async def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     return {
         "engine": options.engine,
         **lost("tokens_lost_share", rates["updates"], rates["nothing"]),
+        "by_second_lost_share": round(median(by_seconds), 4),
+        "by_second_lost_share_interval": [round(bound, 4) for bound in interval(by_seconds)],
+        "by_second_pairs": len(by_seconds),
         **(lost("moved_lost_share", rates["moved"], rates["nothing"]) if options.moved else {}),
         **(lost("own_lost_share", rates["updates"], rates["moved"]) if options.moved else {}),
         "pause_ms": round(1000 * median(list(reports.pauses.values())), 2),
@@ -220,8 +229,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", default="vllm")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--every", type=float, default=2.0)
-    parser.add_argument("--window", type=float, default=4.0)
+    parser.add_argument("--every", type=int, default=2)
+    parser.add_argument("--window", type=int, default=6)
     parser.add_argument("--moved", action="store_true")
     parser.add_argument("--others", type=float, default=0.25)
     parser.add_argument("--settle", type=float, default=12.0)
