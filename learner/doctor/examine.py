@@ -11,9 +11,8 @@ from typing import Any, Final
 
 from broker.errors import ConfigError, NotInstalled, UserError
 from broker.findings import Finding
-from broker.gpus import existing
 from broker.runspec import load, validate
-from learner.doctor import broker_side, hardware, lacking, machine, packages, sandbox
+from learner.doctor import broker_side, lacking, machine, packages, sandbox
 from learner.doctor.needs import Needs, needs
 
 LACKING: Final = "not installed"  # how errors of plug-ins name a package that is not there
@@ -81,7 +80,7 @@ def _looks(config: dict[str, Any], wanted: Needs) -> list[lacking.Look]:
     return [
         *lacking.looks(config, wanted),
         lambda: sandbox.sandbox_findings(wanted),
-        lambda: hardware.gpu_findings(*hardware.find_gpus(), hardware.find_torch(), wanted, len(existing())),
+        lambda: lacking.gpus(wanted),
         lambda: [*broker_side.server_findings(wanted), *broker_side.address_findings(wanted), *broker_side.port_findings(wanted)],
         lambda: [*python(), *packages.base_findings(project)],
         lambda: _machine(wanted),

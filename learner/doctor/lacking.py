@@ -11,7 +11,7 @@ from broker.errors import NotInstalled
 from broker.findings import Finding
 from broker.gpus import existing
 from broker.registry import resolve
-from learner.doctor import broker_side, packages, sandbox
+from learner.doctor import broker_side, hardware, packages, sandbox
 from learner.doctor.needs import Needs, needs
 
 # What each role says of its own part; by name, as roles do not import each other.
@@ -45,6 +45,11 @@ def tools(project: packages.Project, wanted: Needs) -> list[Finding]:
     return packages.tool_findings(project, plugins, gpus=bool(existing()))
 
 
+def gpus(wanted: Needs) -> list[Finding]:
+    """GPUs, driver and CUDA, and how weights would travel between them."""
+    return hardware.gpu_findings(*hardware.find_gpus(), hardware.find_torch(), wanted, len(existing()))
+
+
 def of_fleet(config: dict[str, Any]) -> list[Finding]:
     """What a whole run on this machine would end for, or stumble over.
 
@@ -52,7 +57,7 @@ def of_fleet(config: dict[str, Any]) -> list[Finding]:
         config: validated, of a run.
     """
     wanted = needs(config)
-    asked: list[Look] = [lambda: broker_side.port_findings(wanted)]
+    asked: list[Look] = [lambda: broker_side.port_findings(wanted), lambda: gpus(wanted)]
     if wanted.sandbox:
         asked.append(lambda: sandbox.sandbox_findings(wanted))
     with ThreadPoolExecutor(max_workers=4) as pool:

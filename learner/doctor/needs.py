@@ -80,6 +80,7 @@ def needs(config: Mapping[str, Any]) -> Needs:
         cuda=device.startswith("cuda"),
         num_gpus=max(
             ranks if device.startswith("cuda") else 0,
+            int(device.partition(":")[2] or -1) + 1,
             parallel if parallel > 1 else 0,
             int(engine in GPU_ENGINES and not command),
         ),

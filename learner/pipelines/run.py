@@ -146,8 +146,9 @@ class _Loop:
     def _step(self, step: int, rows: list[int], show: Show) -> None:
         began = time.monotonic()
         values = self._pipeline.step(rows)
-        if not math.isfinite(values["train/loss"]) or values.get("train/skipped"):
-            raise UserError(f"the loss is {values['train/loss']} at step {step}; lower train.lr ({self._job.train.lr})")
+        if not math.isfinite(loss := values["train/loss"]) or values.get("train/skipped"):
+            what = "the gradient is not finite" if math.isfinite(loss) else f"the loss is {loss}"
+            raise UserError(f"{what} at step {step}; lower train.lr ({self._job.train.lr})")
         seconds = time.monotonic() - began
         values |= {"time/step": seconds, "perf/tokens_per_s": values["train/tokens"] / max(seconds, 1e-9)}
         every, last = self._job.held_out.every_steps, step == self._job.train.steps

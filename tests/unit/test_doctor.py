@@ -70,6 +70,10 @@ def test_what_a_configuration_needs() -> None:
     assert needs({"data": {"train": "rows.parquet"}}) == Needs(parquet=True)
 
 
+def test_a_gpu_by_number_needs_as_many() -> None:
+    assert [needs({"train": {"device": device}}).num_gpus for device in ("cuda", "cuda:0", "cuda:3", "cpu", "auto")] == [1, 1, 4, 0, 0]
+
+
 def test_an_engine_that_is_started_from_another_environment() -> None:
     own = needs({"rollout": {"engine": "sglang", "engine_args": {}}})
     assert (own.plugins, own.num_gpus, own.cuda) == ({"rollout.engine": "sglang"}, 1, False)

@@ -67,6 +67,17 @@ def test_a_taken_port_is_refused_before_anything_starts(tmp_path: Path, capsys: 
     assert capsys.readouterr().err.splitlines()[-1].startswith(said)
 
 
+def test_a_gpu_that_is_not_there_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(lacking.hardware, "find_gpus", lambda: ([], ""))
+    monkeypatch.setattr(lacking, "existing", lambda: [])
+    file = tmp_path / "run.yaml"
+    file.write_text(LAKE)
+    assert main(["up", str(file), f"run.dir={tmp_path}", "train.device=cuda"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: GPUs: no NVIDIA GPU on this machine -> ")
+
+
 def test_the_learner_is_not_asked_for_what_others_need() -> None:
     config = {"rollout": {"engine": "no-such"}, "train": {"backend": "torch"}, "domains": {"g": {"env": "gem"}}}
     assert [one.name for one in lacking.of_learner(config) if one.name in ("no-such", "gem")] == []
