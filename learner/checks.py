@@ -1,9 +1,11 @@
-"""What the learner's sections must be together, and what they name: checked before anything starts, without importing torch."""
+"""What the learner's sections must be together, and what they name: checked before anything starts, without importing torch.
+
+Which packages they need is another question, see ``learner.doctor.lacking``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -141,10 +143,10 @@ def _check_training(config: dict[str, Any]) -> None:
 
 
 def check_options(train: Mapping[str, Any]) -> None:
-    """What a section ``train`` asks of the backend and of this machine.
+    """What a section ``train`` asks of the backend.
 
     Raises:
-        ConfigError: the backend lacks it, or a package does.
+        ConfigError: the backend lacks it.
     """
     from learner.backends import BACKENDS, WITH_OPTIONS
 
@@ -152,8 +154,6 @@ def check_options(train: Mapping[str, Any]) -> None:
     if wanted and train["backend"] in BACKENDS and train["backend"] not in WITH_OPTIONS:
         allowed = f"unset with train.backend {train['backend']}; {', '.join(WITH_OPTIONS)} take it"
         raise ConfigError(f"train.{wanted[0]}", train[wanted[0]], allowed)
-    if train["lora"] and find_spec("peft") is None:
-        raise ConfigError("train.lora", train["lora"], "null, for the package peft is not installed: pip install 'rlearner[lora]'")
 
 
 def check_layers(lora: Mapping[str, Any] | None, model: Mapping[str, Any]) -> None:
@@ -176,7 +176,7 @@ def check_deepspeed(train: Mapping[str, Any]) -> None:
     """What a section ``train`` asks of DeepSpeed.
 
     Raises:
-        ConfigError: it is not installed, not the backend, or asked for what the stage has not.
+        ConfigError: it is not the backend, or asked for what the stage has not.
     """
     section = train["deepspeed"]
     if train["backend"] != "deepspeed":
@@ -184,10 +184,6 @@ def check_deepspeed(train: Mapping[str, Any]) -> None:
         if odd := next((key for key in plain if section[key] != plain[key]), ""):
             raise ConfigError(f"train.deepspeed.{odd}", section[odd], f"unset with train.backend {train['backend']}")
         return
-    if find_spec("deepspeed") is None:
-        raise ConfigError(
-            "train.backend", "deepspeed", "another, for the package deepspeed is not installed: pip install 'rlearner[deepspeed]'"
-        )
     if section["offload_param"] and section["stage"] < 3:
         raise ConfigError(
             "train.deepspeed.offload_param", True, f"false with train.deepspeed.stage {section['stage']}: only stage 3 divides weights"
@@ -205,17 +201,13 @@ def check_megatron(train: Mapping[str, Any]) -> None:
     """What a section ``train`` asks of Megatron-core.
 
     Raises:
-        ConfigError: it is not installed, not the backend, or the ranks cannot be divided so.
+        ConfigError: it is not the backend, or the ranks cannot be divided so.
     """
     section = train["megatron"]
     if train["backend"] != "megatron":
         if odd := next((key for key, size in section.items() if size != 1), ""):
             raise ConfigError(f"train.megatron.{odd}", section[odd], f"1 with train.backend {train['backend']}; more with megatron")
         return
-    if find_spec("megatron") is None or find_spec("megatron.core") is None:
-        raise ConfigError(
-            "train.backend", "megatron", "another, for the package megatron-core is not installed: pip install 'rlearner[megatron]'"
-        )
     tensor, pipeline, ranks = section["tensor_parallel"], section["pipeline_parallel"], train["ranks"]
     if ranks % (tensor * pipeline):
         allowed = f"a multiple of train.megatron.tensor_parallel {tensor} times train.megatron.pipeline_parallel {pipeline}"

@@ -1,4 +1,4 @@
-"""train.deepspeed: what is refused before anything starts, with and without the package."""
+"""train.deepspeed: what is refused before anything starts."""
 
 from typing import Any
 
@@ -6,7 +6,6 @@ import pytest
 
 from broker.errors import ConfigError
 from broker.runspec import validate
-from learner import checks
 from learner.pipelines import config as offline
 
 LAKE = {"env": "frozenlake", "group_size": 4, "max_context_tokens": 256, "sampling": {"max_tokens": 4}, "deadline_s": 60}
@@ -18,20 +17,7 @@ def refused(train: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-@pytest.fixture
-def installed(monkeypatch):
-    monkeypatch.setattr(checks, "find_spec", lambda name: object())
-
-
-def test_a_missing_package_names_what_installs_it(monkeypatch):
-    monkeypatch.setattr(checks, "find_spec", lambda name: None)
-    line = (
-        "train.backend: 'deepspeed' is not allowed; another, for the package deepspeed is not installed: pip install 'rlearner[deepspeed]'"
-    )
-    assert refused({"backend": "deepspeed"}) == line
-
-
-def test_what_the_stages_take(installed):
+def test_what_the_stages_take():
     assert refused({"backend": "deepspeed", "deepspeed": {"stage": 4}}).startswith("train.deepspeed.stage: 4 is not allowed; ")
     assert "did you mean 'train.deepspeed.stage'?" in refused({"backend": "deepspeed", "deepspeed": {"stages": 1}})
     line = "train.deepspeed.offload_param: True is not allowed; false with train.deepspeed.stage 2: only stage 3 divides weights"
@@ -41,7 +27,7 @@ def test_what_the_stages_take(installed):
     assert checked["train"]["deepspeed"]["stage"] == 2
 
 
-def test_its_keys_belong_to_it_alone(installed, tmp_path):
+def test_its_keys_belong_to_it_alone(tmp_path):
     line = "train.deepspeed.stage: 3 is not allowed; unset with train.backend fsdp2"
     assert refused({"backend": "fsdp2", "deepspeed": {"stage": 3}}) == line
     with pytest.raises(ConfigError, match=r"^train.backend: 'deepspeed' is not allowed; torch, ddp or fsdp2"):

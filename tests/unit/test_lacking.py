@@ -83,6 +83,21 @@ def test_the_learner_is_not_asked_for_what_others_need() -> None:
     assert [one.name for one in lacking.of_learner(config) if one.name in ("no-such", "gem")] == []
 
 
+@pytest.mark.usefixtures("without_packages")
+@pytest.mark.parametrize(
+    ("train", "extra", "key"),
+    [
+        ({"backend": "deepspeed"}, "deepspeed", "train.backend"),
+        ({"backend": "megatron"}, "megatron", "train.backend"),
+        ({"backend": "torch", "lora": {"rank": 8}}, "lora", "lora"),
+    ],
+)
+def test_what_trains_and_is_not_installed(train: dict[str, Any], extra: str, key: str) -> None:
+    (found,) = [one for one in lacking.of_learner({"train": train}) if one.name == extra]
+    assert found.found.endswith(f"{key} asks for it")
+    assert f"[{extra}]'" in found.mend
+
+
 def test_the_first_missing_thing_is_refused_in_one_line() -> None:
     fine, missing = Finding("a", "x", "warning", "odd"), Finding("a", "y", "missing", "none there", "do this")
     lacking.refuse([fine])

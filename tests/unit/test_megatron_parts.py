@@ -13,7 +13,6 @@ from transformers import AutoConfig, LlamaConfig, Qwen2Config, Qwen3Config
 
 from broker.errors import ConfigError
 from broker.runspec import validate
-from learner import checks
 from learner.backends.megatron.architecture import Architecture, architecture_of, refuse_sizes
 from learner.backends.megatron.grid import Grid
 from learner.backends.megatron.mapping import parts_of, take_share
@@ -215,14 +214,7 @@ def refused(train: dict[str, object], **more: object) -> str:
     return str(caught.value)
 
 
-def test_a_missing_package_names_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "find_spec", lambda name: None)
-    line = "train.backend: 'megatron' is not allowed; another, for the package megatron-core is not installed: "
-    assert refused({"backend": "megatron"}) == line + "pip install 'rlearner[megatron]'"
-
-
-def test_ranks_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "find_spec", lambda name: object())
+def test_ranks_and_options() -> None:
     both = {"tensor_parallel": 2, "pipeline_parallel": 2}
     line = "train.ranks: 6 is not allowed; a multiple of train.megatron.tensor_parallel 2 times train.megatron.pipeline_parallel 2"
     assert refused({"backend": "megatron", "ranks": 6, "megatron": both}) == line
@@ -241,7 +233,6 @@ def test_ranks_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_model_that_is_here_is_looked_at_before_anything_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(checks, "find_spec", lambda name: object())
     train = {"backend": "megatron", "ranks": 4, "megatron": {"tensor_parallel": 4}}
     line = "train.megatron.tensor_parallel: 4 is not allowed; one of 1, 2: it must divide the model's {} key-value heads"
     assert refused(train, model={"path": None, "tiny": {"num_heads": 4, "num_kv_heads": 2}}) == line.format(2)

@@ -8,7 +8,7 @@ from torch_backend_kit import backend, gradient, samples, save_model
 
 from broker.errors import ConfigError
 from broker.runspec import validate
-from learner import backends, checks
+from learner import backends
 from learner.backends import compiling, offload
 from learner.config import AlgorithmSection, TrainSection
 
@@ -147,21 +147,18 @@ def resolved(**train):
         ({"lora": {"targets": ["q_proj"]}}, "train.lora.targets", "did you mean 'train.lora.target_modules'?"),
         ({"compile": True, "backend": "elsewhere"}, "train.compile", "unset with train.backend elsewhere; torch, ddp, fsdp2 take it"),
         ({"lora": {}, "backend": "elsewhere"}, "train.lora", "unset with train.backend elsewhere; torch, ddp, fsdp2 take it"),
-        ({"lora": {"rank": 8}}, "train.lora", "null, for the package peft is not installed: pip install 'rlearner[lora]'"),
     ],
 )
 def test_refused(monkeypatch, train, key, allowed):
     monkeypatch.setitem(backends.BACKENDS, "elsewhere", "learner.backends.torch:TorchBackend")
-    monkeypatch.setattr(checks, "find_spec", lambda name: None)
     with pytest.raises(ConfigError) as caught:
         resolved(**train)
     assert caught.value.key == key
     assert allowed in str(caught.value)
 
 
-def test_off_by_default_and_a_word_turns_adapters_on(monkeypatch):
-    monkeypatch.setattr(checks, "find_spec", lambda name: object())
+def test_off_by_default_and_a_word_turns_adapters_on():
     assert resolved()["train"]["lora"] is None
     found = resolved(lora={"rank": 8})["train"]
-    assert found["lora"] == {"rank": 8, "alpha": 32, "dropout": 0.0, "target_modules": "all-linear"}
+    assert found["lora"] == {"rank": 8, "alpha": 32, "dropout": 0.0, "target_modules": "all-linear", "send": "adapter"}
     assert (found["compile"], found["activation_offload"], found["optimizer_offload"]) == (False, False, False)
