@@ -37,6 +37,15 @@ def tokenizer_folder(path: str, key: str = "model.path") -> Path:
     return Path(_download(path, key, _TOKENIZER_FILES))
 
 
+def weights_folder(path: str, key: str = "model.path") -> Path:
+    """The folder with a model's safetensors; a hub name is downloaded, or found in the cache.
+
+    Raises:
+        ConfigError: no such name on the hub and in the cache.
+    """
+    return Path(path).expanduser() if is_local(path) else Path(_download(path, key, ("*.safetensors", "*.json")))
+
+
 def check_model(path: str, key: str) -> None:
     """See ``text.config.check_model_path``."""
     if not is_local(path):

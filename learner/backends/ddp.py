@@ -80,9 +80,10 @@ class DdpBackend(CriticOnRanks):
             with self._leader.working():
                 self._leader.arm()
                 join(self._leader.store, self.rank, self.size, self.device)
+            self._met = True
         elif self._seat is not None:
             join(self._seat.store, self.rank, self.size, self.device)
-        self._met = dist.is_initialized()
+            self._met = True
 
     def _all_at_once(self, call: Call, work: Callable[[], T]) -> T:
         """``work`` on rank 0 while the others ``take_part``; alone where there are no others."""

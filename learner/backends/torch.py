@@ -81,7 +81,7 @@ class TorchBackend(Held):
                 _add(sums, one)
             found = self._critic_step(sums, self._version)
         if trains_policy:
-            for micro in cut(part, self._micro_tokens, packed=self._packs):
+            for micro in cut(part, self.cutter().budget, packed=self._packs):
                 self.forward_backward(micro)
             found |= self._take()
         return found

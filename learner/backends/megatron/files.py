@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -14,7 +13,7 @@ from torch import Tensor
 from broker.errors import ConfigError
 from learner.backends.megatron.mapping import share_size
 from text.config import check_model_path
-from text.hub import is_local
+from text.hub import weights_folder
 
 
 class WeightFiles:
@@ -30,7 +29,7 @@ class WeightFiles:
     def __init__(self, path: str) -> None:
         check_model_path(path)
         self._path = path
-        self._files = sorted(_folder(path).glob("*.safetensors"))
+        self._files = sorted(weights_folder(path).glob("*.safetensors"))
         if not self._files:
             raise ConfigError("model.path", path, "a model with weights in *.safetensors with train.backend megatron")
         self._stack = ExitStack()
@@ -77,11 +76,3 @@ class WeightFiles:
             return piece
         shape[dim] = size - (stop - start)
         return torch.cat([piece, piece.new_zeros(shape)], dim)
-
-
-def _folder(path: str) -> Path:
-    if is_local(path):
-        return Path(path).expanduser()
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
