@@ -279,7 +279,7 @@ async def test_killed_it_is_gone_and_another_goes_on(fleet: Fleet) -> None:
             marks=pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here"),
         ),
         (("--gpus", "97"), "error: --gpus 97: GPU 97 not on this machine; it has"),
-        (("max_runing=3",), "error: rollout.max_runing: 3 is not allowed; unknown key, did you mean rollout.max_running?"),
+        (("max_runing=3",), "error: rollout.max_runing: 3 is not allowed; unknown key, did you mean 'rollout.max_running'?"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, tuple) else "",
 )
