@@ -43,8 +43,13 @@ def _config_error(where: str, model: type[pydantic.BaseModel], error: pydantic.V
         return ConfigError(key, problem["input"], unknown(location[-1], _keys_at(model, location[:-1]), ".".join((where, *location[:-1]))))
     if problem["type"] == "missing":
         return ConfigError(key, None, "it must be given")
-    message = problem["msg"].removeprefix("Value error, ")  # how pydantic begins what a validator of ours says
-    return ConfigError(key, problem["input"], message[0].lower() + message[1:])
+    return ConfigError(key, problem["input"], sentence(problem["msg"]))
+
+
+def sentence(message: str) -> str:
+    """What pydantic says, to stand within a line; without the words that it puts before what a validator of ours says."""
+    message = message.removeprefix("Value error, ")
+    return message[:1].lower() + message[1:]
 
 
 def _keys_at(model: Any, location: Sequence[str]) -> Sequence[str]:

@@ -185,7 +185,7 @@ class EvalSection(Section):
     at_start: bool = True
     baseline: str = ""  # policy measured once beside the actor, for example ``random``; empty: none
     against: list[str] = Field(default_factory=list)  # other policies, measured on the same tasks at every evaluation
-    baseline_args: dict[str, Any] = Field(default_factory=dict)  # engine_args of the baseline's server in ``rlearner up``
+    baseline_args: dict[str, Any] = Field(default_factory=dict)  # engine_args of the server of ``random`` in ``rlearner up``
     timeout_s: PositiveFloat = 600.0  # the run waits this long for its last evaluation
 
 

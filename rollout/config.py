@@ -53,7 +53,7 @@ def check(config: dict[str, Any]) -> None:
     if section.snapshot_only and section.snapshot is None:
         raise ConfigError("rollout.snapshot_only", True, "false without rollout.snapshot")
     evaluation = config.get("eval") or {}
-    if evaluation.get("baseline") == "random":  # ``rlearner up`` starts its server, with these
+    if "random" in (evaluation.get("baseline"), *(evaluation.get("against") or ())):  # ``rlearner up`` starts its server, with these
         parse("eval.baseline_args", evaluation.get("baseline_args") or {}, resolve("engine_args", "random", ENGINE_ARGS))
     for name, domain in (config.get("domains") or {}).items():
         longest = domain.get("max_context_tokens", 0)

@@ -62,7 +62,7 @@ async def up(config: dict[str, Any], arguments: list[str], stop: Stop) -> None:
             fleet.add("envhub", "envhub.cli", ["--id", "envhub-1"])
             fleet.add("rewardhub", "rewardhub.cli", ["--id", "rewardhub-1"])
             evaluation = section(config, "eval", EvalSection)
-            if evaluation.every_steps and evaluation.baseline == "random":
+            if evaluation.every_steps and "random" in (evaluation.baseline, *evaluation.against):
                 engine_args = f"engine_args={json.dumps(evaluation.baseline_args)}"  # YAML reads JSON
                 fleet.add("rollout-random", "rollout.cli", ["--engine", "random", "--policy", "random", "--id", "random-1", engine_args])
             await _show(config, broker, fleet, learner, stop)

@@ -51,12 +51,12 @@ def chat(**fields: Any) -> ChatBody:
         (
             {"messages": [{"role": "assistant"}]},
             "messages.0",
-            "messages.0: {'role': 'assistant'} is not allowed; value error, content must be",
+            "messages.0: {'role': 'assistant'} is not allowed; content must be",
         ),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "[]"}}]}]},
             "messages.0.tool_calls.0.function.arguments",
-            "messages.0.tool_calls.0.function.arguments: '[]' is not allowed; value error, the arguments must be a JSON object",
+            "messages.0.tool_calls.0.function.arguments: '[]' is not allowed; the arguments must be a JSON object",
         ),
         ({"presence_penalty": 0.5}, "presence_penalty", "presence_penalty is not supported by this server"),
         ({"top_logprobs": 5}, "top_logprobs", "top_logprobs: 5 is not allowed without logprobs: true"),

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final, Literal, Self, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator, model_validator
 
+from broker.sections import sentence
 from text.openai.problems import Problem
 
 B = TypeVar("B", bound="Body")
@@ -266,5 +267,4 @@ def _problem(error: ValidationError) -> Problem:
     if first["type"] == "missing":
         return Problem(400, f"{param} must be given", param=param)
     said = repr(first["input"])
-    message = first["msg"][0].lower() + first["msg"][1:]
-    return Problem(400, f"{param}: {said if len(said) <= 80 else said[:77] + '...'} is not allowed; {message}", param=param)
+    return Problem(400, f"{param}: {said if len(said) <= 80 else said[:77] + '...'} is not allowed; {sentence(first['msg'])}", param=param)
