@@ -1,4 +1,4 @@
-"""The median of interleaved pairs and its interval."""
+"""Medians of interleaved pairs and their intervals."""
 
 from __future__ import annotations
 
@@ -25,3 +25,9 @@ def interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, 
             break
         k = candidate
     return ordered[k - 1], ordered[n - k]
+
+
+def by_second(rates: Sequence[float], every: int) -> list[float]:
+    """What the first of every so many seconds lacks of the others behind it, as a share of what all of them could have been."""
+    groups = [rates[at : at + every] for at in range(0, len(rates) - every + 1, every)]
+    return [(statistics.mean(group[1:]) - group[0]) / (every * statistics.mean(group[1:])) for group in groups]

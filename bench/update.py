@@ -37,7 +37,7 @@ import transformers
 
 from bench.engine import make_model
 from bench.others import NEVER_QUIET, Others
-from bench.pairs import interval, median
+from bench.pairs import by_second, interval, median
 from bench.server import Served, serving
 from bench.update_bare import Movers
 from broker import wire
@@ -138,12 +138,6 @@ async def window(reports: Reports, every: int, seconds: int, happens: Callable[[
             seen = now
             await asyncio.sleep(0.01)
     return reports.rates[first : first + seconds]
-
-
-def by_second(rates: Sequence[float], every: int) -> list[float]:
-    """What the first of every so many seconds lacks of the others behind it, as a share of what all of them could have been."""
-    groups = [rates[at : at + every] for at in range(0, len(rates) - every + 1, every)]
-    return [(mean(group[1:]) - group[0]) / (every * mean(group[1:])) for group in groups]
 
 
 async def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
