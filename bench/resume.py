@@ -21,6 +21,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from bench import made_up
 from bench.fleet import Fleet
 from broker import wire
 from broker.jetstream import Bus
@@ -56,34 +57,15 @@ def config(folder: Path, steps: int, every: int) -> dict[str, Any]:
 def group(ticket: wire.Ticket, rng: random.Random) -> wire.Group:
     """Random tokens with random rewards: what matters here is only that they are the same twice."""
     numbers = np.random.default_rng([ticket.number, rng.randrange(1 << 30)])
-    num_tokens = PROMPT + RESPONSE
     trajectories = []
     for episode in range(4):
         reward = float(numbers.random())
+        token_ids = numbers.integers(6, 60, PROMPT + RESPONSE).tolist()
+        logprobs = (-3 - numbers.random(RESPONSE)).tolist()
         trajectories.append(
-            wire.Trajectory(
-                episode=episode,
-                token_ids=wire.column(numbers.integers(6, 60, num_tokens), "<i4"),
-                loss_mask=wire.column([0] * PROMPT + [1] * RESPONSE, "|u1"),
-                logprobs=wire.column([0.0] * PROMPT + (-3 - numbers.random(RESPONSE)).tolist(), "<f4"),
-                version_runs=wire.column([ticket.min_version, RESPONSE], "<i4"),
-                turns=[wire.Turn(start=PROMPT, end=num_tokens, reward=reward, valid=True, finish_reason="length", server="bench")],
-                reward=reward,
-                reward_parts={"env": reward},
-                success=reward > 0.5,
-                end="terminated",
-            )
+            made_up.trajectory(episode, token_ids, logprobs, version=ticket.min_version, reward=reward, success=reward > 0.5)
         )
-    return wire.Group(
-        ticket=ticket.number,
-        domain=ticket.domain,
-        task_index=ticket.task_index,
-        min_version=ticket.min_version,
-        hub="bench",
-        deliveries=1,
-        pools=[],
-        trajectories=trajectories,
-    )
+    return made_up.group(ticket, trajectories)
 
 
 async def answer(bus: Bus, seed: int, pace_s: float) -> None:

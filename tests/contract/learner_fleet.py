@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from bench import made_up
 from broker import wire
 from broker.jetstream import Bus, Delivery
 from broker.runspec import validate
@@ -36,35 +37,17 @@ def trajectory(episode: int, reward: float, version: int, seed: int) -> wire.Tra
     """Five tokens of prompt, three sampled ones in one turn."""
     rng = np.random.default_rng([seed, episode])
     n = PROMPT + RESPONSE
-    return wire.Trajectory(
-        episode=episode,
-        token_ids=wire.column(rng.integers(6, 60, n), "<i4"),
-        loss_mask=wire.column([0] * PROMPT + [1] * RESPONSE, "|u1"),
-        logprobs=wire.column([0.0] * PROMPT + [-2.0] * RESPONSE, "<f4"),
-        version_runs=wire.column([version, RESPONSE], "<i4"),
-        turns=[wire.Turn(start=PROMPT, end=n, reward=reward, valid=episode == 0, finish_reason="stop", server="made-up")],
-        reward=reward,
-        reward_parts={"env": reward},
-        success=reward > 0,
-        end="terminated",
+    turn = wire.Turn(start=PROMPT, end=n, reward=reward, valid=episode == 0, finish_reason="stop", server="made-up")
+    return made_up.trajectory(
+        episode, rng.integers(6, 60, n).tolist(), [-2.0] * RESPONSE, version=version, reward=reward, turns=[turn],
         metrics={"moves": 2.0 + episode},
-    )
+    )  # fmt: skip
 
 
 def group(ticket: wire.Ticket, version: int, rewards: tuple[float, ...] = (0.0, 1.0)) -> wire.Group:
     """The group of a ticket, all its tokens of one version."""
-    return wire.Group(
-        ticket=ticket.number,
-        domain=ticket.domain,
-        task_index=ticket.task_index,
-        min_version=ticket.min_version,
-        hub="made-up",
-        deliveries=1,
-        pools=[],
-        trajectories=[trajectory(i, reward, version, ticket.number) for i, reward in enumerate(rewards)],
-        generate_s=0.5,
-        env_step_s=0.25,
-    )
+    trajectories = [trajectory(i, reward, version, ticket.number) for i, reward in enumerate(rewards)]
+    return made_up.group(ticket, trajectories, generate_s=0.5, env_step_s=0.25)
 
 
 class Hub:
@@ -115,17 +98,6 @@ class Hub:
                 self.eval_tickets.append(ticket)
                 # every other held-out task succeeds
                 own = trajectory(0, float(ticket.task_index % 2), ticket.min_version, ticket.number)
-                answer = wire.Group(
-                    ticket=ticket.number,
-                    domain=ticket.domain,
-                    task_index=ticket.task_index,
-                    min_version=ticket.min_version,
-                    hub="made-up",
-                    deliveries=1,
-                    pools=[],
-                    trajectories=[own],
-                    eval_step=ticket.eval_step,
-                    policy=ticket.policy,
-                )
+                answer = made_up.group(ticket, [own], eval_step=ticket.eval_step, policy=ticket.policy)
                 await self.bus.publish(EVALS, answer, ticket=ticket.number)
                 await delivery.ack()

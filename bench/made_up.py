@@ -1,0 +1,54 @@
+"""Groups that no model has sampled: what stands in for hubs and servers where only the learner is looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from broker import wire
+
+
+def trajectory(
+    episode: int, token_ids: Sequence[int], logprobs: Sequence[float], *, version: int, reward: float, **more: Any
+) -> wire.Trajectory:
+    """One turn of one version: the last tokens are the answer, as many as there are logprobs.
+
+    Args:
+        more: other fields.
+    """
+    end, sampled = len(token_ids), len(logprobs)
+    start = end - sampled
+    given: dict[str, Any] = {
+        "turns": [wire.Turn(start=start, end=end, reward=reward, valid=True, finish_reason="stop", server="made-up")],
+        "success": reward > 0,
+    }
+    return wire.Trajectory(
+        episode=episode,
+        token_ids=wire.column(token_ids, "<i4"),
+        loss_mask=wire.column([0] * start + [1] * sampled, "|u1"),
+        logprobs=wire.column([0.0] * start + list(logprobs), "<f4"),
+        version_runs=wire.column([version, sampled], "<i4"),
+        reward=reward,
+        reward_parts={"env": reward},
+        end="terminated",
+        **{**given, **more},
+    )
+
+
+def group(ticket: wire.Ticket | wire.EvalTicket, trajectories: list[wire.Trajectory], **more: Any) -> wire.Group:
+    """What a hub makes of a ticket.
+
+    Args:
+        more: other fields.
+    """
+    return wire.Group(
+        ticket=ticket.number,
+        domain=ticket.domain,
+        task_index=ticket.task_index,
+        min_version=ticket.min_version,
+        hub="made-up",
+        deliveries=1,
+        pools=[],
+        trajectories=trajectories,
+        **more,
+    )
