@@ -235,6 +235,7 @@ def load_model(path: str, section: ModelSection, device: torch.device) -> Any:
     Raises:
         ConfigError: there is none at the path, or it lacks some weights, which transformers would silently draw at random.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -245,7 +246,7 @@ def load_model(path: str, section: ModelSection, device: torch.device) -> Any:
         model, info = AutoModelForCausalLM.from_pretrained(
             path, dtype=getattr(torch, section.dtype), trust_remote_code=section.trust_remote_code, output_loading_info=True
         )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ConfigError("model.path", path, f"transformers cannot load a causal language model from it: {reason}") from error
     if missing := sorted(info["missing_keys"]):

@@ -198,6 +198,9 @@ def test_what_is_wrong_with_a_model_is_said_before_any_rank_starts(path, tmp_pat
     kit.save_model(torn, kv_heads=2)
     config = json.loads((torn / "config.json").read_text())
     (torn / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
+    with pytest.raises(ConfigError, match=r"transformers cannot read its configuration: .*`num_hidden_layers` \(3\) must be equal to"):
+        make("megatron", str(torn))
+    (torn / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}))
     with pytest.raises(ConfigError, match=r"11 of its weights are missing, the first is model.layers.2.input_layernorm.weight$"):
         make("megatron", str(torn))
     (torn / "config.json").write_text(json.dumps({**config, "intermediate_size": 64}))

@@ -331,6 +331,9 @@ def test_a_path_without_a_model(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"not safetensors")
     with pytest.raises(ConfigError, match=r"model\.path.*cannot load"):
         backend(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "num_hidden_layers": 3, "layer_types": ["full_attention"]}')
+    with pytest.raises(ConfigError, match=r"model\.path.*cannot load.*must be equal to the number of `layer_types`"):
+        backend(str(tmp_path))
 
 
 def test_missing_weights_are_not_drawn_at_random(path, tmp_path):

@@ -40,12 +40,13 @@ def open_shell(path: str, model: ModelSection, section: MegatronSection) -> Shel
     Raises:
         ConfigError: there is none, it is of an architecture that is not supported, cannot be divided so, or lacks weights.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, AutoModelForCausalLM
 
     check_model_path(path)
     try:
         config = AutoConfig.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ConfigError("model.path", path, f"transformers cannot read its configuration: {reason}") from error
     shape = architecture_of(config, path)
