@@ -14,7 +14,7 @@ from envhub.slots import Slots
 
 IDLE_POLL_S: Final = 1.0  # at a queue that was empty, while the hub has little to do
 POLL_S: Final = 0.2  # the same, while it has much to do
-CROWDED_POLL_S: Final = 0.05  # the same, while another queue wants the room
+BUSY_POLL_S: Final = 0.05  # at a queue that had tickets a moment ago
 CROWDED_PAUSE_S: Final = 0.5  # before asking an empty queue again that had to make way
 EVAL_SHARE: Final = 2  # evaluations take at most one slot in so many
 
@@ -107,12 +107,14 @@ class Feed:
         return max((slots // EVAL_SHARE - taken) // self.group_size, 0 if taken else 1)
 
     def _patience_s(self, crowded: bool) -> float:
+        if crowded:
+            return 0.0  # another queue wants the room: take what is there
         slots = self.turnstile.slots
-        return CROWDED_POLL_S if crowded or self._found else IDLE_POLL_S if slots.free > slots.n // 2 else POLL_S
+        return BUSY_POLL_S if self._found else IDLE_POLL_S if slots.free > slots.n // 2 else POLL_S
 
     async def _fetch(self, queue: WorkQueue, most: int) -> None:
         size = self.group_size
-        # A queue that was empty gets room for one group only, and for a short while only where others may want it.
+        # A queue that was empty gets room for one group only, and for no time at all where others want it.
         count = await self.turnstile.reserve(size, most if self._found else 1)
         crowded = self.turnstile.crowded
         try:
