@@ -81,7 +81,7 @@ class Sampling(Section):
     top_k: Annotated[int, Field(ge=0)] = 0
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     max_tokens: PositiveInt = 256  # per turn
-    stop: list[str] = []
+    stop: list[Annotated[str, Field(min_length=1)]] = []
 
 
 class Reward(Section):

@@ -209,4 +209,4 @@ class TrackersSection(Section):
 
     use: list[str] = Field(default_factory=lambda: ["tensorboard"])  # names of the registry in learner/trackers
     project: str = "rlearner"
-    args: dict[str, Any] = Field(default_factory=dict)  # of each tracker by its name
+    args: dict[str, dict[str, Any]] = Field(default_factory=dict)  # of each tracker by its name

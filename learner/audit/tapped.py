@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from broker.errors import DataError
+from broker.errors import DataError, UserError
 from learner.audit.report import Report
 from learner.audit.tally import Tally, check_staleness
 
@@ -21,12 +21,12 @@ def read(path: Path) -> list[dict[str, Any]]:
     """The lines of a tap; half a line at the end is none.
 
     Raises:
-        DataError: the file cannot be read, or a line is no tap's.
+        UserError: the file cannot be read, or a line is no tap's.
     """
     try:
         rows = path.read_text(encoding="utf-8").split("\n")[:-1]
     except OSError as error:
-        raise DataError(str(path), 0, f"cannot be read: {error.strerror}") from None
+        raise UserError(f"{path}: {error.strerror}") from None
     lines: list[dict[str, Any]] = []
     for number, row in enumerate(rows, start=1):
         try:

@@ -285,7 +285,7 @@ async def test_a_run_that_began_without_a_ledger_file_is_told_so(tmp_path: Path)
 
 def test_a_tap_that_is_none(tmp_path: Path) -> None:
     path = tmp_path / "tap.jsonl"
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(UserError, match=r"^\S*tap\.jsonl: No such file or directory$"):
         tapped.read(path)
     path.write_text('{"n": 1, "event": "open"}\n{"event": "open"}\n')
     with pytest.raises(DataError, match=r"tap\.jsonl:2: a tap's line has `n` and `event`"):

@@ -29,6 +29,11 @@ number = 3
     [
         ({"train": {"device": "banana"}}, "train.device: 'banana' is not allowed; auto, cpu, cuda, or one GPU as cuda:1"),
         ({"train": {"device": "cuda:x"}}, "train.device: 'cuda:x' is not allowed; auto, "),
+        ({"trackers": {"args": {"tensorboard": 5}}}, "trackers.args.tensorboard: 5 is not allowed; input should be an object"),
+        (
+            {"domains": {"lake": {**LAKE, "sampling": {"max_tokens": 4, "stop": [""]}}}},
+            "domains.lake.sampling.stop.0: '' is not allowed; string should have at least 1 character",
+        ),
         ({"train": {"betas": [0.9, 1.0]}}, "train.betas.1: 1.0 is not allowed; input should be less than 1"),
         (
             {"eval": {"every_steps": 2, "baseline": "random", "baseline_args": {"choises": ["L"]}}},
