@@ -66,6 +66,7 @@ def needs(config: Mapping[str, Any]) -> Needs:
     ranks = int(train.get("ranks") or 1)
     device = str(train.get("device") or "auto")
     engine, command = rollout.get("engine"), engine_args.get("command") or []  # of a server that may be of another environment
+    ports = {"rollout.http_port": rollout.get("http_port"), "train.weights_snapshot_port": train.get("weights_snapshot_port")}
     plugins = {"rollout.engine": str(engine)} if engine and not command else {}
     plugins |= {"train.backend": train["backend"]} if "backend" in train else {}
     plugins |= {f"trackers.use.{name}": name for name in (config.get("trackers") or {}).get("use") or []}
@@ -91,7 +92,7 @@ def needs(config: Mapping[str, Any]) -> Needs:
         sync_always=bool(broker.get("sync_always")),
         replicas=broker.get("replicas"),
         bind=broker.get("bind") or "127.0.0.1",
-        ports={"rollout.http_port": rollout["http_port"]} if rollout.get("http_port") else {},
+        ports={key: port for key, port in ports.items() if port},
         run_dir=(config.get("run") or {}).get("dir") or "runs",
         checkpoints=int(checkpoint.get("keep") or 0) + 1 if checkpoint else 0,
         model_path=(config.get("model") or {}).get("path"),

@@ -49,7 +49,7 @@ def test_the_exit_code_and_the_last_line_count_what_is_missing() -> None:
 def test_what_a_configuration_needs() -> None:
     config = {
         "rollout": {"engine": "vllm", "engine_args": {"tensor_parallel": 2}, "http_port": 8000},
-        "train": {"backend": "deepspeed", "ranks": 4, "device": "cuda"},
+        "train": {"backend": "deepspeed", "ranks": 4, "device": "cuda", "weights_snapshot_port": 8001},
         "trackers": {"use": ["tensorboard", "wandb"]},
         "envhub": {"n": 512},
         "checkpoint": {"keep": 2},
@@ -65,7 +65,8 @@ def test_what_a_configuration_needs() -> None:
         "domains.m.env": "qa", "domains.g.env": "gem",
     }  # fmt: skip
     assert (found.parquet, found.sandbox, found.cuda, found.num_gpus, found.shared_memory) == (True, True, True, 4, True)
-    assert (found.nofile, found.checkpoints, found.replicas, found.ports) == (256 + 4 * 512, 3, 3, {"rollout.http_port": 8000})
+    ports = {"rollout.http_port": 8000, "train.weights_snapshot_port": 8001}
+    assert (found.nofile, found.checkpoints, found.replicas, found.ports) == (256 + 4 * 512, 3, 3, ports)
     assert not needs({"domains": {"d": {"env": "qa", "rewards": [{"name": "code", "args": {"sandbox": "none"}}]}}}).sandbox
     assert needs({"data": {"train": "rows.parquet"}}) == Needs(parquet=True)
 
