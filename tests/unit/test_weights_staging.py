@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import torch
@@ -87,3 +88,20 @@ def test_cast_on_the_way_in() -> None:
     flat = Flat(plan_of(source, 1, dtype="bfloat16"))
     flat.fill(source)
     assert torch.equal(flat.tensors["w"], source["w"].to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("few", [0, 10**6], ids=["by a thread that follows", "by the copy itself"])
+def test_the_digest_is_that_of_the_whole_whoever_takes_it(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("broker.weights.staging.FEW", few)
+    monkeypatch.setattr("broker.weights.staging.PIECE_BYTES", 1000)
+    tensors = {name: torch.randn(size) for name, size in (("a", 3001), ("b", 5), ("c", 9000))}
+    staging = Staging(plan_of(tensors, 3 * 4096 / 2**20))
+    expected = Flat(staging.plan)
+    with ThreadPoolExecutor(1) as pool:
+        for version in range(4):
+            tensors["c"][version] = 7.0
+            followed: list[Future[str | None]] = []
+            staging.write(version, tensors, lambda version=version, to=followed: to.append(pool.submit(staging.digest, version)))  # type: ignore[misc]
+            expected.fill(tensors)
+            assert followed[0].result(10) == staging.digest(version) == expected.digest()
+            assert staging.digest(version - 2) is None
