@@ -55,36 +55,6 @@ class BucketDigest:
         return hasher.digest()
 
 
-class RunningDigest:
-    """Digest of all buckets of a buffer that fills from its beginning.
-
-    Args:
-        buckets: as they lie in the buffer, one behind the other.
-    """
-
-    def __init__(self, buckets: Sequence[Tensor]) -> None:
-        self._buckets, self._index, self._start = buckets, 0, 0
-        self._current = BucketDigest(buckets[0])
-        self._done: list[bytes] = []
-
-    def add(self, upto: int) -> None:
-        """Take in what lies below this byte of the buffer."""
-        while self._index < len(self._buckets):
-            size = self._buckets[self._index].numel()
-            self._current.add(min(upto - self._start, size))
-            if upto - self._start < size:
-                return
-            self._done.append(self._current.finish())
-            self._start, self._index = self._start + size, self._index + 1
-            if self._index < len(self._buckets):
-                self._current = BucketDigest(self._buckets[self._index])
-
-    def finish(self) -> str:
-        """All bytes were taken in: the hex digest, 32 characters."""
-        assert self._index == len(self._buckets), "not all bytes were taken in"
-        return combine(self._done)
-
-
 def digest_bucket(bucket: Tensor) -> bytes:
     """Digest of one bucket that is whole, 16 bytes; see ``BucketDigest``."""
     return BucketDigest(bucket).finish()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,11 +12,10 @@ from torch import Tensor
 
 from broker.errors import TransferFailed
 from broker.weights.copying import copy_into
-from broker.weights.digest import RunningDigest, combine, digest_bucket
+from broker.weights.digest import BucketDigest, combine, digest_bucket
 from broker.weights.plan import Plan, Slot, TensorSpec, make_plan
 
 PIECE_BYTES: Final = 2 << 20  # that is copied, and digested, at a time: a tile of the digest
-FEW: Final = 2  # processors: on so few the copy takes the digest along, for a thread that follows it would only take turns with it
 LOOK_AGAIN_S: Final = 0.1  # whoever waits for packing is told; this only bounds what a missed word costs
 
 
@@ -131,8 +129,6 @@ class Staged:
         self.lock = threading.Lock()  # held while the version changes or one bucket is digested
         self._packed_bytes = 0
         self._told = threading.Condition()
-        self._buckets = [flat.bucket(index) for index in range(len(self.plan.buckets))]
-        self._along: RunningDigest | None = None  # taken by whoever packs
 
     def __len__(self) -> int:
         return len(self.plan.buckets)
@@ -151,14 +147,10 @@ class Staged:
         """What lay here is gone."""
         with self.lock:
             self._packed_bytes, self.digest = 0, None  # first: whoever sees the new version must not see the old one's bytes as packed
-            along = self.flat.buffer.is_cpu and len(os.sched_getaffinity(0)) <= FEW
-            self._along = RunningDigest(self._buckets) if along else None
             self.version = version
 
     def reached(self, offset: int) -> None:
         """All bytes below are in place."""
-        if self._along is not None:
-            self._along.add(offset)
         with self._told:
             self._packed_bytes = offset
             self._told.notify_all()
@@ -171,27 +163,26 @@ class Staged:
 
     def take_digest(self, version: int) -> str | None:
         """The digest of a version, taken while it is packed; None when packing failed or it was overwritten meanwhile."""
-        along, size, done = self._along, self.plan.size_bytes, 0
-        running = along or RunningDigest(self._buckets)
-        while done < size:  # close behind the copy, while the bytes are in the caches
-            done = self._wait_for(version, size if along is not None else min(done + PIECE_BYTES, size))
-            with self.lock:
-                if self.version != version:
-                    return None
-                if along is None:
-                    running.add(done)
+        digests: list[bytes] = []
+        for index, (start, stop) in enumerate(self.plan.buckets):
+            digest, done = BucketDigest(self.flat.bucket(index)), start
+            while done < stop:  # close behind the copy, while the bytes are in the caches
+                with self._told:
+                    while self.version == version and self._packed_bytes < min(done + PIECE_BYTES, stop):
+                        self._told.wait(LOOK_AGAIN_S)
+                    done = min(self._packed_bytes, done + PIECE_BYTES, stop)
+                with self.lock:
+                    if self.version != version:
+                        return None
+                    digest.add(done - start)
+                    if done == stop:
+                        digests.append(digest.finish())
+        whole = combine(digests)
         with self.lock:
             if self.version != version:
                 return None
-            self.digest = running.finish()
-            return self.digest
-
-    def _wait_for(self, version: int, offset: int) -> int:
-        """Until all bytes below are in place, or another version takes their place; that offset."""
-        with self._told:
-            while self.version == version and self._packed_bytes < offset:
-                self._told.wait(LOOK_AGAIN_S)
-        return offset
+            self.digest = whole
+        return whole
 
 
 class Staging:

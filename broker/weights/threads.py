@@ -8,19 +8,15 @@ from __future__ import annotations
 import asyncio
 import atexit
 import logging
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 from weakref import WeakSet
 
 from broker.errors import TransferFailed
 from broker.weights.group import WATCHES, Watch
 
-GIVES_WAY: Final = 5  # steps of niceness: a third of the share of a thread that wants the same processor
 STUCK_AFTER_S: Final = 10.0  # beyond the longest wait a thread has agreed to
 LEAVE_WITHIN_S: Final = 1.0  # a thread that was told to leave and does not hangs in a call that knows no timeout
 
@@ -67,30 +63,6 @@ def in_thread(call: Callable[[], T], name: str) -> asyncio.Future[T]:
     _threads.add(thread)
     thread.start()
     return future
-
-
-class Beside:
-    """A thread that works off calls in order, and gives way to others of this process where processors are few.
-
-    Used as a context; leaving it waits for the call that runs, and for the others unless an error ended it.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._pool = ThreadPoolExecutor(1, name, initializer=_give_way)
-
-    def __enter__(self) -> Beside:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._pool.shutdown(cancel_futures=kind is not None)
-
-    def __call__(self, work: Callable[[], T]) -> Future[T]:
-        return self._pool.submit(work)
-
-
-def _give_way() -> None:
-    if sys.platform == "linux":  # elsewhere it would be the whole process
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(19, os.getpriority(os.PRIO_PROCESS, 0) + GIVES_WAY))
 
 
 async def patiently(future: asyncio.Future[T], watch: Watch, timeout_s: float) -> T:

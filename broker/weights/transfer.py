@@ -18,7 +18,6 @@ the broadcast costs its timeout. All functions block and belong in a thread.
 from __future__ import annotations
 
 import time
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
@@ -34,10 +33,8 @@ from broker.weights.group import PEEK_EVERY_S, Backend, Communicator, Watch, rea
 from broker.weights.lines import STORE_POLL_S, Lines
 from broker.weights.membership import Start, parse_session
 from broker.weights.staging import Staged
-from broker.weights.threads import Beside
 
 CHANGES: Final = "changes"
-MOST_BEHIND: Final = 4  # buckets that have come and are not digested
 
 
 @dataclass(frozen=True)
@@ -190,16 +187,12 @@ def follow(
         if group is None:
             group = _meet(store, session.session, rank, session.world_size, settings)
         incoming = Incoming(arrival.flat, lines, whole=lines.heard("mode") != CHANGES, base=arrival.base)
-        with Beside("weights-digest") as beside:  # what receives comes first: whoever sends waits for it
-            taken: dict[int, Future[bytes]] = {}
+        digests: list[bytes] = [b""] * len(incoming)
 
-            def take(index: int) -> None:
-                taken[index] = beside(lambda: digest_bucket(incoming.arrived(index)))
-                if (behind := taken.get(index - MOST_BEHIND)) is not None:
-                    behind.result()
+        def take(index: int) -> None:
+            digests[index] = digest_bucket(incoming.arrived(index))
 
-            group.broadcast(incoming, watch, done=take, peek=lambda: _stopped(lines))
-            digests = [taken[index].result() for index in range(len(incoming))]
+        group.broadcast(incoming, watch, done=take, peek=lambda: _stopped(lines))
         expected = digest or _wait_for_digest(lines, session.timeout_s)
         if (received := combine(digests)) != expected:
             raise TransferFailed(f"digest of version {session.version}: received {received}, offered {expected}; nothing was loaded")
