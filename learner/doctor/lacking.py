@@ -65,6 +65,18 @@ def of_fleet(config: dict[str, Any]) -> list[Finding]:
         return [finding for each in running for finding in each.result() if finding.status in ("missing", "warning")]
 
 
+def settled(config: dict[str, Any]) -> list[str]:
+    """Overrides by which a whole run on this machine settles what its configuration leaves open: weights go by gloo where NCCL cannot
+    carry them, for instance to a server on the learner's own GPU.
+
+    Args:
+        config: validated, of a run.
+    """
+    if config["train"].get("weights_backend") is not None:
+        return []
+    return [finding.mend for finding in gpus(needs(config)) if finding.name == "weights" and finding.status == "missing"]
+
+
 def of_learner(config: dict[str, Any]) -> list[Finding]:
     """What the learner, or offline training, would end for.
 

@@ -23,10 +23,17 @@ def run(arguments: argparse.Namespace) -> int:
 
     async def body(stop: Stop) -> None:
         from broker.runspec import load, validate
-        from learner.doctor.lacking import refuse_fleet
+        from learner.doctor.lacking import refuse_fleet, settled
         from learner.prepare import name_run
 
-        config = validate(name_run(load(arguments.config, arguments.overrides), arguments.config))
+        def read(overrides: list[str]) -> dict[str, Any]:
+            return validate(name_run(load(arguments.config, overrides), arguments.config))
+
+        config = read(arguments.overrides)
+        if found := await asyncio.to_thread(settled, config):
+            print(f"on this machine: {' '.join(found)}", flush=True)
+            arguments.overrides += found
+            config = read(arguments.overrides)
         await asyncio.to_thread(refuse_fleet, config)
         from learner.up.run import up
 

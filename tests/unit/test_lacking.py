@@ -14,10 +14,12 @@ import pytest
 
 from broker.errors import NotInstalled
 from broker.findings import Finding
+from broker.runspec import load, validate
 from envhub import looks as envhub_looks
 from envhub.agents.imports import imported
 from learner.cli import main
-from learner.doctor import lacking, packages
+from learner.doctor import hardware, lacking, packages
+from learner.doctor.hardware import Gpu, Torch
 from rewardhub import looks as rewardhub_looks
 from rollout import looks as rollout_looks
 
@@ -70,12 +72,25 @@ def test_a_taken_port_is_refused_before_anything_starts(tmp_path: Path, capsys: 
 def test_a_gpu_that_is_not_there_is_refused_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(lacking.hardware, "find_gpus", lambda: ([], ""))
+    monkeypatch.setattr(hardware, "find_gpus", lambda: ([], ""))
     monkeypatch.setattr(lacking, "existing", lambda: [])
     file = tmp_path / "run.yaml"
     file.write_text(LAKE)
     assert main(["up", str(file), f"run.dir={tmp_path}", "train.device=cuda"]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("error: GPUs: no NVIDIA GPU on this machine -> ")
+
+
+def test_on_one_gpu_a_run_settles_for_gloo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "find_gpus", lambda: ([Gpu(0, "H100", 81559, 0, "580.65.06", "9.0")], ""))
+    monkeypatch.setattr(hardware, "find_torch", lambda: Torch("2.13.0", "13.0", "2.27.7"))
+    monkeypatch.setattr(lacking, "existing", lambda: [0])
+    file = tmp_path / "run.yaml"
+    file.write_text(LAKE)
+    assert lacking.settled(validate(load(str(file), []))) == ["train.weights_backend=gloo"]
+    config = validate(load(str(file), ["train.weights_backend=gloo"]))
+    assert lacking.settled(config) == []
+    assert [one.name for one in lacking.of_fleet(config) if one.status == "missing" and one.name == "weights"] == []
+    assert lacking.settled(validate(load(str(file), ["train.weights_backend=nccl"]))) == []  # as asked for; the doctor's to refuse
 
 
 def test_the_learner_is_not_asked_for_what_others_need() -> None:
