@@ -20,6 +20,7 @@ def test_the_interval_holds_the_median_with_95_percent() -> None:
 def test_what_a_second_lacks_of_its_neighbours_is_a_share_of_all() -> None:
     assert by_second([90.0, 100.0, 80.0, 100.0, 50.0], 2) == pytest.approx([0.05, 0.1])
     assert by_second([70.0, 90.0, 110.0], 3) == pytest.approx([0.1])
+    assert by_second([0.0, 0.0, 90.0, 100.0], 2) == pytest.approx([0.05])  # a second without any says nothing
 
 
 def test_own_work_is_not_that_of_others() -> None:
