@@ -114,7 +114,7 @@ def build(shape: Architecture, inv_freq: Tensor, dtype: torch.dtype, grid: Grid,
     """The layers of one stage, on the CPU, with weights yet to be filled in."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of defaults of its own that it no longer likes
-        model = _build(shape, dtype, grid, groups)
+        model = _build(shape, dtype, grid, groups).to(dtype)  # norms, too, which are torch's and know nothing of the configuration
     model.rotary_pos_emb = Rotary(inv_freq)
     return model.eval()
 
