@@ -47,5 +47,5 @@ def test_arms_train_on_as_many_episodes_and_are_not_run_again(tmp_path: Path) ->
 
 
 def test_algorithms_with_other_prompts_are_not_compared(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"domains\.lake\.context.*full or steps"):
+    with pytest.raises(ConfigError, match=r"domains\.lake\.context.*steps, so that all"):
         compare.compare(options(tmp_path))
