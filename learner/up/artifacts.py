@@ -121,5 +121,5 @@ def render_before_and_after(folder: Path) -> list[Path]:
         if done.returncode == 0:
             made.append(out)
         else:
-            print(f"no {name}.gif: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}", file=sys.stderr)
+            print(f"no {name}.gif: {(done.stderr.strip().splitlines() or ['no reason given'])[-1].removeprefix('error: ')}", file=sys.stderr)
     return made
