@@ -121,5 +121,6 @@ def render_before_and_after(folder: Path) -> list[Path]:
         if done.returncode == 0:
             made.append(out)
         else:
-            print(f"no {name}.gif: {(done.stderr.strip().splitlines() or ['no reason given'])[-1].removeprefix('error: ')}", file=sys.stderr)
+            why = (done.stderr.strip().splitlines() or ["no reason given"])[-1].removeprefix("error: ")
+            print(f"no {name}.gif: {why}", file=sys.stderr)
     return made
