@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import sysconfig
 import tempfile
@@ -26,6 +27,17 @@ def broker_url() -> Iterator[str]:
         BrokerServer(store, store_max_gib=1024, binary=os.environ.get("RL_TEST_NATS_SERVER", WHEEL_BINARY)) as server,
     ):
         yield server.url
+
+
+@pytest.fixture(autouse=True)
+def log_as_before() -> Iterator[None]:
+    """What a command sets up for its process, when a test calls it, is undone: handlers and level of the root logger."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    logging.captureWarnings(False)
+    root.handlers[:] = handlers
+    root.setLevel(level)
 
 
 @pytest.fixture

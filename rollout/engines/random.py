@@ -94,10 +94,11 @@ class RandomEngine(WeightlessEngine):
             allowed = await self._tell(pieces, deadline, aborted, tap)
         elif self._args.delay_s:
             began = time.monotonic()
-            need = self._args.delay_s * len(tokens)
+            need, left = self._args.delay_s * len(tokens), max(0.0, deadline - began)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(aborted.wait(), min(need, max(0.0, deadline - began)))
-            allowed = min(len(tokens), int((time.monotonic() - began) / self._args.delay_s + 1e-3))
+                await asyncio.wait_for(aborted.wait(), min(need, left))
+            if aborted.is_set() or left < need:  # else all of it, even where the timer was a little early
+                allowed = min(len(tokens), int((time.monotonic() - began) / self._args.delay_s + 1e-3))
         if aborted.is_set() or allowed < len(tokens):
             reason = "abort" if aborted.is_set() else "deadline"
             tokens, logprobs = tokens[:allowed], logprobs[:allowed]

@@ -5,20 +5,10 @@ from __future__ import annotations
 import io
 import logging
 import sys
-from collections.abc import Iterator
 
 import pytest
 
 from broker import logs
-
-
-@pytest.fixture(autouse=True)
-def as_before() -> Iterator[None]:
-    root, handlers, level = logging.getLogger(), list(logging.getLogger().handlers), logging.getLogger().level
-    yield
-    logging.captureWarnings(False)
-    root.handlers[:] = handlers
-    root.setLevel(level)
 
 
 def test_lines_go_to_what_is_stderr_now(monkeypatch: pytest.MonkeyPatch) -> None:

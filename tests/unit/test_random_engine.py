@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,17 @@ async def test_a_delay_is_cut_by_deadline_and_abort(path: str) -> None:
     assert partial.finish_reason == "abort"
     assert 0 < len(partial.token_ids) < 20
     assert list(partial.version_runs) == [(0, len(partial.token_ids))]
+
+
+async def test_a_timer_that_is_early_cuts_nothing(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def at_once(waited: Coroutine[Any, Any, Any], timeout: float) -> None:
+        waited.close()
+        raise TimeoutError
+
+    made = await engine(path, delay_s=0.05)
+    monkeypatch.setattr(asyncio, "wait_for", at_once)
+    output = await made.generate(ask("early", max_tokens=8, ignore_eos=True))
+    assert (len(output.token_ids), output.finish_reason) == (8, "length")
 
 
 async def test_the_context_bounds_the_output(path: str) -> None:
