@@ -59,6 +59,11 @@ class Evaluator:
         """What publishes tickets, reads answers and looks at the clock, each until cancelled."""
         return [self._issuer.serve(), self._read(), self._tick()]
 
+    @property
+    def busy(self) -> bool:
+        """Whether an evaluation goes on, or has not left its file yet."""
+        return bool(self._evaluations.pending or self._unkept)
+
     def step_completed(self, step: int, last_step: int) -> None:
         """Ask for what is due after ``step`` optimizer steps."""
         if self._evaluations.due(step, last_step):
@@ -91,7 +96,7 @@ class Evaluator:
         """Wait for what was asked for, ``eval.timeout_s`` at most, and for its files, or until asked to stop."""
         if self._baseline:
             log.warning("no rollout server offers policy %s; it is not measured", self._baseline)
-        while (self._evaluations.pending or self._unkept) and not stop.is_set():
+        while self.busy and not stop.is_set():
             self._changed.clear()
             try:
                 async with asyncio.timeout(TICK_S):

@@ -61,7 +61,7 @@ async def evaluate(config: dict[str, Any], model: str, stop: Stop, *, gpus: str,
     with BrokerServer(str(folder / "broker"), store_max_gib=settings.store_max_gib) as broker:
         try:
             async with _joined(config, path, broker.url, fleet, gpus, folder, stop) as (bus, evaluator, evaluations):
-                await _wait(fleet, evaluations, stop, quiet=as_json)
+                await measured(fleet, evaluator, evaluations.pending[0], stop, quiet=as_json)
                 control = await bus.key_value(CONTROL)
                 await control.put(bus.run, wire.DesiredState(state="stopped", reason="the evaluation is done"))
                 completed = list(evaluator.completed)
@@ -121,14 +121,13 @@ async def _end(tasks: list[asyncio.Task[None]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _wait(fleet: Fleet, evaluations: Evaluations, stop: Stop, *, quiet: bool) -> None:
-    """Until every task is measured, a child cannot run, or a stop is asked for; shows how far it is."""
-    asked: Evaluation = evaluations.pending[0]
+async def measured(fleet: Fleet, evaluator: Evaluator, asked: Evaluation, stop: Stop, *, quiet: bool) -> None:
+    """Until every task is measured and its episodes are kept, a child cannot run, or a stop is asked for; shows how far it is."""
     total, said = len(asked.waiting), 0.0
     bar = Progress(disable=quiet or not sys.stdout.isatty())
     with bar:
         line = bar.add_task("measuring", total=total)
-        while evaluations.pending and not stop.asked.is_set() and not any(child.exit_code not in (None, 0) for child in fleet.children):
+        while evaluator.busy and not stop.asked.is_set() and not any(child.exit_code not in (None, 0) for child in fleet.children):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.asked.wait(), LOOK_EVERY_S)
             for event in fleet.watch():

@@ -20,6 +20,7 @@ from broker.errors import UserError
 from broker.jetstream import LogRecord
 from broker.process import Stop
 from learner.config import EvalSection
+from learner.evaluate.run import measured
 from learner.evaluation import Evaluation, Evaluations
 from learner.evaluator import Evaluator
 from learner.patience import Patience
@@ -95,6 +96,24 @@ async def test_episodes_wait_for_space_and_so_does_the_end(tmp_path: Path, monke
     rows = [json.loads(line) for line in (tmp_path / "evals" / "actor-step-000004.jsonl").read_text().splitlines()]
     assert [(row["domain"], row["task_index"], len(row["reward"])) for row in rows] == [("lake", 0, 2), ("lake", 1, 2)]
     assert evaluating.take(last=True)["eval/num_episodes"] == 4
+
+
+async def test_a_measurement_alone_waits_for_its_episodes_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk, stop = Full(monkeypatch, 50), Stop()
+    evaluating = evaluator(tmp_path, stop)
+    evaluating.start(0, "evaluated", 0)
+    asked = evaluating._evaluations.pending[0]
+    fleet: Any = SimpleNamespace(children=[], watch=lambda: [])
+    async with asyncio.TaskGroup() as group_of_tasks:
+        tasks = [group_of_tasks.create_task(work) for work in evaluating.services()]
+        await disk.refused.wait()
+        assert (asked.waiting, evaluating.completed, evaluating.busy) == (set(), [asked], True)  # all but the file
+        disk.left = 2
+        await measured(fleet, evaluating, asked, stop, quiet=True)
+        for task in tasks:
+            task.cancel()
+    assert not evaluating.busy
+    assert len((tmp_path / "evals" / "evaluated-step-000000.jsonl").read_text().splitlines()) == 2
 
 
 class Offers:

