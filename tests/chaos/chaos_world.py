@@ -16,7 +16,7 @@ from reconcile import check_lines, reconcile
 from bench.fleet import Fleet, run_audit
 from bench.watch import Watch
 from broker.jetstream import Bus
-from broker.streams import TICKETS
+from broker.streams import EPISODES, SAMPLES, TICKETS
 
 KILLS = int(os.environ.get("RL_CHAOS_KILLS", "5"))  # of each role; `make chaos` has 50
 BROKER_KILLS = int(os.environ.get("RL_CHAOS_BROKER_KILLS", "0"))  # in a run of its own; `make chaos` has 20
@@ -41,6 +41,17 @@ class World:
     def note_blind(self) -> None:
         """The tap's server has been cut off from the others, so it may have missed something without knowing."""
         os.kill(self.tap_pid, signal.SIGUSR1)
+
+    async def state(self) -> str:
+        """What to look at when something has not happened: the newest line, the queues, what is in flight, the end of each log."""
+        said = [f"newest line: {self.watch.lines()[-1:]}", f"crashes: {self.fleet.crashes}"]
+        try:
+            async with asyncio.timeout(10):
+                said += [f"{stream.name}: {await self.bus.depth(stream)}" for stream in (TICKETS, EPISODES, SAMPLES)]
+                said.append(f"without a record: {sorted(await self.watch.in_flight())}")
+        except TimeoutError:
+            said.append("the broker says nothing")
+        return "\n".join([*said, *(f"--- {child.name}, running: {child.running}\n{child.tail(20)}" for child in self.fleet.children)])
 
     async def finish(self) -> None:
         """The run ends by itself, everyone leaves with 0, and all books agree."""
@@ -87,6 +98,9 @@ async def world(
             try:
                 chaos.start_all(fleet, file)
                 yield made
+            except (TimeoutError, AssertionError) as error:
+                error.add_note(await made.state())
+                raise
             finally:
                 await asyncio.to_thread(chaos.stop_tap, tap)
                 watching.cancel()
