@@ -108,13 +108,13 @@ def _check_model(config: dict[str, Any]) -> None:
 
 
 def _check_training(config: dict[str, Any]) -> None:
-    from learner.backends import BACKENDS, ONE_RANK, WITH_OPTIONS
+    from learner.backends import BACKENDS, KNOW, ONE_RANK
 
     train = config["train"]
     if train["ranks"] > 1 and train["backend"] in ONE_RANK:
         raise ConfigError("train.ranks", train["ranks"], f"1 with train.backend {train['backend']}; more with {_all_but(ONE_RANK)}")
-    if train["backend"] in BACKENDS and train["backend"] not in WITH_OPTIONS and config["algorithm"]["critic"]["enabled"]:
-        raise ConfigError("train.backend", train["backend"], f"{', '.join(WITH_OPTIONS)} with algorithm.critic.enabled")
+    if train["backend"] in BACKENDS and train["backend"] not in KNOW["critic"] and config["algorithm"]["critic"]["enabled"]:
+        raise ConfigError("train.backend", train["backend"], f"{', '.join(KNOW['critic'])} with algorithm.critic.enabled")
     check_options(train)
     check_layers(train["lora"], config["model"])
     check_deepspeed(train)
@@ -148,12 +148,11 @@ def check_options(train: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: the backend lacks it.
     """
-    from learner.backends import BACKENDS, WITH_OPTIONS
+    from learner.backends import BACKENDS, KNOW
 
-    wanted = [name for name in ("lora", "activation_offload", "optimizer_offload", "compile") if train[name]]
-    if wanted and train["backend"] in BACKENDS and train["backend"] not in WITH_OPTIONS:
-        allowed = f"unset with train.backend {train['backend']}; {', '.join(WITH_OPTIONS)} take it"
-        raise ConfigError(f"train.{wanted[0]}", train[wanted[0]], allowed)
+    for name in ("lora", "activation_offload", "optimizer_offload", "compile"):
+        if train[name] and train["backend"] in BACKENDS and train["backend"] not in KNOW[name]:
+            raise ConfigError(f"train.{name}", train[name], f"unset with train.backend {train['backend']}; {', '.join(KNOW[name])} take it")
 
 
 def check_layers(lora: Mapping[str, Any] | None, model: Mapping[str, Any]) -> None:

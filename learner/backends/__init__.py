@@ -13,4 +13,12 @@ BACKENDS: Final[dict[str, str]] = {
 }
 
 ONE_RANK: Final = frozenset({"torch"})  # train in one process; what settings are checked by, without importing anything
-WITH_OPTIONS: Final = ("torch", "ddp", "fsdp2")  # know train.lora, activation_offload, optimizer_offload and compile
+_PLAIN: Final = ("torch", "ddp", "fsdp2")
+# Which of them know an option of the section train, and a critic.
+KNOW: Final[dict[str, tuple[str, ...]]] = {
+    "lora": (*_PLAIN, "deepspeed"),
+    "activation_offload": _PLAIN,
+    "optimizer_offload": _PLAIN,
+    "compile": _PLAIN,
+    "critic": _PLAIN,
+}

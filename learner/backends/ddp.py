@@ -120,6 +120,11 @@ class DdpBackend(CriticOnRanks):
         work = super().state
         return self._all_at_once(Call("state"), work) if self.together else work()
 
+    def _factors(self) -> dict[str, Tensor]:
+        if not self.together or self.policy.adapters is None:
+            return super()._factors()
+        return self._all_at_once(Call("factors"), self._gather_factors)
+
     def discard(self) -> None:
         """Forget what was added since the last step, as if the step under way had not begun."""
         if self._leader is not None:
@@ -261,6 +266,8 @@ class DdpBackend(CriticOnRanks):
                 self._optimizer.take(self._optimizer.empty_state() | {"updates": torch.tensor(call.numbers[0])})
             case "gather":
                 self._gather(call.numbers[0])
+            case "factors":
+                self._gather_factors()
             case _:
                 raise TypeError(f"no operation {call.name}")
 
@@ -274,6 +281,10 @@ class DdpBackend(CriticOnRanks):
             TypeError: this one has them whole.
         """
         raise TypeError(f"{type(self).__name__} gathers no bucket {bucket}")
+
+    def _gather_factors(self) -> dict[str, Tensor]:
+        """The adapters, whole, by all ranks at once."""
+        return TorchBackend._factors(self)
 
     def part(self) -> None:
         """Leave the group."""

@@ -5,7 +5,8 @@ Or on one rank with its optimizer in host memory. See ``learner.backends.ranks``
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +17,7 @@ from broker.errors import ConfigError
 from learner.backends.ddp import DdpBackend
 from learner.backends.deepspeed_zero import ZeroOptimizer, library
 from learner.backends.gathered import Gathered, buckets_of
+from learner.backends.lora import Find
 from learner.backends.optim import Optimizer
 from learner.backends.ranks.meeting import join_alone
 from learner.backends.ranks.messages import filler
@@ -42,7 +44,7 @@ class DeepspeedBackend(DdpBackend):
         self._shapes = self.policy.shapes()
         self._buckets = buckets_of(self._shapes)
         trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-        if len(kinds := {str(parameter.dtype).removeprefix("torch.") for parameter in module.parameters()}) > 1:
+        if len(kinds := {str(parameter.dtype).removeprefix("torch.") for parameter in trained.values()}) > 1:
             raise ConfigError("train.backend", "deepspeed", f"fsdp2: {self.policy.path} has weights of {' and '.join(sorted(kinds))}")
         self._zero = ZeroOptimizer(module, trained, train, self.device)
         self._sharded = train.deepspeed.stage == 3
@@ -76,9 +78,24 @@ class DeepspeedBackend(DdpBackend):
 
     @torch.no_grad()
     def _gather(self, bucket: int) -> dict[str, Tensor]:
-        found = {name: self._tensors[name] for name in self._buckets[bucket]}
-        with library().zero.GatheredParameters([tensor for tensor in found.values() if hasattr(tensor, "ds_id")]):
-            return {name: tensor.detach().clone() for name, tensor in found.items()}
+        names = self._buckets[bucket]
+        with self._whole([part for name in names for part in self.policy.parts(name)]) as find:
+            return {name: self.policy.whole(name, find).clone() for name in names}
+
+    def _gather_factors(self) -> dict[str, Tensor]:
+        """The adapters, whole, by all ranks at once."""
+        adapters = self.policy.adapters
+        if adapters is None or not self._sharded:
+            return super()._gather_factors()
+        with self._whole([name for name, tensor in self._tensors.items() if tensor.requires_grad]) as find:
+            return {name: factor.clone() for name, factor in adapters.factors(find).items()}
+
+    @contextmanager
+    def _whole(self, names: Sequence[str]) -> Iterator[Find]:
+        """Within it these of the module's tensors are whole on every rank; all ranks ask for the same at the same time."""
+        held = {name: self._tensors[name] for name in names}
+        with library().zero.GatheredParameters([tensor for tensor in held.values() if hasattr(tensor, "ds_id")]):
+            yield lambda name: held[name].detach()
 
     def _optimizer_step(self, denominator: float, at: int) -> dict[str, float]:
         return self._reduced_step(denominator, at) if self._leader is None else super()._optimizer_step(denominator, at)

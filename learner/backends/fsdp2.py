@@ -8,7 +8,6 @@ for who does what.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from types import MethodType
 from typing import ClassVar
 
@@ -22,7 +21,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from learner.backends.ddp import DdpBackend
 from learner.backends.gathered import Gathered, buckets_of
 from learner.backends.optim import Optimizer
-from learner.backends.ranks.messages import Call
 from learner.config import TrainSection
 
 
@@ -121,18 +119,10 @@ class Fsdp2Backend(DdpBackend):
         """The weights of now, gathered as they are asked for; all of it before the next step."""
         return super().weights() if self.size == 1 else Gathered(list(self._shapes), self._buckets, self._gather_all)
 
-    def _factors(self) -> dict[str, Tensor]:
-        if self._leader is None or self.policy.adapters is None:
-            return super()._factors()
-        return self._all_at_once(Call("factors"), partial(self.policy.adapters.factors, self._find))
-
-    def take_part(self, call: Call) -> None:
-        """The others' part of what rank 0 does with all ranks at once."""
-        if call.name == "factors":
-            assert self.policy.adapters is not None
-            self.policy.adapters.factors(self._find)
-        else:
-            super().take_part(call)
+    def _gather_factors(self) -> dict[str, Tensor]:
+        """The adapters, whole, by all ranks at once."""
+        adapters = self.policy.adapters
+        return super()._gather_factors() if self.size == 1 or adapters is None else adapters.factors(self._find)
 
     @torch.no_grad()
     def _gather(self, bucket: int) -> dict[str, Tensor]:

@@ -84,6 +84,10 @@ class Adapters:
         a, b = (find(factor) for factor in self._factors[name])
         return merge(weight, a, b, self._scale)
 
+    def parts(self, name: str) -> list[str]:
+        """The module's tensors that ``merged`` asks for."""
+        return [self._found[name], *self._factors.get(name, ())]
+
     def shown(self, base: str) -> wire.Adapter:
         """What an offer says of them.
 

@@ -155,6 +155,10 @@ class Policy:
         """One of ``weights``, made from the module's tensors."""
         return find(name) if self.adapters is None else self.adapters.merged(name, find)
 
+    def parts(self, name: str) -> list[str]:
+        """The module's tensors that ``whole`` asks for."""
+        return [name] if self.adapters is None else self.adapters.parts(name)
+
     def shapes(self) -> dict[str, Tensor]:
         """As ``weights``, on the meta device."""
         tensors = self.tensors()

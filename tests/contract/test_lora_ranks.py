@@ -1,48 +1,54 @@
-"""Adapters, a reference without weights of its own and an offloaded optimizer on two ranks: as one process, and the same bits on resume."""
+"""Adapters, and a reference without weights of its own, on two ranks: as one process, and the same bits on resume."""
 
 import os
 
 import numpy as np
 import pytest
 import torch
-from backend_kit import kit, run
+from backend_kit import kit, make, run
 
-from broker.registry import resolve
 from broker.weights.adapter import Merged, factor_shapes
-from learner.backends import BACKENDS
-from learner.config import AlgorithmSection, TrainSection
+from learner.config import AlgorithmSection
 from text.config import ModelSection
 
 pytest.importorskip("peft", reason="LoRA needs the extra rlearner[lora]")
 
 NAMES = ("actor/pg_loss", "actor/kl_loss", "actor/grad_norm")
 IDS = np.arange(9)
+STEPS = 5
+OFFLOADED = {"optimizer_offload": True, "activation_offload": True}
+# Backend, its options, and another layout that goes on where it has stopped.
+CASES = [
+    pytest.param(
+        "fsdp2", OFFLOADED, "ddp", marks=pytest.mark.skipif("RL_OPTIONS" not in os.environ, reason="five processes: make test-options")
+    ),
+    *(pytest.param(f"deepspeed-{stage}", {}, "torch", id=f"deepspeed-{stage}") for stage in ("1", "2", "3", "3-offload")),
+]
 
 
-def start(name, path, first=None, **more):
-    settings = {"lr": 1e-2, "device": "cpu", "num_threads": 1, "micro_batch_tokens": 60, "lora": {"rank": 4, "alpha": 8}, **more}
-    train = TrainSection.model_validate({**settings, "backend": name, "ranks": 1 if name == "torch" else 2})
-    algorithm, backend = AlgorithmSection(kl_coef=0.2), resolve("backends", name, BACKENDS)
-    return backend(path, train=train, algorithm=algorithm, model=ModelSection(), seed=0, ref_path=first)
+def start(variant, path, first=None, *, model=None, **more):
+    lora = {"rank": 4, "alpha": 8, **more.pop("lora", {})}
+    return make(variant, path, algorithm=AlgorithmSection(kl_coef=0.2), ref_path=first, model=model, lora=lora, **more)
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.skipif("RL_OPTIONS" not in os.environ, reason="three times two processes: make test-options")
-def test_two_ranks_train_adapters_as_one_does(tmp_path):
+@pytest.mark.parametrize(("variant", "options", "another"), CASES)
+def test_two_ranks_train_adapters_as_one_does(tmp_path, variant, options, another):
     path = kit.save_model(tmp_path / "first")
+    whole = start(variant, path, **options)
     alone = start("torch", path)
-    expected = run(alone, range(4))
-    written, options = tmp_path / "checkpoint", {"optimizer_offload": True, "activation_offload": True}
-    whole = start("fsdp2", path, **options)
+    expected = run(alone, range(STEPS))
+    written = tmp_path / "checkpoint"
     try:
         found = run(whole, range(2))
         snapshot = whole.snapshot()
         whole.save(written, snapshot.weights)
         probe = whole.logprobs(IDS)
-        found += run(whole, range(2, 4))
+        found += run(whole, range(2, STEPS))
         weights = dict(whole.weights())
         shapes = whole.shapes()
         adapter, factors = whole.adapter(), dict(whole.factors())
+        state = whole.state()
     finally:
         whole.close()
     agree(found, expected)
@@ -56,27 +62,55 @@ def test_two_ranks_train_adapters_as_one_does(tmp_path):
     assert {name: tensor.shape for name, tensor in factors.items()} == {
         name: tensor.shape for name, tensor in factor_shapes(shapes, adapter.targets, adapter.rank).items()
     }
+    assert all(tensor.dtype == torch.float32 for tensor in factors.values())
     base = kit.backend(path).weights()
     for name, tensor in Merged(base, factors, adapter.targets, adapter.scale).made().items():
         assert torch.equal(tensor, weights[name])
+    assert {name: tensor.shape for name, tensor in state.items()} == {name: tensor.shape for name, tensor in alone.state().items()}
 
-    again = start("fsdp2", str(written), path, **options)
+    again = start(variant, str(written), path, **options)
     try:
         again.load_state(snapshot.state)
-        assert run(again, range(2, 4)) == found[2:]
+        assert run(again, range(2, STEPS)) == found[2:]
         assert all(torch.equal(tensor, weights[name]) for name, tensor in again.weights().items())
     finally:
         again.close()
-    other = start("ddp", str(written), path)  # another layout, and an optimizer that is not offloaded
+    other = start(another, str(written), path)  # another layout, and nothing that is offloaded
     try:
         other.load_state(snapshot.state)
         torch.testing.assert_close(other.logprobs(IDS), probe, rtol=0, atol=1e-6)
-        agree(run(other, range(2, 4)), expected[2:])
+        agree(run(other, range(2, STEPS)), expected[2:])
     finally:
         other.close()
 
 
-def agree(found, expected):
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("variant", ["deepspeed-1", "deepspeed-2", "deepspeed-3"])
+def test_float32_adapters_of_a_bfloat16_model(tmp_path, variant):
+    path, model = kit.save_model(tmp_path / "first", dtype=torch.bfloat16), ModelSection(dtype="bfloat16")
+    alone, whole = start("torch", path, model=model), start(variant, path, model=model, ranks=1)
+    try:
+        agree(run(whole, range(2)), run(alone, range(2)), 1e-2)
+        factors, expected = dict(whole.factors()), alone.factors()
+        assert list(factors) == list(expected)
+        assert all(tensor.dtype == torch.float32 for tensor in factors.values())
+        kinds = {name: tensor.dtype for name, tensor in whole.weights().items()}
+        assert set(kinds.values()) == {torch.bfloat16}
+        snapshot = whole.snapshot()
+        assert snapshot.state.keys() == alone.state().keys()  # no master weights
+        whole.save(tmp_path / "saved", snapshot.weights)
+        done = run(whole, [2])
+    finally:
+        whole.close()
+    again = start(variant, str(tmp_path / "saved"), path, model=model, ranks=1)
+    try:
+        again.load_state(snapshot.state)
+        assert run(again, [2]) == done
+    finally:
+        again.close()
+
+
+def agree(found, expected, tolerance=1e-5):
     for one, wanted in zip(found, expected, strict=True):
         for name in NAMES:
-            assert one[name] == pytest.approx(wanted[name], rel=1e-5, abs=1e-5), name
+            assert one[name] == pytest.approx(wanted[name], rel=tolerance, abs=tolerance), name

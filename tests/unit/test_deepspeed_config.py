@@ -22,9 +22,12 @@ def test_what_the_stages_take():
     assert "did you mean 'train.deepspeed.stage'?" in refused({"backend": "deepspeed", "deepspeed": {"stages": 1}})
     line = "train.deepspeed.offload_param: True is not allowed; false with train.deepspeed.stage 2: only stage 3 divides weights"
     assert refused({"backend": "deepspeed", "deepspeed": {"offload_param": True}}) == line
-    assert refused({"backend": "deepspeed", "lora": {}}).startswith("train.lora: ")
+    for option in ("activation_offload", "optimizer_offload", "compile"):
+        line = f"train.{option}: True is not allowed; unset with train.backend deepspeed; torch, ddp, fsdp2 take it"
+        assert refused({"backend": "deepspeed", option: True}) == line
     checked = validate({"domains": {"lake": LAKE}, "train": {"backend": "deepspeed", "ranks": 2}})
     assert checked["train"]["deepspeed"]["stage"] == 2
+    assert validate({"domains": {"lake": LAKE}, "train": {"backend": "deepspeed", "lora": {"rank": 8}}})["train"]["lora"]["rank"] == 8
 
 
 def test_its_keys_belong_to_it_alone(tmp_path):

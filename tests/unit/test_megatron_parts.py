@@ -13,6 +13,7 @@ from transformers import AutoConfig, LlamaConfig, Qwen2Config, Qwen3Config
 
 from broker.errors import ConfigError
 from broker.runspec import validate
+from learner.backends import KNOW
 from learner.backends.megatron.architecture import Architecture, architecture_of, refuse_sizes
 from learner.backends.megatron.grid import Grid
 from learner.backends.megatron.mapping import parts_of, take_share
@@ -226,7 +227,7 @@ def test_ranks_and_options() -> None:
         (name,) = option
         line = refused({"backend": "megatron", **option})
         assert line.startswith(f"train.{name}: ")
-        assert line.endswith("unset with train.backend megatron; torch, ddp, fsdp2 take it")
+        assert line.endswith(f"unset with train.backend megatron; {', '.join(KNOW[name])} take it")
     critic = {"adv_estimator": "gae", "critic": {"enabled": True}}
     line = "train.backend: 'megatron' is not allowed; torch, ddp, fsdp2 with algorithm.critic.enabled"
     assert refused({"backend": "megatron"}, algorithm=critic) == line
