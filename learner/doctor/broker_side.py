@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from broker.errors import UserError
+from broker.addresses import split, without_passwords
+from broker.errors import BrokerUnreachable, UserError
 from broker.findings import Finding
 from broker.provision import OLDEST_CLUSTER
 from broker.server import OLDEST, OLDEST_SYNC_ALWAYS, binary_version, find_binary, refuse_taken
@@ -54,8 +55,18 @@ def judge_server(path: str, version: Version, clustered: tuple[str, Version] | N
 
 def address_findings(needs: Needs, environ: Mapping[str, str] = os.environ) -> list[Finding]:
     """Who answers where processes would look for a broker."""
-    url = environ.get("RL_BROKER") or ""
-    return [judge_address(url or DEFAULT, bool(url), *ask(url or DEFAULT), needs)]
+    named = environ.get("RL_BROKER") or ""
+    url = named or DEFAULT
+    try:
+        servers = split(url)
+    except BrokerUnreachable as error:
+        return [Finding("broker", "broker address", "missing", f"RL_BROKER: {error}", f"export RL_BROKER={DEFAULT}")]
+    problem = ""
+    for server in servers:  # of a cluster the first that answers
+        info, problem = ask(server)
+        if info is not None:
+            return [judge_address(without_passwords(server), bool(named), info, "", needs)]
+    return [judge_address(without_passwords(url), bool(named), None, problem, needs, port=urlsplit(servers[0]).port or 4222)]
 
 
 def ask(url: str) -> tuple[dict[str, Any] | None, str]:
@@ -64,8 +75,6 @@ def ask(url: str) -> tuple[dict[str, Any] | None, str]:
     try:
         with socket.create_connection((parts.hostname or "127.0.0.1", parts.port or 4222), timeout=ANSWER_WITHIN_S) as talk:
             line = talk.makefile("rb").readline(65536).decode(errors="replace")
-    except ValueError:
-        return None, "no address of the form nats://host:port"
     except OSError as error:
         return None, str(error.strerror or error)
     word, _, rest = line.partition(" ")
@@ -76,14 +85,15 @@ def ask(url: str) -> tuple[dict[str, Any] | None, str]:
     return (found, "") if isinstance(found, dict) else (None, "something that is no NATS server listens there")
 
 
-def judge_address(url: str, asked_for: bool, info: Mapping[str, Any] | None, problem: str, needs: Needs) -> Finding:
+def judge_address(url: str, asked_for: bool, info: Mapping[str, Any] | None, problem: str, needs: Needs, *, port: int = 4222) -> Finding:
     """One line about an address.
 
     Args:
         asked_for: whether RL_BROKER names it.
         info: the server's INFO, None where none came for the reason ``problem``.
+        port: on which one could be started.
     """
-    name, port = "broker address", urlsplit(url).port or 4222
+    name = "broker address"
     if info is None:
         if asked_for:
             return Finding(
