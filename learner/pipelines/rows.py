@@ -26,21 +26,20 @@ def read_rows(path: str | Path, key: str = "data") -> Iterator[tuple[int, Row]]:
 
 
 def _jsonl(path: str | Path, key: str) -> Iterator[tuple[int, Row]]:
-    number = 0
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, "rb") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     yield number, _object(str(path), number, line)
     except OSError as error:
         raise ConfigError(key, str(path), f"the file cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise DataError(str(path), number + 1, f"not UTF-8: {error.reason}") from None
 
 
-def _object(path: str, number: int, line: str) -> Row:
+def _object(path: str, number: int, line: bytes) -> Row:
     try:
-        row = json.loads(line)
+        row = json.loads(line.decode())  # decoded here: json would guess at other encodings
+    except UnicodeDecodeError as error:
+        raise DataError(path, number, f"not UTF-8: {error.reason}") from None
     except ValueError as error:
         raise DataError(path, number, f"not JSON: {error}") from None
     if not isinstance(row, dict):

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from broker.errors import ConfigError, UserError
-from learner.backends.policy import pick_device
+from broker.errors import UserError
+from learner.backends.policy import load_model, pick_device
 from learner.pipelines.data import Example, load_examples, micro_batches, shuffled_batches
-from text.config import check_model_path
+from text.config import ModelSection, check_model_path
 from text.folders import atomic_folder
 from text.hub import copy_tokenizer
 from text.tokenizer import Tokenizer
@@ -79,7 +79,7 @@ def run_sft(
     check_model_path(model_path)
     tokenizer = Tokenizer.load(model_path, trust_remote_code=trust_remote_code)
     with _torch_settings(num_threads, seed):
-        model = _load_model(model_path, dtype, device, trust_remote_code)
+        model = load_model(model_path, ModelSection(dtype=dtype, trust_remote_code=trust_remote_code), pick_device(device))
         longest = int(getattr(model.config, "max_position_embeddings", 0) or 1 << 20)
         examples = load_examples(data_path, tokenizer, longest)
         most = min(micro_batch_tokens, _CPU_MICRO_BATCH_TOKENS) if model.device.type == "cpu" else micro_batch_tokens
@@ -179,19 +179,6 @@ def pad(part: Sequence[Example], pad_token_id: int) -> tuple[Tensor, Tensor]:
         ids[row, : len(tokens)] = tokens
         labels[row, : len(tokens)] = torch.where(mask, tokens, _IGNORED)
     return ids, labels
-
-
-def _load_model(path: str, dtype: str, device: str, trust_remote_code: bool) -> Any:
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    where = pick_device(device)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError("model.path", path, f"transformers cannot load it: {' '.join(str(error).split())[:300]}") from None
-    return model.to(where)
 
 
 @contextmanager

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -146,6 +148,12 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_bytes(b'{"messages": "\xff"}\n')
     with pytest.raises(DataError, match=r"x\.jsonl:1: not UTF-8"):
         list(read_conversations(tmp_path / "x.jsonl"))
+    good = b'{"prompt": "p", "response": "r"}'
+    (tmp_path / "y.jsonl").write_bytes(good + b"\r\n\n" + good + b"\n" + b'{"prompt": "\xff"}\n' + good)
+    rows = read_conversations(tmp_path / "y.jsonl")
+    assert [next(rows)[0], next(rows)[0]] == [1, 3]
+    with pytest.raises(DataError, match=r"y\.jsonl:4: not UTF-8"):
+        next(rows)
 
 
 def test_missing_things_are_one_line(model: str, data: str, tmp_path: Path) -> None:
@@ -159,6 +167,15 @@ def test_missing_things_are_one_line(model: str, data: str, tmp_path: Path) -> N
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(DataError, match=r"no row has an assistant's answer"):
         run_sft(model, str(tmp_path / "empty.jsonl"), str(tmp_path / "out"), steps=1)
+
+
+def test_missing_weights_are_not_drawn_at_random(model: str, data: str, tmp_path: Path) -> None:
+    torn = shutil.copytree(model, tmp_path / "torn")
+    weights = load_file(torn / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, torn / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"1 of its weights are missing, the first is model.norm.weight"):
+        run_sft(str(torn), data, str(tmp_path / "out"), steps=1)
 
 
 def test_a_loss_that_explodes_is_said_plainly(model: str, data: str, tmp_path: Path) -> None:
