@@ -261,7 +261,7 @@ class DdpBackend(CriticOnRanks):
             case "logprobs":
                 TorchBackend.logprobs(self, call.numbers)
             case "state":
-                self._optimizer.state()
+                self._optimizer.gather_state()
             case "load":
                 self._optimizer.take(self._optimizer.empty_state() | {"updates": torch.tensor(call.numbers[0])})
             case "gather":

@@ -13,7 +13,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -175,16 +175,14 @@ class ZeroOptimizer(Optimizer):
             clip = min(1.0, limit / (norm / abs(self._denominator) + 1e-6))
         return clip / self._denominator
 
-    def state(self) -> dict[str, Tensor]:
-        """As ``Optimizer.state``, gathered; every rank at once."""
-        found = {"updates": torch.tensor(self.updates)}
+    def _entries(self) -> Iterator[tuple[str, Tensor]]:
         step = self._adamw.state[self._flat[0]]["step"]
         for name, parameter in self._live.items():
-            found[f"step.{name}"] = _copy(step)
-            found |= {f"{kind}.{name}": _copy(self._whole(parameter, kind)) for kind in MOMENTS}
-        if self._low:
-            found |= {f"master.{name}": _copy(self._whole(parameter, None)) for name, parameter in self._live.items()}
-        return found
+            yield f"step.{name}", step
+            for kind in MOMENTS:
+                yield f"{kind}.{name}", self._whole(parameter, kind)
+        for name, parameter in self._live.items() if self._low else ():
+            yield f"master.{name}", self._whole(parameter, None)
 
     def empty_state(self) -> dict[str, Tensor]:
         """Of the names and shapes that ``state`` has; what rank 0 sends is written over it."""
@@ -251,7 +249,3 @@ def initialize(model: nn.Module, optimizer: torch.optim.Optimizer, settings: dic
 def _fresh(flat: Tensor) -> dict[str, Tensor]:
     moments = {kind: torch.zeros_like(flat, requires_grad=False) for kind in MOMENTS}
     return {"step": torch.zeros((), dtype=torch.float32, device=flat.device)} | moments
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True).contiguous()

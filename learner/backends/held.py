@@ -38,6 +38,7 @@ class Held:
     """The part of ``learner.backends.base.Backend`` that is not about steps."""
 
     takes_ranks = False
+    rank = 0  # of this process among those that train together
 
     def __init__(
         self,
@@ -66,7 +67,7 @@ class Held:
         self.policy = self._load(first if train.lora else model_path, model, packing=packing)
         self._base_digest = ""
         if train.lora is not None:
-            if train.lora.send == "adapter" and getattr(self, "rank", 0) == 0:
+            if train.lora.send == "adapter" and self.rank == 0:
                 held = self.policy.weights()  # before there are adapters, and before ranks share them out
                 self._base_digest = digest_of(plan_of(held, train.weights_bucket_mib, dtype=train.weights_dtype), held)
             adapters = self.policy.adapt(train.lora, seed)

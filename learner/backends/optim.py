@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -123,11 +123,21 @@ class Optimizer:
             parameter.grad = None
 
     def state(self) -> dict[str, Tensor]:
-        """CPU copies of moments, master weights and counts, by ``<kind>.<parameter name>``."""
-        found = {"updates": torch.tensor(self.updates)}
+        """CPU copies of moments, master weights and counts, by ``<kind>.<parameter name>``; with parts on other ranks, all at once."""
+        return {"updates": torch.tensor(self.updates)} | {name: _copy(tensor) for name, tensor in self._entries()}
+
+    def gather_state(self) -> None:
+        """Another rank's part in ``state``: nothing of it is kept."""
+        for _ in self._entries():
+            pass
+
+    def _entries(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors, each made when it is asked for."""
         for name, master in self._masters.items():
-            found |= {f"{kind}.{name}": _copy(self.whole(name, tensor)) for kind, tensor in self._adamw.state[master].items()}
-        return found | {f"master.{name}": _copy(self.whole(name, self._masters[name])) for name in self._rounded}
+            for kind, tensor in self._adamw.state[master].items():
+                yield f"{kind}.{name}", self.whole(name, tensor)
+        for name in self._rounded:
+            yield f"master.{name}", self.whole(name, self._masters[name])
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:

@@ -178,10 +178,10 @@ class TorchBackend(Held):
         total.backward()  # type: ignore[no-untyped-call]
 
     def _draw(self) -> int:
-        """A seed for the dropout of one slice: the same after a resume, and after a step that was begun again."""
+        """A seed for the dropout of one slice: the same after a resume, and after a step that was begun again; another on each rank."""
         version, count = self._drawn
         self._drawn = (self._version, count + 1 if version == self._version else 1)
-        return int(np.random.SeedSequence((self._seed, *self._drawn)).generate_state(1)[0])
+        return int(np.random.SeedSequence((self._seed, *self._drawn, self.rank)).generate_state(1)[0])
 
     def _numerator(self, samples: Sequence[TrainSample], batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """What is minimised, before it is divided, and sums for the metrics."""

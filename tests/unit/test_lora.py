@@ -164,6 +164,11 @@ def test_dropout_is_drawn_anew_for_each_slice_and_only_in_training(tmp_path):
         assert not any(m.training for m in trainer.policy.module.modules())
     assert losses[0][0] != losses[0][1]
     assert losses[0] == losses[1]
+    seeds = set()
+    for trainer.rank in range(4):  # their slices are others, and so must be what they leave out
+        trainer.discard()
+        seeds.add(trainer._draw())
+    assert len(seeds) == 4
 
 
 def test_the_reference_is_the_base_without_a_second_copy(tmp_path):

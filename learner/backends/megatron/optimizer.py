@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 import torch
@@ -50,23 +50,18 @@ class MegatronOptimizer(Optimizer):
         dist.all_reduce(squares, group=self._groups.model)
         return squares.sqrt().float()
 
-    def state(self) -> dict[str, Tensor]:
-        """As that of a model that is not divided; on rank 0, all ranks at once."""
-        found = {"updates": torch.tensor(self.updates)}
+    def _entries(self) -> Iterator[tuple[str, Tensor]]:
+        """As those of a model that is not divided; whole on rank 0 alone."""
         count = next(iter(self._adamw.state.values()))["step"]
-        moments = {kind: self._moments(kind) for kind in MOMENTS}
+        wanted = {kind: self._moments(kind) for kind in MOMENTS}
         for name in self._exchange.shapes:
-            found[f"step.{name}"] = count.to("cpu", copy=True)
-            for kind in MOMENTS:
-                self._keep(found, f"{kind}.{name}", self._exchange.gather(name, moments[kind], torch.float32))
-        for name in self._exchange.shapes if self._rounded else ():
-            self._keep(found, f"master.{name}", self._exchange.gather(name, self._masters, torch.float32))
-        return found
-
-    @staticmethod
-    def _keep(found: dict[str, Tensor], key: str, tensor: Tensor | None) -> None:
-        if tensor is not None:
-            found[key] = tensor.to("cpu", copy=True).contiguous()
+            yield f"step.{name}", count
+        if self._rounded:
+            wanted["master"] = dict(self._masters)
+        for kind, holders in wanted.items():
+            for name in self._exchange.shapes:
+                if (found := self._exchange.gather(name, holders, torch.float32)) is not None:
+                    yield f"{kind}.{name}", found
 
     def _moments(self, kind: str) -> dict[str, Tensor]:
         return {name: self._adamw.state[master][kind] for name, master in self._masters.items()}
