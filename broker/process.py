@@ -133,11 +133,16 @@ def add_join_options(parser: argparse.ArgumentParser) -> None:
 
 
 @asynccontextmanager
-async def join(role: str, options: argparse.Namespace, stop: Stop) -> AsyncIterator[Member]:
+async def join(
+    role: str, options: argparse.Namespace, stop: Stop, *, connected: Callable[[], None] = lambda: None
+) -> AsyncIterator[Member]:
     """Connect, wait for the RunSpec, refuse another wire version, follow the desired state; undo all of it on exit.
 
     Without --run it waits until exactly one run on the broker is not stopped; a run that is stopped is waited for until it
     is resumed. Ends quietly (by Stopped, which ``main`` takes for success) when ``stop`` is asked meanwhile.
+
+    Args:
+        connected: called once the broker has answered; the run may be waited for after that.
 
     Raises:
         UserError: several runs to choose from (names them), another wire version, other data files, bad option.
@@ -151,6 +156,7 @@ async def join(role: str, options: argparse.Namespace, stop: Stop) -> AsyncItera
         connecting = Bus.connect(options.broker, options.run or "", name=process_id, deadline_s=options.connect_deadline)
         bus = await unless_stopped(stop, connecting)
         stack.push_async_callback(bus.close)
+        connected()
         bus.run = options.run or await unless_stopped(stop, discover_run(bus))
         logs.identify(run=bus.run)
         spec = await unless_stopped(stop, _wait_until_running(bus))

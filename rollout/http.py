@@ -1,13 +1,15 @@
 """The OpenAI-compatible HTTP API of a rollout server, beside the stream; off unless ``rollout.http_port`` is set.
 
-Opening it means: key, tokenizer, port, and one line in the log that says where.
+Its key, tokenizer and port are had before the engine loads for minutes; then it answers, and one line in the log says where.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 from broker.errors import ConfigError
 from rollout.config import RolloutSection
@@ -37,22 +39,54 @@ def served_by(engine: Engine, section: RolloutSection, run_model: str, state: Ca
     )
 
 
-async def open_http(handle: Handle, served: Served, *, bind: str, port: int, trust_remote_code: bool) -> HttpServer:
-    """A server that answers.
+@dataclass(frozen=True)
+class HttpApi:
+    """The API of one rollout server: its port is had, and ``listen`` begins to answer there.
+
+    Attributes:
+        key_place: where the key stands, for people.
+    """
+
+    server: HttpServer
+    served: Served
+    port: int
+    key_place: str
+
+    async def listen(self) -> None:
+        """Begin to answer.
+
+        Raises:
+            UserError: another took the port meanwhile.
+        """
+        with _port_refused(self.port):
+            await self.server.listen()
+        log.info("OpenAI-compatible API at %s, model %s, API key in %s", self.server.address, self.served.model, self.key_place)
+
+    async def close(self) -> None:
+        await self.server.close()
+
+
+async def take_http(handle: Handle, served: Served, *, bind: str, port: int, trust_remote_code: bool) -> HttpApi:
+    """All of it but the answering, so that what is wrong is said before an engine loads for minutes.
 
     Raises:
         UserError: the port or the key cannot be had, or the model has no tokenizer.
     """
-    key, where = keys.find_key()
+    key, key_place = keys.find_key()
     tokenizer = await asyncio.to_thread(Tokenizer.load, served.path, trust_remote_code=trust_remote_code)
     server = HttpServer.with_key(handle, tokenizer, served, key)
+    with _port_refused(port):
+        try:
+            server.take(bind, port)
+        except OSError:
+            await server.close()
+            raise
+    return HttpApi(server, served, port, key_place)
+
+
+@contextmanager
+def _port_refused(port: int) -> Iterator[None]:
     try:
-        await server.start(bind, port)
+        yield
     except OSError as error:
-        await server.close()
         raise ConfigError("rollout.http_port", port, f"it cannot be had ({error.strerror}); give another, or 0 for any") from None
-    except BaseException:
-        await server.close()
-        raise
-    log.info("OpenAI-compatible API at %s, model %s, API key in %s", server.address, served.model, where)
-    return server

@@ -33,11 +33,12 @@ if TYPE_CHECKING:
 
     from broker.weights.receive import Receiver
     from broker.weights.source import Source
-    from text.openai.server import HttpServer
+    from rollout.http import HttpApi
 
 log = logging.getLogger(__name__)
 
 FROZEN: Final = 0  # version of a policy whose weights never change
+IMPORT_AFTER_S: Final = 0.5  # of waiting for the run: one that is there may refuse the arguments, which is said before any import
 FAREWELL_S: Final = 0.25  # between the last answer and the end of the connection, so that askers read the one before the other
 
 
@@ -49,12 +50,12 @@ async def run(options: argparse.Namespace, stop: process.Stop) -> None:
     """
     device = gpus.select(options.gpus)  # first of all: torch must not be loaded before
     refuse(options)
-    loading = asyncio.create_task(asyncio.to_thread(_import_engine, options.engine or RolloutSection().engine))
-    async with process.join("rollout", options, stop) as member:
+    importing = _Importing(options.engine or RolloutSection().engine)
+    async with process.join("rollout", options, stop, connected=importing.begin) as member:
+        importing.end()
         section = own_section(member.spec.config, options)
         parts = replicas.shares(options.gpus, section)
         command = replicas.command_of(options, member.bus.run, section)
-        await loading
         if len(parts) == 1:
             await _serve(member, section, device)
     if len(parts) > 1:
@@ -84,10 +85,25 @@ def _engine_config(member: process.Member, section: RolloutSection) -> EngineCon
     )
 
 
-def _import_engine(name: str) -> None:
-    """Import the probable engine's libraries (seconds) while the run is waited for; what fails here fails again in ``run``."""
-    with contextlib.suppress(UserError):
-        registry.resolve("engines", name, ENGINES)
+class _Importing:
+    """Imports the probable engine's libraries (seconds) while a run is waited for; what fails here fails again in ``_serve``."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(IMPORT_AFTER_S, loop.run_in_executor, None, self._import)
+
+    def end(self) -> None:
+        """Nothing is begun any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _import(self) -> None:
+        with contextlib.suppress(UserError):
+            registry.resolve("engines", self._name, ENGINES)
 
 
 class Service:
@@ -99,7 +115,7 @@ class Service:
         self._channel = channel.serve(self._broker.channel, member.bus, member.id, bind=self._broker.bind)
         self._receiver: Receiver | None = None
         self._snapshots: Source | None = None
-        self._http: HttpServer | None = None
+        self._http: HttpApi | None = None
         self._meter = Meter(time.monotonic())
         self._answering = Answering(engine, member.id, self._meter.answered)
         self.handle = self._answering.handle
@@ -119,13 +135,15 @@ class Service:
             self._snapshots = self._open_snapshots()
         member.announce(self.presence)
         member.report(self.metrics, self.texts)
+        if self._section.http_port is not None:
+            self._http = await self._take_http(self._section.http_port)
         log.info("loading %s for engine %s", self._section.model_path or member.spec.model_path, self._section.engine)
         await self._engine.start()
         member.spawn(self._watch_engine())
         await self._channel.start(self.handle, self._engine.abort)
         self._address = self._channel.address
-        if self._section.http_port is not None:
-            self._http = await self._open_http(self._section.http_port)
+        if self._http is not None:
+            await self._http.listen()
         if self._engine.has_weights and self._section.policy == ACTOR:
             await self._follow_weights()
         elif self._engine.has_weights:
@@ -186,13 +204,13 @@ class Service:
         problem = (self._receiver.refused or self._receiver.last_error) if self._receiver is not None else ""
         return {"state": self._state()} | ({"last_error": problem} if problem else {})
 
-    async def _open_http(self, port: int) -> HttpServer:
-        from rollout.http import open_http, served_by  # off by default, so not imported by all
+    async def _take_http(self, port: int) -> HttpApi:
+        from rollout.http import served_by, take_http  # off by default, so not imported by all
 
         spec = self._member.spec
         served = served_by(self._engine, self._section, spec.model_path, self._state)
         trust = (spec.config.get("model") or {}).get("trust_remote_code", False)
-        return await open_http(self.handle, served, bind=self._broker.bind, port=port, trust_remote_code=trust)
+        return await take_http(self.handle, served, bind=self._broker.bind, port=port, trust_remote_code=trust)
 
     async def _follow_weights(self) -> None:
         from broker.weights.receive import Receiver  # imports torch, which an engine without weights does without

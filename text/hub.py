@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any, Final
 
 from broker.errors import ConfigError
+from broker.findings import Finding
 
 _TOKENIZER_FILES: Final = (
     "config.json", "generation_config.json", "tokenizer*.json", "tokenizer.model", "special_tokens_map.json",
@@ -15,12 +17,13 @@ _TOKENIZER_FILES: Final = (
 )  # fmt: skip
 _MAX_HEADER: Final = 100_000_000  # bytes, what the format allows
 _WEIGHT_PATTERNS: Final = ("*.safetensors", "pytorch_model*.bin")
+_HUB_NAME: Final = re.compile(r"(?:(?:\w|\w[\w.-]{0,94}\w)/)?(?:\w|\w[\w.-]{0,94}\w)")  # OWNER/NAME, or NAME for the oldest
 _EXPECTED: Final = "give a Hugging Face model folder or hub name such as Qwen/Qwen3-0.6B"
 
 
 def is_local(path: str) -> bool:
     """Whether the user means a folder on this machine: it exists, or its spelling cannot be a hub name."""
-    return Path(path).expanduser().exists() or path.startswith(("/", ".", "~")) or path.count("/") > 1 or "\\" in path or not path
+    return Path(path).expanduser().exists() or not _HUB_NAME.fullmatch(path)
 
 
 def tokenizer_folder(path: str, key: str = "model.path") -> Path:
@@ -58,6 +61,22 @@ def check_model(path: str, key: str) -> None:
         raise ConfigError(key, path, f"its config.json names no model_type; {_EXPECTED}")
     if not any(next(folder.glob(pattern), None) for pattern in _WEIGHT_PATTERNS):
         raise ConfigError(key, path, f"the folder holds no weights ({' or '.join(_WEIGHT_PATTERNS)}); {_EXPECTED}")
+
+
+def look(path: str, key: str) -> list[Finding]:
+    """What can be said of a hub name before anything starts: whether its config.json is in the cache, or comes from the hub now.
+
+    Args:
+        key: of the setting that names it.
+    """
+    if is_local(path):
+        return []
+    try:
+        check_model(path, key)
+    except ConfigError as error:
+        problem = error.allowed.removesuffix(f"; {_EXPECTED}")
+        return [Finding("models", key, "missing", f"{path}: {problem}", f"hf download {path}  # or a folder with the model")]
+    return [Finding("models", key, "ok", f"{path} is found")]
 
 
 def layer_names(folder: Path) -> set[str] | None:

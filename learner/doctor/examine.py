@@ -16,7 +16,20 @@ from learner.doctor import broker_side, lacking, machine, packages, sandbox
 from learner.doctor.needs import Needs, needs
 
 LACKING: Final = "not installed"  # how errors of plug-ins name a package that is not there
-AREAS: Final = ("configuration", "python", "engines", "trainers", "optional", "agents", "endpoints", "gpu", "broker", "sandbox", "machine")
+AREAS: Final = (
+    "configuration",
+    "python",
+    "engines",
+    "trainers",
+    "optional",
+    "agents",
+    "models",
+    "endpoints",
+    "gpu",
+    "broker",
+    "sandbox",
+    "machine",
+)
 OLDEST_PYTHON: Final = (3, 11)
 
 

@@ -25,7 +25,7 @@ from broker.errors import ConfigError, UserError
 from broker.jetstream import Bus
 from rewardhub.rewards.base import NoScore, Sample
 from rewardhub.rewards.judge import Judge, JudgeArgs
-from rollout.http import open_http
+from rollout.http import take_http
 from text.config import TinyModel
 from text.openai import keys
 from text.openai.desk import Served
@@ -220,7 +220,7 @@ async def test_a_port_that_is_taken(served: Api, model_path: str, monkeypatch: p
     monkeypatch.setenv(keys.VARIABLE, "long-enough-to-be-a-key")
     port = int(served.address.split(":")[2].removesuffix("/v1"))
     with pytest.raises(ConfigError, match=rf"^rollout\.http_port: {port} is not allowed; it cannot be had \(.*in use.*\)"):
-        await open_http(
+        await take_http(
             served.service.handle,
             Served("actor", model_path, 64, lambda: "serving", lambda: 0),
             bind="127.0.0.1",

@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -291,6 +292,27 @@ async def test_bad_input_is_one_line_and_exit_code_2(fleet: Fleet, options: tupl
     assert len(lines) == 1, said
     assert lines[0].startswith(error)
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("options", [("--broker", "nats://127.0.0.1:9", "--connect-deadline", "0.3"), ("engine_args.never=1",)])
+async def test_what_is_refused_is_refused_before_anything_heavy_is_imported(fleet: Fleet, options: tuple[str, ...]) -> None:
+    program = "import sys; from rollout.cli import main; code = main(sys.argv[1:]); sys.exit(90 if 'torch' in sys.modules else code)"
+    command = [program, "--broker", fleet.url, "--run", fleet.bus.run, "--gpus", "cpu", *options]
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", *command, stderr=subprocess.PIPE)
+    _, said = await process.communicate()
+    assert process.returncode == 2, said.decode()
+    assert said.decode().splitlines()[-1].startswith("error: ")
+
+
+async def test_a_port_that_is_taken_is_said_before_the_engine_loads(fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        server = await fleet.start("bad", f"--http={port}", "--engine", "random", "--policy", "random")
+        code, said = await server.ended(START_S)
+    assert code == 2, said
+    assert f"error: rollout.http_port: {port} is not allowed; it cannot be had (" in said
+    assert "loading" not in said
 
 
 async def test_a_model_path_that_is_none(fleet: Fleet, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import secrets
+import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -66,6 +67,7 @@ class HttpServer:
         self._tokenizer, self._desk, self._health_of = tokenizer, desk, health
         self._began = int(time.time())
         self._runner: web.AppRunner | None = None
+        self._taken: socket.socket | None = None
         self.address = ""
 
     @classmethod
@@ -80,6 +82,27 @@ class HttpServer:
         Raises:
             OSError: the port cannot be had.
         """
+        self.take(bind, port)
+        await self.listen()
+
+    def take(self, bind: str, port: int) -> None:
+        """Have the port, long before there is anything to answer with: until ``listen`` who connects is refused.
+
+        Raises:
+            OSError: the port cannot be had.
+        """
+        family, _, _, _, where = socket.getaddrinfo(bind, port, type=socket.SOCK_STREAM)[0]
+        self._taken = socket.socket(family, socket.SOCK_STREAM)
+        self._taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of a server that has just ended do not count
+        self._taken.bind(where)
+
+    async def listen(self) -> None:
+        """Begin to answer at the port taken.
+
+        Raises:
+            OSError: another has begun to listen there meanwhile.
+        """
+        assert self._taken is not None
         app = web.Application(middlewares=[self._guard], client_max_size=wire.MAX_PAYLOAD_BYTES)
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
@@ -87,7 +110,7 @@ class HttpServer:
         app.router.add_post("/v1/completions", self._completions)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, logger=_connections, shutdown_timeout=CLOSE_S)
         await self._runner.setup()
-        await web.TCPSite(self._runner, bind, port).start()
+        await web.SockSite(self._runner, self._taken).start()
         host, taken = self._runner.addresses[0][:2]
         self.address = f"http://{f'[{host}]' if ':' in host else host}:{taken}/v1"
 
@@ -96,6 +119,9 @@ class HttpServer:
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
+        if self._taken is not None:
+            self._taken.close()
+            self._taken = None
 
     # ---------------------------------------------------------------------------------------------- every call
 
