@@ -65,7 +65,11 @@ class DistillBackend(TorchBackend):
                 features = self._teacher.features(batch)
             (divergence,) = self.policy.map_logits(batch, self._to_teacher_here, features)
         else:
-            columns = [_taught(samples, name, self.device) for name in ("top_ids", "top_logprobs")]
+            columns = [_taught(samples, name) for name in ("top_ids", "top_logprobs")]
+            if (largest := int(columns[0].max())) >= self.vocab_size:
+                allowed = f"a smaller one: one of the teacher's best is token {largest}, and the student's model has {self.vocab_size}"
+                raise ConfigError("distill.top_k", columns[0].shape[1], allowed)
+            columns = [column.to(self.device) for column in columns]
             (divergence,) = self.policy.map_logits(batch, self._to_teacher_elsewhere, *columns)
         total = (divergence * batch.advantages).sum()
         return total, {"pg_loss": total}
@@ -83,8 +87,8 @@ class DistillBackend(TorchBackend):
         return (kl(candidates(logits.float(), ids), with_rest(logprobs), self._direction),)
 
 
-def _taught(samples: Sequence[TrainSample], name: str, device: torch.device) -> Tensor:
+def _taught(samples: Sequence[TrainSample], name: str) -> Tensor:
     columns: list[Array] = [column for sample in samples if (column := getattr(sample, name, None)) is not None]
     if len(columns) < len(samples):
         raise ValueError("a sample brings no word of the teacher, and no teacher is loaded")
-    return torch.from_numpy(np.concatenate(columns)).to(device)
+    return torch.from_numpy(np.concatenate(columns))
