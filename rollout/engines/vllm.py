@@ -94,7 +94,7 @@ class VLLMEngine:
             await asyncio.to_thread(shared.fill, tensors)  # while generation goes on
             self._requests.held = True
             try:
-                paused_s = await loading.load(version, mode, self._requests.start_over, checked=probe is not None)
+                paused_s = await loading.load(version, mode, self._requests.start_over)
                 self._requests.pause_s += paused_s
                 if probe is not None:
                     check_probe(probe, await self.logprobs(probe.token_ids.array().tolist()))

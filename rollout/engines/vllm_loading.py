@@ -30,7 +30,8 @@ class Loading:
         self.opened, self.llm, self.asking = opened, opened.llm, Asking(opened.llm)
         self.poisoned = False
         self._serial = 0  # of the load that is sampled from
-        self._verdict: tuple[int, asyncio.Future[bool]] | None = None  # whether the probe of that load matched
+        self._verdict: tuple[int, asyncio.Future[bool]] | None = None  # whether what that load brought may be served
+        self._wrong: set[int] = set()  # loads that may not
 
     async def prove(self, config: EngineConfig) -> None:
         """Load the weights once through the path that updates take, and find the model as vLLM itself has loaded it.
@@ -62,12 +63,11 @@ class Loading:
         self._serial += 1
         await self.llm.update_weight_version(label(self._serial, version))
 
-    async def load(self, version: int, mode: UpdateMode, start_over: Callable[[], Awaitable[None]], *, checked: bool) -> float:
-        """New weights between two tokens; the seconds that generation stood still.
+    async def load(self, version: int, mode: UpdateMode, start_over: Callable[[], Awaitable[None]]) -> float:
+        """New weights between two tokens; the seconds that generation stood still. What is sampled after that waits for ``judge``.
 
         Args:
             start_over: with ``keep``: asks again for requests that have no token yet, as they may find old blocks still.
-            checked: what is sampled from now on waits for ``judge``.
         """
         core = self.llm.engine_core
         began = time.perf_counter()
@@ -78,9 +78,9 @@ class Loading:
             if self.poisoned:
                 await self.llm.collective_rpc("wipe_kv_cache")
                 self.poisoned = False
+            self._verdict = (self._serial + 1, asyncio.get_running_loop().create_future())
+            await self.note(version)  # before the workers load: when that fails halfway, nobody knows what they sample from
             await reload(self.llm)
-            self._verdict = (self._serial + 1, asyncio.get_running_loop().create_future()) if checked else None
-            await self.note(version)
             if mode == "keep":  # running requests hold blocks, so the cache cannot be cleared; what comes now does not find them
                 self.asking.salt += 1
                 await start_over()
@@ -89,24 +89,25 @@ class Loading:
         return time.perf_counter() - began
 
     def judge(self, matched: bool) -> None:
-        """Whether the probe of the last load matched."""
+        """Whether the last load is complete and its probe matched."""
         if self._verdict is not None and not self._verdict[1].done():
             self._verdict[1].set_result(matched)
+            if not matched:
+                self._wrong.add(self._verdict[0])
 
     async def wrong_since(self, completion: Any) -> int | None:
         """The load from which on this output's tokens may not be given out; None when all may."""
-        if self._verdict is None or completion.weight_versions is None:
-            return None
-        serial = self._verdict[0]
-        if all(serial_of(span.version) != serial for span in completion.weight_versions):
-            return None
-        return None if await self.good(label(serial, 0)) else serial
+        for span in completion.weight_versions or ():
+            if not await self.good(span.version):
+                return serial_of(span.version)
+        return None
 
     async def good(self, noted: str) -> bool:
-        """Whether tokens of the load with this label may be given out, once its probe is through."""
-        if self._verdict is None or serial_of(noted) != self._verdict[0]:
-            return True
-        return await asyncio.shield(self._verdict[1])
+        """Whether tokens of the load with this label may be given out, once that is known."""
+        serial = serial_of(noted)
+        if self._verdict is not None and serial == self._verdict[0]:
+            return await asyncio.shield(self._verdict[1])
+        return serial not in self._wrong
 
 
 async def reload(llm: Any) -> None:

@@ -21,7 +21,9 @@ import hf_models as models
 
 from broker.errors import TransferFailed
 from broker.weights.probe import make_probe
+from rollout.engines import vllm_loading
 from rollout.engines.base import NO_VERSION, Output, UpdateMode
+from rollout.engines.vllm_loading import reload
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 CLOSE = 1e-4
@@ -195,6 +197,28 @@ async def test_nothing_sampled_from_wrong_weights_is_given_out(make: Any, folder
     await engine.update_weights(tensors, 1, "keep", probe_of(new))
     assert (await late).version_runs == [(1, 8)]
     assert_logprobs(new, context, await late)
+
+
+async def test_nothing_sampled_after_a_load_that_broke_is_given_out(make: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workers may hold half of the new weights then, and those in flight are sampled from them until they end."""
+    engine, old, context = await make(), models.load(folder), prompt(11)
+    new, tensors = renewed(folder)
+
+    async def half(llm: Any) -> None:
+        await reload(llm)
+        raise RuntimeError("a worker failed")
+
+    task = await in_flight(engine, context, tokens=110)
+    with monkeypatch.context() as patch:
+        patch.setattr(vllm_loading, "reload", half)
+        with pytest.raises(TransferFailed, match="vLLM could not load version 1: a worker failed"):
+            await engine.update_weights(tensors, 1, "keep", None)
+    output = await task
+    assert (output.finish_reason, engine.policy_version) == ("abort", NO_VERSION)
+    assert output.version_runs == [(0, len(output.token_ids))]
+    assert_logprobs(old, context, output)
+    await engine.update_weights(tensors, 2, "keep", None)
+    assert_logprobs(new, context, await engine.generate(models.request("after", context)))
 
 
 async def test_a_probe_that_matches_lets_what_runs_go_on(make: Any, folder: Path) -> None:
