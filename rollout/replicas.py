@@ -73,8 +73,8 @@ def command_of(options: argparse.Namespace, run: str, section: RolloutSection) -
         ):
             line += [name, str(value)] if value is not None else []
         line += options.overrides
-        if section.http_port:
-            line = [*line[:3], f"--http={section.http_port + index}", *line[3:]]
+        if section.http_port is not None:
+            line = [*line[:3], f"--http={section.http_port and section.http_port + index}", *line[3:]]  # 0: any free one
             line = [word for word in line if not word.removeprefix("rollout.").startswith("http_port=")]
         return line
 

@@ -41,6 +41,8 @@ def test_each_is_started_as_the_whole_with_its_own_gpus_name_and_port() -> None:
     assert (given.gpus, given.id, given.engine, given.run, given.broker) == ("6,7", "s-1", "vllm", "r", "nats://h:1")
     assert given.snapshot == "/s"
     assert (given.http, given.overrides) == (9001, ["max_running=8"])
+    options = parser().parse_args(["--http=0", "--gpus", "4-7"])
+    assert parser().parse_args(replicas.command_of(options, "r", section(http_port=0))(1, [6, 7])[3:]).http == 0
 
 
 def child(folder: Path, body: str) -> replicas.Command:
