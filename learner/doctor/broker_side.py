@@ -15,6 +15,7 @@ from broker.errors import BrokerUnreachable, UserError
 from broker.findings import Finding
 from broker.provision import OLDEST_CLUSTER
 from broker.server import OLDEST, OLDEST_SYNC_ALWAYS, binary_version, find_binary, refuse_taken
+from learner.doctor.machine import nearest
 from learner.doctor.needs import Needs
 
 DEFAULT: Final = "nats://127.0.0.1:4222"
@@ -132,8 +133,7 @@ def port_findings(needs: Needs) -> list[Finding]:
 
 def store_finding(folder: Path) -> Finding | None:
     """Whether the folder of the runs can be written; None when it can."""
-    while not folder.exists():
-        folder = folder.parent
+    folder = nearest(folder)
     if os.access(folder, os.W_OK):
         return None
     return Finding("machine", "run.dir", "missing", f"{folder} cannot be written", "run.dir=FOLDER  # one that you may write")

@@ -42,10 +42,7 @@ def look(run_dir: str) -> Machine:
     """This machine."""
     import psutil
 
-    memory = psutil.virtual_memory()
-    folder = Path(run_dir).absolute()
-    while not folder.exists():
-        folder = folder.parent
+    memory, folder = psutil.virtual_memory(), nearest(Path(run_dir).absolute())
     return Machine(
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         memory_bytes=memory.total,
@@ -55,6 +52,11 @@ def look(run_dir: str) -> Machine:
         disk_of=str(folder),
         shm_bytes=_size("/dev/shm"),
     )
+
+
+def nearest(folder: Path) -> Path:
+    """The folder itself, or the first above it that is there; one that may not be looked into is not."""
+    return next(path for path in (folder, *folder.parents) if os.path.exists(path))
 
 
 def _free(path: str) -> int | None:
@@ -126,7 +128,8 @@ def _disk(machine: Machine, needs: Needs, weights: tuple[int, int]) -> Finding:
     if machine.disk_free is None:
         return Finding("machine", name, "warning", f"{machine.disk_of} does not tell its free space", f"df -h {machine.disk_of}")
     size, width = weights
-    needed = SPARE_BYTES + needs.checkpoints * (size + size // width * ADAM_BYTES)
+    trained = 0 if "lora" in needs.plugins else size // width  # adapters are next to nothing beside the model
+    needed = SPARE_BYTES + needs.checkpoints * (size + trained * ADAM_BYTES)
     said = f"{machine.disk_free / GIB:.1f} GiB free in {machine.disk_of}"
     if machine.disk_free >= needed:
         return Finding("machine", name, "ok", said)

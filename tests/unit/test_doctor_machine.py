@@ -1,0 +1,25 @@
+"""The doctor and the disk: what checkpoints of adapters take, and folders that are not there yet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from learner.doctor.machine import GIB, Machine, machine_findings, nearest
+from learner.doctor.needs import Needs
+
+
+def test_adapters_have_no_optimizer_of_the_whole_model() -> None:
+    machine = Machine(2, 24 * GIB, 12 * GIB, (1024, 4096), 30 * GIB, "/d", 8 * GIB)
+
+    def disk(needs: Needs) -> str:
+        return next(finding.status for finding in machine_findings(machine, needs, (8 * GIB, 2)) if finding.name == "disk")
+
+    assert disk(Needs(checkpoints=3)) == "missing"  # 3 times 8 + 48 GiB
+    assert disk(Needs(checkpoints=3, plugins={"lora": "lora"})) == "ok"  # 3 times 8 GiB, and 2 to spare
+
+
+def test_the_nearest_folder_that_is_there(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert nearest(tmp_path / "a" / "b") == tmp_path
+    assert nearest(tmp_path) == tmp_path
+    assert nearest(tmp_path / "file" / "below") == tmp_path / "file"
