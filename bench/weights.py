@@ -35,10 +35,11 @@ from broker import wire
 from broker.weights.buffers import Buffers
 from broker.weights.cargo import Base
 from broker.weights.copying import copy_all, copy_into
+from broker.weights.follow import follow
 from broker.weights.group import Communicator, Watch, connect_store, serve_store
 from broker.weights.membership import Start, session_name
 from broker.weights.staging import Flat, Staging, plan_of
-from broker.weights.transfer import Settings, follow, lead
+from broker.weights.transfer import Settings, lead
 from rollout.engines.hf_weights import HeldWeights
 
 HOST: Final = "127.0.0.1"

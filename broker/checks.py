@@ -283,9 +283,10 @@ def _check_offer(offer: wire.WeightsOffer) -> None:
 
 
 def _check_session(session: wire.WeightsSession) -> None:
-    """rank is below world_size, unless error is set."""
-    if not session.error and session.rank >= session.world_size:
-        raise _wrong("WeightsSession", "rank", session.rank, f"must be below world_size, {session.world_size}")
+    """rank is below world_size, with shared it is not, unless error is set."""
+    if not session.error and (session.rank < session.world_size) == session.shared:
+        must = f"must {'not ' * session.shared}be below world_size, {session.world_size}"
+        raise _wrong("WeightsSession", "rank", session.rank, must)
 
 
 def _check_request(request: wire.GenerateRequest) -> None:

@@ -46,9 +46,12 @@ EXAMPLES: Final[dict[type[wire.Message], wire.Message]] = {
                 token_ids=wire.column([1, 318, 27], "<i4"), logprobs=wire.column([-3.5, -0.75], "<f4"), tolerance=0.01
             ),
             adapter=wire.Adapter(base="b4d2a18c0f7e93d1", targets=["q_proj", "v_proj"], rank=16, scale=2.0),
+            segment="4711/23/rlearner-weights-9f86d081884c7d65",
         ),
-        wire.WeightsJoin(server="rollout-7c1", epoch=2, version=12, plan="60303ae22b998861"),
-        wire.WeightsSession(session="2-5", rank=1, world_size=3, host="127.0.0.1", port=40123, version=12, timeout_s=30.0),
+        wire.WeightsJoin(server="rollout-7c1", epoch=2, version=12, plan="60303ae22b998861", shared=True),
+        wire.WeightsSession(
+            session="2-5", rank=3, world_size=3, host="127.0.0.1", port=40123, version=12, timeout_s=30.0, shared=True
+        ),
         wire.GenerateRequest(
             request_id="lake-417-0-1", conversation_id="lake-417-0", token_ids=wire.column([1, 318, 27], "<i4"),
             sampling=wire.SamplingParams(max_tokens=64, temperature=1.0, top_p=0.95, seed=1234, stop=["</answer>"]),

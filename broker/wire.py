@@ -25,7 +25,7 @@ from broker import sizes
 from broker.errors import WireError
 from broker.sizes import MAX_ITEMS, MAX_SMALL_BYTES, has_too_many_items
 
-WIRE_VERSION: Final = 5
+WIRE_VERSION: Final = 6
 MAX_PAYLOAD_BYTES: Final = sizes.MAX_PAYLOAD_BYTES
 EVAL_HEADER: Final = "Rl-Eval-Step"  # eval_step beside what belongs to an evaluation; absent from training
 TICKET_HEADER: Final = "Rl-Ticket"  # ticket number, so that a body that does not decode still closes its ticket
@@ -207,6 +207,7 @@ class WeightsOffer(Message, frozen=True, tag="WeightsOffer"):
     backend: Literal["gloo", "nccl"]  # what carries the buckets
     probe: Probe  # checked after loading, before serving
     adapter: Adapter | None = None  # the buckets hold its factors; without it they hold the whole model
+    segment: str = ""  # process/file/name of the memory where the buckets lie too, for servers that can open it; empty: nowhere
 
 
 class WeightsJoin(Message, frozen=True, tag="WeightsJoin"):
@@ -216,6 +217,7 @@ class WeightsJoin(Message, frozen=True, tag="WeightsJoin"):
     epoch: int  # of the offer it answers
     version: int  # of the offer it answers
     plan: str  # hex digest of the server's own bucket plan
+    shared: bool = False  # the server has opened the offer's segment and reads the buckets there
 
 
 class WeightsSession(Message, frozen=True, tag="WeightsSession"):
@@ -229,6 +231,7 @@ class WeightsSession(Message, frozen=True, tag="WeightsSession"):
     version: int  # version that will be sent
     timeout_s: float  # longest wait for any one bucket
     error: str = ""  # non-empty: refused, with the reason
+    shared: bool = False  # the buckets are read from the offer's segment; no rank in the communicator: those from world_size on
 
 
 # -------------------------------------------------------------------------------------------------- generate

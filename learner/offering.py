@@ -47,7 +47,9 @@ class Offering:
     def sender(self, bus: Bus, roster: Roster, epoch: int) -> Sender:
         """A sender for it, staged on the device where the weights lie."""
         train, device = self._train, self._backend.device
-        carrier = train.weights_backend or ("nccl" if device.type == "cuda" else "gloo")
+        carrier = train.weights_backend or "auto"
+        if carrier == "auto":
+            carrier = "nccl" if device.type == "cuda" else "shared"
         if self.adapter is None:
             plan = plan_of(self._backend.shapes(), train.weights_bucket_mib, dtype=train.weights_dtype)
         else:
@@ -56,7 +58,7 @@ class Offering:
             bus,
             plan,
             epoch=epoch,
-            settings=Settings(backend=carrier, timeout_s=train.weights_timeout_s),
+            settings=Settings("nccl" if carrier == "nccl" else "gloo", shared=carrier == "shared", timeout_s=train.weights_timeout_s),
             roster=roster,
             device=device,
             delta_full_every=train.weights_full_every if train.weights_delta else None,

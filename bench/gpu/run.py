@@ -53,7 +53,7 @@ def settings(options: argparse.Namespace, folder: str) -> list[str]:
         "envhub.n": 32 if options.tiny else 512, "rollout.max_running": 32 if options.tiny else 512,
     }  # fmt: skip
     if options.device == "cuda" and (options.engine in ("vllm", "sglang") or len(existing()) < 2):
-        found["train.weights_backend"] = "gloo"  # NCCL takes no two members on one GPU, and none in host memory
+        found["train.weights_backend"] = "shared"  # NCCL takes no two members on one GPU, and none in host memory
     return [f"{key}={json.dumps(value)}" for key, value in found.items()] + list(options.overrides)
 
 

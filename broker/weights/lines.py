@@ -46,6 +46,6 @@ class Lines:
 
     def forget(self, num_receivers: int, num_sizes: int) -> None:
         """Once all is said."""
-        words = [f"{word}/{rank}" for word in ("held", "ready", "done") for rank in range(1, num_receivers + 1)]
+        words = [f"{word}/{rank}" for word in ("held", "ready", "done", "at") for rank in range(1, num_receivers + 1)]
         for word in [*words, *(f"size/{index}" for index in range(num_sizes)), "mode", "go", "digest"]:
             self._store.delete_key(f"{self._session}/{word}")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
 from broker.errors import TransferFailed
-from broker.weights.buffers import Arrival, Buffers
+from broker.weights.buffers import Arrival
 from broker.weights.group import Watch
 from broker.weights.snapshot import Manifest
 from broker.weights.source import Source
@@ -30,12 +28,10 @@ class Lookout:
             raise TransferFailed(f"snapshot {self.where}: it is of run {manifest.run}, this is run {self._run}")
         return manifest
 
-    async def read(self, manifest: Manifest, buffers: Buffers, watch: Watch) -> Arrival:
-        """Its bytes, right by their digest.
+    async def read(self, manifest: Manifest, arrival: Arrival, watch: Watch) -> None:
+        """Bring its bytes into host memory, right by their digest.
 
         Raises:
             TransferFailed: they cannot be read, or are wrong.
         """
-        arrival = buffers.take(manifest.plan, torch.device("cpu"))
         await patiently(in_thread(lambda: self._source.fill(manifest, arrival.flat, watch), "weights-read"), watch, self._source.timeout_s)
-        return arrival

@@ -24,6 +24,12 @@ class Start:
     version: int
     members: tuple[str, ...]
     fresh: bool  # a new communicator is built; else the one of the last session is used again
+    num_shared: int = 0  # of the members, the last: they read the bytes in the sender's memory and are not in the communicator
+
+    @property
+    def num_sent(self) -> int:
+        """Members of the communicator beside the sender."""
+        return len(self.members) - self.num_shared
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,7 @@ class Membership:
         self.version = -1  # newest on offer
         self._gather_s, self._join_ttl_s = gather_s, join_ttl_s
         self._joins: dict[str, float] = {}  # server -> when it asked for the newest version
+        self._shared: set[str] = set()  # servers that said last that they can read the sender's memory
         self._gathering_since = 0.0
         self._running: _Running | None = None
         self._communicator: tuple[int, tuple[str, ...], int] | None = None  # serial, members, transfers so far
@@ -100,6 +107,7 @@ class Membership:
         if not self._joins:
             self._gathering_since = now
         self._joins[join.server] = now
+        (self._shared.add if join.shared else self._shared.discard)(join.server)
         return []
 
     def tick(self, now: float, expected: Collection[str] | None, alive: Collection[str] | None) -> list[Action]:
@@ -125,16 +133,18 @@ class Membership:
         return [self._start(alive or ())]
 
     def _start(self, alive: Collection[str]) -> Start:
-        members = tuple(sorted(self._joins))
+        sent, shared = (tuple(sorted(server for server in self._joins if (server in self._shared) == near)) for near in (False, True))
         self._joins.clear()
-        if self._communicator is not None and self._communicator[1] == members:
+        members = sent + shared
+        self._running = _Running(self.version, members, set(alive))
+        if sent and self._communicator is not None and self._communicator[1] == sent:
             serial, _, uses = self._communicator
         else:
             self._serial += 1
             serial, uses = self._serial, 0
-        self._communicator = (serial, members, uses + 1)
-        self._running = _Running(self.version, members, set(alive))
-        return Start(session_name(self.epoch, serial, uses), self.version, members, fresh=uses == 0)
+        if sent:  # else the one that there may be waits for its members
+            self._communicator = (serial, sent, uses + 1)
+        return Start(session_name(self.epoch, serial, uses), self.version, members, fresh=bool(sent) and uses == 0, num_shared=len(shared))
 
     def ended(self, now: float, failed: Collection[str] | None) -> None:
         """The running transfer is over.

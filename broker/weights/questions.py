@@ -12,7 +12,8 @@ from broker.unstored import request
 from broker.weights import plan as plans
 from broker.weights.group import connect_store
 from broker.weights.plan import Plan
-from broker.weights.send import JOIN_TIMEOUT_S, PLAN_KEY
+from broker.weights.replies import JOIN_TIMEOUT_S
+from broker.weights.send import PLAN_KEY
 from broker.weights.threads import in_thread
 
 MORE_S: Final = 0.5  # than the sender waits, so that its last-moment answer still arrives
@@ -28,13 +29,16 @@ class Questions:
     def __init__(self, bus: Bus, server: str, connect_timeout_s: float) -> None:
         self._bus, self._server, self._connect_timeout_s = bus, server, connect_timeout_s
 
-    async def join(self, offer: wire.WeightsOffer, mine: Plan) -> wire.WeightsSession:
+    async def join(self, offer: wire.WeightsOffer, mine: Plan, *, shared: bool = False) -> wire.WeightsSession:
         """Ask for the offered version.
+
+        Args:
+            shared: the learner's memory can be read from here.
 
         Raises:
             RequestFailed: no answer.
         """
-        join = wire.WeightsJoin(server=self._server, epoch=offer.epoch, version=offer.version, plan=mine.digest)
+        join = wire.WeightsJoin(server=self._server, epoch=offer.epoch, version=offer.version, plan=mine.digest, shared=shared)
         return await request(self._bus, WEIGHTSYNC, str(offer.epoch), join, timeout_s=JOIN_TIMEOUT_S + MORE_S, reply=wire.WeightsSession)
 
     async def explain(self, offer: wire.WeightsOffer, mine: Plan) -> str:

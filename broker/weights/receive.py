@@ -18,21 +18,21 @@ from broker.errors import RequestFailed, TransferFailed
 from broker.jetstream import Bus
 from broker.streams import WEIGHTS
 from broker.weights.acceptance import OLD, Acceptance, Adopt, Join, Look, Snapshots
-from broker.weights.adapter import First, Foundation
-from broker.weights.buffers import Arrival, Buffers
-from broker.weights.group import Communicator, Watch, connect_store, first_line
+from broker.weights.adapter import First
+from broker.weights.buffers import Arrival
+from broker.weights.follow import follow
+from broker.weights.group import Communicator, Watch, connect_store
+from broker.weights.landing import Landing, Load
 from broker.weights.lookout import Lookout
-from broker.weights.plan import Plan
 from broker.weights.questions import Questions
+from broker.weights.shared import Neighbour, Window
 from broker.weights.snapshot import Manifest
 from broker.weights.source import Source
 from broker.weights.staging import plan_of
 from broker.weights.threads import in_thread, patiently, spawn
-from broker.weights.transfer import Received, Settings, follow
+from broker.weights.transfer import Received, Settings
 
 log = logging.getLogger(__name__)
-
-Load = Callable[[Mapping[str, Tensor], wire.WeightsOffer], Awaitable[None]]
 
 SAY_EVERY_S: Final = 10.0  # a learner that is away is mentioned this often
 
@@ -75,15 +75,14 @@ class Receiver:
         self.plan = plan_of(tensors, bucket_mib, dtype=dtype)
         self.refused = ""  # why the newest offer is not for this server, for example another model
         self.last_error = ""  # why the last attempt failed, empty after a success
-        self._bus, self._tensors, self._load = bus, tensors, load
-        self._device = torch.device(device) if device is not None else next(iter(tensors.values())).device
+        self._bus = bus
         self._settings = settings or Settings()
         self._questions = Questions(bus, server_id, self._settings.connect_timeout_s)
         self._lookout = Lookout(snapshots, bus.run) if snapshots is not None else None
         looking: Snapshots = "none" if snapshots is None else "only" if only_snapshots else "beside"
         self._state = Acceptance(self.plan.digest, None, looking)
-        self._foundation = Foundation(self.plan, bucket_mib, tensors, first)
-        self._buffers = Buffers(kept=kept)
+        self._landing = Landing(self._state, self.plan, tensors, load, bucket_mib=bucket_mib, device=device, kept=kept, first=first)
+        self._neighbour = Neighbour()
         self._communicator: Communicator | None = None
         self._watch, self._receiving_epoch = Watch(), 0
         self._changed, self._served = asyncio.Event(), asyncio.Condition()
@@ -98,9 +97,7 @@ class Receiver:
 
     async def start(self) -> None:
         """Take the digest of what the engine holds, then follow the offers."""
-        if not any(tensor.is_meta for tensor in self._tensors.values()):
-            self._state.digest = await in_thread(lambda: self._buffers.hold(self.plan, self._tensors, self._device), "weights-digest")
-        self._tensors = {}  # an engine that keeps what it is given lets go of them
+        await self._landing.begin()
         self._tasks = [spawn(self._follow_offers()), spawn(self._pursue())]
 
     async def wait_for(self, version: int) -> None:
@@ -109,11 +106,12 @@ class Receiver:
             await self._served.wait_for(lambda: self._state.served[1] >= version)
 
     def metrics(self) -> dict[str, float]:
-        """weights/{version,seconds,gbytes_per_s,load_seconds,failures}: served, last transfer, last load, since start.
+        """weights/{version,seconds,gbytes_per_s,shared,load_seconds,failures}: served, last transfer, last load, since start.
 
+        ``shared`` is 1 where the last transfer was by shared memory, 0 where it was not.
         ``load_seconds`` is from the last byte until the engine serves; how long it stood still meanwhile is the engine's to say.
         """
-        return {**self._values, "weights/failures": float(self._state.failures)}
+        return {**self._values, **self._landing.values, "weights/failures": float(self._state.failures)}
 
     async def join(self) -> None:
         """Never returns; raises what stopped the channel here, if anything unexpected ever does."""
@@ -122,22 +120,13 @@ class Receiver:
     async def close(self) -> None:
         """Leave whatever transfer runs; waits a second at most."""
         self._watch.cancel("the server is leaving")
+        self._neighbour.leave()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._communicator is not None:
             closing, self._communicator = self._communicator.close(), None
             await in_thread(lambda: closing.join(1.0), "weights-join")
-
-    def _staging(self, backend: str, plan: Plan) -> Arrival:
-        """Where the next version arrives.
-
-        Raises:
-            TransferFailed: by nccl, and there is no GPU here.
-        """
-        if backend == "nccl" and self._device.type != "cuda":
-            raise TransferFailed(f"the learner sends by nccl, the weights here are on {self._device.type}; set train.weights_backend=gloo")
-        return self._buffers.take(plan, self._device if backend == "nccl" else torch.device("cpu"))
 
     # ------------------------------------------------------------------------------------------ offers
 
@@ -146,24 +135,15 @@ class Receiver:
             assert isinstance(offer, wire.WeightsOffer)
             if offer.epoch > self._receiving_epoch:
                 self._watch.cancel(f"the learner of epoch {offer.epoch} took over")
-            problem = await self._found(offer)
+            problem = await self._landing.found(offer)
             refused = self._state.offered(offer)
             self.refused = ""
             if offer.plan not in self._state.plans and self._state.newest is offer:
-                self.refused = problem or await self._questions.explain(offer, self._foundation.plan(offer.adapter))
+                self.refused = problem or await self._questions.explain(offer, self._landing.plan(offer.adapter))
                 log.error("weights: %s", self.refused)
             elif refused:
                 log.warning("weights: offer refused: %s", refused)
             self._changed.set()
-
-    async def _found(self, offer: wire.WeightsOffer) -> str:
-        """Have what an adapter is put on, from the first offer of one on; why it cannot be had, empty when it can."""
-        adapter = offer.adapter
-        if adapter is None or offer.plan != self._foundation.plan(adapter).digest:
-            return ""
-        if not (problem := await in_thread(lambda: self._foundation.lay(adapter), "weights-base")):
-            self._state.plans.add(offer.plan)
-        return problem
 
     # --------------------------------------------------------------------------------------- transfers
 
@@ -204,7 +184,7 @@ class Receiver:
                 self._served.notify_all()
 
     async def _adopt(self, offer: wire.WeightsOffer) -> str:
-        await self._bring_in({}, offer)
+        await self._landing.bring_in({}, offer)
         return offer.digest
 
     async def _receive(self, offer: wire.WeightsOffer) -> str:
@@ -214,36 +194,48 @@ class Receiver:
             RequestFailed: the learner does not answer, or has something newer.
             TransferFailed: refused, broken off, or the wrong bytes.
         """
-        plan = self._foundation.plan(offer.adapter)
-        answer = await self._questions.join(offer, plan)
+        plan = self._landing.plan(offer.adapter)
+        window = self._look_over(offer)
+        answer = await self._questions.join(offer, plan, shared=window is not None)
         if answer.error or answer.version != offer.version:
             raise RequestFailed(answer.error or f"it sends version {answer.version}")
-        arrival = self._staging(offer.backend, plan)
+        arrival = self._landing.take(offer.backend, plan)
         communicator, self._communicator = self._communicator, None
         watch, self._receiving_epoch = Watch(), offer.epoch
         self._watch = watch
         started = time.monotonic()
         received = await patiently(
-            in_thread(lambda: self._take(answer, offer, arrival, communicator, watch), "weights-receive"), watch, answer.timeout_s
+            in_thread(lambda: self._take(answer, offer, arrival, communicator, watch, window), "weights-receive"), watch, answer.timeout_s
         )
         self._communicator = received.communicator
-        await self._arrived(arrival, received.digest, offer, time.monotonic() - started)
+        self._values["weights/shared"] = float(answer.shared)
+        await self._landing.arrived(arrival, received.digest, offer, time.monotonic() - started)
         return received.digest
 
-    async def _arrived(self, arrival: Arrival, digest: str, offer: wire.WeightsOffer, seconds: float) -> None:
-        self._buffers.arrived(arrival, digest)
-        self._values |= {"weights/seconds": seconds, "weights/gbytes_per_s": arrival.flat.plan.size_bytes / seconds / 1e9}
-        tensors = arrival.flat.tensors
-        await self._bring_in(tensors if offer.adapter is None else self._foundation.merged(tensors), offer)
+    def _look_over(self, offer: wire.WeightsOffer) -> Window | None:
+        """A window on the learner's memory; None where the bytes have to be sent."""
+        if not offer.segment:
+            return None
+        known = self._neighbour.problem
+        window = self._neighbour.reach(offer.segment, self._landing.plan(offer.adapter))
+        if self._neighbour.problem not in ("", known):
+            log.info("weights: the learner's memory cannot be read from here (%s), so it sends them", self._neighbour.problem)
+        return window
 
     def _take(
-        self, answer: wire.WeightsSession, offer: wire.WeightsOffer, arrival: Arrival, communicator: Communicator | None, watch: Watch
+        self,
+        answer: wire.WeightsSession,
+        offer: wire.WeightsOffer,
+        arrival: Arrival,
+        communicator: Communicator | None,
+        watch: Watch,
+        window: Window | None,
     ) -> Received:
         if arrival.flat.buffer.is_cuda:
             torch.cuda.set_device(arrival.flat.buffer.device)
         settings = replace(self._settings, backend=offer.backend, timeout_s=answer.timeout_s)
         store = connect_store(answer.host, answer.port, settings.connect_timeout_s)
-        return follow(store, answer, offer.digest, arrival, communicator, settings, watch)
+        return follow(store, answer, offer.digest, arrival, communicator, settings, watch, window)
 
     # --------------------------------------------------------------------------------------- snapshots
 
@@ -268,10 +260,10 @@ class Receiver:
             TransferFailed: it is not for this server.
         """
         offer = manifest.offer
-        problem = await self._found(offer)
+        problem = await self._landing.found(offer)
         reason = self._state.useful(offer)
         if reason and reason != OLD:
-            first = problem or self._foundation.plan(offer.adapter).difference(manifest.plan)
+            first = problem or self._landing.plan(offer.adapter).difference(manifest.plan)
             raise TransferFailed(f"snapshot {where}: {reason}{': ' if first else ''}{first}")
         return not reason
 
@@ -284,19 +276,8 @@ class Receiver:
         newest = self._state.newest
         self._watch, self._receiving_epoch = Watch(), max(offer.epoch, newest.epoch if newest is not None else 0)
         started = time.monotonic()
-        arrival = await lookout.read(manifest, self._buffers, self._watch)
+        arrival = self._landing.take("gloo", manifest.plan)  # in host memory
+        await lookout.read(manifest, arrival, self._watch)
         log.info("weights: epoch %d version %d read from %s", offer.epoch, offer.version, lookout.where)
-        await self._arrived(arrival, offer.digest, offer, time.monotonic() - started)
+        await self._landing.arrived(arrival, offer.digest, offer, time.monotonic() - started)
         return offer.digest
-
-    async def _bring_in(self, tensors: Mapping[str, Tensor], offer: wire.WeightsOffer) -> None:
-        started = time.monotonic()
-        self._state.loading()
-        try:
-            await self._load(tensors, offer)
-        except (TransferFailed, RuntimeError) as error:
-            self._buffers.load_failed()
-            if isinstance(error, TransferFailed):
-                raise
-            raise TransferFailed(f"loading failed: {first_line(error)}") from error  # torch's own, for example out of memory
-        self._values["weights/load_seconds"] = time.monotonic() - started

@@ -34,13 +34,14 @@ from broker.weights.membership import Action, Cancel, Membership, Refuse, Start
 from broker.weights.offers import Offers
 from broker.weights.plan import Plan
 from broker.weights.publish import Publisher
+from broker.weights.replies import JOIN_TIMEOUT_S, Replies
+from broker.weights.shared import Segment
 from broker.weights.staging import Staging
 from broker.weights.threads import in_thread, spawn
 from broker.weights.transfer import Sent, SessionFailed, Settings, call_off, lead
 
 log = logging.getLogger(__name__)
 
-JOIN_TIMEOUT_S: Final = 5.0  # a server waits this long for the answer to its join, then asks again
 PLAN_KEY: Final = "plan"  # where the store holds the plan's text, for servers with another model
 TICK_S: Final = 0.05
 IDLE_TICK_S: Final = 1.0
@@ -83,10 +84,11 @@ class Sender:
         self._offers = Offers(bus, epoch)
         self._settings = settings or Settings()
         self._device = torch.device(device if self._settings.backend == "nccl" else "cpu")
-        self._staging = Staging(plan, self._device)
+        self._segment = _segment(plan) if self._settings.shared and self._device.type == "cpu" else None
+        self._staging = Staging(plan, self._device, self._segment)
         self._base = Base(plan, delta_full_every, self._device) if delta_full_every is not None else None
         self._membership = Membership(epoch, plan.digest, gather_s=gather_s, join_ttl_s=JOIN_TIMEOUT_S)
-        self._replies: dict[str, asyncio.Future[wire.WeightsSession]] = {}
+        self._replies = Replies(self._settings)
         self._communicator: Communicator | None = None
         self._watch = Watch()
         self._written: tuple[int, wire.Probe] | None = None
@@ -105,7 +107,7 @@ class Sender:
         """
         self._loop = asyncio.get_running_loop()
         await self._offers.begin()
-        self._store, self.port = serve_store(self._settings.host)
+        self._store, self._replies.port = serve_store(self._settings.host)
         self._store.set(PLAN_KEY, self.plan.text)
         self._subscribed = await respond(self._bus, WEIGHTSYNC, str(self.epoch), self._on_join)
         self._tasks = [spawn(self._publish_versions()), spawn(self._decide())]
@@ -133,10 +135,11 @@ class Sender:
         self._loop.call_soon_threadsafe(self._new_version.set)
 
     def metrics(self) -> dict[str, float]:
-        """weights/{version,seconds,gbytes_per_s,sent_bytes,receivers,failures,communicators,deltas,copy_seconds,digest_seconds}.
+        """weights/{version,seconds,gbytes_per_s,sent_bytes,receivers,shared,failures,communicators,deltas,copy_seconds,digest_seconds}.
 
-        The newest version; of the last transfer its seconds, the model's bytes a second and the bytes that each receiver was sent; of the
-        last version the seconds that training waited for its copy, and those until its digest was known; the rest are totals.
+        The newest version; of the last transfer its seconds, the model's bytes a second, the bytes that each receiver was sent or has read,
+        how many received, and how many of them by shared memory; of the last version the seconds that training waited for its copy, and
+        those until its digest was known; the rest are totals.
         """
         return self._values | (self.publisher.metrics() if self.publisher is not None else {})
 
@@ -148,8 +151,7 @@ class Sender:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for server in list(self._replies):
-            self._answer(server, self._refusal("the learner is leaving"))
+        self._replies.refuse_all("the learner is leaving", max(self._membership.version, 0))
         if self._communicator is not None:
             closing, self._communicator = self._communicator.close(), None
             await in_thread(lambda: closing.join(1.0), "weights-join")
@@ -175,6 +177,7 @@ class Sender:
                 backend=self._settings.backend,
                 probe=probe,
                 adapter=self._adapter,
+                segment=self._segment.address if self._segment is not None else "",
             )
             try:
                 if early := self._has_sent:
@@ -203,39 +206,10 @@ class Sender:
     async def _on_join(self, message: wire.Message) -> wire.Message | None:
         if not isinstance(message, wire.WeightsJoin):
             return None
-        older = self._replies.pop(message.server, None)
-        if older is not None:
-            older.cancel()
-        reply = self._replies[message.server] = asyncio.get_running_loop().create_future()
+        reply = self._replies.expect(message.server)
         self._perform(self._membership.joined(message, time.monotonic()))
         self._poke.set()
-        try:
-            return await asyncio.wait_for(reply, JOIN_TIMEOUT_S)
-        except (TimeoutError, asyncio.CancelledError):
-            return None  # the server has asked again or will
-        finally:
-            if self._replies.get(message.server) is reply:
-                del self._replies[message.server]
-
-    def _answer(self, server: str, session: wire.WeightsSession) -> None:
-        reply = self._replies.get(server)
-        if reply is not None and not reply.done():
-            reply.set_result(session)
-
-    def _refusal(self, reason: str) -> wire.WeightsSession:
-        return self._session(reason, rank=0, world_size=1, version=max(self._membership.version, 0), error=reason)
-
-    def _session(self, session: str, *, rank: int, world_size: int, version: int, error: str = "") -> wire.WeightsSession:
-        return wire.WeightsSession(
-            session=session,
-            rank=rank,
-            world_size=world_size,
-            host=self._settings.host,
-            port=self.port,
-            version=version,
-            timeout_s=self._settings.timeout_s,
-            error=error,
-        )
+        return await self._replies.wait(message.server, reply)
 
     # --------------------------------------------------------------------------------------- transfers
 
@@ -261,7 +235,7 @@ class Sender:
     def _perform(self, actions: list[Action]) -> None:
         for action in actions:
             if isinstance(action, Refuse):
-                self._answer(action.server, self._refusal(action.reason))
+                self._replies.refuse(action.server, action.reason, max(self._membership.version, 0))
             elif isinstance(action, Cancel):
                 self._watch.cancel(action.reason)
             else:
@@ -272,23 +246,25 @@ class Sender:
             self._communicator.close()
             self._communicator = None
         self._watch = Watch()
-        for rank, server in enumerate(start.members, 1):
-            self._answer(server, self._session(start.session, rank=rank, world_size=len(start.members) + 1, version=start.version))
+        self._replies.begin(start)
         self._tasks = [task for task in self._tasks if not task.done()]
         self._tasks.append(spawn(self._transfer(start)))
 
     async def _transfer(self, start: Start) -> None:
         failed: set[str] | None = None
-        communicator, self._communicator = self._communicator, None
-        watch = self._watch
+        communicator, watch = None, self._watch
+        if start.num_sent:
+            communicator, self._communicator = self._communicator, None
         try:
             sent = await in_thread(lambda: self._send(start, communicator, watch), "weights-send")
-            self._communicator, self._has_sent = sent.communicator, True
+            self._has_sent = True
+            if start.num_sent:
+                self._communicator = sent.communicator
             self._values["weights/seconds"] = sent.seconds
             self._values["weights/gbytes_per_s"] = self.plan.size_bytes / sent.seconds / 1e9
             self._values["weights/sent_bytes"] = float(sent.size_bytes)
             self._values["weights/deltas"] += not sent.whole
-            self._values["weights/receivers"] = float(len(start.members))
+            self._values |= {"weights/receivers": float(len(start.members)), "weights/shared": float(start.num_shared)}
             self._values["weights/communicators"] += start.fresh
         except TransferFailed as error:
             failed = set(error.servers) if isinstance(error, SessionFailed) else set()
@@ -307,3 +283,12 @@ class Sender:
             raise
         except TransferFailed as error:  # overwritten before it started: the members are waiting
             raise call_off(self._store, start, communicator, str(error)) from None
+
+
+def _segment(plan: Plan) -> Segment | None:
+    """Memory that servers of this host can read; None where there is none of that kind."""
+    try:
+        return Segment(plan)
+    except OSError as error:
+        log.warning("weights: servers of this host get them by gloo, for there is no memory to share here: %s", error)
+        return None

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, Protocol, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +18,8 @@ from broker.weights.plan import Plan, Slot, TensorSpec, make_plan
 
 PIECE_BYTES: Final = 2 << 20  # that is copied, and digested, at a time: a tile of the digest
 LOOK_AGAIN_S: Final = 0.1  # whoever waits for packing is told; this only bounds what a missed word costs
+
+Words: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 def plan_of(tensors: Mapping[str, Tensor], bucket_mib: float, *, dtype: str | None = None) -> Plan:
@@ -41,14 +44,17 @@ def plan_of(tensors: Mapping[str, Tensor], bucket_mib: float, *, dtype: str | No
 class Flat:
     """One model's tensors in one buffer.
 
+    Args:
+        buffer: zero everywhere; None: memory of its own on ``device``.
+
     Attributes:
         buffer: uint8, shape (plan.size_bytes,); gaps are zero.
         tensors: the planned tensors as views of the buffer, by name.
     """
 
-    def __init__(self, plan: Plan, device: str | torch.device = "cpu") -> None:
+    def __init__(self, plan: Plan, device: str | torch.device = "cpu", buffer: Tensor | None = None) -> None:
         self.plan = plan
-        self.buffer = torch.zeros(plan.size_bytes, dtype=torch.uint8, device=device)
+        self.buffer = torch.zeros(plan.size_bytes, dtype=torch.uint8, device=device) if buffer is None else buffer
         self.tensors = {
             slot.spec.name: self.buffer[slot.offset : slot.stop].view(getattr(torch, slot.spec.dtype)).view(slot.spec.shape)
             for slot in plan.slots
@@ -119,10 +125,15 @@ def _settle(gpu: torch.device | None) -> None:
 
 
 class Staged:
-    """One side of the staging: a version that is being packed or lies there whole. It may be sent and digested as it is packed."""
+    """One side of the staging: a version that is being packed or lies there whole. It may be sent and digested as it is packed.
 
-    def __init__(self, flat: Flat) -> None:
+    Args:
+        words: int64, shape (2,): what lies there, kept for who reads it from another process: version + 1 or 0, bytes packed.
+    """
+
+    def __init__(self, flat: Flat, words: Words | None = None) -> None:
         self.flat, self.plan = flat, flat.plan
+        self._words = words if words is not None else np.zeros(2, np.int64)
         self.version = -1  # what lies in it, -1 nothing
         self.digest: str | None = None  # hex, of all buckets, once known
         self.sending = False
@@ -143,22 +154,30 @@ class Staged:
             raise TransferFailed("the weights could not be packed")
         return self.flat.bucket(index) if self._packed_bytes >= self.plan.buckets[index][1] else None
 
+    @property
+    def packed_bytes(self) -> int:
+        """All bytes below are in place."""
+        return self._packed_bytes
+
     def open(self, version: int) -> None:
         """What lay here is gone."""
         with self.lock:
+            self._words[:] = 0
             self._packed_bytes, self.digest = 0, None  # first: whoever sees the new version must not see the old one's bytes as packed
             self.version = version
+            self._words[0] = version + 1
 
     def reached(self, offset: int) -> None:
         """All bytes below are in place."""
         with self._told:
-            self._packed_bytes = offset
+            self._packed_bytes = self._words[1] = offset
             self._told.notify_all()
 
     def failed(self) -> None:
         """It will never be whole."""
         with self._told:
             self.version = -1
+            self._words[0] = 0
             self._told.notify_all()
 
     def take_digest(self, version: int) -> str | None:
@@ -185,15 +204,29 @@ class Staged:
         return whole
 
 
+class Memory(Protocol):
+    """Where staging buffers may lie so that other processes see them."""
+
+    def buffer(self, side: int, /) -> Tensor: ...
+
+    def words(self, side: int, /) -> Words: ...
+
+
 class Staging:
     """Two buffers: the newest version stays on offer in one while the next is copied into the other.
 
     The one that is being sent is never written; if that is not the newest, the newest is overwritten, for nobody has it yet and
     nobody needs it once there is a newer one. So writing waits for the copy, and at most for the digest of one bucket.
+
+    Args:
+        memory: host memory that they lie in; None: their own, on ``device``.
     """
 
-    def __init__(self, plan: Plan, device: str | torch.device = "cpu") -> None:
-        self._sides = (Staged(Flat(plan, device)), Staged(Flat(plan, device)))
+    def __init__(self, plan: Plan, device: str | torch.device = "cpu", memory: Memory | None = None) -> None:
+        if memory is None:
+            self._sides = tuple(Staged(Flat(plan, device)) for _ in range(2))
+        else:
+            self._sides = tuple(Staged(Flat(plan, buffer=memory.buffer(side)), memory.words(side)) for side in range(2))
         self._choose = threading.Lock()
         self.plan = plan
 

@@ -121,7 +121,7 @@ def _weights(torch: Torch | None, needs: Needs, count: int) -> list[Finding]:
         why = "learner and rollout server share the one GPU, and NCCL takes no two members on one"
     else:
         return []
-    return [Finding("gpu", "weights", "missing", why, "train.weights_backend=gloo")]
+    return [Finding("gpu", "weights", "missing", why, "train.weights_backend=shared")]
 
 
 def _devices(gpus: Sequence[Gpu], problem: str, needs: Needs, count: int) -> list[Finding]:

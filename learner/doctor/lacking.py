@@ -66,13 +66,13 @@ def of_fleet(config: dict[str, Any]) -> list[Finding]:
 
 
 def settled(config: dict[str, Any]) -> list[str]:
-    """Overrides by which a whole run on this machine settles what its configuration leaves open: weights go by gloo where NCCL cannot
-    carry them, for instance to a server on the learner's own GPU.
+    """Overrides by which a whole run on this machine settles what its configuration leaves open: weights go through host memory where NCCL
+    cannot carry them, for instance to a server on the learner's own GPU.
 
     Args:
         config: validated, of a run.
     """
-    if config["train"].get("weights_backend") is not None:
+    if config["train"].get("weights_backend") not in (None, "auto"):
         return []
     return [finding.mend for finding in gpus(needs(config)) if finding.name == "weights" and finding.status == "missing"]
 

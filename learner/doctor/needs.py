@@ -9,6 +9,7 @@ from typing import Any, Final
 FILES_OF_A_PROCESS: Final = 256  # open at once by any process of a run, libraries and sockets
 FILES_OF_AN_ENVIRONMENT: Final = 4  # pipes to a worker process and from it
 HOST_ENGINES: Final = frozenset({"vllm", "sglang"})  # that take new weights in host memory, from where no NCCL reads them
+HOST_WEIGHTS: Final = frozenset({"shared", "gloo"})  # values of train.weights_backend by which they go through host memory
 GPU_ENGINES: Final = frozenset({"sglang"})  # that are of no use without one
 
 
@@ -85,7 +86,10 @@ def needs(config: Mapping[str, Any]) -> Needs:
             parallel if parallel > 1 else 0,
             int(engine in GPU_ENGINES and not command),
         ),
-        weights_by_nccl="backend" in train and not device.startswith("cpu") and train.get("weights_backend") != "gloo" and bool(engine),
+        weights_by_nccl="backend" in train
+        and not device.startswith("cpu")
+        and train.get("weights_backend") not in HOST_WEIGHTS
+        and bool(engine),
         engine=str(engine or ""),
         nofile=FILES_OF_A_PROCESS + FILES_OF_AN_ENVIRONMENT * int((config.get("envhub") or {}).get("n") or 0),
         shared_memory=ranks > 1 or parallel > 1,

@@ -57,6 +57,7 @@ async def test_both_ends_are_killed_behind_every_bucket(tmp_path: Path, sent: st
             "backend": f"{plugin}:Backend",
             "weights_bucket_mib": BUCKET_MIB,
             "weights_timeout_s": TIMEOUT_S,
+            "weights_backend": "gloo",
             **TRAIN[sent],
         },
         "model": {"path": None, "tiny": {**chaos.TINY, "intermediate_size": INTERMEDIATE_SIZE[sent]}},

@@ -8,13 +8,14 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from waits import LONG_S, until
 from weights_model import SHAPES, content, make_tensors, probe_of
 
 from broker import wire
@@ -41,7 +42,7 @@ class Child:
     def pid(self) -> int:
         return self.process.pid
 
-    async def hears(self, timeout_s: float = 30.0, **fields: Any) -> dict[str, Any]:
+    async def hears(self, timeout_s: float = LONG_S, **fields: Any) -> dict[str, Any]:
         """The next line with these fields."""
         assert self.process.stdout is not None
         async with asyncio.timeout(timeout_s):
@@ -61,8 +62,9 @@ async def spawn(broker_url: str, run_name: str, bus: Bus) -> AsyncIterator[Spawn
     """Starts receivers; all of them are killed afterwards."""
     children: list[Child] = []
 
-    async def start(server: str, *, script: str = "weights_child.py", **options: Any) -> Child:
+    async def start(server: str, *, script: str = "weights_child.py", within: Sequence[str] = (), **options: Any) -> Child:
         process = await asyncio.create_subprocess_exec(
+            *within,
             sys.executable,
             str(HERE / script),
             broker_url,
@@ -70,7 +72,7 @@ async def spawn(broker_url: str, run_name: str, bus: Bus) -> AsyncIterator[Spawn
             server,
             json.dumps(options),
             stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])])},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent), str(HERE.parents[1])])},
         )
         children.append(Child(process))
         return children[-1]
@@ -213,6 +215,7 @@ async def test_changes_are_sent_to_those_who_hold_the_rest(bus: Bus, spawn: Spaw
         await asyncio.to_thread(sender.offer, version, tensors, probe_of(tensors))
         loads = await asyncio.gather(*(child.hears(event="loaded", version=version) for child in children))
         assert {load["content"] for load in loads} == {content(tensors)}
+        await until(lambda: not sender._membership.busy)
         return sender.metrics()["weights/sent_bytes"] / sender.plan.size_bytes
 
     try:

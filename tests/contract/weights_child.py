@@ -4,6 +4,7 @@ Usage: weights_child.py URL RUN ID OPTIONS, where OPTIONS is JSON:
     seed: of the tensors it starts with        tensors: names and shapes, see ``weights_model``
     at_bucket, do: when that many buckets have come, ``kill`` or ``stop`` itself, or flip a bit (``corrupt``), once
     bad_loads: how many loads store wrong values
+    apart: it cannot read the learner's memory, as on another host
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
+import re
 import signal
 import sys
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,7 +25,8 @@ from weights_model import content, make_tensors, probe_logprobs
 
 from broker import wire
 from broker.jetstream import Bus
-from broker.weights import transfer
+from broker.weights import follow, shared
+from broker.weights.digest import BucketDigest, digest_bucket
 from broker.weights.probe import check_probe
 from broker.weights.receive import Receiver
 from broker.weights.transfer import Settings
@@ -42,10 +45,10 @@ class Saying(logging.Handler):
 
 
 def misbehave(at_bucket: int, what: str) -> None:
-    """Wrap the digest, which sees every bucket as it comes."""
-    original, seen = transfer.digest_bucket, 0
+    """Wrap the digest, which sees every bucket as it comes: of one that was sent, and of one that was read."""
+    sent, seen = digest_bucket, 0
 
-    def digest(bucket: Tensor) -> bytes:
+    def misled(bucket: Tensor) -> None:
         nonlocal seen
         seen += 1
         if seen == at_bucket:
@@ -53,15 +56,25 @@ def misbehave(at_bucket: int, what: str) -> None:
                 bucket[len(bucket) // 2] ^= 16
             else:
                 say(event=what)
-                os.kill(os.getpid(), signal.SIGKILL if what == "kill" else signal.SIGSTOP)
-        return original(bucket)
+                signal.pthread_kill(threading.get_ident(), signal.SIGKILL if what == "kill" else signal.SIGSTOP)  # this thread at once
 
-    transfer.digest_bucket = digest
+    def digest(bucket: Tensor) -> bytes:
+        misled(bucket)
+        return sent(bucket)
+
+    class Digest(BucketDigest):
+        def finish(self) -> bytes:
+            misled(self._bucket)
+            return sent(self._bucket)
+
+    vars(follow)["digest_bucket"], vars(shared)["BucketDigest"] = digest, Digest
 
 
 async def main(url: str, run: str, server: str, options: dict[str, Any]) -> None:
     if "do" in options:
         misbehave(options["at_bucket"], options["do"])
+    if options.get("apart"):
+        vars(shared)["ADDRESS"] = re.compile("nowhere")
     bus = await Bus.connect(url, run, name=server, deadline_s=60)
     held = make_tensors(options.get("seed", 0), options.get("tensors"))
     bad_loads = options.get("bad_loads", 0)

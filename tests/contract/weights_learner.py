@@ -1,6 +1,8 @@
-"""A process with a Sender of epoch 1 that kills or stops itself in the middle of its first broadcast.
+"""A process with a Sender of epoch 1 that kills or stops itself in the middle of a transfer.
 
-Usage: weights_learner.py URL RUN ID OPTIONS, where OPTIONS is JSON with at_bucket and do: ``kill`` or ``stop``.
+Usage: weights_learner.py URL RUN ID OPTIONS, where OPTIONS is JSON with do: ``kill`` or ``stop``, and one of
+    at_bucket: of its first broadcast
+    at_byte: of its second version in shared memory, which is read as far as that
 """
 
 from __future__ import annotations
@@ -10,15 +12,41 @@ import json
 import os
 import signal
 import sys
+import time
 from typing import Any
 
 import torch
+from waits import until
 from weights_model import make_tensors, probe_of
 
 from broker.jetstream import Bus
 from broker.weights.group import Communicator
 from broker.weights.send import Sender
-from broker.weights.staging import plan_of
+from broker.weights.staging import Staged, plan_of
+from broker.weights.transfer import Settings
+
+
+def end(what: str) -> None:
+    print(json.dumps({"event": what}), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL if what == "kill" else signal.SIGSTOP)
+
+
+async def read_so_far(sender: Sender, options: dict[str, Any]) -> None:
+    """A second version that never gets further than ``at_byte``."""
+    await until(lambda: "weights/shared" in sender.metrics())
+    original = Staged.reached
+
+    def reached(self: Staged, offset: int) -> None:
+        original(self, offset)
+        if offset >= options["at_byte"]:
+            while not self.sending:
+                time.sleep(0.02)
+            time.sleep(0.5)
+            end(options["do"])
+
+    Staged.reached = reached  # type: ignore[method-assign]
+    tensors = make_tensors(2)
+    await asyncio.to_thread(sender.offer, 1, tensors, probe_of(tensors))
 
 
 async def main(url: str, run: str, name: str, options: dict[str, Any]) -> None:
@@ -27,17 +55,18 @@ async def main(url: str, run: str, name: str, options: dict[str, Any]) -> None:
     def issue(self: Communicator, bucket: torch.Tensor) -> Any:
         nonlocal sent
         sent += 1
-        if sent == options["at_bucket"]:
-            print(json.dumps({"event": options["do"]}), flush=True)
-            os.kill(os.getpid(), signal.SIGKILL if options["do"] == "kill" else signal.SIGSTOP)
+        if sent == options.get("at_bucket"):
+            end(options["do"])
         return original(self, bucket)
 
     Communicator._issue = issue  # type: ignore[method-assign]
     bus = await Bus.connect(url, run, name=name, deadline_s=60)
     tensors = make_tensors(1)
-    sender = Sender(bus, plan_of(tensors, 1), epoch=1)
+    sender = Sender(bus, plan_of(tensors, 1), epoch=1, settings=Settings(shared="at_byte" in options))
     await sender.start()
     sender.offer(0, tensors, probe_of(tensors))
+    if "at_byte" in options:
+        await read_so_far(sender, options)
     await asyncio.sleep(60)
 
 

@@ -176,7 +176,8 @@ def test_weights_that_nccl_cannot_carry() -> None:
 
     assert said("vllm", 2) == ["a learner on a GPU sends by NCCL, and engine vllm takes weights in host memory"]
     assert said("hf", 1) == ["learner and rollout server share the one GPU, and NCCL takes no two members on one"]
-    assert said("hf", 2) == said("vllm", 2, weights_backend="gloo") == said("vllm", 2, device="cpu") == said("hf", 0) == []
+    assert said("hf", 2) == said("vllm", 2, weights_backend="gloo") == said("hf", 1, weights_backend="shared") == []
+    assert said("vllm", 2, device="cpu") == said("hf", 0) == []
 
 
 def a_machine(**changed: Any) -> Machine:

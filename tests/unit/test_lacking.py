@@ -80,14 +80,14 @@ def test_a_gpu_that_is_not_there_is_refused_before_anything_starts(
     assert capsys.readouterr().err.splitlines()[-1].startswith("error: GPUs: no NVIDIA GPU on this machine -> ")
 
 
-def test_on_one_gpu_a_run_settles_for_gloo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_one_gpu_a_run_settles_for_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "find_gpus", lambda: ([Gpu(0, "H100", 81559, 0, "580.65.06", "9.0")], ""))
     monkeypatch.setattr(hardware, "find_torch", lambda: Torch("2.13.0", "13.0", "2.27.7"))
     monkeypatch.setattr(lacking, "existing", lambda: [0])
     file = tmp_path / "run.yaml"
     file.write_text(LAKE)
-    assert lacking.settled(validate(load(str(file), []))) == ["train.weights_backend=gloo"]
-    config = validate(load(str(file), ["train.weights_backend=gloo"]))
+    assert lacking.settled(validate(load(str(file), []))) == ["train.weights_backend=shared"]
+    config = validate(load(str(file), ["train.weights_backend=shared"]))
     assert lacking.settled(config) == []
     assert [one.name for one in lacking.of_fleet(config) if one.status == "missing" and one.name == "weights"] == []
     assert lacking.settled(validate(load(str(file), ["train.weights_backend=nccl"]))) == []  # as asked for; the doctor's to refuse

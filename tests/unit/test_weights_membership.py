@@ -12,8 +12,8 @@ from broker.weights.membership import Action, Cancel, Membership, Refuse, Start,
 GATHER_S, TTL_S = 0.5, 5.0
 
 
-def join(server: str, version: int, *, epoch: int = 1, plan: str = "p") -> wire.WeightsJoin:
-    return wire.WeightsJoin(server=server, epoch=epoch, version=version, plan=plan)
+def join(server: str, version: int, *, epoch: int = 1, plan: str = "p", shared: bool = False) -> wire.WeightsJoin:
+    return wire.WeightsJoin(server=server, epoch=epoch, version=version, plan=plan, shared=shared)
 
 
 def make(version: int = 1) -> Membership:
@@ -51,6 +51,28 @@ def test_same_members_use_the_communicator_again() -> None:
         sessions.append((start.session, start.fresh))
         state.ended(0.0, None)
     assert sessions == [("1-1.0", True), ("1-1.1", False), ("1-2.0", True), ("1-2.1", False), ("1-3.0", True)]
+
+
+def test_who_reads_the_senders_memory_is_in_no_communicator_and_ends_none() -> None:
+    state = make()
+    starts = []
+    for version, members in ((1, "aBcD"), (2, "aBcD"), (3, "BD"), (4, "ac"), (5, "a")):  # capitals can
+        if version > 1:
+            state.offered(version)
+        for server in members:
+            state.joined(join(server, version, shared=server.isupper()), 0.0)
+        (start,) = state.tick(0.0, set(members), None)
+        assert isinstance(start, Start)
+        assert start.num_sent == len(start.members) - start.num_shared
+        starts.append((start.session, "".join(start.members), start.fresh, start.num_shared))
+        state.ended(0.0, None)
+    assert starts == [
+        ("1-1.0", "acBD", True, 2),
+        ("1-1.1", "acBD", False, 2),
+        ("1-2.0", "BD", False, 2),
+        ("1-1.2", "ac", False, 0),
+        ("1-3.0", "a", True, 0),
+    ]
 
 
 def test_failure_ends_the_communicator_and_the_failed_are_not_waited_for() -> None:
@@ -136,6 +158,7 @@ class Interleavings(RuleBasedStateMachine):
         self.state = Membership(1, "p", gather_s=GATHER_S, join_ttl_s=TTL_S)
         self.state.offered(0)
         self.waiting: dict[str, int] = {}  # server -> version it asked for
+        self.shared: dict[str, bool] = {}  # server -> whether it said that it reads the sender's memory
         self.known: dict[str, str] = {}  # server -> the communicator it has
         self.running: Start | None = None
 
@@ -146,23 +169,27 @@ class Interleavings(RuleBasedStateMachine):
             elif isinstance(action, Start):
                 assert self.running is None, "two transfers at once"
                 assert action.version == self.version, "only the newest is started"
-                assert list(action.members) == sorted(set(action.members))
+                sent, read = action.members[: action.num_sent], action.members[action.num_sent :]
+                assert list(sent) == sorted({server for server in action.members if not self.shared[server]})
+                assert list(read) == sorted({server for server in action.members if self.shared[server]})
                 name, uses = parse_session(action.session)
-                assert action.fresh == (uses == 0)
+                assert action.fresh == (bool(sent) and uses == 0)
                 for server in action.members:
                     assert self.waiting.pop(server) == action.version, "only those who asked and still wait"
+                    if server in read:
+                        continue
                     if action.fresh:
                         self.known[server] = name
                     else:
                         assert self.known[server] == name, "used again only where every member has it"
                 self.running = action
 
-    @rule(server=st.sampled_from("abcd"))
-    def join_newest(self, server: str) -> None:
+    @rule(server=st.sampled_from("abcd"), shared=st.booleans())
+    def join_newest(self, server: str, shared: bool) -> None:
         if self.running is not None and server in self.running.members and self.running.version == self.version:
             self.known.pop(server, None)  # it was restarted
-        self.waiting[server] = self.version
-        self.perform(self.state.joined(join(server, self.version), self.now))
+        self.waiting[server], self.shared[server] = self.version, shared
+        self.perform(self.state.joined(join(server, self.version, shared=shared), self.now))
 
     @rule(server=st.sampled_from("abcd"))
     def join_older(self, server: str) -> None:

@@ -28,18 +28,19 @@ def receiver() -> Receiver:
 
 def test_gloo_arrives_on_the_cpu_and_the_buffer_is_kept() -> None:
     made = receiver()
-    digest = made._buffers.hold(made.plan, made._tensors, made._device)
-    first = made._staging("gloo", made.plan)
+    landing = made._landing
+    digest = landing._buffers.hold(made.plan, landing._tensors, landing._device)
+    first = landing.take("gloo", made.plan)
     assert first.flat.buffer.device.type == "cpu"
     assert first.held == digest == first.flat.digest()
-    assert made._staging("gloo", made.plan).flat is not first.flat  # until the transfer has succeeded
-    made._buffers.arrived(first, "d")
-    assert made._staging("gloo", made.plan) == Arrival(first.flat, first.flat, "d")
+    assert landing.take("gloo", made.plan).flat is not first.flat  # until the transfer has succeeded
+    landing._buffers.arrived(first, "d")
+    assert landing.take("gloo", made.plan) == Arrival(first.flat, first.flat, "d")
 
 
 def test_nccl_without_a_gpu_says_what_to_do() -> None:
-    with pytest.raises(TransferFailed, match=r"sends by nccl, the weights here are on cpu; set train\.weights_backend=gloo"):
-        receiver()._staging("nccl", receiver().plan)
+    with pytest.raises(TransferFailed, match=r"sends by nccl, the weights here are on cpu; set train\.weights_backend=shared"):
+        receiver()._landing.take("nccl", receiver().plan)
 
 
 def test_nothing_is_served_before_the_first_version() -> None:

@@ -161,7 +161,8 @@ async def test_a_snapshot_of_another_run_is_refused(tmp_path: Path) -> None:
     written(tmp_path, 5)
     manifest = await Lookout(Source(str(tmp_path)), "r").newest()
     assert manifest is not None
-    arrival = await Lookout(Source(str(tmp_path)), "r").read(manifest, Buffers(kept=True), Watch())
+    arrival = Buffers(kept=True).take(manifest.plan, torch.device("cpu"))
+    await Lookout(Source(str(tmp_path)), "r").read(manifest, arrival, Watch())
     assert torch.equal(arrival.flat.tensors["a"], tensors(5)["a"])
     with pytest.raises(TransferFailed, match=r"^snapshot /.*: it is of run r, this is run q$"):
         await Lookout(Source(str(tmp_path)), "q").newest()
