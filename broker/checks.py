@@ -6,7 +6,6 @@ range also says that a number is finite.
 
 from __future__ import annotations
 
-import operator
 import reprlib
 import struct
 import sys
@@ -102,10 +101,7 @@ def check(message: wire.Message) -> None:
         WireError: names the message, the field, the value and the rule.
     """
     try:
-        _numbers(message)
-        _names(message)
-        rule = RULES.get(type(message))
-        if rule is not None:
+        for rule in _CHECKS[type(message)]:
             rule(message)
     except (TypeError, AttributeError, KeyError, RecursionError) as error:  # built in this process with a value of a wrong type
         raise WireError(" ".join(f"{type(message).__name__}: {error}".split())) from None
@@ -227,8 +223,12 @@ def _check_token_ids(message: str, data: bytes | bytearray) -> None:
 
 def _check_logprobs(message: str, data: bytes | bytearray) -> None:
     """A NaN counts as the least and as the greatest, and fails either comparison. A few values are looked at faster one by one."""
-    if len(data) <= FEW_BYTES and all(-LARGEST <= value <= LOGPROB_EPS for (value,) in _FLOAT.iter_unpack(data)):
-        return
+    if len(data) <= FEW_BYTES:
+        for (value,) in _FLOAT.iter_unpack(data):
+            if not -LARGEST <= value <= LOGPROB_EPS:
+                break
+        else:
+            return
     if data:
         values = np.frombuffer(data, _F4)
         least, most = values.item(values.argmin()), values.item(values.argmax())
@@ -291,16 +291,18 @@ def _check_session(session: wire.WeightsSession) -> None:
 
 def _check_request(request: wire.GenerateRequest) -> None:
     """There is a request_id and at least one token id; token ids are >= 0, stop strings are not empty."""
-    sampling = request.sampling
+    sampling, ids = request.sampling, request.token_ids
     _numbers(sampling)
-    if "" in sampling.stop:
+    if sampling.stop and "" in sampling.stop:
         raise _wrong("SamplingParams", "stop", "''", "must not be empty")
-    if min(sampling.stop_token_ids, default=0) < 0:
+    if sampling.stop_token_ids and min(sampling.stop_token_ids) < 0:
         raise _wrong("SamplingParams", "stop_token_ids", min(sampling.stop_token_ids), NATURAL.text)
-    if not _check_column("GenerateRequest", "token_ids", request.token_ids, "<i4"):
+    if ids.dtype != "<i4" or not ids.data or len(ids.data) % 4:
+        _check_column("GenerateRequest", "token_ids", ids, "<i4")
         raise _wrong("GenerateRequest", "token_ids", "empty", "at least one token")
-    _check_token_ids("GenerateRequest", request.token_ids.data)
-    _check_request_id(request)
+    _check_token_ids("GenerateRequest", ids.data)
+    if not request.request_id:
+        _check_request_id(request)
 
 
 def _check_request_id(request: wire.GenerateRequest | wire.AbortRequest) -> None:
@@ -312,10 +314,13 @@ def _check_request_id(request: wire.GenerateRequest | wire.AbortRequest) -> None
 def _check_reply(reply: wire.GenerateReply) -> None:
     """Columns have k values each, version runs count them; with finish_reason `error` there is a text in error and k is 0; top_ids
     and top_logprobs come together, one value each, and without sampled tokens."""
-    n = _check_column("GenerateReply", "token_ids", reply.token_ids, "<i4")
-    _check_column("GenerateReply", "logprobs", reply.logprobs, "<f4", n)
-    _check_token_ids("GenerateReply", reply.token_ids.data)
-    _check_logprobs("GenerateReply", reply.logprobs.data)
+    ids, logprobs = reply.token_ids, reply.logprobs
+    n = len(ids.data) // 4
+    if ids.dtype != "<i4" or logprobs.dtype != "<f4" or len(ids.data) % 4 or len(logprobs.data) != 4 * n:
+        _check_column("GenerateReply", "token_ids", ids, "<i4")
+        _check_column("GenerateReply", "logprobs", logprobs, "<f4", n)
+    _check_token_ids("GenerateReply", ids.data)
+    _check_logprobs("GenerateReply", logprobs.data)
     _check_version_runs("GenerateReply", reply.version_runs, n)
     if reply.finish_reason == "error" and (n or not reply.error):
         raise _wrong("GenerateReply", "finish_reason", "error", "must come with a text in `error` and without tokens")
@@ -381,17 +386,23 @@ def _finite(message: str, field: str, numbers: dict[str, float]) -> None:
 
 def _numbers(message: Any) -> None:
     """Every number of one struct lies in its range; an optional one may be None."""
-    read, ranges = _READERS[type(message)]
-    for value, (field, least, most, text) in zip(read(message), ranges, strict=True):
+    kind = type(message)
+    if _IN_RANGE[kind](message):
+        return
+    for field, (least, most, text) in RANGES[kind].items():
+        value = getattr(message, field)
         if value is not None and not least <= value <= most:
-            raise _wrong(type(message).__name__, field, value, text)
+            raise _wrong(kind.__name__, field, value, text)
 
 
-def _reader(fields: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
-    """What reads all these fields of a struct in one call, which is half the time of reading one after the other."""
-    if len(fields) > 1:
-        return operator.attrgetter(*fields)
-    return lambda message: tuple(getattr(message, field) for field in fields)
+def _in_range(kind: type) -> Callable[[Any], bool]:
+    """What compares all numbers of a struct in one expression, which is a third of the time of going through the table for each."""
+    terms = []
+    for field, (least, most, _) in RANGES[kind].items():
+        optional = f"m.{field} is None or " if kind.__annotations__[field].endswith("| None") else ""
+        terms.append(f"({optional}{least!r} <= m.{field} <= {most!r})")
+    found: Callable[[Any], bool] = eval(f"lambda m: {' and '.join(terms) or True}")  # nothing but what stands in the table above
+    return found
 
 
 def _names(message: wire.Message) -> None:
@@ -412,9 +423,7 @@ def _wrong(message: str, field: str, value: object, rule: str) -> WireError:
     return WireError(f"{message}.{field}: {shown}; {rule}")
 
 
-_READERS: Final = {
-    kind: (_reader(tuple(ranges)), tuple((field, *allowed) for field, allowed in ranges.items())) for kind, ranges in RANGES.items()
-}
+_IN_RANGE: Final = {kind: _in_range(kind) for kind in RANGES}
 
 RULES: Final[dict[type, Callable[[Any], None]]] = {
     wire.Ticket: _check_ticket,
@@ -427,4 +436,13 @@ RULES: Final[dict[type, Callable[[Any], None]]] = {
     wire.Metrics: _check_metrics,
     wire.DeadLetter: _check_dead_letter,
     wire.RunSpec: _check_run_spec,
+}
+
+_CHECKS: Final[dict[type, tuple[Callable[[Any], None], ...]]] = {
+    kind: (
+        *((_numbers,) if kind in RANGES else ()),
+        *((_names,) if kind in NAMES else ()),
+        *((RULES[kind],) if kind in RULES else ()),
+    )
+    for kind in wire.MESSAGES
 }

@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 import sys
 from array import array
+from collections.abc import Callable
 from typing import Any, Final, Literal, TypeVar
 
 import msgspec
@@ -23,7 +24,7 @@ import numpy.typing as npt
 
 from broker import sizes
 from broker.errors import WireError
-from broker.sizes import MAX_ITEMS, MAX_SMALL_BYTES, has_too_many_items
+from broker.sizes import COUNT_FROM_BYTES, MAX_ITEMS, MAX_SMALL_BYTES, has_too_many_items
 
 WIRE_VERSION: Final = 6
 MAX_PAYLOAD_BYTES: Final = sizes.MAX_PAYLOAD_BYTES
@@ -364,7 +365,7 @@ MAX_BYTES: Final[dict[type[Message], int]] = {kind: MAX_SMALL_BYTES for kind in 
 
 M = TypeVar("M", bound=Message)
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODERS: dict[tuple[type[Message], ...], msgspec.msgpack.Decoder[Any]] = {}
+_DECODERS: dict[tuple[type[Message], ...], tuple[Callable[[bytes], Any], int]] = {}  # what decodes these types, and most bytes of any
 
 
 class _Nothing(Message, frozen=True, tag=""):
@@ -385,7 +386,7 @@ def encode(message: Message) -> bytes:
     limit = MAX_BYTES.get(type(message), MAX_SMALL_BYTES)
     if len(data) > limit:
         raise WireError(f"{type(message).__name__} is {len(data)} bytes, the limit is {limit}")
-    if has_too_many_items(data):
+    if len(data) >= COUNT_FROM_BYTES and has_too_many_items(data):
         raise WireError(f"{type(message).__name__} holds more than {MAX_ITEMS} values")
     return data
 
@@ -396,23 +397,26 @@ def decode(data: bytes, *types: type[M]) -> M:
     Raises:
         WireError: too large, not MessagePack, unknown field, wrong type, or a rule of ``check`` is broken.
     """
-    limit = max([MAX_BYTES.get(kind, MAX_SMALL_BYTES) for kind in types])
+    decoder, limit = _DECODERS.get(types) or _decoder(types)
     if len(data) > limit:
         raise WireError(f"message is {len(data)} bytes, the limit is {limit}")
-    if has_too_many_items(data):
+    if len(data) >= COUNT_FROM_BYTES and has_too_many_items(data):
         raise WireError(f"message holds more than {MAX_ITEMS} values")
-    decoder = _DECODERS.get(types)
-    if decoder is None:
-        union: Any = _Nothing  # one type alone would be read without its name, too
-        for kind in types:
-            union = union | kind
-        decoder = _DECODERS[types] = msgspec.msgpack.Decoder(union)
     try:
-        message: M = decoder.decode(data)
+        message: M = decoder(data)
     except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
         raise WireError(_one_line(f"{'/'.join(t.__name__ for t in types)}: {error}")) from None
     checks.check(message)
     return message
+
+
+def _decoder(types: tuple[type[Message], ...]) -> tuple[Callable[[bytes], Any], int]:
+    union: Any = _Nothing  # one type alone would be read without its name, too
+    for kind in types:
+        union = union | kind
+    limit = max(MAX_BYTES.get(kind, MAX_SMALL_BYTES) for kind in types)
+    _DECODERS[types] = msgspec.msgpack.Decoder(union).decode, limit
+    return _DECODERS[types]
 
 
 def _one_line(text: str) -> str:

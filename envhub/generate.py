@@ -19,6 +19,7 @@ from envhub.choose import Server, choose
 GRACE_S: Final = 2.0  # for a reply that the server sends at its deadline
 NOTHING_PAUSE_S: Final = 0.02  # after a reply without tokens, before asking again
 EXPECTED_DECAY: Final = 0.05
+_NOBODY: Final[frozenset[str]] = frozenset()
 
 
 class TurnFailed(RlearnerError):
@@ -102,7 +103,7 @@ class Generator:
         loop = asyncio.get_running_loop()
         until = loop.time() + ask.timeout_s
         attempt_s = ask.timeout_s / (self._max_retries + 1)
-        done, problem, failures, avoid, sticky = Sampled(), "there is no rollout server", 0, frozenset[str](), ask.sticky
+        done, problem, failures, avoid, sticky = None, "there is no rollout server", 0, _NOBODY, ask.sticky
         while (left_s := until - loop.time()) > 0:
             server = choose(self.servers(ask.policy), min_version=ask.min_version, sticky=sticky, avoid=avoid)
             if server is None:
@@ -116,7 +117,7 @@ class Generator:
                 if failures > self._max_retries:
                     break
                 continue
-            _append(done, reply)
+            done = _with(done, reply)
             self.tokens += len(reply.token_ids.data) // 4
             if reply.finish_reason in ("stop", "length"):
                 return done
@@ -129,9 +130,9 @@ class Generator:
                 await asyncio.sleep(NOTHING_PAUSE_S)
         raise TurnFailed(f"no complete turn after {failures} failures: {problem} (policy {ask.policy}, within {ask.timeout_s:g} s)")
 
-    def _request(self, ask: Ask, done: Sampled, deadline_s: float) -> wire.GenerateRequest:
+    def _request(self, ask: Ask, done: Sampled | None, deadline_s: float) -> wire.GenerateRequest:
         context, sampling = ask.token_ids, ask.sampling
-        if done.token_ids:
+        if done is not None and done.token_ids:
             context = array("i", context) + done.token_ids
             seed = None if sampling.seed is None else mix(sampling.seed, len(done.token_ids))
             sampling = msgspec.structs.replace(sampling, max_tokens=sampling.max_tokens - len(done.token_ids), seed=seed)
@@ -194,8 +195,9 @@ def mix(*values: int) -> int:
     return mixed >> 16
 
 
-def _append(done: Sampled, reply: wire.GenerateReply) -> None:
-    done.token_ids += wire.growing(reply.token_ids)
-    done.logprobs += wire.growing(reply.logprobs)
-    done.version_runs += wire.growing(reply.version_runs)
-    done.finish_reason, done.server = reply.finish_reason, reply.server
+def _with(done: Sampled | None, reply: wire.GenerateReply) -> Sampled:
+    """What was sampled before, if anything, and this."""
+    token_ids, logprobs, version_runs = wire.growing(reply.token_ids), wire.growing(reply.logprobs), wire.growing(reply.version_runs)
+    if done is not None:
+        token_ids, logprobs, version_runs = done.token_ids + token_ids, done.logprobs + logprobs, done.version_runs + version_runs
+    return Sampled(token_ids, logprobs, version_runs, reply.finish_reason, reply.server)

@@ -80,7 +80,8 @@ class Conversation:
         if not self.token_ids:
             raise ValueError("sampled() before observe()")
         n = len(token_ids)
-        if n != len(logprobs) or len(version_runs) % 2 or sum(version_runs[1::2]) != n:
+        runs = len(version_runs)
+        if n != len(logprobs) or (version_runs[1] != n if runs == 2 else runs % 2 or sum(version_runs[1::2]) != n):
             raise ValueError(f"{n} tokens, {len(logprobs)} logprobs, version_runs {list(version_runs)}: lengths disagree")
         start = len(self.token_ids)
         if not self._user_spoke:
@@ -88,8 +89,8 @@ class Conversation:
         self.token_ids.extend(token_ids)
         self.loss_mask += b"\1" * n
         self.logprobs.extend(logprobs)
-        for version, count in zip(version_runs[::2], version_runs[1::2], strict=True):
-            self._add_run(version, count)
+        for index in range(0, runs, 2):
+            self._add_run(version_runs[index], version_runs[index + 1])
         self.spans.append((start, len(self.token_ids)))
         self._user_spoke = False
 

@@ -6,8 +6,9 @@ AutoTokenizer, and costs its import (seconds, 300 MB).
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -17,12 +18,14 @@ from broker.errors import ConfigError
 from text.chat_template import Chat, ChatTemplate, find_template
 from text.hub import read_json, tokenizer_folder
 
+_SHORT: Final = 16  # tokens of a text that may come again: the answers of many episodes are the same few words
+_SHORT_KEPT: Final = 4096
 _NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class _Backend(Protocol):
     def encode(self, text: str) -> list[int]: ...
-    def decode(self, ids: list[int], skip_special_tokens: bool) -> str: ...
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
     def token_id(self, token: str) -> int | None: ...
     def size(self) -> int: ...
     def vocabulary(self) -> dict[str, int]: ...
@@ -44,7 +47,7 @@ class _Fast:
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
-    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def token_id(self, token: str) -> int | None:
@@ -74,7 +77,7 @@ class _Auto:
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
-    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def token_id(self, token: str) -> int | None:
@@ -107,6 +110,7 @@ class Tokenizer:
         self._special = _named_tokens(config, read_json(folder / "special_tokens_map.json", name, key, missing_ok=True))
         self._template_source = find_template(folder, config, name)
         self.vocab_size = self._backend.size()
+        self._decode_short = lru_cache(maxsize=_SHORT_KEPT)(self._backend.decode)
         self.eos_token_ids = self._find_eos(folder)
         pad = self._backend.token_id(self._special.get("pad_token", ""))
         self.pad_token_id: int = pad if pad is not None else next(iter(self.eos_token_ids), 0)
@@ -129,7 +133,10 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of the token ids."""
-        return self._backend.decode([int(i) for i in ids], skip_special_tokens)
+        found = ids.tolist() if isinstance(ids, array) else [int(i) for i in ids]
+        if len(found) > _SHORT:
+            return self._backend.decode(found, skip_special_tokens)
+        return self._decode_short(tuple(found), skip_special_tokens)
 
     def token_id(self, token: str) -> int | None:
         """The id of one token by its exact spelling, or None."""

@@ -105,8 +105,10 @@ def test_wrong_types_are_refused() -> None:
 def test_too_large_is_refused_before_decoding_and_before_sending(monkeypatch: pytest.MonkeyPatch) -> None:
     data = wire.encode(GROUP)
     monkeypatch.setitem(wire.MAX_BYTES, wire.Group, len(data))
+    monkeypatch.setattr(wire, "_DECODERS", {})
     assert wire.decode(wire.encode(GROUP), wire.Group) == GROUP
     monkeypatch.setitem(wire.MAX_BYTES, wire.Group, len(data) - 1)
+    monkeypatch.setattr(wire, "_DECODERS", {})
     with pytest.raises(WireError, match=f"{len(data)} bytes, the limit is {len(data) - 1}"):
         wire.decode(data, wire.Group)
     with pytest.raises(WireError, match=r"Group is .* the limit is"):
