@@ -64,7 +64,7 @@ vllm-env: .venv-vllm/ready
 test-vllm: vllm-env
 	OMP_NUM_THREADS=1 $(VLLM)/python -m pytest tests/vllm_engine -o filterwarnings=default -o timeout=600
 
-# Adapters and a critic on every backend for several ranks, and torch.compile, which takes a minute a variant on a CPU.
+# Adapters and a critic on ranks of fsdp2 and ddp, and torch.compile, which takes a minute a variant on a CPU: five minutes.
 test-options: setup
 	RL_OPTIONS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit/test_train_options.py tests/contract/test_lora_ranks.py tests/contract/test_critic_ranks.py
 

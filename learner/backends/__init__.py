@@ -16,7 +16,7 @@ ONE_RANK: Final = frozenset({"torch"})  # train in one process; what settings ar
 _PLAIN: Final = ("torch", "ddp", "fsdp2")
 # Which of them know an option of the section train, and a critic.
 KNOW: Final[dict[str, tuple[str, ...]]] = {
-    "lora": (*_PLAIN, "deepspeed"),
+    "lora": (*_PLAIN, "deepspeed", "megatron"),
     "activation_offload": _PLAIN,
     "optimizer_offload": _PLAIN,
     "compile": _PLAIN,

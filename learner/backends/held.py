@@ -68,8 +68,8 @@ class Held:
         self._base_digest = ""
         if train.lora is not None:
             if train.lora.send == "adapter" and self.rank == 0:
-                held = self.policy.weights()  # before there are adapters, and before ranks share them out
-                self._base_digest = digest_of(plan_of(held, train.weights_bucket_mib, dtype=train.weights_dtype), held)
+                plan = plan_of(self.policy.shapes(), train.weights_bucket_mib, dtype=train.weights_dtype)
+                self._base_digest = digest_of(plan, self.policy.weights())  # before there are adapters, and before ranks share them out
             adapters = self.policy.adapt(train.lora, seed)
             if model_path != first:
                 adapters.load(Path(model_path) / FOLDER, self.policy.tensors().__getitem__)

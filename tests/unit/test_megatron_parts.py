@@ -223,7 +223,9 @@ def test_ranks_and_options() -> None:
     assert validate({"domains": {"lake": LAKE}, "train": train, "model": {"tiny": {"num_layers": 4}}})["train"]["ranks"] == 8
     line = "train.megatron.pipeline_parallel: 2 is not allowed; 1 with train.backend fsdp2; more with megatron"
     assert refused({"backend": "fsdp2", "ranks": 2, "megatron": {"pipeline_parallel": 2}}) == line
-    for option in ({"lora": {}}, {"activation_offload": True}, {"optimizer_offload": True}, {"compile": True}):
+    line = "train.lora.dropout: 0.1 is not allowed; 0 with train.backend megatron, whose ranks divide a layer's inputs"
+    assert refused({"backend": "megatron", "lora": {"dropout": 0.1}}) == line
+    for option in ({"activation_offload": True}, {"optimizer_offload": True}, {"compile": True}):
         (name,) = option
         line = refused({"backend": "megatron", **option})
         assert line.startswith(f"train.{name}: ")

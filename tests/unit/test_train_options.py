@@ -146,7 +146,11 @@ def resolved(**train):
         ({"lora": {"dropout": 1.0}}, "train.lora.dropout", "less than 1"),
         ({"lora": {"targets": ["q_proj"]}}, "train.lora.targets", "did you mean 'train.lora.target_modules'?"),
         ({"compile": True, "backend": "elsewhere"}, "train.compile", "unset with train.backend elsewhere; torch, ddp, fsdp2 take it"),
-        ({"lora": {}, "backend": "elsewhere"}, "train.lora", "unset with train.backend elsewhere; torch, ddp, fsdp2, deepspeed take it"),
+        (
+            {"lora": {}, "backend": "elsewhere"},
+            "train.lora",
+            "unset with train.backend elsewhere; torch, ddp, fsdp2, deepspeed, megatron take it",
+        ),
     ],
 )
 def test_refused(monkeypatch, train, key, allowed):

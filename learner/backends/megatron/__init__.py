@@ -10,5 +10,6 @@
 - ``vocabulary``: logprobs and entropies of a divided vocabulary.
 - ``pipeline``: slices through the stages.
 - ``policy``: all of that as a model that scores tokens.
+- ``adapters``: factors beside its layers.
 - ``exchange``, ``optimizer``: tensors between ranks in Hugging Face's shapes, for offers and checkpoints that know of no ranks.
 """

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from learner.backends.ddp import DdpBackend
 from learner.backends.gathered import Gathered, buckets_of
+from learner.backends.lora import Base
 from learner.backends.megatron.grid import Grid, Groups
 from learner.backends.megatron.model import library
 from learner.backends.megatron.optimizer import MegatronOptimizer
@@ -34,14 +35,15 @@ class MegatronBackend(DdpBackend):
     target: ClassVar[str] = "learner.backends.megatron.backend:MegatronBackend"
     together: ClassVar[bool] = True
     policy: MegatronPolicy  # type: ignore[assignment]  # of which nothing is asked that is not asked below
-    _ref: MegatronPolicy | None  # type: ignore[assignment]
+    _ref: MegatronPolicy | Base | None  # type: ignore[assignment]
     _optimizer: MegatronOptimizer
 
     def __init__(self, model_path: str, *, train: TrainSection, ref_path: str | None = None, **others: Any) -> None:
         check_megatron({**train.model_dump(), "backend": "megatron"})
         library()  # before CUDA is used, for it sets what CUDA reads then
         algorithm, model, seat = others["algorithm"], others["model"], others.get("seat")
-        section, wanted = train.megatron, [model_path, *([ref_path or model_path] if algorithm.kl_coef else [])]
+        section, first = train.megatron, ref_path or model_path
+        wanted = [first if train.lora else model_path, *([first] if algorithm.kl_coef else [])]
         self._shells = {path: open_shell(path, model, section) for path in wanted}  # what is wrong is said before any rank starts
         rank = seat.rank if seat is not None else 0
         self._grid = Grid(train.ranks, section.tensor_parallel, section.pipeline_parallel, rank)
@@ -62,6 +64,7 @@ class MegatronBackend(DdpBackend):
 
     def _make_optimizer(self, train: TrainSection) -> Optimizer:
         assert self._groups is not None
+        self.policy.divide_adapters()
         self._shapes = self.policy.shapes()
         self._buckets = buckets_of(self._shapes)
         return MegatronOptimizer(self.policy, train, self._grid, self._groups, self.device)
@@ -120,7 +123,13 @@ class MegatronBackend(DdpBackend):
 
     def _references(self, batches: Sequence[Any]) -> list[Tensor | None]:
         assert self._ref is not None
-        return [None if measured is None else measured[0] for measured in self._ref.measured(batches)]
+        if isinstance(self._ref, MegatronPolicy):
+            found = self._ref.measured(batches)
+        else:
+            assert self.policy.adapters is not None
+            with self.policy.adapters.off():
+                found = self.policy.measured(batches)
+        return [None if measured is None else measured[0] for measured in found]
 
     def _score_own(self, pieces: Sequence[Sequence[TrainSample]]) -> list[list[Array | None]]:
         batches = [self._collate(piece) for piece in pieces]
@@ -154,3 +163,10 @@ class MegatronBackend(DdpBackend):
     def _gather(self, bucket: int) -> dict[str, Tensor]:
         found = {name: self.policy.gather(name) for name in self._buckets[bucket]}
         return {name: tensor for name, tensor in found.items() if tensor is not None}  # none elsewhere than on rank 0
+
+    def _gather_factors(self) -> dict[str, Tensor]:
+        """The adapters, whole, on rank 0; by all ranks at once."""
+        assert self.policy.adapters is not None
+        names = self.policy.adapters.exchange.shapes
+        found = {name: factor for name in names if (factor := self.policy.gather_factor(name)) is not None}
+        return self.policy.adapters.factors(found.__getitem__) if self.rank == 0 else {}

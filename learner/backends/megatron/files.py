@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
@@ -62,6 +62,10 @@ class WeightFiles:
             if found != tuple(like.shape):
                 raise ConfigError("model.path", self._path, f"its {name} has shape {found}, its config.json says {tuple(like.shape)}")
 
+    def whole(self, name: str) -> Tensor:
+        """A tensor as it is stored."""
+        return self.share(name, None, 1, 0)
+
     def share(self, name: str, dim: int | None, tp: int, share: int) -> Tensor:
         """A rank's part of a tensor, filled up with zeros where the tensor ends."""
         stored = self._open[name].get_slice(name)
@@ -76,3 +80,23 @@ class WeightFiles:
             return piece
         shape[dim] = size - (stop - start)
         return torch.cat([piece, piece.new_zeros(shape)], dim)
+
+
+class StoredWeights(Mapping[str, Tensor]):
+    """A model's weights, each read when it is asked for; the files are let go of with it.
+
+    Args:
+        like: names, and dtypes that they are cast to.
+    """
+
+    def __init__(self, path: str, like: Mapping[str, Tensor]) -> None:
+        self._like, self._files = like, ExitStack().enter_context(WeightFiles(path))
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._files.whole(name).to(self._like[name].dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._like)
+
+    def __len__(self) -> int:
+        return len(self._like)

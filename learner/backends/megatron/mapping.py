@@ -59,15 +59,15 @@ def take_share(whole: Tensor, dim: int | None, tp: int, share: int) -> Tensor:
 
 def parts_of(shape: Architecture, tp: int, pp: int) -> list[Part]:
     """All of them, in the order of Hugging Face's models; of a tied embedding at both ends of a pipeline the first one counts."""
-    found = [Part("model.embed_tokens.weight", "embedding.word_embeddings.weight", 0, 0, _as_it_is)]
+    found = [Part("model.embed_tokens.weight", "embedding.word_embeddings.weight", 0, 0, as_it_is)]
     per_stage = shape.num_layers // pp
     for layer in range(shape.num_layers):
         found += _layer(shape, tp, layer, layer // per_stage, layer % per_stage)
-    found.append(Part("model.norm.weight", "decoder.final_layernorm.weight", pp - 1, None, _as_it_is))
+    found.append(Part("model.norm.weight", "decoder.final_layernorm.weight", pp - 1, None, as_it_is))
     if not shape.tied:
-        found.append(Part("lm_head.weight", "output_layer.weight", pp - 1, 0, _as_it_is))
+        found.append(Part("lm_head.weight", "output_layer.weight", pp - 1, 0, as_it_is))
     elif pp > 1:
-        found.append(Part("model.embed_tokens.weight", "output_layer.weight", pp - 1, 0, _as_it_is, copy=True))
+        found.append(Part("model.embed_tokens.weight", "output_layer.weight", pp - 1, 0, as_it_is, copy=True))
     return found
 
 
@@ -77,19 +77,20 @@ def _layer(shape: Architecture, tp: int, layer: int, stage: int, place: int) -> 
         for name in ("q", "k", "v"):
             view = _heads(shape, tp, name)
             yield Part(f"{theirs}self_attn.{name}_proj.{kind}", f"{ours}self_attention.linear_qkv.{kind}", stage, 0, view)
-    yield Part(f"{theirs}self_attn.o_proj.weight", f"{ours}self_attention.linear_proj.weight", stage, 1, _as_it_is)
+    yield Part(f"{theirs}self_attn.o_proj.weight", f"{ours}self_attention.linear_proj.weight", stage, 1, as_it_is)
     if shape.qk_norm:
         for name in ("q", "k"):
             holder = f"{ours}self_attention.{name}_layernorm.weight"
-            yield Part(f"{theirs}self_attn.{name}_norm.weight", holder, stage, None, _as_it_is, summed=True)
+            yield Part(f"{theirs}self_attn.{name}_norm.weight", holder, stage, None, as_it_is, summed=True)
     for index, name in enumerate(("gate", "up")):
         yield Part(f"{theirs}mlp.{name}_proj.weight", f"{ours}mlp.linear_fc1.weight", stage, 0, _half(index))
-    yield Part(f"{theirs}mlp.down_proj.weight", f"{ours}mlp.linear_fc2.weight", stage, 1, _as_it_is)
-    yield Part(f"{theirs}input_layernorm.weight", f"{ours}input_layernorm.weight", stage, None, _as_it_is)
-    yield Part(f"{theirs}post_attention_layernorm.weight", f"{ours}pre_mlp_layernorm.weight", stage, None, _as_it_is)
+    yield Part(f"{theirs}mlp.down_proj.weight", f"{ours}mlp.linear_fc2.weight", stage, 1, as_it_is)
+    yield Part(f"{theirs}input_layernorm.weight", f"{ours}input_layernorm.weight", stage, None, as_it_is)
+    yield Part(f"{theirs}post_attention_layernorm.weight", f"{ours}pre_mlp_layernorm.weight", stage, None, as_it_is)
 
 
-def _as_it_is(tensor: Tensor) -> Tensor:
+def as_it_is(tensor: Tensor) -> Tensor:
+    """The whole holder."""
     return tensor
 
 

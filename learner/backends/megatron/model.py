@@ -107,6 +107,7 @@ def library() -> Any:
         Config=config.TransformerConfig,
         Collection=groups.ProcessGroupCollection,
         sum_of_shares=parallel.reduce_from_tensor_model_parallel_region,
+        sum_of_slopes=parallel.copy_to_tensor_model_parallel_region,
     )
 
 

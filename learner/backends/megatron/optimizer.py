@@ -22,14 +22,14 @@ class MegatronOptimizer(Optimizer):
     """Every rank updates what it holds; what several hold gets the same update on each."""
 
     def __init__(self, policy: MegatronPolicy, train: TrainSection, grid: Grid, groups: Groups, device: torch.device) -> None:
-        super().__init__(dict(policy.model.named_parameters()), train)
-        self._grid, self._groups, self._device, self._exchange = grid, groups, device, policy.exchange
-        parts = policy.exchange.own
+        parameters, self._exchange = policy.trained_parameters()
+        super().__init__(parameters, train)
+        self._grid, self._groups, self._device, parts = grid, groups, device, self._exchange.own
         self._divided = {part.holder for part in parts if part.dim is not None}
         self._copies = {part.holder for part in parts if part.copy}
         self._summed = {part.holder for part in parts if part.summed}
         self._both_ends = "embedding.word_embeddings.weight" if grid.stage == 0 else "output_layer.weight"
-        self._at_ends = policy.module.config.tie_word_embeddings and grid.pp > 1 and grid.stage in (0, grid.pp - 1)
+        self._at_ends = self._both_ends in parameters and policy.module.config.tie_word_embeddings and grid.pp > 1
 
     def reduce(self) -> None:
         """Sum what several ranks have seen a part of; on all ranks at once."""

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from learner.backends.batch import Batch
+from learner.backends.megatron.adapters import MegatronAdapters
 from learner.backends.megatron.exchange import Exchange, put
-from learner.backends.megatron.files import WeightFiles
+from learner.backends.megatron.files import StoredWeights, WeightFiles
 from learner.backends.megatron.grid import Grid, Groups
 from learner.backends.megatron.mapping import parts_of, share_size
 from learner.backends.megatron.model import Row, build
@@ -21,6 +22,7 @@ from learner.backends.megatron.pipeline import Pipeline
 from learner.backends.megatron.shell import Shell
 from learner.backends.megatron.vocabulary import measure
 from learner.backends.policy import in_chunks
+from learner.config import LoraSection
 
 Measured = tuple[Tensor, Tensor]  # logprobs and entropies, (T,) each
 
@@ -34,19 +36,19 @@ class MegatronPolicy:
     Attributes:
         module: transformers' model, on the meta device, for what is written beside weights.
         model: Megatron's, of this stage.
+        adapters: what is trained of it, None if all of it is.
     """
 
-    adapters = None
     unpackable = ""
 
     def __init__(self, shell: Shell, grid: Grid, groups: Groups, device: torch.device, *, trainable: bool = True) -> None:
         self.path, self.device, self.module, self._shape = shell.path, device, shell.module, shell.shape
         self._grid, self._groups, shape = grid, groups, shell.shape
-        self._like = shell.tensors
+        self._like, self._parts = shell.tensors, parts_of(shape, grid.tp, grid.pp)
+        self.adapters: MegatronAdapters | None = None
         dtype = self.module.dtype
         self.model = build(shape, shell.inv_freq, dtype, grid, groups)
-        parts = parts_of(shape, grid.tp, grid.pp)
-        self.exchange = Exchange(grid, groups, parts, self._like, device)
+        self.exchange = Exchange(grid, groups, self._parts, self._like, device)
         holders = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
         with WeightFiles(shell.path) as files:
             for part in self.exchange.own:
@@ -65,6 +67,32 @@ class MegatronPolicy:
         """Whether this rank knows the logits."""
         return self._grid.stage == self._grid.pp - 1
 
+    def adapt(self, section: LoraSection, seed: int) -> MegatronAdapters:
+        """Freeze it and train adapters, whose ``first`` values may be written to before ``divide_adapters``."""
+        self.model.requires_grad_(False)
+        self.adapters = MegatronAdapters(self.module, section, seed, self.path)
+        return self.adapters
+
+    def divide_adapters(self) -> None:
+        """From now on each rank has its shares of them."""
+        if self.adapters is not None:
+            self.adapters.divide(self.model, self._parts, self._grid, self._groups, self.device)
+
+    def trained_parameters(self) -> tuple[dict[str, nn.Parameter], Exchange]:
+        """What this rank holds of what is trained, and who has the rest."""
+        if self.adapters is not None:
+            return self.adapters.live, self.adapters.exchange
+        return dict(self.model.named_parameters()), self.exchange
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The adapters' first values, whole."""
+        assert self.adapters is not None
+        return self.adapters.first
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """Those that it was loaded with, read from their files again."""
+        return StoredWeights(self.path, self._like)
+
     def checkpoint_blocks(self) -> None:
         """Keep only what enters each transformer block and compute the rest again in the backward pass."""
         for layer in self.model.decoder.layers:
@@ -75,8 +103,18 @@ class MegatronPolicy:
         return dict(self._like)
 
     def gather(self, name: str) -> Tensor | None:
-        """On rank 0 a whole tensor of now; all ranks ask for the same at the same time."""
-        return self.exchange.gather(name, dict(self.model.named_parameters()), self._like[name].dtype)
+        """On rank 0 a whole tensor of now, adapters merged into it; all ranks ask for the same at the same time."""
+        found = self.exchange.gather(name, dict(self.model.named_parameters()), self._like[name].dtype)
+        if self.adapters is None:
+            return found
+        held, *names = self.adapters.parts(name)
+        factors = {factor: one for factor in names if (one := self.gather_factor(factor)) is not None}
+        return None if found is None else self.adapters.merged(name, ({held: found} | factors).__getitem__)
+
+    def gather_factor(self, name: str) -> Tensor | None:
+        """Likewise one of the adapters' factors."""
+        assert self.adapters is not None
+        return self.adapters.exchange.gather(name, self.adapters.live, torch.float32)
 
     def measured(self, batches: Sequence[Batch]) -> list[Measured | None]:
         """Logprobs and entropies of slices, without gradient; None where this rank does not know them."""
