@@ -60,7 +60,7 @@ class MegatronAdapters(Adapters):
         for part in self.exchange.own:
             share = take_share(self.first[part.name], part.dim, grid.tp, grid.share)
             self.live[part.name] = nn.Parameter(share.to(device, copy=True).contiguous())
-        self.first = {}
+        self.first, self._layers = {}, []  # the whole factors go
         holders: dict[str, list[Part]] = {}
         for part in adapted:
             if part.stage == grid.stage:
