@@ -12,7 +12,7 @@ import os
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,7 @@ from rollout.engines.fit import check_fit, made
 from rollout.engines.sglang_api import Api, Leg, Refused, generate_body, read_leg, read_scores
 from rollout.engines.sglang_args import SGLangArgs
 from rollout.engines.sglang_child import HOST, Child, copies, free_port, launcher, options
-from rollout.engines.sglang_requests import SCORE_TIMEOUT_S, Requests
+from rollout.engines.sglang_requests import ABORT_AGAIN_S, RETURN_WITHIN_S, SCORE_TIMEOUT_S, Requests
 
 if TYPE_CHECKING:
     import torch
@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     from rollout.engines.sglang_weights import Sender
 
 log = logging.getLogger(__name__)
-
-QUIET_WITHIN_S: Final = 60.0  # for the server to return what was aborted
-ABORT_AGAIN_S: Final = 0.25  # a request on its way into the server misses the first call
 
 
 class SGLangEngine:
@@ -62,7 +59,7 @@ class SGLangEngine:
         self._ended: asyncio.Future[None] | None = None
         self._child: Child | None = None
         self._api: Api | None = None
-        self._sender: Sender
+        self._sender: Sender | None = None
         self._held: dict[str, torch.Tensor] = {}
         self._vocab_size = 0
 
@@ -76,8 +73,10 @@ class SGLangEngine:
         self._ended = asyncio.get_running_loop().create_future()
         config, section = self._config, self._config.section
         command = launcher(self._args)
-        from rollout.engines.sglang_weights import make_sender, shapes_of  # imports torch
+        from rollout.engines.hf_core import find_tokenizer  # these import torch
+        from rollout.engines.sglang_weights import make_sender, shapes_of
 
+        self._requests.tokenizer = await asyncio.to_thread(find_tokenizer, config)
         self._held, model = await asyncio.to_thread(shapes_of, config.model_path, config.dtype, trust_remote_code=config.trust_remote_code)
         text = model.get_text_config()
         self._vocab_size = int(text.vocab_size)
@@ -116,8 +115,9 @@ class SGLangEngine:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._api is not None:
+        if self._sender is not None:
             await self._sender.close()
+        if self._api is not None:
             await self._api.close()
         if self._child is not None:
             child, self._child = self._child, None
@@ -187,6 +187,7 @@ class SGLangEngine:
         self._check_alive()
         check_fit(self._held, tensors)
         tensors = await asyncio.to_thread(made, tensors)
+        assert self._sender is not None
         async with self._requests.updating:
             await self._sender.prepare(tensors)
             began = time.monotonic()
@@ -196,12 +197,11 @@ class SGLangEngine:
                     await self._load_in_place(tensors, version, probe)
                 else:
                     await self._load_quiet(tensors, version, mode, probe)
-            except TransferFailed:
+            except BaseException as error:
                 self._requests.stall()
+                if isinstance(error, (Refused, ConnectionError)):
+                    raise TransferFailed(str(error)) from None
                 raise
-            except (Refused, ConnectionError) as error:
-                self._requests.stall()
-                raise TransferFailed(str(error)) from None
             self._requests.serve(version, changed=True)
             self._requests.pause_s += time.monotonic() - began
             return time.monotonic() - began
@@ -211,6 +211,7 @@ class SGLangEngine:
         if mode == "abort":
             self._requests.abort_running()
         await self._quiet()
+        assert self._sender is not None
         await self._sender.send(tensors, version, flush=True)
         self._requests.loads += 1
         await self._probe(probe)
@@ -218,10 +219,11 @@ class SGLangEngine:
     async def _load_in_place(self, tensors: Mapping[str, torch.Tensor], version: int, probe: wire.Probe | None) -> None:
         """With its requests paused. They go on before the probe can be asked for, so where it fails their tokens of this version go."""
         assert self._api is not None
-        await self._api.post("/pause_generation", {"mode": "in_place"}, SCORE_TIMEOUT_S)
+        assert self._sender is not None
         try:
+            await self._api.post("/pause_generation", {"mode": "in_place"}, SCORE_TIMEOUT_S)
             await self._sender.send(tensors, version, flush=False)
-        except TransferFailed:
+        except BaseException:
             await self._take_back(version)
             raise
         finally:
@@ -230,7 +232,7 @@ class SGLangEngine:
                 await self._api.post("/continue_generation", {"torch_empty_cache": False}, SCORE_TIMEOUT_S)
         try:
             await self._probe(probe)
-        except TransferFailed:
+        except BaseException:
             await self._take_back(version, older=False)
             raise
 
@@ -258,7 +260,7 @@ class SGLangEngine:
         """
         assert self._api is not None
         try:
-            async with asyncio.timeout(QUIET_WITHIN_S):
+            async with asyncio.timeout(RETURN_WITHIN_S):
                 while sent := list(self._requests.sent()):
                     await self._api.abort("")
                     for running in sent:
@@ -269,7 +271,7 @@ class SGLangEngine:
                                 if running.rid:
                                     await running.quiet.wait()
         except TimeoutError:
-            raise TransferFailed(f"SGLang did not return what was aborted within {QUIET_WITHIN_S:g} s") from None
+            raise TransferFailed(f"SGLang did not return what was aborted within {RETURN_WITHIN_S:g} s") from None
 
     # ------------------------------------------------------------------------------------------------- numbers
 

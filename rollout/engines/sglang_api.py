@@ -21,8 +21,9 @@ import numpy.typing as npt
 
 from broker import wire
 
-MOST_CANDIDATES: Final = 4096  # of a filtered distribution; the server is started with the same number
-_SEEDS: Final = 1 << 31  # its seeds are 32-bit
+MOST_CANDIDATES: Final = 4096  # of a filtered distribution
+TOLD_CANDIDATES: Final = 2 * MOST_CANDIDATES  # that the server is started for: it aborts requests when equals at the last place make more
+_SEEDS: Final = 1 << 31  # these fit every release
 _REASONS: Final[Mapping[object, Literal["stop", "length", "abort"]]] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
@@ -96,9 +97,12 @@ def read_leg(reply: Mapping[str, Any], sampling: wire.SamplingParams) -> Leg:
     reason = _REASONS.get(finish.get("type")) if isinstance(finish, dict) else None
     if not isinstance(meta, dict) or reason is None:
         raise Refused(f"its answer holds no finish_reason that is known: {finish!r}")
-    entries = meta.get("output_token_logprobs") or []
-    token_ids = [int(entry[1]) for entry in entries]
-    logprobs = [float(entry[0]) for entry in entries]
+    try:
+        entries = meta.get("output_token_logprobs") or []
+        token_ids = [int(entry[1]) for entry in entries]
+        logprobs = [float(entry[0]) for entry in entries]
+    except (TypeError, ValueError, IndexError):
+        raise Refused("its output_token_logprobs are not pairs of a logprob and a token") from None
     if sampling.temperature == 0:
         logprobs = [0.0] * len(token_ids)
     elif filtered(sampling) and token_ids:
@@ -110,7 +114,7 @@ def read_leg(reply: Mapping[str, Any], sampling: wire.SamplingParams) -> Leg:
         raise Refused("the model's logits are not finite")
     runs, spans = _version_runs(meta, len(token_ids))
     if sampling.ignore_eos and (at := next((i for i, token in enumerate(token_ids) if token in sampling.stop_token_ids), None)) is not None:
-        token_ids, logprobs, runs, reason = token_ids[: at + 1], logprobs[: at + 1], _first(runs, at + 1), "stop"
+        token_ids, logprobs, runs, reason = token_ids[: at + 1], logprobs[: at + 1], first_of(runs, at + 1), "stop"
     prompt, cached = int(meta.get("prompt_tokens") or 0), int(meta.get("cached_tokens") or 0)
     return Leg(token_ids, [min(0.0, one) for one in logprobs], runs, reason, prompt, cached, spans)
 
@@ -129,14 +133,42 @@ def _version_runs(meta: Mapping[str, Any], count: int) -> tuple[list[tuple[int, 
         raise Refused(f"its answer names no weight version: {told or meta.get('weight_version')!r}") from None
 
 
-def _first(runs: Sequence[tuple[int, int]], count: int) -> list[tuple[int, int]]:
+def as_sampled(runs: Sequence[tuple[int, int]], before: int) -> list[tuple[int, int]]:
+    """The versions that sampled the tokens, from those that SGLang noted.
+
+    It notes a change of the weights beside the tokens that it has taken in by then, and takes in a token while the next is being sampled
+    (scheduler.py, event_loop_overlap): one more that the old weights sampled bears the new version. So the first token of each version is
+    the one before's. Where none was on its way a token counts for older than it is, which bounds on staleness may do, and never for newer.
+
+    Args:
+        runs: pairs (version, number of tokens).
+        before: the version when the request was sent.
+    """
+    found: list[tuple[int, int]] = []
+    for version, count in runs:
+        found += [(before, 1), (version, count - 1)]
+        before = version
+    return joined(found)
+
+
+def joined(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Runs of one version that stand side by side as one, and none that is empty."""
+    found: list[tuple[int, int]] = []
+    for version, count in runs:
+        if found and found[-1][0] == version:
+            found[-1] = (version, found[-1][1] + count)
+        elif count > 0:
+            found.append((version, count))
+    return found
+
+
+def first_of(runs: Sequence[tuple[int, int]], count: int) -> list[tuple[int, int]]:
     """The runs of the first ``count`` tokens."""
     kept = []
     for version, length in runs:
-        if count > 0:
-            kept.append((version, min(length, count)))
+        kept.append((version, max(0, min(length, count))))
         count -= length
-    return kept
+    return joined(kept)
 
 
 def read_scores(reply: Mapping[str, Any], num_tokens: int) -> npt.NDArray[np.float32]:

@@ -21,7 +21,7 @@ from broker.children import spawn
 from broker.errors import ConfigError, UserError
 from broker.workers.limits import kill_tree
 from rollout.config import RolloutSection
-from rollout.engines.sglang_api import MOST_CANDIDATES
+from rollout.engines.sglang_api import TOLD_CANDIDATES
 from rollout.engines.sglang_args import SGLangArgs
 
 HOST: Final = "127.0.0.1"
@@ -32,6 +32,7 @@ ENVIRONMENT: Final = {
 }
 POLL_S: Final = 0.2
 STOP_WITHIN_S: Final = 5.0
+TAIL_BYTES: Final = 20_000  # of the log, looked at for why it ended
 _TELLING: Final = ("error", "exception", "out of memory", "not found", "unrecognized")
 
 
@@ -73,8 +74,8 @@ def options(
         "dp-size": copies,
         "weight-version": str(version),
         "sampling-defaults": "openai",  # nothing from the model's generation_config.json shapes what is trained on
-        "sampling-mask-max-tokens": MOST_CANDIDATES,
-        "log-level": "info",
+        "sampling-mask-max-tokens": TOLD_CANDIDATES,
+        "log-level": "warning",  # a line for each batch and request would fill the disk in time
         "trust-remote-code": trust_remote_code,
         "disable-radix-cache": not section.prefix_cache,
         "enable-deterministic-inference": args.deterministic,
@@ -161,7 +162,9 @@ class Child:
 
     def why(self) -> str:
         """In one line, from its exit code and the last line of its log that tells something."""
-        lines = [line.strip() for line in self.log_path.read_bytes()[-20000:].decode(errors="replace").splitlines() if line.strip()]
+        with self.log_path.open("rb") as log:
+            log.seek(max(0, self.log_path.stat().st_size - TAIL_BYTES))
+            lines = [line.strip() for line in log.read().decode(errors="replace").splitlines() if line.strip()]
         telling = [line for line in lines if any(word in line.lower() for word in _TELLING)] or lines or ["no output"]
         code = self._process.poll()
         said = f"{telling[-1][-300:]} (exit code {code}, see {self.log_path})"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import time
 import uuid
 from collections import Counter
@@ -15,11 +17,17 @@ from broker import wire
 from rollout.engines.base import NO_VERSION, EngineConfig, Output, Stats
 from rollout.engines.sglang_api import Api, Refused, generate_body, read_leg, read_top, score_body
 from rollout.engines.sglang_request import Running
+from rollout.engines.stopping import StopStrings
 from rollout.scheduler import Job, Scheduler
+from text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 Spawn = Callable[[Coroutine[Any, Any, None]], None]
 
 SCORE_TIMEOUT_S: Final = 120.0
+ABORT_AGAIN_S: Final = 0.25  # a request on its way into the server misses the first call
+RETURN_WITHIN_S: Final = 60.0  # for the server to return what was aborted
 
 
 class Requests:
@@ -33,6 +41,7 @@ class Requests:
         updating: held while its weights are changed.
         loads: sets of weights so far: each has a name space of the prefix cache, so what older ones have read is found by nobody.
         pause_s: seconds in which generation stood still.
+        tokenizer: finds stop strings that an update cuts in two.
     """
 
     def __init__(self, config: EngineConfig, spawn: Spawn) -> None:
@@ -46,6 +55,7 @@ class Requests:
         self.loads = 0
         self.pause_s = 0.0
         self.api: Api | None = None
+        self.tokenizer: Tokenizer | None = None
         self._spawn = spawn
         self._requests: dict[str, Running] = {}
         self._closed = False
@@ -76,7 +86,8 @@ class Requests:
         expected = request.expected_tokens or request.sampling.max_tokens
         tokens = request.token_ids.array()
         job = Job(request.request_id, request.conversation_id, tokens, expected, request.min_version, now, now + request.deadline_s)
-        running = self._requests[request.request_id] = Running(request, job, self._max_context)
+        stops = StopStrings(self.tokenizer, request.sampling.stop) if request.sampling.stop and self.tokenizer is not None else None
+        running = self._requests[request.request_id] = Running(request, job, self._max_context, stops)
         self.scheduler.submit(job)
         self._admit()
         try:
@@ -181,7 +192,21 @@ class Requests:
             self.scheduler.abort(running.job.request_id)
             self._answer(running, running.output(reason))
         elif running.rid and self.api is not None:
-            self._spawn(self.api.abort(running.rid))
+            self._spawn(self._recall(running, self.api))
+
+    async def _recall(self, running: Running, api: Api) -> None:
+        """Have the server return a call; who asked gets what there is when it does not. While weights are loaded it cannot."""
+        rid, left_s = running.rid, RETURN_WITHIN_S
+        while running.rid == rid and left_s > 0:
+            await api.abort(rid)
+            running.quiet.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ABORT_AGAIN_S):
+                    await running.quiet.wait()
+            left_s -= 0.0 if self.updating.locked() else ABORT_AGAIN_S
+        if running.rid == rid and running.ended is not None and not running.answer.done():
+            log.error("SGLang did not return request %s, which was aborted, within %g s", running.job.request_id, RETURN_WITHIN_S)
+            running.answer.set_result(running.output(running.ended))
 
     async def _run(self, running: Running) -> None:
         """One request from its slot to its answer, over as many legs as updates make of it."""
@@ -193,6 +218,9 @@ class Requests:
             if not running.answer.done():
                 running.answer.set_exception(RuntimeError(str(error)))
             output = Output(error=str(error))
+        except Exception as error:  # an answer of another shape than SGLang's costs this request, and whoever asked must hear of it
+            log.exception("request %s failed", running.job.request_id)
+            output = Output(error=f"SGLang's answer: {type(error).__name__}: {error}")
         finally:
             if running.job.slot >= 0:
                 self.scheduler.finish(running.job.slot, None)
@@ -207,7 +235,7 @@ class Requests:
             await self._allowed(running)
             if running.ended is not None:
                 return running.output(running.ended)
-            running.rid, running.forbidden, loads = uuid.uuid4().hex, frozenset(), self.loads
+            running.rid, running.sent_by, running.forbidden, loads = uuid.uuid4().hex, self.scheduler.version, frozenset(), self.loads
             body = generate_body(running.rid, running.context(), running.request.sampling, running.left, f"weights-{loads}")
             try:
                 reply = await self.api.post("/generate", body)
@@ -218,6 +246,8 @@ class Requests:
             self._prefilled += max(0, leg.prompt_tokens - leg.cached_tokens)
             self._hits += leg.cached_tokens
             whole = running.add(leg)
+            if running.stopped:
+                return running.output("stop")
             if running.ended is not None:
                 return running.output(running.ended)
             if leg.reason != "abort" and whole:

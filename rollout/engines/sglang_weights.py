@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import Backend, GroupName, PrefixStore
@@ -73,6 +74,7 @@ class Disk:
         Raises:
             TransferFailed: no room, or not writable.
         """
+        await self.close()  # of an update that came to no load
         await asyncio.to_thread(self._write, tensors)
 
     async def send(self, tensors: Mapping[str, torch.Tensor], version: int, *, flush: bool) -> None:
@@ -98,11 +100,11 @@ class Disk:
                     shutil.copyfile(file, self._folder / name)
             held = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
             save_file(held, self._folder / "model.safetensors", metadata={"format": "pt"})
-        except OSError as error:
+        except (OSError, SafetensorError) as error:  # a full disk is either, by who meets it
             if self._folder is not None:
                 shutil.rmtree(self._folder, ignore_errors=True)
                 self._folder = None
-            raise TransferFailed(f"the weights cannot be written for SGLang to read: {error.strerror or error}") from None
+            raise TransferFailed(f"the weights cannot be written for SGLang to read: {error}") from None
 
 
 def sweep(folder: Path) -> None:
@@ -151,8 +153,9 @@ class Distributed:
         try:
             self._group, _ = await asyncio.gather(ours, theirs)
         except (Refused, ConnectionError, RuntimeError) as error:
-            theirs.cancel()
             raise TransferFailed(f"no group to send weights in: {str(error).splitlines()[0]}") from None
+        finally:
+            theirs.cancel()
 
     async def send(self, tensors: Mapping[str, torch.Tensor], version: int, *, flush: bool) -> None:
         parts = list(parted(tensors))
@@ -169,9 +172,10 @@ class Distributed:
                 }
                 ours = _in_thread(functools.partial(self._broadcast, part))
                 theirs = asyncio.create_task(self._api.post("/update_weights_from_distributed", body, self._args.update_timeout_s))
-                done, _ = await asyncio.wait({ours, theirs}, return_when=asyncio.FIRST_EXCEPTION)
-                for task in done:
-                    task.result()
+                try:
+                    await asyncio.gather(ours, theirs)
+                finally:
+                    theirs.cancel()
             await self._api.post("/end_weight_update", {}, self._args.update_timeout_s)
         except (Refused, ConnectionError, RuntimeError) as error:
             with contextlib.suppress(Refused, ConnectionError):

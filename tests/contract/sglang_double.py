@@ -2,14 +2,16 @@
 
 Paths, fields and answers are those of SGLang's documentation and of its release 0.5.23; a field that stands in neither is refused, so
 that an engine cannot pass by asking for what does not exist. What matters of its behaviour is here, too: a pause is one, requests
-go on through it with the KV that they have, the prefix cache keeps what was read by older weights unless it is flushed, and a flush
-is refused while requests run. Run as a program it listens at ``--port``.
+go on through it with the KV that they have, and while it lasts none comes back, aborted or not; the last token that old weights sampled
+bears the new version (see ``_late``); the prefix cache keeps what was read by older weights unless it is flushed, and a flush is refused
+while requests run. Run as a program it listens at ``--port``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -35,7 +37,6 @@ FIELDS = {
     "/abort_request": {"rid", "abort_all"},
     "/pause_generation": {"mode"},
     "/continue_generation": {"torch_empty_cache"},
-    "/flush_cache": {"timeout_s"},
     "/update_weight_version": {"new_version", "abort_all_requests"},
     "/update_weights_from_disk": {"model_path", "load_format", "abort_all_requests", "weight_version", "flush_cache", "keep_pause"},
     "/init_weights_update_group": {"master_address", "master_port", "rank_offset", "world_size", "group_name", "backend"},
@@ -60,19 +61,27 @@ class Double:
 
     Attributes:
         calls: every path and body that came.
+        true_runs: pairs (version, number of tokens) of each output, as they were sampled.
+        hold: while it is there and not set, new weights are not taken.
+        deaf: so many aborts of one request are not heard.
         options: the command line by name.
     """
 
     def __init__(self, *, spans: bool = True) -> None:
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.options: dict[str, str] = {}
+        self.true_runs: list[list[tuple[int, int]]] = []
         self.refuse = ""  # a path that fails
+        self.hold: asyncio.Event | None = None
+        self.deaf = 0
+        self._most = math.inf  # tokens to sample
         self.port = 0
         self._spans = spans
         self._core: Core
         self._answers: dict[str, asyncio.Future[Output]] = {}
         self._version = 0
         self._paused = False
+        self._aborts: list[dict[str, Any]] = []  # that came in a pause
         self._changed = asyncio.Event()
         self._resumed = asyncio.Event()
         self._resumed.set()
@@ -85,10 +94,15 @@ class Double:
         """What an engine starts in place of SGLang."""
         return [sys.executable, "-S", str(Path(__file__).with_name("sglang_forward.py")), str(self.port)]
 
-    async def sampled(self, count: int) -> None:
-        """Returns once so many tokens have been sampled."""
-        while self._core.stats().generated_tokens <= count:  # noqa: ASYNC110 - the core counts and tells nobody
+    async def stand(self, count: int) -> None:
+        """Sample so many tokens more and no others until ``go``."""
+        self._most = self._core.stats().generated_tokens + count
+        while self._core.stats().generated_tokens < self._most:  # noqa: ASYNC110 - the core counts and tells nobody
             await asyncio.sleep(0.001)
+
+    def go(self) -> None:
+        self._most = math.inf
+        self._changed.set()
 
     def asked(self, path: str) -> list[dict[str, Any]]:
         """The bodies that came to one path."""
@@ -115,7 +129,7 @@ class Double:
         app.router.add_post("/_started", self._started)
         handlers: dict[str, Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]] = {
             "/generate": self._generate, "/abort_request": self._abort, "/pause_generation": self._pause,
-            "/continue_generation": self._continue, "/flush_cache": self._flush, "/update_weight_version": self._relabel,
+            "/continue_generation": self._continue, "/update_weight_version": self._relabel,
             "/update_weights_from_disk": self._from_disk, "/init_weights_update_group": self._init_group,
             "/destroy_weights_update_group": self._destroy_group, "/update_weights_from_distributed": self._from_distributed,
             "/begin_weight_update": self._begin, "/end_weight_update": self._end,
@@ -162,7 +176,7 @@ class Double:
         """The scheduler's loop: a pass, then whoever else wants the event loop."""
         while True:
             self._core.admit(time.monotonic())
-            if self._core.can_step and not self._paused:
+            if self._core.can_step and not self._paused and self._core.stats().generated_tokens < self._most:
                 self._core.step()
                 await asyncio.sleep(0)
             else:
@@ -220,11 +234,8 @@ class Double:
         if body.get("return_sampling_mask"):
             meta["output_token_sampling_logprobs"] = logprobs
         if self._spans:
-            at, told = 0, []
-            for version, count in output.version_runs:
-                told.append({"version": str(version - SHIFT), "start": at, "end": at + count})
-                at += count
-            meta["weight_versions"] = told
+            meta["weight_versions"] = _late(output)
+            self.true_runs.append([(version - SHIFT, count) for version, count in output.version_runs])
         return meta
 
     def _scores(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -244,6 +255,12 @@ class Double:
         return {"text": "", "output_ids": [], "meta_info": meta}
 
     async def _abort(self, body: dict[str, Any]) -> dict[str, Any]:
+        if self.deaf and not body.get("abort_all"):
+            self.deaf -= 1
+            return {}
+        if self._paused:
+            self._aborts.append(body)
+            return {}
         rid = body.get("rid") or ""
         for one in list(self._answers):
             if body.get("abort_all") or (rid and one.startswith(rid)):
@@ -260,14 +277,16 @@ class Double:
 
     async def _continue(self, _: dict[str, Any]) -> dict[str, Any]:
         self._paused = False
+        if self._aborts and self._core.can_step:
+            self._core.step()  # aborted requests go through one more pass
+        for body in self._aborts:
+            await self._abort(body)
+        self._aborts.clear()
         self._resumed.set()
         self._changed.set()
         return {"message": "Generation continued successfully.", "status": "ok"}
 
     # ------------------------------------------------------------------------------------------------- weights
-
-    async def _flush(self, _: dict[str, Any]) -> dict[str, Any]:
-        return {"success": not self._answers}
 
     async def _relabel(self, body: dict[str, Any]) -> dict[str, Any]:
         self._version = int(body["new_version"])
@@ -276,6 +295,8 @@ class Double:
 
     async def _from_disk(self, body: dict[str, Any]) -> dict[str, Any]:
         tensors = load_folder(Path(body["model_path"]))
+        if self.hold is not None:
+            await self.hold.wait()
         return self._take(tensors, body)
 
     def _take(self, tensors: dict[str, torch.Tensor], body: dict[str, Any]) -> dict[str, Any]:
@@ -318,6 +339,19 @@ class Double:
 
         await asyncio.to_thread(receive)
         return self._take(tensors, body)
+
+
+def _late(output: Output) -> list[dict[str, Any]]:
+    """The version of each token as SGLang notes it: while it takes one token in, the next is being sampled already, so of those that old
+    weights sampled the last has not been taken in when they change, and is noted as the new weights'."""
+    told, start, taken = [], 0, 0
+    for version, count in output.version_runs:
+        taken += count
+        end = taken if taken == len(output.token_ids) else taken - 1
+        if end > start:
+            told.append({"version": str(version - SHIFT), "start": start, "end": end})
+        start = end
+    return told
 
 
 def load_folder(folder: Path) -> dict[str, torch.Tensor]:

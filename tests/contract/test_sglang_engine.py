@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +16,26 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from safetensors import SafetensorError
 from sglang_double import Double, double
+from waits import LONG_S, until
 
 from broker import wire
 from broker.errors import ConfigError, TransferFailed, UserError
 from broker.weights.adapter import Merged, factor_shapes
 from broker.weights.probe import make_probe
 from rollout.config import RolloutSection
+from rollout.engines import sglang_requests, sglang_weights
 from rollout.engines.base import NO_VERSION, EngineConfig
 from rollout.engines.hf_model import SlotModel
 from rollout.engines.sglang import SGLangEngine
-from rollout.engines.sglang_api import Refused, generate_body, read_leg, read_scores, read_top
+from rollout.engines.sglang_api import Refused, as_sampled, first_of, generate_body, read_leg, read_scores, read_top
 from rollout.engines.sglang_args import SGLangArgs
 from rollout.engines.sglang_child import copies, launcher, options
 from rollout.engines.sglang_weights import parted, place, shapes_of, sweep
 from text.config import TinyModel
 from text.tiny import build_tiny
+from text.tokenizer import Tokenizer
 
 PROMPT = [10, 11, 12, 13]
 TINY = TinyModel(hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=48)
@@ -66,10 +71,12 @@ async def engine(server: Double, model_path: str) -> AsyncIterator[SGLangEngine]
     await made.close()
 
 
-def ask(name: str, prompt: list[int] | None = None, *, min_version: int = 0, **sampling: Any) -> wire.GenerateRequest:
+def ask(
+    name: str, prompt: list[int] | None = None, *, min_version: int = 0, deadline_s: float = 120.0, **sampling: Any
+) -> wire.GenerateRequest:
     return wire.GenerateRequest(
         request_id=name, conversation_id=name, token_ids=wire.column(PROMPT if prompt is None else prompt, "<i4"), min_version=min_version,
-        deadline_s=30.0, sampling=wire.SamplingParams(**{"max_tokens": 12, "ignore_eos": True, "seed": 7, **sampling}),
+        deadline_s=deadline_s, sampling=wire.SamplingParams(**{"max_tokens": 12, "ignore_eos": True, "seed": 7, **sampling}),
     )  # fmt: skip
 
 
@@ -99,14 +106,15 @@ async def test_each_token_has_the_version_and_the_logprob_of_the_weights_that_sa
         engine = SGLangEngine(config(model_path, server.command))
         await engine.start()
         running = asyncio.create_task(engine.generate(ask("long", max_tokens=120)))
-        await server.sampled(40)
+        await server.stand(40)
         await engine.update_weights(new, 1, mode, None)
+        server.go()
         output = await running
         await engine.close()
     assert (output.error, output.finish_reason, len(output.token_ids)) == ("", "length", 120)
     (first, before), (second, after) = output.version_runs
     assert (first, second, before + after) == (0, 1, 120)
-    assert before >= 40
+    assert before == 40
     tokens, start = [*PROMPT, *output.token_ids], len(PROMPT) - 1
     old = logprobs_under(trained, scaled(trained, 1.0), tokens)[start:]
     assert np.abs(old[:before] - output.logprobs[:before]).max() < 1e-4
@@ -119,13 +127,29 @@ async def test_each_token_has_the_version_and_the_logprob_of_the_weights_that_sa
     assert server.asked("/update_weights_from_disk")[0]["flush_cache"] == (not (mode == "keep" and spans))
 
 
+async def test_every_token_counts_for_the_weights_that_sampled_it(model_path: str, trained: SlotModel) -> None:
+    """SGLang notes the last token of the old weights as the new weights' first."""
+    async with double() as server:
+        engine = SGLangEngine(config(model_path, server.command))
+        await engine.start()
+        running = asyncio.create_task(engine.generate(ask("long", max_tokens=60)))
+        for version, factor in enumerate((1.5, 0.7, 1.2), 1):
+            await server.stand(1 if version == 1 else 9)
+            await engine.update_weights(scaled(trained, factor), version, "keep", None)
+        server.go()
+        output = await running
+        await engine.close()
+    assert [count for _, count in output.version_runs] == [1, 9, 9, 41]
+    assert list(output.version_runs) == server.true_runs[-1]
+
+
 async def test_abort_returns_what_there_was(engine: SGLangEngine, server: Double, trained: SlotModel) -> None:
     running = asyncio.create_task(engine.generate(ask("long", max_tokens=120)))
-    await server.sampled(30)
+    await server.stand(30)
     await engine.update_weights(scaled(trained, 1.5), 1, "abort", None)
     output = await running
     assert output.finish_reason == "abort"
-    assert 30 <= len(output.token_ids) < 120
+    assert len(output.token_ids) == 30
     assert list(output.version_runs) == [(0, len(output.token_ids))]
 
 
@@ -148,10 +172,11 @@ async def test_no_later_request_finds_what_was_read_by_older_weights(engine: SGL
 async def test_weights_that_fail_their_probe_serve_nobody(mode: Any, engine: SGLangEngine, server: Double, trained: SlotModel) -> None:
     probe = make_probe(PROMPT, await engine.logprobs(PROMPT), tolerance=1e-4)
     running = asyncio.create_task(engine.generate(ask("long", max_tokens=120)))
-    await server.sampled(30)
+    await server.stand(30)
     with pytest.raises(TransferFailed, match="probe"):
         await engine.update_weights(scaled(trained, 2.0), 1, mode, probe)
     assert engine.policy_version == NO_VERSION
+    server.go()
     waiting = asyncio.create_task(engine.generate(ask("waits")))
     await asyncio.sleep(0.1)
     assert not running.done()
@@ -174,6 +199,50 @@ async def test_a_refused_update_is_told_and_the_next_one_serves(engine: SGLangEn
     await engine.update_weights(scaled(trained, 1.5), 1, "keep", None)
     assert list((await engine.generate(ask("x"))).version_runs) == [(1, 12)]
     assert not any(os.path.exists(body["model_path"]) for body in server.asked("/update_weights_from_disk"))  # noqa: ASYNC240
+
+
+async def test_a_pause_that_is_refused_does_not_last(engine: SGLangEngine, server: Double, trained: SlotModel) -> None:
+    server.refuse = "/pause_generation"
+    with pytest.raises(TransferFailed, match="/pause_generation"):
+        await engine.update_weights(scaled(trained, 1.5), 1, "keep", None)
+    assert server.asked("/continue_generation")
+    assert engine.policy_version == NO_VERSION
+
+
+async def test_an_update_that_is_cancelled_leaves_no_version_served(engine: SGLangEngine, server: Double, trained: SlotModel) -> None:
+    running = asyncio.create_task(engine.generate(ask("long", max_tokens=120)))
+    await server.stand(30)
+    server.hold = asyncio.Event()
+    update = asyncio.create_task(engine.update_weights(scaled(trained, 1.5), 1, "keep", None))
+    await until(lambda: server.asked("/update_weights_from_disk"))
+    update.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await update
+    assert engine.policy_version == NO_VERSION
+    server.hold.set()
+    await engine.update_weights(scaled(trained, 1.0), 2, "keep", None)
+    server.go()
+    output = await running
+    assert {version for version, _ in output.version_runs} <= {0, 2}
+    expected = trained.logprobs([*PROMPT, *output.token_ids]).numpy()[len(PROMPT) - 1 :]
+    assert np.abs(expected - output.logprobs).max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), SafetensorError("I/O error: No space left on device (os error 28)")]
+)
+async def test_a_full_disk_is_a_failed_transfer_and_the_old_weights_serve(
+    error: Exception, engine: SGLangEngine, trained: SlotModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sglang_weights, "save_file", full)
+        with pytest.raises(TransferFailed, match=r"cannot be written for SGLang to read: .*No space left"):
+            await engine.update_weights(scaled(trained, 1.5), 1, "keep", None)
+    assert not glob(f"/dev/shm/rlearner-weights-{os.getpid()}-*")
+    assert list((await engine.generate(ask("x"))).version_runs) == [(0, 12)]
 
 
 async def test_an_update_that_does_not_fit_changes_nothing(engine: SGLangEngine, trained: SlotModel) -> None:
@@ -230,11 +299,57 @@ async def test_the_likeliest_tokens_of_a_context(engine: SGLangEngine, trained: 
     assert np.abs(output.top_logprobs - logprobs).max() < 1e-5
 
 
+async def test_a_stop_string_that_an_update_cuts_in_two_is_found(model_path: str, trained: SlotModel) -> None:
+    tokenizer = Tokenizer.load(model_path)
+    async with double() as server:
+        engine = SGLangEngine(config(model_path, server.command))
+        await engine.start()
+        free = list((await engine.generate(ask("free", max_tokens=120))).token_ids)
+        stop = tokenizer.decode(free[:90], skip_special_tokens=False)  # so long that the update comes before its end
+        running = asyncio.create_task(engine.generate(ask("long", max_tokens=120, stop=[stop])))
+        await server.stand(20)
+        await engine.update_weights(scaled(trained, 1.0), 1, "recompute", None)
+        server.go()
+        output = await running
+        await engine.close()
+    assert (output.finish_reason, list(output.token_ids)) == ("stop", free[:90])
+    assert [version for version, _ in output.version_runs] == [0, 1]
+    assert sum(count for _, count in output.version_runs) == len(output.logprobs) == 90
+
+
+async def test_an_abort_that_comes_too_early_is_said_again(engine: SGLangEngine, server: Double) -> None:
+    server.deaf = 2
+    running = asyncio.create_task(engine.generate(ask("x", max_tokens=120)))
+    await server.stand(1)
+    engine.abort("x")
+    output = await asyncio.wait_for(running, LONG_S)
+    assert (output.finish_reason, len(output.token_ids)) == ("abort", 1)
+
+
+async def test_what_the_server_does_not_return_is_answered_without_it(
+    engine: SGLangEngine, server: Double, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sglang_requests, "RETURN_WITHIN_S", 0.5)
+    server._paused = True  # as if it hung
+    output = await asyncio.wait_for(engine.generate(ask("x", deadline_s=0.1)), LONG_S)
+    assert (output.finish_reason, list(output.token_ids)) == ("deadline", [])
+    server._paused = False
+
+
+async def test_an_answer_of_another_shape_costs_its_request_alone(engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(sglang_requests, "read_leg", lambda *_: 1 // 0)
+        output = await asyncio.wait_for(engine.generate(ask("x")), LONG_S)
+    assert output.error == "SGLang's answer: ZeroDivisionError: integer division or modulo by zero"
+    assert len((await engine.generate(ask("y"))).token_ids) == 12
+    assert engine.stats().running == 0
+
+
 async def test_the_longest_go_first_and_no_more_than_fit(engine: SGLangEngine, server: Double) -> None:
     lengths = [10, 20, 5, 15, 30, 25, 35, 40]
     await asyncio.gather(*(engine.generate(ask(f"r{n}", seed=n, max_tokens=n)) for n in lengths))
     sent = [body["sampling_params"]["max_new_tokens"] for body in server.asked("/generate")[1:]]
-    assert sent[:4] == [10, 20, 5, 15]  # came first and found room
+    assert sorted(sent[:4]) == [5, 10, 15, 20]  # came first and found room
     assert sent[4:] == [40, 35, 30, 25]
     assert engine.stats().generated_tokens == sum(lengths)
 
@@ -356,8 +471,8 @@ def test_the_command_line() -> None:
     assert given == [
         "--model-path=/m", "--host=127.0.0.1", "--port=5", "--dtype=bfloat16", "--context-length=1008", "--max-running-requests=8",
         "--chunked-prefill-size=2048", "--tp-size=2", "--dp-size=2", "--weight-version=-1", "--sampling-defaults=openai",
-        "--sampling-mask-max-tokens=4096",
-        "--log-level=info",
+        "--sampling-mask-max-tokens=8192",
+        "--log-level=warning",
         "--disable-radix-cache", "--mem-fraction-static=0.8", "--attention-backend=fa3", "--enable-metrics",
     ]  # fmt: skip
 
@@ -410,11 +525,23 @@ def test_reading_an_answer() -> None:
         (reply(weight_version="default"), {}, "names no weight version: 'default'"),
         (reply(weight_versions=[{"version": "3", "start": 0, "end": 1}]), {}, "do not count the 2 tokens"),
         (reply(output_token_logprobs=[[float("nan"), 7, None]]), {}, "logits are not finite"),
+        (reply(output_token_logprobs=[[None, 7, None]]), {}, "are not pairs of a logprob and a token"),
     ],
 )
 def test_answers_that_cannot_be_used(answer: dict[str, Any], sampling: dict[str, Any], why: str) -> None:
     with pytest.raises(Refused, match=why):
         read_leg(answer, wire.SamplingParams(max_tokens=4, **sampling))
+
+
+def test_the_first_token_of_new_weights_is_the_old_ones() -> None:
+    assert as_sampled([(3, 5)], 3) == [(3, 5)]
+    assert as_sampled([(3, 5), (4, 2)], 3) == [(3, 6), (4, 1)]
+    assert as_sampled([(4, 3)], 3) == [(3, 1), (4, 2)]  # none had been taken in
+    assert as_sampled([(4, 1)], 3) == [(3, 1)]
+    assert as_sampled([(3, 1), (4, 1), (5, 1)], 3) == [(3, 2), (4, 1)]
+    assert as_sampled([], 3) == []
+    assert first_of([(3, 2), (4, 2)], 3) == [(3, 2), (4, 1)]
+    assert first_of([(3, 2), (4, 2)], 0) == []
 
 
 def test_stop_tokens_that_sglang_does_not_heed_cut_the_output() -> None:
