@@ -23,6 +23,7 @@ import psutil
 import zmq
 
 from broker import runspec, wire
+from broker.channel_bundle import unpack
 from broker.channel_socket import LoopSocket
 from broker.children import spawn
 from broker.jetstream import Bus
@@ -94,7 +95,7 @@ class SlowServer:
         self._rng = random.Random(0)
         self._read = msgspec.msgpack.Decoder(_Asked).decode
         self._write = msgspec.msgpack.Encoder().encode
-        self._due: dict[int, list[list[bytes]]] = {}  # answers by the millisecond in which they leave
+        self._due: dict[int, list[tuple[bytes, str, bytes]]] = {}  # answers by the millisecond in which they leave
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket: LoopSocket | None = None
         self.address = ""
@@ -119,22 +120,24 @@ class SlowServer:
         self._context.destroy(linger=0)
 
     def _asked(self, frames: list[bytes]) -> None:
-        route, token, request = frames
-        if not token:
-            return  # an abort: the answer comes soon anyway
+        route, bundle = frames
         loop = asyncio.get_running_loop()
-        due = math.ceil(1e3 * (loop.time() + self.latency_s * self._rng.uniform(1 - JITTER, 1 + JITTER)))
-        if due not in self._due:
-            self._due[due] = []
-            loop.call_at(due / 1e3, self._answer, due)
-        self._due[due].append([route, token, self._reply(self._read(request).request_id)])
-        self.waiting += 1
+        now = loop.time()
+        for token, request in unpack(bundle):
+            if not token:
+                continue  # an abort: the answer comes soon anyway
+            due = math.ceil(1e3 * (now + self.latency_s * self._rng.uniform(1 - JITTER, 1 + JITTER)))
+            if due not in self._due:
+                self._due[due] = []
+                loop.call_at(due / 1e3, self._answer, due)
+            self._due[due].append((route, token, self._reply(self._read(request).request_id)))
+            self.waiting += 1
 
     def _answer(self, due: int) -> None:
         assert self._socket is not None
         answers = self._due.pop(due, [])  # none after the end
-        for frames in answers:
-            self._socket.post(frames)
+        for route, token, reply in answers:
+            self._socket.post(route, token, reply)
         self.waiting -= len(answers)
         self.answered += len(answers)
 

@@ -90,6 +90,11 @@ class Asker:
             if address is None or asked == address:
                 self.failed(token, reason)
 
+    def refuse(self, address: str, reason: str, data: bytes) -> None:
+        """What came from this address tells nobody whom it answers: to the dead letters, and its requests elsewhere."""
+        bury(self._bus, self._background, reason, data)
+        self.fail_all(reason, address)
+
     async def close(self) -> None:
         """Fail everything outstanding."""
         self.fail_all("the client was closed")

@@ -54,8 +54,7 @@ class Desk:
         try:
             message: wire.Message = wire.decode(data, wire.GenerateRequest, wire.AbortRequest)
         except WireError as error:
-            log.warning("malformed request: %s", error)
-            bury(self._bus, self._burying, str(error), data)
+            self.refuse(str(error), data)
             self._spawn("", self._reject("", str(error), reply))
             return
         if isinstance(message, wire.AbortRequest):
@@ -64,6 +63,11 @@ class Desk:
             self._spawn(message.request_id, self._answer(message, reply))
         elif isinstance(message, wire.GenerateRequest):
             self._spawn("", self._reject(message.request_id, "the server is closing", reply))
+
+    def refuse(self, reason: str, data: bytes) -> None:
+        """Bytes that are no request, to the dead letters."""
+        log.warning("malformed request: %s", reason)
+        bury(self._bus, self._burying, reason, data)
 
     async def close(self) -> None:
         """Abort what is outstanding; whoever does not return soon is cancelled and answered with an error."""

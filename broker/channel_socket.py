@@ -4,19 +4,20 @@ Reading: the loop watches the socket's file descriptor, which is edge-triggered.
 something is there, and sending may take the news off it. So whoever sent looks once more, and looking goes on until there
 is nothing left. Against ``zmq.asyncio`` this saves a future, a task step and a timer for every message.
 
-Sending: a message that finds ZeroMQ's own thread asleep has to wake it, which costs more than all the rest of sending. So
-messages wait for the end of the loop's turn, or for some more of them, and leave together.
+Sending: a message that finds ZeroMQ's own thread asleep has to wake it, which costs more than all the rest of sending, and so it is at
+the other end. So messages wait for the end of the loop's turn, or for some more of them, and leave together, in one bundle for each peer.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
 import zmq
+
+from broker.channel_bundle import Entry, cut, pack
 
 log = logging.getLogger(__name__)
 
@@ -39,24 +40,33 @@ class LoopSocket:
     def __init__(self, socket: zmq.Socket[bytes], receive: Callable[[Frames], None]) -> None:
         self._socket, self._receive = socket, receive
         self._loop = asyncio.get_running_loop()
-        self._unsent: deque[tuple[Frames, asyncio.Future[Any] | None]] = deque()
+        self._unsent: dict[bytes, list[tuple[Entry, asyncio.Future[Any] | None]]] = {}  # by route
+        self._num_unsent = 0  # since the last attempt to send
         self._blocked = False  # nobody was there to send to
         self._look: asyncio.Handle | None = None  # news are to be looked at, though the file descriptor tells of none
         self._fd = int(socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self._on_news)
         self._look_again()
 
-    def post(self, frames: Frames, asker: asyncio.Future[Any] | None = None) -> None:
+    def post(self, route: bytes, token: str, data: bytes, asker: asyncio.Future[Any] | None = None) -> None:
         """Send soon, in the order of the calls; when nobody is there to send to, once somebody is.
 
         Args:
-            frames: of the message.
+            route: which of the socket's peers to send to; empty where it has one only.
+            token: goes with the message.
+            data: the message.
             asker: the message is not sent any more once this is done.
         """
-        self._unsent.append((frames, asker))
-        if len(self._unsent) >= SEND_AT and not self._blocked:
+        entry = ((token, data), asker)
+        if route in self._unsent:
+            self._unsent[route].append(entry)
+        else:
+            self._unsent[route] = [entry]
+        self._num_unsent += 1
+        if self._num_unsent >= SEND_AT and not self._blocked:
             self._flush()
-        self._look_again()
+        if self._look is None:
+            self._look_again()
 
     def read_all(self) -> None:
         """Call back with everything that has arrived by now."""
@@ -92,25 +102,28 @@ class LoopSocket:
             self._look_again()
 
     def _flush(self) -> None:
-        unsent, self._blocked = self._unsent, False
-        while unsent:
-            frames, asker = unsent[0]
-            if asker is None or not asker.done():
+        self._blocked, self._num_unsent = False, 0
+        while self._unsent:
+            route, waiting = next(iter(self._unsent.items()))
+            wanted = [entry for entry, asker in waiting if asker is None or not asker.done()]
+            num_sent = 0
+            for bundle in cut(wanted):
                 try:
-                    self._send(frames)
+                    self._send(route, pack(bundle))
                 except zmq.Again:
                     self._blocked = True
+                    self._unsent[route] = [one for one in waiting if one[1] is None or not one[1].done()][num_sent:]
                     return
                 except zmq.ZMQError as error:
-                    log.error("a message could not be sent: %s", error)
-            unsent.popleft()
+                    log.error("%d messages could not be sent: %s", len(bundle), error)
+                num_sent += len(bundle)
+            del self._unsent[route]
 
-    def _send(self, frames: Frames) -> None:
+    def _send(self, route: bytes, data: bytes) -> None:
         """(A message is taken whole or, at its first frame, not at all.)"""
-        socket = self._socket
-        for frame in frames[:-1]:
-            socket.send(frame, MORE)
-        socket.send(frames[-1], DONTWAIT)
+        if route:
+            self._socket.send(route, MORE)
+        self._socket.send(data, DONTWAIT)
 
     def _read(self) -> bool:
         """Read messages; whether there may be more."""

@@ -1,7 +1,8 @@
 """Generation requests over ZeroMQ: the asker's DEALER to the server's ROUTER, one socket per server address.
 
 Delivery: at most once. A message is lost when the connection breaks; the asker sees the break and asks elsewhere.
-Frames: [token, message] from the asker, [token, message] back; a token is chosen by the asker and empty for an abort.
+Each message of ZeroMQ is a bundle (see ``channel_bundle``) of pairs (token, message) in either direction; a token is chosen by the asker
+and empty for an abort.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from typing import Final
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from broker import wire
 from broker.channel import AbortHandler, Handler
 from broker.channel_asker import Asker
-from broker.channel_desk import Desk
+from broker.channel_bundle import MAX_BUNDLE_BYTES, unpack
+from broker.channel_desk import Desk, Reply
 from broker.channel_socket import Frames, LoopSocket
-from broker.errors import RequestFailed
+from broker.errors import RequestFailed, WireError
 from broker.jetstream import Bus
 from broker.server import require_loopback
 
@@ -35,7 +36,7 @@ def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[by
     socket.setsockopt(zmq.LINGER, LINGER_MS)
     socket.setsockopt(zmq.SNDHWM, 0)  # a full ROUTER drops answers silently; slots bound what is outstanding
     socket.setsockopt(zmq.RCVHWM, 0)
-    socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_PAYLOAD_BYTES)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_BUNDLE_BYTES)
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENT_MS)
     socket.setsockopt(zmq.IPV6, 1)
@@ -75,12 +76,21 @@ class ZmqServer:
         socket, desk = self._socket, self._desk
         assert socket is not None
         assert desk is not None
-        route = frames[:2] if len(frames) > 1 else [frames[0], b""]
+        route, data = frames[0], frames[1] if len(frames) == 2 else b"".join(frames[1:])
+        try:
+            entries = unpack(data)
+        except WireError as error:
+            desk.refuse(str(error), data)
+            return
+        for token, message in entries:
+            desk.receive(message, _answering(socket, route, token))
 
-        async def reply(data: bytes) -> None:
-            socket.post([*route, data])
 
-        desk.receive(frames[2] if len(frames) == 3 else b"".join(frames[1:]), reply)
+def _answering(socket: LoopSocket, route: bytes, token: str) -> Reply:
+    async def reply(data: bytes) -> None:
+        socket.post(route, token, data)
+
+    return reply
 
 
 @dataclass
@@ -109,7 +119,7 @@ class ZmqClient:
             if not token:
                 return True  # nothing was ever asked there
             line = self._connect(address)
-        line.socket.post([token.encode(), data], asker)
+        line.socket.post(b"", token, data, asker)
         return True
 
     async def send(self, address: str, token: str, data: bytes) -> None:
@@ -147,14 +157,20 @@ class ZmqClient:
             monitor.close(0)
             socket.close(0)
             raise RequestFailed(f"{address} is no address of a server: {error}") from None
-        line = LoopSocket(socket, self._receive)
+        line = LoopSocket(socket, lambda frames: self._receive(address, frames))
         watch = LoopSocket(monitor, lambda frames: self._lost(address, line, frames))
         self._lines[address] = _Line(line, watch, socket)
         return self._lines[address]
 
-    def _receive(self, frames: Frames) -> None:
-        if len(frames) == 2:
-            self._asker.answered(frames[0].decode(errors="replace"), frames[1])
+    def _receive(self, address: str, frames: Frames) -> None:
+        data = frames[0] if len(frames) == 1 else b"".join(frames)
+        try:
+            entries = unpack(data)
+        except WireError as error:
+            self._asker.refuse(address, str(error), data)
+            return
+        for token, message in entries:
+            self._asker.answered(token, message)
 
     def _lost(self, address: str, socket: LoopSocket, frames: Frames) -> None:
         """A server that closes answers first, so what had arrived before the connection ended is read before it counts."""

@@ -18,6 +18,7 @@ from typing import Any, Final
 import msgspec
 
 from broker import checks, sizes, wire
+from broker.channel_bundle import FULL_AT, MAX_TOKEN_CHARS
 from broker.examples import EXAMPLES
 from broker.streams import STREAMS, Kind, Stream
 
@@ -38,6 +39,10 @@ A `Column` is a map of `dtype` (a numpy dtype string: `<i4` 32-bit integers, `<f
 
 The header `{wire.TICKET_HEADER}` carries the ticket's number beside messages that belong to one, so that a body that does not decode still
 closes its ticket; `{wire.EVAL_HEADER}` stands beside it on what belongs to an evaluation.
+
+Over ZeroMQ, requests and their answers travel in bundles: one frame, a MessagePack list of at most {FULL_AT} pairs of a token and a
+message. The asker chooses the token, a text of at most {MAX_TOKEN_CHARS} characters; the answer comes with the same, an `AbortRequest`
+with an empty one.
 """
 
 

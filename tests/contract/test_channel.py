@@ -17,6 +17,7 @@ from waits import LONG_S, until
 
 from broker import channel, wire
 from broker.channel import ChannelClient, ChannelServer
+from broker.channel_bundle import pack, unpack
 from broker.errors import ConfigError, RequestFailed, WireError
 from broker.jetstream import Bus
 from broker.registry import known
@@ -257,9 +258,9 @@ async def send_raw(kind: str, bus: Bus, address: str, data: bytes) -> bytes:
     socket = context.socket(zmq.DEALER)
     try:
         socket.connect(address)
-        await socket.send_multipart([b"7", data])
-        token, answer = await socket.recv_multipart()
-        assert token == b"7"
+        await socket.send(pack([("7", data)]))
+        ((token, answer),) = unpack(await socket.recv())
+        assert token == "7"
         return bytes(answer)
     finally:
         socket.close(0)
@@ -294,8 +295,8 @@ async def answer_raw(kind: str, bus: Bus, answer: bytes) -> tuple[str, Callable[
 
     async def loop() -> None:
         while True:
-            identity, token, _ = await socket.recv_multipart()
-            await socket.send_multipart([identity, token, answer])
+            identity, asked = await socket.recv_multipart()
+            await socket.send_multipart([identity, pack([(token, answer) for token, _ in unpack(asked)])])
 
     task = asyncio.create_task(loop())
 

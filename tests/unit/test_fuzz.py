@@ -28,6 +28,7 @@ import zmq.asyncio
 from bench import tap
 from broker import sizes, wire
 from broker.channel_asker import Asker
+from broker.channel_bundle import pack
 from broker.channel_zmq import ZmqClient, ZmqServer
 from broker.errors import RequestFailed, TransferFailed, UserError, WireError
 from broker.examples import EXAMPLES
@@ -354,7 +355,8 @@ async def test_a_server_goes_on_whatever_frames_arrive() -> None:
     try:
         dealer.connect(server.address)
         for data in itertools.islice(inputs, count):
-            frames = rng.choice(([b"1", data], [data], [b"", data], [b"1", data, data], [data, b""], [rng.randbytes(300), data]))
+            right = pack([("1", data)])
+            frames = rng.choice(([right], [right], [data], [b"", right], [right, right], [pack([("x" * 300, data)])], [rng.randbytes(300)]))
             await dealer.send_multipart(frames)
         for data in itertools.islice(inputs, 20):  # no peer of ZeroMQ at all
             _, writer = await asyncio.open_connection("127.0.0.1", int(server.address.rpartition(":")[2]))
