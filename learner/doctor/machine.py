@@ -128,7 +128,7 @@ def _disk(machine: Machine, needs: Needs, weights: tuple[int, int]) -> Finding:
     if machine.disk_free is None:
         return Finding("machine", name, "warning", f"{machine.disk_of} does not tell its free space", f"df -h {machine.disk_of}")
     size, width = weights
-    trained = 0 if "lora" in needs.plugins else size // width  # adapters are next to nothing beside the model
+    trained = 0 if "lora" in needs.plugins.values() else size // width  # adapters are next to nothing beside the model
     needed = SPARE_BYTES + needs.checkpoints * (size + trained * ADAM_BYTES)
     said = f"{machine.disk_free / GIB:.1f} GiB free in {machine.disk_of}"
     if machine.disk_free >= needed:

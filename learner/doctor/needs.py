@@ -72,8 +72,8 @@ def needs(config: Mapping[str, Any]) -> Needs:
     plugins |= {"train.backend": train["backend"]} if "backend" in train else {}
     plugins |= {f"trackers.use.{name}": name for name in (config.get("trackers") or {}).get("use") or []}
     plugins |= {f"domains.{name}.env": domain["env"] for name, domain in domains.items()}
-    if _lora(config):
-        plugins["lora"] = "lora"
+    if train.get("lora"):
+        plugins["train.lora"] = "lora"
     return Needs(
         plugins=plugins,
         programs={"rollout.engine_args.command": str(command[0])} if command else {},
@@ -118,9 +118,3 @@ def _data_files(config: Mapping[str, Any]) -> list[Any]:
     of_domains = [(domain.get("env_args") or {}).get("path") for domain in (config.get("domains") or {}).values()]
     data = config.get("data") or {}
     return [*of_domains, data.get("train"), data.get("eval"), (config.get("warm_start") or {}).get("data")]
-
-
-def _lora(config: Mapping[str, Any]) -> bool:
-    """Whether adapters are trained, wherever the section for them stands."""
-    sections = [config.get("lora"), (config.get("train") or {}).get("lora"), (config.get("model") or {}).get("lora")]
-    return any(bool(one.get("rank", one.get("r"))) if isinstance(one, Mapping) else bool(one) for one in sections)

@@ -3,6 +3,7 @@
 A preference loss couples two sequences, a backend takes each on its own. So a step scores all its answers first, takes the
 derivative of the loss by the logprob of each answer, and gives it to the backend as the weight of that answer's tokens in a
 likelihood loss: the gradient is exactly that of the preference loss, however the batch is cut or packed. It costs one more forward pass.
+With ``train.lora.dropout`` it is not: the scores are taken without dropout, and only the other pass has it.
 """
 
 from __future__ import annotations

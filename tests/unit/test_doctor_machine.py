@@ -15,7 +15,7 @@ def test_adapters_have_no_optimizer_of_the_whole_model() -> None:
         return next(finding.status for finding in machine_findings(machine, needs, (8 * GIB, 2)) if finding.name == "disk")
 
     assert disk(Needs(checkpoints=3)) == "missing"  # 3 times 8 + 48 GiB
-    assert disk(Needs(checkpoints=3, plugins={"lora": "lora"})) == "ok"  # 3 times 8 GiB, and 2 to spare
+    assert disk(Needs(checkpoints=3, plugins={"train.lora": "lora"})) == "ok"  # 3 times 8 GiB, and 2 to spare
 
 
 def test_the_nearest_folder_that_is_there(tmp_path: Path) -> None:
