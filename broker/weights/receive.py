@@ -35,6 +35,7 @@ from broker.weights.transfer import Received, Settings
 log = logging.getLogger(__name__)
 
 SAY_EVERY_S: Final = 10.0  # a learner that is away is mentioned this often
+MAX_LOST: Final = 3  # so many times in a row what was read in the learner's memory was no use: then it is asked to send
 
 
 class Receiver:
@@ -82,7 +83,7 @@ class Receiver:
         looking: Snapshots = "none" if snapshots is None else "only" if only_snapshots else "beside"
         self._state = Acceptance(self.plan.digest, None, looking)
         self._landing = Landing(self._state, self.plan, tensors, load, bucket_mib=bucket_mib, device=device, kept=kept, first=first)
-        self._neighbour = Neighbour()
+        self._neighbour, self._lost = Neighbour(), 0
         self._communicator: Communicator | None = None
         self._watch, self._receiving_epoch = Watch(), 0
         self._changed, self._served = asyncio.Event(), asyncio.Condition()
@@ -203,18 +204,19 @@ class Receiver:
         communicator, self._communicator = self._communicator, None
         watch, self._receiving_epoch = Watch(), offer.epoch
         self._watch = watch
+        self._lost += answer.shared  # until it has arrived
         started = time.monotonic()
         received = await patiently(
             in_thread(lambda: self._take(answer, offer, arrival, communicator, watch, window), "weights-receive"), watch, answer.timeout_s
         )
-        self._communicator = received.communicator
+        self._communicator, self._lost = received.communicator, 0
         self._values["weights/shared"] = float(answer.shared)
         await self._landing.arrived(arrival, received.digest, offer, time.monotonic() - started)
         return received.digest
 
     def _look_over(self, offer: wire.WeightsOffer) -> Window | None:
         """A window on the learner's memory; None where the bytes have to be sent."""
-        if not offer.segment:
+        if not offer.segment or self._lost >= MAX_LOST:
             return None
         known = self._neighbour.problem
         window = self._neighbour.reach(offer.segment, self._landing.plan(offer.adapter))

@@ -13,7 +13,8 @@ from broker import wire
 from broker.errors import TransferFailed
 from broker.weights.buffers import Arrival
 from broker.weights.probe import make_probe
-from broker.weights.receive import Receiver
+from broker.weights.receive import MAX_LOST, Receiver
+from broker.weights.shared import Segment
 from broker.weights.snapshot import Manifest
 from broker.weights.staging import plan_of
 
@@ -56,3 +57,16 @@ async def test_a_snapshot_of_another_model_is_refused_with_the_first_difference(
     with pytest.raises(TransferFailed, match=why):
         await made._wants(Manifest("r", offer, other, "f"), "here")
     assert await made._wants(Manifest("r", msgspec.structs.replace(offer, plan=made.plan.digest), made.plan, "f"), "here")
+
+
+async def test_memory_that_was_no_use_three_times_is_not_read_again() -> None:
+    made = receiver()
+    segment = Segment(made.plan)
+    probe = make_probe([1, 2], [-1.0], tolerance=0.1)
+    offer = wire.WeightsOffer(epoch=1, version=5, digest="", plan=made.plan.digest, size_bytes=1, backend="gloo", probe=probe)
+    assert made._look_over(offer) is None
+    offer = msgspec.structs.replace(offer, segment=segment.address)
+    assert made._look_over(offer) is not None
+    made._lost = MAX_LOST
+    assert made._look_over(offer) is None
+    await made.close()
