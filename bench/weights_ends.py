@@ -1,0 +1,196 @@
+"""The two processes of ``bench.weights``: what each sends and takes, in lockstep, through the parts that the learner and a server use."""
+
+from __future__ import annotations
+
+import argparse
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from broker import wire
+from broker.weights.buffers import Buffers
+from broker.weights.cargo import Base
+from broker.weights.copying import copy_all
+from broker.weights.follow import follow
+from broker.weights.group import Communicator, Watch, connect_store
+from broker.weights.membership import Start, session_name
+from broker.weights.shared import Segment, Window
+from broker.weights.staging import Flat, Staging, plan_of
+from broker.weights.transfer import Settings, lead
+from rollout.engines.hf_weights import HeldWeights
+
+HOST: Final = "127.0.0.1"
+CPU: Final = torch.device("cpu")
+SETTINGS: Final = Settings(timeout_s=60.0, connect_timeout_s=60.0)
+WAIT: Final = timedelta(seconds=120)
+WARM_UP: Final = 2  # pairs: pages, sockets
+SMALL_TENSORS: Final = 4_000
+
+
+def large_model(num_layers: int) -> dict[str, Tensor]:
+    """Tensors of a decoder with hidden size 768: 7.1 M parameters a layer and 15.4 M in the embedding, fp32."""
+    shapes: dict[str, tuple[int, ...]] = {"embed": (20_000, 768)}
+    for layer in range(num_layers):
+        shapes |= {
+            f"layer-{layer}-attn-qkvo": (4 * 768, 768),
+            f"layer-{layer}-mlp-up": (3072, 768),
+            f"layer-{layer}-mlp-down": (768, 3072),
+            f"layer-{layer}-norm": (768,),
+        }
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.rand(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def small_tensors() -> dict[str, Tensor]:
+    """4,000 tensors of 8 KiB, the size of what adapters, norms and biases are made of, fp32."""
+    generator = torch.Generator().manual_seed(0)
+    return {f"t{index:04}": torch.rand(2048, generator=generator) for index in range(SMALL_TENSORS)}
+
+
+class Holder(torch.nn.Module):
+    """Tensors as the parameters of a model."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            self.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
+
+
+class Channel:
+    """One end of a weight channel that carries one model.
+
+    Args:
+        delta: only what has changed, by gloo.
+        kept: the engine computes from the buffer that it is given; else it copies.
+        shared: by shared memory; else by gloo.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        port: int,
+        rank: int,
+        serial: int,
+        model: dict[str, Tensor],
+        bucket_mib: float,
+        *,
+        delta: bool,
+        kept: bool,
+        shared: bool,
+    ) -> None:
+        self.store, self.port, self.rank, self.serial, self.model, self.shared = store, port, rank, serial, model, shared
+        self.plan = plan_of(model, bucket_mib)
+        self.window: Window | None = None
+        segment = Segment(self.plan) if rank == 0 and shared else None
+        if segment is not None:
+            store.set(f"segment/{serial}", segment.address)
+        elif shared:
+            self.window = Window(store.get(f"segment/{serial}").decode(), self.plan)
+        self.staging = Staging(self.plan, memory=segment) if rank == 0 else None
+        self.base = Base(self.plan, full_every=10**9) if rank == 0 and delta else None
+        self.buffers, self.flat = Buffers(kept=kept), Flat(self.plan)
+        self.engine = HeldWeights(Holder(model)) if kept else None
+        self.communicator: Communicator | None = None
+        self.uses = 0
+        self.sent_bytes = 0
+
+    def transfer(self, version: int, digest: str = "") -> None:
+        """What lies in staging, or is being packed, to the other end."""
+        session = session_name(1, self.serial, self.uses)
+        self.uses += 1
+        if self.staging is not None:
+            start = Start(session, version, ("receiver",), fresh=self.uses == 1 and not self.shared, num_shared=int(self.shared))
+            with self.staging.sending(version) as staged:
+                sent = lead(self.store, start, staged, self.communicator, SETTINGS, Watch(), self.base)
+            self.communicator, self.sent_bytes = sent.communicator, sent.size_bytes
+        else:
+            answer = wire.WeightsSession(
+                session=session,
+                rank=1,
+                world_size=2 - self.shared,
+                host=HOST,
+                port=self.port,
+                version=version,
+                timeout_s=SETTINGS.timeout_s,
+                shared=self.shared,
+            )
+            arrival = self.buffers.take(self.plan, CPU)
+            received = follow(self.store, answer, digest, arrival, self.communicator, SETTINGS, Watch(), self.window)
+            self.communicator, self.flat = received.communicator, arrival.flat
+            self.buffers.arrived(arrival, received.digest)
+
+    def whole(self, version: int) -> None:
+        """Copy, digests, transfer, load; on the sender in three threads, as in ``broker.weights.send``."""
+        if self.staging is None:
+            self.transfer(version)
+            if self.engine is not None:
+                self.engine.load(self.flat.tensors)
+            else:
+                copy_all((self.model[name], view) for name, view in self.flat.tensors.items())
+            return
+        staging, begun = self.staging, threading.Event()
+        threads = [threading.Thread(target=staging.write, args=(version, self.model, begun.set))]
+        threads[0].start()
+        begun.wait()
+        threads.append(threading.Thread(target=staging.digest, args=(version,)))
+        threads[1].start()
+        self.transfer(version)
+        for thread in threads:
+            thread.join()
+
+
+class End:
+    """One process; the two run the same rounds in lockstep."""
+
+    def __init__(self, rank: int, port: int, options: argparse.Namespace) -> None:
+        torch.set_num_threads(1)
+        self.rank, self.port, self.options = rank, port, options
+        self.store = connect_store(HOST, port, 60.0)
+        self.bare = Communicator(self.store, "bare", rank, 2, backend="gloo", host=HOST, timeout_s=60.0, connect_timeout_s=60.0)
+        self.meetings, self.channels = 0, 0
+
+    def channel(self, model: dict[str, Tensor], *, shared: bool, delta: bool = False, kept: bool = True) -> Channel:
+        self.channels += 1
+        bucket_mib = self.options.bucket_mib
+        return Channel(self.store, self.port, self.rank, self.channels, model, bucket_mib, delta=delta, kept=kept, shared=shared)
+
+    def meet(self) -> None:
+        """Both ends are here."""
+        self.meetings += 1
+        self.store.set(f"meet/{self.meetings}/{self.rank}", "")
+        self.store.wait([f"meet/{self.meetings}/{1 - self.rank}"], WAIT)
+
+    def agreed(self, what: str, mine: bool) -> bool:
+        """Whether both ends say yes."""
+        self.store.set(f"agreed/{what}/{self.rank}", str(mine))
+        self.store.wait([f"agreed/{what}/{1 - self.rank}"], WAIT)
+        return mine and bool(self.store.get(f"agreed/{what}/{1 - self.rank}") == b"True")
+
+    def timed(self, call: Callable[[], None]) -> float:
+        """Seconds until both ends are done."""
+        self.meet()
+        started = time.perf_counter()
+        call()
+        self.meet()
+        return time.perf_counter() - started
+
+    def broadcast(self, tensors: Sequence[Tensor]) -> None:
+        """Each by itself, one after the other."""
+        for tensor in tensors:
+            self.bare._issue(tensor).wait()
+
+    def pairs(self, *calls: Callable[[int], None]) -> list[list[float]]:
+        """Seconds of each call, pair by pair; the order is turned round from pair to pair."""
+        taken: list[list[float]] = []
+        for pair in range(-WARM_UP, self.options.pairs):
+            order = list(enumerate(calls))
+            seconds = {which: self.timed(partial(call, pair + 100)) for which, call in (order if pair % 2 else order[::-1])}
+            if pair >= 0:
+                taken.append([seconds[which] for which in range(len(calls))])
+        return taken
