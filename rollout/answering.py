@@ -32,6 +32,7 @@ class Answering:
         self._engine, self._server, self._answered = engine, server, answered
         self._tapped = engine if isinstance(engine, TappedEngine) else None
         self._outstanding: set[str] = set()
+        self._scoring: dict[str, asyncio.Future[Output]] = {}
         self._idle = asyncio.Event()
         self._idle.set()
         self.draining = False
@@ -51,8 +52,7 @@ class Answering:
         self._outstanding.add(request.request_id)
         self._idle.clear()
         try:
-            told = self._engine.generate(request) if tap is None or self._tapped is None else self._tapped.generate(request, tap)
-            return self._reply(request, await told)
+            return self._reply(request, await self._ask(request, tap))
         except RuntimeError as error:
             return self._reply(request, Output(error=f"{ENGINE_FAILED}: {error}"))
         finally:
@@ -61,15 +61,43 @@ class Answering:
             if not self._outstanding:
                 self._idle.set()
 
+    def abort(self, request_id: str) -> None:
+        """End a request early; an unknown one does nothing."""
+        if (scoring := self._scoring.get(request_id)) is not None:
+            scoring.cancel()
+        else:
+            self._engine.abort(request_id)
+
     async def finish(self, timeout_s: float) -> int:
         """Wait for what runs, then abort it; how many were aborted."""
         if await self._quiet(timeout_s):
             return 0
         left = list(self._outstanding)
         for request_id in left:
-            self._engine.abort(request_id)
+            self.abort(request_id)
         await self._quiet(SEND_S)
         return len(left)
+
+    async def _ask(self, request: wire.GenerateRequest, tap: Tap | None) -> Output:
+        if request.prompt_top_k:
+            return await self._score(request)
+        if tap is None or self._tapped is None:
+            return await self._engine.generate(request)
+        return await self._tapped.generate(request, tap)
+
+    async def _score(self, request: wire.GenerateRequest) -> Output:
+        """Ended from here when it is aborted or out of time: nothing is sampled, so an engine has no output so far to end it with."""
+        if request.request_id in self._scoring:
+            return Output(error=f"request_id {request.request_id!r} is already running or waiting")
+        work = self._scoring[request.request_id] = asyncio.ensure_future(self._engine.generate(request))
+        try:
+            await asyncio.wait([work], timeout=request.deadline_s)
+            if work.cancelled():
+                return Output(finish_reason="abort")
+            return work.result() if work.done() else Output(finish_reason="deadline")
+        finally:
+            work.cancel()
+            del self._scoring[request.request_id]
 
     async def _quiet(self, timeout_s: float) -> bool:
         """Whether nothing is in flight any more within that time."""

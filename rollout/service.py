@@ -140,7 +140,7 @@ class Service:
         log.info("loading %s for engine %s", self._section.model_path or member.spec.model_path, self._section.engine)
         await self._engine.start()
         member.spawn(self._watch_engine())
-        await self._channel.start(self.handle, self._engine.abort)
+        await self._channel.start(self.handle, self._answering.abort)
         self._address = self._channel.address
         if self._http is not None:
             await self._http.listen()

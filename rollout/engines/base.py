@@ -119,8 +119,9 @@ class Engine(Protocol):
     async def generate(self, request: wire.GenerateRequest) -> Output:
         """One request to its end; never raises for what the request says (``finish_reason`` is then ``error``).
 
-        With ``prompt_top_k`` it samples nothing and scores the context; an engine that cannot answers with an error.
         The seconds of ``deadline_s`` start with this call. At the deadline the output so far is returned.
+        With ``prompt_top_k`` it samples nothing and scores the context; an engine that cannot answers with an error. Who asks
+        for that keeps the deadline, and cancels it (``rollout.answering``).
         """
         ...
 

@@ -127,6 +127,8 @@ class HFEngine:
         future: asyncio.Future[T] = self._loop.create_future()
 
         def command(core: Core) -> None:
+            if future.cancelled():  # nobody waits for it any more
+                return
             try:
                 result = work(core)
             except Exception as error:  # noqa: BLE001 - carried to the caller, which awaits it
