@@ -45,7 +45,7 @@ class SGLangEngine:
     - ``recompute``: requests end with what they have, the weights are loaded, and they are sent again with their output so far.
     - ``abort``: the same, and they are not sent again.
 
-    Whatever was read by older weights is found by nobody after that: each set of weights has a name space of the prefix cache.
+    No request that is sent later finds what older weights have read: each set of weights has a name space of the prefix cache.
     """
 
     has_weights = True

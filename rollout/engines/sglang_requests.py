@@ -39,7 +39,7 @@ class Requests:
     Attributes:
         open: set while requests may be sent to the server.
         updating: held while its weights are changed.
-        loads: sets of weights so far: each has a name space of the prefix cache, so what older ones have read is found by nobody.
+        loads: sets of weights so far: each has a name space of the prefix cache, so no later request finds what older ones have read.
         pause_s: seconds in which generation stood still.
         tokenizer: finds stop strings that an update cuts in two.
     """
