@@ -180,7 +180,10 @@ class SGLangEngine:
         """The tokens of requests in flight count for the version that the server had when they were sampled."""
         assert self._api is not None
         async with self._requests.updating:
-            await self._api.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False}, SCORE_TIMEOUT_S)
+            try:
+                await self._api.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False}, SCORE_TIMEOUT_S)
+            except (Refused, ConnectionError) as error:
+                raise TransferFailed(str(error)) from None
             self._requests.serve(version, changed=False)
 
     async def update_weights(self, tensors: Mapping[str, torch.Tensor], version: int, mode: UpdateMode, probe: wire.Probe | None) -> float:

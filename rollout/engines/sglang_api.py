@@ -100,7 +100,7 @@ def read_leg(reply: Mapping[str, Any], sampling: wire.SamplingParams) -> Leg:
     try:
         entries = meta.get("output_token_logprobs") or []
         token_ids = [int(entry[1]) for entry in entries]
-        logprobs = [float(entry[0]) for entry in entries]
+        logprobs = [_number(entry[0]) for entry in entries]
     except (TypeError, ValueError, IndexError):
         raise Refused("its output_token_logprobs are not pairs of a logprob and a token") from None
     if sampling.temperature == 0:
@@ -109,7 +109,7 @@ def read_leg(reply: Mapping[str, Any], sampling: wire.SamplingParams) -> Leg:
         told = meta.get("output_token_sampling_logprobs")
         if not isinstance(told, list) or len(told) != len(token_ids):
             raise Refused("this SGLang does not tell logprobs under top_p, top_k or min_p (return_sampling_mask); install a newer one")
-        logprobs = [float(one) for one in told]
+        logprobs = [_number(one) for one in told]
     if not all(math.isfinite(one) for one in logprobs):
         raise Refused("the model's logits are not finite")
     runs, spans = _version_runs(meta, len(token_ids))
@@ -117,6 +117,11 @@ def read_leg(reply: Mapping[str, Any], sampling: wire.SamplingParams) -> Leg:
         token_ids, logprobs, runs, reason = token_ids[: at + 1], logprobs[: at + 1], first_of(runs, at + 1), "stop"
     prompt, cached = int(meta.get("prompt_tokens") or 0), int(meta.get("cached_tokens") or 0)
     return Leg(token_ids, [min(0.0, one) for one in logprobs], runs, reason, prompt, cached, spans)
+
+
+def _number(told: Any) -> float:
+    """JSON knows no NaN: it stands as null there."""
+    return math.nan if told is None else float(told)
 
 
 def _version_runs(meta: Mapping[str, Any], count: int) -> tuple[list[tuple[int, int]], bool]:

@@ -10,31 +10,28 @@ from typing import Any
 
 import numpy as np
 import pytest
+from engine_kit import PROMPT, TINY, ask
 from http_kit import KEY, api
 from safetensors.torch import load_file
 from sglang_double import double
 from waits import LONG_S
 
-from broker import wire
 from broker.errors import ConfigError, TransferFailed, UserError
 from broker.registry import resolve
 from broker.weights.probe import make_probe
 from rollout.config import RolloutSection, check_engine
 from rollout.engines import ENGINE_ARGS, ENGINES
 from rollout.engines.base import NO_VERSION, Engine, EngineConfig, Output
-from text.config import TinyModel
 from text.tiny import build_tiny
 from text.tokenizer import Tokenizer
 
 HERE = sorted(ENGINES.keys() - {"vllm"})  # which has an environment of its own, where tests/vllm_engine holds it to the same suite
 MAX_CONTEXT = 128
-PROMPT = [10, 11, 12, 13]
 
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    tiny = TinyModel(hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=48)
-    return str(build_tiny(tmp_path_factory.mktemp("contract") / "model", tiny))
+    return str(build_tiny(tmp_path_factory.mktemp("contract") / "model", TINY))
 
 
 def build(
@@ -71,15 +68,6 @@ async def engine(request: pytest.FixtureRequest, model_path: str, url: str, comm
     await made.start()
     yield made
     await made.close()
-
-
-def ask(
-    name: str, prompt: list[int] | None = None, *, min_version: int = 0, deadline_s: float = 30.0, **sampling: Any
-) -> wire.GenerateRequest:
-    return wire.GenerateRequest(
-        request_id=name, conversation_id=name, token_ids=wire.column(PROMPT if prompt is None else prompt, "<i4"), min_version=min_version,
-        deadline_s=deadline_s, sampling=wire.SamplingParams(**{"max_tokens": 12, "ignore_eos": True, "seed": 7, **sampling}),
-    )  # fmt: skip
 
 
 def check_output(output: Output, version: int = 0) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from engine_kit import PROMPT, TINY, ask
 from safetensors import SafetensorError
 from sglang_double import Double, double
 from waits import LONG_S, until
@@ -33,12 +34,8 @@ from rollout.engines.sglang_api import Refused, as_sampled, first_of, generate_b
 from rollout.engines.sglang_args import SGLangArgs
 from rollout.engines.sglang_child import copies, launcher, options
 from rollout.engines.sglang_weights import parted, place, shapes_of, sweep
-from text.config import TinyModel
 from text.tiny import build_tiny
 from text.tokenizer import Tokenizer
-
-PROMPT = [10, 11, 12, 13]
-TINY = TinyModel(hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=48)
 
 
 @pytest.fixture(scope="module")
@@ -69,15 +66,6 @@ async def engine(server: Double, model_path: str) -> AsyncIterator[SGLangEngine]
     await made.start()
     yield made
     await made.close()
-
-
-def ask(
-    name: str, prompt: list[int] | None = None, *, min_version: int = 0, deadline_s: float = 120.0, **sampling: Any
-) -> wire.GenerateRequest:
-    return wire.GenerateRequest(
-        request_id=name, conversation_id=name, token_ids=wire.column(PROMPT if prompt is None else prompt, "<i4"), min_version=min_version,
-        deadline_s=deadline_s, sampling=wire.SamplingParams(**{"max_tokens": 12, "ignore_eos": True, "seed": 7, **sampling}),
-    )  # fmt: skip
 
 
 def scaled(trained: SlotModel, factor: float) -> dict[str, torch.Tensor]:
@@ -207,6 +195,13 @@ async def test_a_pause_that_is_refused_does_not_last(engine: SGLangEngine, serve
         await engine.update_weights(scaled(trained, 1.5), 1, "keep", None)
     assert server.asked("/continue_generation")
     assert engine.policy_version == NO_VERSION
+
+
+async def test_a_version_that_is_not_adopted_is_a_failed_transfer(engine: SGLangEngine, server: Double) -> None:
+    server.refuse = "/update_weight_version"
+    with pytest.raises(TransferFailed, match="/update_weight_version"):
+        await engine.adopt(1)
+    assert engine.policy_version == 0
 
 
 async def test_an_update_that_is_cancelled_leaves_no_version_served(engine: SGLangEngine, server: Double, trained: SlotModel) -> None:
@@ -525,7 +520,9 @@ def test_reading_an_answer() -> None:
         (reply(weight_version="default"), {}, "names no weight version: 'default'"),
         (reply(weight_versions=[{"version": "3", "start": 0, "end": 1}]), {}, "do not count the 2 tokens"),
         (reply(output_token_logprobs=[[float("nan"), 7, None]]), {}, "logits are not finite"),
-        (reply(output_token_logprobs=[[None, 7, None]]), {}, "are not pairs of a logprob and a token"),
+        (reply(output_token_logprobs=[[None, 7, None]]), {}, "logits are not finite"),
+        (reply(output_token_sampling_logprobs=[None, -0.1]), {"top_p": 0.9}, "logits are not finite"),
+        (reply(output_token_logprobs=[-0.5]), {}, "are not pairs of a logprob and a token"),
     ],
 )
 def test_answers_that_cannot_be_used(answer: dict[str, Any], sampling: dict[str, Any], why: str) -> None:
