@@ -229,6 +229,7 @@ class Service:
             only_snapshots=self._section.snapshot_only,
         )
         await self._receiver.start()
+        self._member.spawn(self._receiver.join())  # a server that can follow no weights any more is better started anew
 
     def _open_snapshots(self) -> Source | None:
         """Where to look for weights while the learner cannot be had.
