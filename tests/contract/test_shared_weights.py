@@ -124,12 +124,10 @@ async def test_readers_killed_or_asleep_in_the_middle_cost_the_others_nothing_an
 
 async def test_a_learner_that_is_killed_in_the_middle_leaves_nothing_and_is_succeeded(bus: Bus, spawn: Spawn) -> None:  # noqa: F811
     children = [await spawn("r1"), await spawn("r2")]
-    await ready(*children)
     learner = await spawn("learner", script="weights_learner.py", at_byte=5 << 20, do="kill")
     await asyncio.gather(*(child.hears(event="loaded", version=0) for child in children))
     await learner.hears(event="kill")
     await until(lambda: not any(mapped(child) for child in children))  # what it had is let go of when it is gone
-    assert not [name for name in os.listdir("/dev/shm") if "rlearner" in name]
     successor = sender_of(bus, epoch=2)
     await successor.start()
     try:
@@ -140,5 +138,6 @@ async def test_a_learner_that_is_killed_in_the_middle_leaves_nothing_and_is_succ
         assert successor.metrics()["weights/shared"] == 2
         for child in children:
             os.kill(child.pid, signal.SIGKILL)
+        assert not [name for name in os.listdir("/dev/shm") if "rlearner" in name]
     finally:
         await successor.close()
