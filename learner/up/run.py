@@ -54,7 +54,8 @@ async def up(config: dict[str, Any], arguments: list[str], stop: Stop) -> None:
     if made is not None and made.step == steps:
         print(nothing_left(run, steps), flush=True)
     started = time.monotonic()
-    with BrokerServer(str(folder / "broker"), sync_always=settings.sync_always, store_max_gib=settings.store_max_gib) as broker:
+    store, most_gib = str(folder / "broker"), settings.store_max_gib
+    with BrokerServer(store, sync_always=settings.sync_always, store_max_gib=most_gib, num_procs=1) as broker:
         fleet = Fleet(folder / "logs", {"RL_BROKER": broker.url, "RL_RUN": run})
         try:
             learner = fleet.add("learner", "learner.cli", ["start", *arguments])

@@ -43,6 +43,17 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+@pytest.mark.parametrize(("users", "num_procs", "found"), [(None, 1, "1"), ("3", 1, "3"), (None, None, None)])
+def test_the_cores_it_computes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, users: str | None, num_procs: int | None, found: str | None
+) -> None:
+    monkeypatch.delenv("GOMAXPROCS", raising=False)
+    if users:
+        monkeypatch.setenv("GOMAXPROCS", users)
+    with BrokerServer(str(tmp_path / "store"), num_procs=num_procs) as server:
+        assert psutil.Process(server.pid).environ().get("GOMAXPROCS") == found
+
+
 @pytest.mark.parametrize("binary", BINARIES)
 async def test_it_answers_keeps_what_was_stored_and_takes_full_messages(tmp_path: Path, binary: str) -> None:
     payload = os.urandom(8 * 1024 * 1024)
