@@ -177,11 +177,13 @@ class Distributed:
                 finally:
                     theirs.cancel()
             await self._api.post("/end_weight_update", {}, self._args.update_timeout_s)
-        except (Refused, ConnectionError, RuntimeError) as error:
+        except BaseException as error:
             with contextlib.suppress(Refused, ConnectionError):
                 await self._api.post("/end_weight_update", {}, LEAVE_WITHIN_S)
             await self.close()  # half a broadcast stands in it; the next update makes another
-            raise TransferFailed(f"SGLang did not take the weights: {str(error).splitlines()[0]}") from None
+            if isinstance(error, (Refused, ConnectionError, RuntimeError)):
+                raise TransferFailed(f"SGLang did not take the weights: {str(error).splitlines()[0]}") from None
+            raise
 
     async def close(self) -> None:
         group, self._group = self._group, None

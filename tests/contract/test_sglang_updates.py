@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import time
 from glob import glob
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from rollout.engines import sglang_weights
 from rollout.engines.base import NO_VERSION
 from rollout.engines.hf_model import SlotModel
 from rollout.engines.sglang import SGLangEngine
-from rollout.engines.sglang_weights import shapes_of
+from rollout.engines.sglang_weights import Distributed, shapes_of
 
 
 @pytest.mark.parametrize(("mode", "spans"), [("keep", True), ("recompute", True), ("keep", False)], ids=["keep", "recompute", "old server"])
@@ -206,13 +207,22 @@ async def test_the_server_is_given_the_model_that_factors_make_of_the_base(engin
     assert np.abs(expected - await engine.logprobs(PROMPT)).max() < 1e-5
 
 
-async def test_weights_over_a_group_that_a_server_in_another_process_joins(model_path: str, trained: SlotModel) -> None:
+async def test_weights_over_a_group_that_a_server_in_another_process_joins(
+    model_path: str, trained: SlotModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     command = [sys.executable, str(Path(__file__).with_name("sglang_double.py"))]
     engine = SGLangEngine(config(model_path, command, weights="distributed"))
     await engine.start()
     try:
-        for version, factor in ((1, 1.5), (2, 0.5)):  # the group is made once
+        for version, factor in ((1, 1.5), (2, 0.5)):
             new = scaled(trained, factor)
+            if version == 2:  # one that ends halfway leaves no half of itself to the next, which makes another group
+                monkeypatch.setattr(Distributed, "_broadcast", lambda *_: time.sleep(1.0))
+                with pytest.raises(TimeoutError):
+                    async with asyncio.timeout(0.5):
+                        await engine.update_weights(new, version, "keep", None)
+                monkeypatch.undo()
+                assert engine.policy_version == NO_VERSION
             await engine.update_weights(new, version, "keep", make_probe(PROMPT, logprobs_under(trained, new, PROMPT), tolerance=1e-4))
             output = await engine.generate(ask("x"))
             assert list(output.version_runs) == [(version, 12)]
