@@ -223,6 +223,7 @@ class Staging:
     """
 
     def __init__(self, plan: Plan, device: str | torch.device = "cpu", memory: Memory | None = None) -> None:
+        self._memory = memory  # open for as long as its buffers are in use
         if memory is None:
             self._sides = tuple(Staged(Flat(plan, device)) for _ in range(2))
         else:
