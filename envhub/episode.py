@@ -12,7 +12,7 @@ from broker import wire
 from envhub.calls import Calls
 from envhub.envs.base import Environment, Observation, StepResult
 from envhub.frames import first_frame, frame
-from envhub.generate import Ask, Expected, Sampled, mix
+from envhub.generate import Ask, Expected, Sampled, stirred
 from envhub.returned import observation, step_result, text
 from envhub.task import EpisodeFailed, Played, Task
 from text.growth import Conversation
@@ -54,6 +54,7 @@ class Episode:
         self._section = task.domain.section
         self._steps = task.domain.steps()
         self._conversations: list[Conversation] = []
+        self._seed = stirred(0, task.seed, task.episode)  # of every turn's sampling, with the length of its context
         self._turns: list[wire.Turn] = []
         self._frames: list[str] = []
         self._generate_s = self._env_step_s = 0.0
@@ -154,16 +155,18 @@ class Episode:
         return sampled
 
     def _sampling(self) -> wire.SamplingParams:
-        section, task, length = self._section.sampling, self._task, len(self._conversation)
+        section, task, conversation = self._section.sampling, self._task, self._conversation
+        length = len(conversation)
+        seed = stirred(self._seed, length) if self._steps is None else stirred(self._seed, length, len(self._turns))
         return wire.SamplingParams(
             max_tokens=min(section.max_tokens, self._section.max_context_tokens - length),
             temperature=section.temperature if task.temperature is None else task.temperature,
             top_p=section.top_p,
             top_k=section.top_k,
             min_p=section.min_p,
-            seed=mix(task.seed, task.episode, length) if self._steps is None else mix(task.seed, task.episode, length, len(self._turns)),
+            seed=seed >> 16,
             stop=section.stop,
-            stop_token_ids=list(self._conversation.rules.stop_token_ids),
+            stop_token_ids=list(conversation.rules.stop_token_ids),
         )
 
     async def _reset(self) -> Observation:

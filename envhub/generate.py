@@ -186,13 +186,17 @@ class Expected:
 
 def mix(*values: int) -> int:
     """A seed of 48 bits from other seeds and counters, without structure between neighbours (splitmix64's finaliser)."""
-    mixed = 0
+    return stirred(0, *values) >> 16
+
+
+def stirred(mixed: int, *values: int) -> int:
+    """All 64 bits of what ``mix`` makes a seed of; further values go on from them: ``mix(a, b) == stirred(stirred(0, a), b) >> 16``."""
     for value in values:
         mixed = (mixed + value + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
         mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
         mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
         mixed ^= mixed >> 31
-    return mixed >> 16
+    return mixed
 
 
 def _with(done: Sampled | None, reply: wire.GenerateReply) -> Sampled:

@@ -14,10 +14,10 @@ timeout. Where they run is ``domains.<name>.isolation``, or else what the class 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -34,8 +34,7 @@ class NotSupported(UserError):
     """The environment has no such thing: no picture, no solver."""
 
 
-@dataclass(frozen=True)
-class Observation:
+class Observation(msgspec.Struct, frozen=True):
     """What the policy sees next.
 
     Attributes:
@@ -47,8 +46,7 @@ class Observation:
     anchor: str = ""
 
 
-@dataclass(frozen=True)
-class StepResult:
+class StepResult(msgspec.Struct, frozen=True):
     """What one action did.
 
     Attributes:
@@ -67,7 +65,7 @@ class StepResult:
     valid: bool = True
     success: bool = False
     truncated: bool = False
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = {}
 
 
 class Environment:

@@ -55,7 +55,6 @@ def _frame(lake: lakes.Map, cell: int) -> str:
     return "\n".join(shown[start : start + size] for start in range(0, size * size, size))
 
 
-@lru_cache(maxsize=8192)
 def _surroundings(lake: lakes.Map, cell: int) -> str:
     """Row, column and the four neighbours of the player, for example ``1 0 #FHS``."""
     row, column = divmod(cell, len(lake))
@@ -63,6 +62,15 @@ def _surroundings(lake: lakes.Map, cell: int) -> str:
     around = [(row + down, column + right) for down, right in lakes.MOVES]
     cells = "".join(lake[r][c] if r in inside and c in inside else "#" for r, c in around)
     return f"{row} {column} {cells}"
+
+
+@lru_cache(maxsize=8192)
+def _seen(lake: lakes.Map, cell: int, observe: Literal["map", "cell"], is_first: bool) -> Observation:
+    frame = _frame(lake, cell)
+    if observe == "map":
+        return Observation(frame, anchor=frame)
+    around = _surroundings(lake, cell)
+    return Observation(f"{frame}\n{around}" if is_first else around, anchor=frame)
 
 
 class FrozenLake(Environment):
@@ -155,11 +163,7 @@ class FrozenLake(Environment):
         return lakes.LETTERS[int(rng.integers(len(lakes.LETTERS)))]
 
     def _observe(self) -> Observation:
-        frame = self.text_frame()
-        if self.args.observe == "map":
-            return Observation(frame, anchor=frame)
-        around = _surroundings(self.map, self._cell)
-        return Observation(around if self._turns else f"{frame}\n{around}", anchor=frame)
+        return _seen(self.map, self._cell, self.args.observe, self._turns == 0)
 
     def _under_player(self) -> str:
         row, column = divmod(self._cell, self.args.size)

@@ -9,7 +9,7 @@ import pytest
 
 from broker import wire
 from broker.errors import RequestFailed, WireError
-from envhub.generate import Ask, Expected, Generator, TurnFailed, mix
+from envhub.generate import Ask, Expected, Generator, TurnFailed, mix, stirred
 
 Answer = Callable[[wire.GenerateRequest], wire.GenerateReply | Awaitable[wire.GenerateReply]]
 
@@ -179,6 +179,7 @@ def test_seeds_are_spread_and_stable() -> None:
     assert mix(0) == 0xE220A8397B1D  # splitmix64's first output from 0, without its low 16 bits
     assert len({mix(seed, episode, at) for seed in range(10) for episode in range(10) for at in range(10)}) == 1000
     assert all(0 <= mix(seed) < 2**48 for seed in range(100))
+    assert mix(1, 2, 3) == stirred(stirred(0, 1, 2), 3) >> 16
 
 
 def test_the_expected_length_follows_the_mean() -> None:
