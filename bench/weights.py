@@ -23,6 +23,7 @@ import argparse
 import json
 import math
 import multiprocessing
+import queue
 import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -149,6 +150,20 @@ def figures_of(measured: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _result(results: Any, ends: Sequence[Any]) -> dict[str, Any]:
+    """What the sender measured; the program ends where one of the two has failed, which has said why."""
+    while True:
+        try:
+            measured: dict[str, Any] = results.get(timeout=1.0)
+        except queue.Empty:
+            if any(end.exitcode for end in ends):
+                for end in ends:
+                    end.kill()
+                raise SystemExit(1) from None
+        else:
+            return measured
+
+
 def main() -> None:
     """Measure, print, and end with one line of JSON."""
     parser = argparse.ArgumentParser(prog="python -m bench.weights", description=__doc__.partition("\n")[0] if __doc__ else None)
@@ -164,7 +179,7 @@ def main() -> None:
     ends = [context.Process(target=run, args=(rank, port, options, results)) for rank in range(2)]
     for end in ends:
         end.start()
-    measured = results.get(timeout=900)
+    measured = _result(results, ends)
     for end in ends:
         end.join()
     del store
