@@ -1,7 +1,8 @@
-"""A backend and an engine as usual, in a process that dies in the middle of a broadcast when a file beside this one says so.
+"""A backend and an engine as usual, in a process that dies in the middle of a transfer when a file beside this one says so.
 
 The plug-in points are what anybody's backend or engine has; nothing in the program knows of this. The test copies the file into its own
-folder. The order is ``{"who": ID, "after": BUCKETS}``, taken once.
+folder. The order is ``{"who": ID, "after": BUCKETS}``, taken once. By shared memory the learner's buckets are those that are packed, a
+server's those that are read.
 """
 
 from __future__ import annotations
@@ -15,14 +16,18 @@ from pathlib import Path
 from typing import NoReturn
 
 from broker.weights.group import Buckets, Communicator, Watch
+from broker.weights.shared import Window
+from broker.weights.staging import Flat, Staged
 from learner.backends.torch import TorchBackend
 from rollout.engines.hf import HFEngine
 
 ORDER = Path(__file__).with_name("order.json")
+SHARED = Path(__file__).with_name("shared").exists()  # the weights go by shared memory
 PLANNED = Path(__file__).with_name("buckets.txt")
 ME = sys.argv[sys.argv.index("--id") + 1] if "--id" in sys.argv else "learner"
 
-whole = Communicator.broadcast
+whole, read = Communicator.broadcast, Window.take
+opened, reached = Staged.open, Staged.reached
 
 
 def die() -> NoReturn:
@@ -31,27 +36,65 @@ def die() -> NoReturn:
     raise AssertionError("still alive")
 
 
-def broadcast(self: Communicator, buckets: Buckets, watch: Watch, *, done: Callable[[int], None], peek: Callable[[], None]) -> None:
-    """As it is, up to the bucket behind which the process is to die."""
+def plan(num_buckets: int) -> None:
+    """Let the test know how many there are."""
     if not PLANNED.exists():
         written = PLANNED.with_name(f"buckets.{ME}")
-        written.write_text(str(len(buckets)))
+        written.write_text(str(num_buckets))
         os.replace(written, PLANNED)  # whole, for it may be read at any moment
-    order = json.loads(ORDER.read_text()) if ORDER.exists() else {"who": ""}
-    complete = 0
+
+
+def fatal() -> int:
+    """Behind how many buckets this process is to die; -1: it is not."""
+    try:
+        order = json.loads(ORDER.read_text())
+    except FileNotFoundError:
+        return -1
+    return int(order["after"]) if order["who"] == ME else -1
+
+
+def struck(done: Callable[[int], None]) -> Callable[[int], None]:
+    """As it is, up to the bucket behind which the process is to die."""
+    last, complete = fatal(), 0
+    if last == 0:
+        die()
 
     def counted(index: int) -> None:
         nonlocal complete
         done(index)
         complete += 1
-        if order["who"] == ME and complete == order["after"]:
+        if complete == last:
             die()
 
-    if order["who"] == ME and order["after"] == 0:
+    return counted
+
+
+def broadcast(self: Communicator, buckets: Buckets, watch: Watch, *, done: Callable[[int], None], peek: Callable[[], None]) -> None:
+    plan(len(buckets))
+    whole(self, buckets, watch, done=struck(done), peek=peek)
+
+
+def take(
+    self: Window, version: int, flat: Flat, watch: Watch, *, timeout_s: float, done: Callable[[int], None], peek: Callable[[], None]
+) -> list[bytes]:
+    plan(len(flat.plan.buckets))
+    return read(self, version, flat, watch, timeout_s=timeout_s, done=struck(done), peek=peek)
+
+
+def begin(self: Staged, version: int) -> None:
+    opened(self, version)
+    if SHARED and fatal() == 0:
         die()
-    whole(self, buckets, watch, done=counted, peek=peek)
 
 
+def packed(self: Staged, offset: int) -> None:
+    reached(self, offset)
+    if SHARED and 0 < fatal() <= sum(stop <= offset for _, stop in self.plan.buckets):
+        die()
+
+
+Window.take = take  # type: ignore[method-assign]
+Staged.open, Staged.reached = begin, packed  # type: ignore[method-assign]
 Communicator.broadcast = broadcast  # type: ignore[method-assign]
 
 

@@ -1,4 +1,4 @@
-"""The sender and a receiver of a weight broadcast are killed behind every one of its buckets, within a whole run."""
+"""The sender and a receiver of new weights are killed behind every one of their buckets, within a whole run."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ STEPS = 480  # so many that there is always one to come, on a loaded machine too
 BUCKET_MIB = 4096 / 2**20
 # Delta: so small a step leaves most of what travels as bfloat16 as it was; that many buckets then take a larger model.
 TRAIN: dict[str, dict[str, Any]] = {
-    "whole": {},
-    "delta": {"weights_delta": True, "weights_full_every": 7, "weights_dtype": "bfloat16", "lr": 1e-6},
+    "whole": {"weights_backend": "gloo"},
+    "shared": {"weights_backend": "shared"},
+    "delta": {"weights_backend": "gloo", "weights_delta": True, "weights_full_every": 7, "weights_dtype": "bfloat16", "lr": 1e-6},
 }
-INTERMEDIATE_SIZE = {"whole": 96, "delta": 256}
+INTERMEDIATE_SIZE = {"whole": 96, "shared": 96, "delta": 256}
 
 
 async def strike(w: World, plugin: Path, victim: Child, after: int) -> float:
@@ -48,16 +49,17 @@ def serves(server: Child, version: int, behind: int) -> bool:
 
 @pytest.mark.skipif(not EVERY, reason="set RL_CHAOS_BUCKETS=1; tests/contract/test_weights.py kills both ends too, outside of a run")
 @pytest.mark.timeout(2400)
-@pytest.mark.parametrize("sent", ["whole", "delta"])
+@pytest.mark.parametrize("sent", ["whole", "delta", "shared"])
 async def test_both_ends_are_killed_behind_every_bucket(tmp_path: Path, sent: str) -> None:
     plugin = Path(shutil.copy(Path(__file__).with_name("bucket_strikes.py"), tmp_path))
+    if sent == "shared":
+        plugin.with_name("shared").touch()
     delays: dict[str, list[float]] = {"rollout": [], "learner": []}
     sections: dict[str, Any] = {
         "train": {
             "backend": f"{plugin}:Backend",
             "weights_bucket_mib": BUCKET_MIB,
             "weights_timeout_s": TIMEOUT_S,
-            "weights_backend": "gloo",
             **TRAIN[sent],
         },
         "model": {"path": None, "tiny": {**chaos.TINY, "intermediate_size": INTERMEDIATE_SIZE[sent]}},
