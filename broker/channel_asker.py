@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from collections.abc import Coroutine
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from broker import wire
 from broker.channel_desk import bury
 from broker.errors import RequestFailed, WireError
 from broker.jetstream import Bus
+
+CLOCK_S: Final = 0.001  # a timer may be early by the resolution of the loop's clock
+
+_Waiting = tuple[str, asyncio.Future[bytes], float, float, str]  # address, for the answer, until when, timeout_s, request_id
 
 
 class Carrier(Protocol):
@@ -39,7 +44,9 @@ class Asker:
     def __init__(self, bus: Bus, carrier: Carrier) -> None:
         self._bus, self._carrier = bus, carrier
         self._tokens = itertools.count(1)
-        self._waiting: dict[str, tuple[str, asyncio.Future[bytes]]] = {}
+        self._waiting: dict[str, _Waiting] = {}
+        self._alarm: asyncio.TimerHandle | None = None  # one for all: a timer for each request costs more than looking for the next
+        self._alarm_at = math.inf
         self._background: set[asyncio.Task[None]] = set()
 
     async def generate(self, address: str, request: wire.GenerateRequest, *, timeout_s: float) -> wire.GenerateReply:
@@ -48,8 +55,10 @@ class Asker:
         token = str(next(self._tokens))
         loop = asyncio.get_running_loop()
         future: asyncio.Future[bytes] = loop.create_future()
-        self._waiting[token] = (address, future)
-        timer = loop.call_later(timeout_s, self._expire, address, request.request_id, future, timeout_s)
+        until = loop.time() + timeout_s
+        self._waiting[token] = (address, future, until, timeout_s, request.request_id)
+        if until < self._alarm_at:
+            self._set_alarm(loop, until)
         try:
             if not self._carrier.post(address, token, data, future):
                 await self._until(future, self._carrier.send(address, token, data))
@@ -58,7 +67,6 @@ class Asker:
             self._abort_later(address, request.request_id)
             raise
         finally:
-            timer.cancel()
             del self._waiting[token]
             if future.done() and not future.cancelled():
                 future.exception()  # it may have failed while the sending failed; that counts as looked at
@@ -74,19 +82,19 @@ class Asker:
 
     def answered(self, token: str, data: bytes) -> None:
         """The carrier got an answer; one that nobody waits for any more is dropped."""
-        _, future = self._waiting.get(token, ("", None))
-        if future is not None and not future.done():
-            future.set_result(data)
+        waiting = self._waiting.get(token)
+        if waiting is not None and not waiting[1].done():
+            waiting[1].set_result(data)
 
     def failed(self, token: str, reason: str) -> None:
         """The carrier knows that no answer will come."""
-        address, future = self._waiting.get(token, ("", None))
-        if future is not None and not future.done():
-            future.set_exception(RequestFailed(f"{address}: {reason}"))
+        waiting = self._waiting.get(token)
+        if waiting is not None and not waiting[1].done():
+            waiting[1].set_exception(RequestFailed(f"{waiting[0]}: {reason}"))
 
     def fail_all(self, reason: str, address: str | None = None) -> None:
         """No answer will come from this address (None: from any)."""
-        for token, (asked, _) in list(self._waiting.items()):
+        for token, (asked, *_) in list(self._waiting.items()):
             if address is None or asked == address:
                 self.failed(token, reason)
 
@@ -98,13 +106,32 @@ class Asker:
     async def close(self) -> None:
         """Fail everything outstanding."""
         self.fail_all("the client was closed")
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm, self._alarm_at = None, math.inf
         if self._background:
             await asyncio.wait(self._background, timeout=1.0)
 
-    def _expire(self, address: str, request_id: str, future: asyncio.Future[bytes], timeout_s: float) -> None:
-        if not future.done():
+    def _set_alarm(self, loop: asyncio.AbstractEventLoop, at: float) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm, self._alarm_at = loop.call_at(at, self._expire), at
+
+    def _expire(self) -> None:
+        """Fail who has waited too long, and wake again for the next; none is waited for where all have their answers."""
+        loop = asyncio.get_running_loop()
+        now = loop.time() + CLOCK_S
+        next_at, self._alarm, self._alarm_at = math.inf, None, math.inf
+        for address, future, until, timeout_s, request_id in self._waiting.values():
+            if future.done():
+                continue
+            if until > now:
+                next_at = min(next_at, until)
+                continue
             future.set_exception(RequestFailed(f"{address}: no answer within {timeout_s:g} s"))
             self._abort_later(address, request_id)
+        if next_at < math.inf:
+            self._set_alarm(loop, next_at)
 
     def _abort_later(self, address: str, request_id: str) -> None:
         task = asyncio.create_task(self.abort(address, request_id))
