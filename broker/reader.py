@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, Final
 
-from broker.answers import Disconnected
+from broker.answers import ApiError, Disconnected, NoStream
 from broker.api import Entry, ask, bounds
 from broker.link import Link
 from broker.natspy import Msg
@@ -23,6 +23,7 @@ EXPIRES_S: Final = 10.0
 HEARTBEAT_S: Final = 2.0
 SILENCE_S: Final = 5.0  # without even a heartbeat: the pull is lost
 FORGET_AFTER_S: Final = 60.0
+REFUSED_PAUSE_S: Final = 0.5
 GOES_ON: Final = ("404", "408")  # the pull is over, the consumer is fine
 
 
@@ -33,6 +34,9 @@ async def follow(link: Link, stream_name: str, start: Callable[[], Awaitable[dic
         link: the connection; when it is closed for good, the iteration ends.
         stream_name: JetStream's name of the stream.
         start: where to begin, as fields of a consumer's configuration; asked again each time the consumer is replaced.
+
+    Raises:
+        NoStream: it does not exist.
     """
     while not link.closed:
         attachment = _Attachment(link, stream_name)
@@ -44,6 +48,11 @@ async def follow(link: Link, stream_name: str, start: Callable[[], Awaitable[dic
         except Disconnected:
             if link.closed:
                 return
+        except NoStream:
+            raise
+        except ApiError as error:  # for example a broker that has only just come back; whoever reads has nothing better to do than to wait
+            log.warning("%s: the broker refuses to have it read: %s; asking again", stream_name, error)
+            await asyncio.sleep(REFUSED_PAUSE_S)
         finally:
             await attachment.close()
 

@@ -215,6 +215,7 @@ class Learner:
         sender = await self.training.call(lambda: self.offering.sender(self.bus, self.member.roster, self.watch.epoch))
         await sender.start()
         stack.push_async_callback(sender.close)
+        self.member.spawn(sender.join())  # a learner that can offer no weights any more is better started anew
         if self.train.weights_snapshot_every:
             from learner.snapshots import open_snapshots
 

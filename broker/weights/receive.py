@@ -29,7 +29,7 @@ from broker.weights.shared import Neighbour, Window
 from broker.weights.snapshot import Manifest
 from broker.weights.source import Source
 from broker.weights.staging import plan_of
-from broker.weights.threads import in_thread, patiently, spawn
+from broker.weights.threads import Tasks, in_thread, patiently
 from broker.weights.transfer import Received, Settings
 
 log = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class Receiver:
         self._communicator: Communicator | None = None
         self._watch, self._receiving_epoch = Watch(), 0
         self._changed, self._served = asyncio.Event(), asyncio.Condition()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: Tasks | None = None
         self._said = -SAY_EVERY_S
         self._values = {"weights/version": -1.0, "weights/failures": 0.0}
 
@@ -99,7 +99,9 @@ class Receiver:
     async def start(self) -> None:
         """Take the digest of what the engine holds, then follow the offers."""
         await self._landing.begin()
-        self._tasks = [spawn(self._follow_offers()), spawn(self._pursue())]
+        self._tasks = Tasks()
+        self._tasks.spawn(self._follow_offers())
+        self._tasks.spawn(self._pursue())
 
     async def wait_for(self, version: int) -> None:
         """Returns once at least this version is served."""
@@ -116,15 +118,15 @@ class Receiver:
 
     async def join(self) -> None:
         """Never returns; raises what stopped the channel here, if anything unexpected ever does."""
-        await asyncio.gather(*self._tasks)
+        assert self._tasks is not None, "start the receiver first"
+        await self._tasks.join()
 
     async def close(self) -> None:
         """Leave whatever transfer runs; waits a second at most."""
         self._watch.cancel("the server is leaving")
         self._neighbour.leave()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._tasks is not None:
+            await self._tasks.cancel()
         if self._communicator is not None:
             closing, self._communicator = self._communicator.close(), None
             await in_thread(lambda: closing.join(1.0), "weights-join")

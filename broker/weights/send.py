@@ -37,7 +37,7 @@ from broker.weights.publish import Publisher
 from broker.weights.replies import JOIN_TIMEOUT_S, Replies
 from broker.weights.shared import Segment
 from broker.weights.staging import Staging
-from broker.weights.threads import in_thread, spawn
+from broker.weights.threads import Tasks, in_thread
 from broker.weights.transfer import Sent, SessionFailed, Settings, call_off, lead
 
 log = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class Sender:
         self._written_lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._new_version, self._poke = asyncio.Event(), asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: Tasks | None = None
         self._subscribed: Subscribed | None = None
         self._values = {"weights/version": -1.0, "weights/failures": 0.0, "weights/communicators": 0.0, "weights/deltas": 0.0}
 
@@ -110,7 +110,9 @@ class Sender:
         self._store, self._replies.port = serve_store(self._settings.host)
         self._store.set(PLAN_KEY, self.plan.text)
         self._subscribed = await respond(self._bus, WEIGHTSYNC, str(self.epoch), self._on_join)
-        self._tasks = [spawn(self._publish_versions()), spawn(self._decide())]
+        self._tasks = Tasks()
+        self._tasks.spawn(self._publish_versions())
+        self._tasks.spawn(self._decide())
 
     def offer(self, version: int, tensors: Mapping[str, Tensor], probe: wire.Probe) -> float:
         """Put a newer version on offer; returns after the copy, with the seconds it took. Call it from any thread, one at a time.
@@ -143,14 +145,18 @@ class Sender:
         """
         return self._values | (self.publisher.metrics() if self.publisher is not None else {})
 
+    async def join(self) -> None:
+        """Never returns; raises what stopped the channel here, if anything unexpected ever does: no server would get a version any more."""
+        assert self._tasks is not None, "start the sender first"
+        await self._tasks.join()
+
     async def close(self) -> None:
         """Withdraw from the broker and leave whatever transfer runs; waits a second at most."""
         if self._subscribed is not None:
             await self._subscribed.close()
         self._watch.cancel("the learner is leaving")
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._tasks is not None:
+            await self._tasks.cancel()
         self._replies.refuse_all("the learner is leaving", max(self._membership.version, 0))
         if self._communicator is not None:
             closing, self._communicator = self._communicator.close(), None
@@ -247,8 +253,8 @@ class Sender:
             self._communicator = None
         self._watch = Watch()
         self._replies.begin(start)
-        self._tasks = [task for task in self._tasks if not task.done()]
-        self._tasks.append(spawn(self._transfer(start)))
+        assert self._tasks is not None, "start the sender first"
+        self._tasks.spawn(self._transfer(start))
 
     async def _transfer(self, start: Start) -> None:
         failed: set[str] | None = None

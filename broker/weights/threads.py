@@ -37,6 +37,37 @@ def _report(task: asyncio.Task[None]) -> None:
         log.critical("weights: the channel stopped working here: %r", error, exc_info=error)
 
 
+class Tasks:
+    """The tasks of one end of the channel."""
+
+    def __init__(self) -> None:
+        self._running: set[asyncio.Task[None]] = set()
+        self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def spawn(self, body: Coroutine[Any, Any, None]) -> None:
+        """One more."""
+        task = spawn(body)
+        self._running.add(task)
+        task.add_done_callback(self._ended)
+
+    async def join(self) -> None:
+        """Never returns; raises what ended the first that failed."""
+        await asyncio.shield(self._broken)
+
+    async def cancel(self) -> None:
+        """End them all."""
+        running = list(self._running)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None and not self._broken.done():
+            self._broken.set_exception(error)
+            self._broken.exception()  # the log has it, should nobody wait
+
+
 def in_thread(call: Callable[[], T], name: str) -> asyncio.Future[T]:
     """Start the call; the future has its result or exception. Cancelling the future does not stop the thread."""
     loop = asyncio.get_running_loop()

@@ -19,8 +19,8 @@ import msgspec
 import pytest
 from waits import LONG_S, until
 
-from broker import wire
-from broker.answers import Disconnected
+from broker import reader, wire
+from broker.answers import ApiError, Disconnected
 from broker.api import Entry, ask
 from broker.errors import BrokerUnreachable, ConfigError, LostState, RequestFailed, WireError
 from broker.examples import EXAMPLES
@@ -705,3 +705,20 @@ async def test_a_record_that_a_replica_skips_is_asked_of_the_leader(bus: Bus, mo
             if record.seq == 6:
                 break
     assert read == [(number, number, closed(number)) for number in (1, 2, 3, 4, 6)]
+
+
+async def test_a_log_is_read_on_when_the_broker_refuses_for_a_moment(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    await bus.publish(SAMPLES, closed(1), ticket=1)
+    refused: list[str] = []
+
+    async def refuse_twice(link: Any, request: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        if request.startswith("CONSUMER.CREATE") and len(refused) < 2:
+            refused.append(request)
+            raise ApiError(500, 10012, "consumer store failed")
+        return await ask(link, request, body)
+
+    monkeypatch.setattr(reader, "ask", refuse_twice)
+    monkeypatch.setattr(reader, "REFUSED_PAUSE_S", 0.01)
+    async with asyncio.timeout(LONG_S), aclosing(bus.read_log(SAMPLES, 1)) as records:
+        record = await anext(records)
+    assert (record.seq, record.message, len(refused)) == (1, closed(1), 2)

@@ -23,6 +23,7 @@ from broker.errors import Fenced
 from broker.jetstream import Bus
 from broker.presence import Roster
 from broker.streams import WEIGHTS
+from broker.weights import send
 from broker.weights.send import Sender
 from broker.weights.staging import plan_of
 from broker.weights.transfer import Settings
@@ -338,3 +339,21 @@ async def test_learner_that_dies_or_hangs_in_the_middle_is_succeeded(bus: Bus, s
         assert time.monotonic() - started < 10
     finally:
         await successor.close()
+
+
+@pytest.mark.parametrize("what", ["_publish_versions", "_send"])
+async def test_what_ends_the_sender_is_raised_to_its_owner(bus: Bus, spawn: Spawn, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    def fails(*_: object) -> None:
+        raise LookupError("nobody foresaw this")
+
+    monkeypatch.setattr(send, "lead", fails)
+    monkeypatch.setattr(send.Offers, "publish", fails if what == "_publish_versions" else send.Offers.publish)
+    sender = Sender(bus, plan_of(make_tensors(0), 1), epoch=1, settings=SETTINGS)
+    await sender.start()
+    joining = asyncio.create_task(sender.join())
+    if what == "_send":
+        await ready(await spawn("r1"))
+    offer(sender, 1)
+    with pytest.raises(LookupError, match="nobody foresaw this"):
+        await asyncio.wait_for(joining, LONG_S)
+    await sender.close()
