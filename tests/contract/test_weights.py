@@ -23,7 +23,6 @@ from broker.errors import Fenced
 from broker.jetstream import Bus
 from broker.presence import Roster
 from broker.streams import WEIGHTS
-from broker.weights import send
 from broker.weights.send import Sender
 from broker.weights.staging import plan_of
 from broker.weights.transfer import Settings
@@ -346,8 +345,7 @@ async def test_what_ends_the_sender_is_raised_to_its_owner(bus: Bus, spawn: Spaw
     def fails(*_: object) -> None:
         raise LookupError("nobody foresaw this")
 
-    monkeypatch.setattr(send, "lead", fails)
-    monkeypatch.setattr(send.Offers, "publish", fails if what == "_publish_versions" else send.Offers.publish)
+    monkeypatch.setattr("broker.weights.send.lead" if what == "_send" else "broker.weights.send.Offers.publish", fails)
     sender = Sender(bus, plan_of(make_tensors(0), 1), epoch=1, settings=SETTINGS)
     await sender.start()
     joining = asyncio.create_task(sender.join())
