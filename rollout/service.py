@@ -255,9 +255,9 @@ class Service:
         from torch import device
 
         from rollout.engines.hf_model import load
-        from rollout.engines.vllm_start import named_weights
+        from rollout.engines.hf_weights import HeldWeights
 
-        return named_weights(load(_engine_config(self._member, self._section), device("cpu"))), True
+        return HeldWeights(load(_engine_config(self._member, self._section), device("cpu"))).tensors(), True
 
     async def _load(self, tensors: Mapping[str, Tensor], offer: wire.WeightsOffer) -> None:
         """Bring in an offer; an empty mapping says that the engine holds these bytes already.

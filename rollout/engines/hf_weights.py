@@ -16,10 +16,10 @@ class HeldWeights:
     def __init__(self, model: torch.nn.Module) -> None:
         every = dict(model.named_parameters(remove_duplicate=False))
         every |= {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in every}
-        first: dict[int, str] = {}  # by address
+        first: dict[int, str] = {}  # by address; on the meta device there is none, and tied ones are one tensor
         self._live: dict[str, list[torch.Tensor]] = {}  # all that share the memory of the first
         for name, tensor in every.items():
-            holder = first.setdefault(tensor.data_ptr(), name) if tensor.numel() else name
+            holder = first.setdefault(tensor.data_ptr() or id(tensor), name) if tensor.numel() else name
             known = self._live.setdefault(holder, [])
             if not any(tensor is each for each in known):
                 known.append(tensor)

@@ -26,6 +26,7 @@ from torch.distributed.distributed_c10d import Backend, GroupName, PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from broker.errors import TransferFailed
+from rollout.engines.hf_weights import HeldWeights
 from rollout.engines.sglang_api import Api, Refused
 from rollout.engines.sglang_args import SGLangArgs
 from rollout.engines.sglang_child import HOST, free_port
@@ -252,10 +253,7 @@ def shapes_of(model_path: str, dtype: str, *, trust_remote_code: bool) -> tuple[
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"model path {model_path!r}: no causal language model: {' '.join(str(error).split())[:300]}") from None
-    found = dict(model.named_parameters())
-    seen = {id(tensor) for tensor in found.values()}
-    found |= {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in found and id(tensor) not in seen}
-    return {name: tensor.detach() for name, tensor in found.items()}, config
+    return HeldWeights(model).tensors(), config
 
 
 def _in_thread(work: Any) -> asyncio.Future[Any]:

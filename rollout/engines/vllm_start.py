@@ -21,6 +21,7 @@ from rollout.engines.args import VLLMArgs
 from rollout.engines.base import EngineConfig
 from rollout.engines.hf_core import find_tokenizer
 from rollout.engines.hf_model import end_tokens, fitting_context, load, one_line
+from rollout.engines.hf_weights import HeldWeights
 from rollout.engines.vllm_store import OWNER, SharedWeights
 
 SPARE_SEQUENCES: Final = 2  # beside those that generate: the probe of new weights, and one that scores a context
@@ -62,6 +63,7 @@ class Opened:
         if handler is not None:  # before the processes go, or it would report their end as an error
             handler.get_loop().call_soon_threadsafe(handler.cancel)
         self.llm.shutdown()
+        self.llm.shutdown = lambda: None  # its __del__ calls that again, and fails aloud where the interpreter has ended before
         self.shared.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -95,7 +97,7 @@ def open_llm(config: EngineConfig) -> Opened:
         tokenizer = find_tokenizer(config)
         ends = end_tokens(model) | frozenset(tokenizer.eos_token_ids if tokenizer else ())
         vocab_size = int(model.get_input_embeddings().num_embeddings)
-        shared = SharedWeights(named_weights(model))
+        shared = SharedWeights(HeldWeights(model).tensors())
         del model
         _environment(config, folder, on_cpu=on_cpu)
         llm = _open(engine_args(config, args, context, has_tokenizer=tokenizer is not None, on_cpu=on_cpu), folder)
@@ -138,19 +140,6 @@ def check_heads(text_config: Any, tensor_parallel: int) -> None:
             f"rollout.engine_args.tensor_parallel: {tensor_parallel} is not allowed; the model's {heads} attention heads divide by "
             f"{', '.join(map(str, fitting))}"
         )
-
-
-def named_weights(model: Any) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by name, tied ones once: what the learner sends."""
-    found = dict(model.named_parameters())
-    found |= {name: tensor for name, tensor in model.state_dict().items() if name not in found}
-    seen: set[int] = set()
-    distinct: dict[str, torch.Tensor] = {}
-    for name, tensor in found.items():
-        if tensor.numel() == 0 or tensor.data_ptr() not in seen:
-            seen.add(tensor.data_ptr())
-            distinct[name] = tensor.detach()
-    return distinct
 
 
 def engine_args(config: EngineConfig, args: VLLMArgs, context: int, *, has_tokenizer: bool, on_cpu: bool) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from rollout.config import RolloutSection
 from rollout.engines.base import EngineConfig
 from rollout.engines.hf import HFEngine
 from rollout.engines.hf_model import load
-from rollout.engines.vllm_start import named_weights
+from rollout.engines.hf_weights import HeldWeights
 from rollout.service import Service
 from text.config import ModelSection
 
@@ -78,7 +78,7 @@ class Server:
     def base(self) -> tuple[Mapping[str, Tensor], bool]:
         if self.first is None:
             return self.engine.weights(), False
-        return named_weights(load(self.config, torch.device("cpu"))), True
+        return HeldWeights(load(self.config, torch.device("cpu"))).tensors(), True
 
     async def load(self, tensors: Mapping[str, Tensor], offer: wire.WeightsOffer) -> None:
         self.seen.append(tensors)
