@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from rollout.engines.vllm_loading import reload
 from rollout.engines.vllm_start import Opened, open_llm
 from text.config import TinyModel
 from text.tiny import build_tiny
+
+sys.path += [str(Path(__file__).parents[1] / "unit"), str(Path(__file__).parents[1] / "contract")]
 
 MAX_CONTEXT = 128
 Make = Callable[..., Awaitable[front.VLLMEngine]]

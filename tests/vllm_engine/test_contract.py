@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
 import pytest_asyncio
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))
-
+from engine_kit import ask
 from test_engines import (  # noqa: F401 - collected here with the fixtures of this folder
-    ask,
     check_output,
     test_a_cancelled_asker_costs_nobody_else,
     test_a_deadline_returns_what_there_is,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import psutil
@@ -10,13 +9,10 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
-import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
-
 import hf_models as models
+import torch
 from conftest import config_of
-from test_vllm_engine import CLOSE, in_flight, prompt, renewed
+from vllm_kit import CLOSE, assert_reread, in_flight, prompt, renewed
 
 from rollout.engines.vllm import VLLMEngine
 from text.config import TinyModel
@@ -51,13 +47,7 @@ async def test_two_workers_take_new_weights_in_flight_and_read_their_shards(tmp_
         task = await in_flight(engine, context)
         await engine.update_weights(tensors, 1, "recompute", None)
         output = await task
-        (first, before), (second, after) = output.version_runs
-        assert (first, second, before + after) == (0, 1, 90)
-        sampled = list(output.token_ids)
-        expected = torch.cat(
-            [models.logprobs(old, context, sampled[:before]), models.logprobs(new, context + sampled[:before], sampled[before:])]
-        )
-        torch.testing.assert_close(torch.tensor(output.logprobs), expected, atol=CLOSE, rtol=0)
+        assert_reread(old, new, context, output)
         workers = [each for each in psutil.Process().children(recursive=True) if "Worker_TP" in each.name()]
         assert len(workers) == 2
         for worker in workers:

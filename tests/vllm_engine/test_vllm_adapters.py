@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,10 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 pytest.importorskip("peft", reason="LoRA needs the extra rlearner[lora]")
 
-import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
-
 import hf_models as models
-from test_vllm_engine import assert_logprobs, in_flight, prompt
+import torch
 from torch_backend_kit import backend, samples
+from vllm_kit import assert_logprobs, assert_reread, in_flight, prompt
 
 from broker.weights.adapter import Foundation
 from broker.weights.probe import make_probe
@@ -55,13 +51,8 @@ async def test_factors_make_the_engine_compute_as_the_trainer(make: Any, folder:
         found = torch.from_numpy(await engine.logprobs(ids))
         torch.testing.assert_close(found, trainer.logprobs(ids), atol=1e-5, rtol=0)
         output = await task
-        (first, count), (second, rest) = output.version_runs
-        assert (first, second, count + rest) == (version - 1, version, 90)
-        sampled, after = list(output.token_ids), held(trainer, folder)
-        expected = torch.cat(
-            [models.logprobs(before, context, sampled[:count]), models.logprobs(after, context + sampled[:count], sampled[count:])]
-        )
-        torch.testing.assert_close(torch.tensor(output.logprobs), expected, atol=1e-4, rtol=0)
+        after = held(trainer, folder)
+        assert_reread(before, after, context, output, (version - 1, version))
         before = after
     assert (trainer.logprobs(ids) - backend(str(folder)).logprobs(ids)).abs().max() > 1e-2
     assert_logprobs(before, context, await engine.generate(models.request("end", context)))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,49 +11,17 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
-import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
-
 import hf_models as models
+import torch
+from vllm_kit import CLOSE, assert_logprobs, assert_reread, in_flight, prompt, renewed, split
 
 from broker.errors import TransferFailed
 from broker.weights.probe import make_probe
 from rollout.engines import vllm_loading
-from rollout.engines.base import NO_VERSION, Output, UpdateMode
+from rollout.engines.base import NO_VERSION, UpdateMode
 from rollout.engines.vllm_loading import reload
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
-CLOSE = 1e-4
-VOCAB = 90
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    rng = random.Random(seed * 1000 + length)
-    return [rng.randrange(2, VOCAB) for _ in range(length)]
-
-
-def assert_logprobs(model: Any, context: list[int], output: Output, temperature: float = 1.0) -> None:
-    expected = models.logprobs(model, context, list(output.token_ids), temperature)
-    torch.testing.assert_close(torch.tensor(output.logprobs), expected, atol=CLOSE, rtol=0)
-
-
-def renewed(folder: Path, seed: int = 1) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Another model of the same shape, and its tensors by name."""
-    model = models.load(folder)
-    tensors = models.changed(model, seed)
-    model.load_state_dict(tensors, strict=False)
-    return model, tensors
-
-
-async def in_flight(engine: Any, context: list[int], tokens: int = 90, name: str = "x") -> asyncio.Task[Output]:
-    """A request that has some tokens and is far from its end."""
-    before = engine.stats().generated_tokens
-    task = asyncio.create_task(engine.generate(models.request(name, context, max_tokens=tokens, seed=3, conversation=name)))
-    async with asyncio.timeout(30):
-        while engine.stats().generated_tokens < before + 3:  # noqa: ASYNC110 - engines tell their numbers, not when they change
-            await asyncio.sleep(0)
-    return task
 
 
 async def test_logprobs_are_those_of_a_plain_forward(make: Any, folder: Path) -> None:
@@ -112,13 +78,7 @@ async def test_recompute_goes_on_as_if_the_new_weights_had_read_everything(make:
     task = await in_flight(engine, context)
     await engine.update_weights(tensors, 1, "recompute", None)
     output = await task
-    (first, before), (second, after) = output.version_runs
-    assert (first, second, before + after) == (0, 1, 90)
-    sampled = list(output.token_ids)
-    expected = torch.cat(
-        [models.logprobs(old, context, sampled[:before]), models.logprobs(new, context + sampled[:before], sampled[before:])]
-    )
-    torch.testing.assert_close(torch.tensor(output.logprobs), expected, atol=CLOSE, rtol=0)
+    assert_reread(old, new, context, output)
 
 
 async def test_keep_goes_on_with_the_old_keys_and_values(make: Any, folder: Path) -> None:
@@ -127,9 +87,7 @@ async def test_keep_goes_on_with_the_old_keys_and_values(make: Any, folder: Path
     task = await in_flight(engine, context)
     await engine.update_weights(tensors, 1, "keep", None)
     output = await task
-    (first, before), (second, after) = output.version_runs
-    assert (first, second, before + after) == (0, 1, 90)
-    sampled = list(output.token_ids)
+    before, sampled = split(output, (0, 1)), list(output.token_ids)
     with torch.no_grad():
         cache = old(torch.tensor([context + sampled[: before - 1]]), use_cache=True).past_key_values
         logits = new(torch.tensor([sampled[before - 1 : -1]]), past_key_values=cache, use_cache=True).logits[0]
