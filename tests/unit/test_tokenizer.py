@@ -108,7 +108,7 @@ def test_no_chat_template_is_said_in_one_line(tmp_path: Path) -> None:
         (lambda f: [(f / "config.json").write_text("[]"), f][1], "holds no JSON object"),
         (lambda f: [(f / "config.json").write_text("{}"), f][1], "names no model_type"),
         (lambda f: [(f / "config.json").write_text('{"model_type": "qwen3"}'), f][1], "holds no weights"),
-        (lambda f: "not a/hub name", "neither a folder nor a hub name"),
+        (lambda f: "not a/hub name", "no such folder"),
     ],
 )
 def test_a_path_that_is_no_model_is_one_line(tmp_path: Path, make: object, problem: str) -> None:
