@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 from waits import LONG_S
 
 from broker import wire
+from broker.answers import ApiError
 from broker.api import ask
 from broker.jetstream import Bus
 from broker.process import Stop
@@ -108,7 +109,8 @@ async def test_audit_of_a_real_run(bus: Bus, broker_url: str, run_name: str, tmp
     assert any(note.startswith("the broker's log: ") for note in report["notes"])
     assert any(note.startswith("the archive: ") for note in report["notes"]) == keep
     if not keep:  # one record less in the broker's log: a gap
-        await ask(bus.link, f"STREAM.MSG.DELETE.{SAMPLES.stream_name(run_name)}", {"seq": 6, "no_erase": True})
+        with suppress(ApiError):  # a busy broker that answers late is asked again, and has no such message then
+            await ask(bus.link, f"STREAM.MSG.DELETE.{SAMPLES.stream_name(run_name)}", {"seq": 6, "no_erase": True})
         code, out, _ = await command("audit", *where)
         assert code == 1
         assert "PROBLEM: the broker's log: records 6 are missing" in out
