@@ -70,7 +70,9 @@ class Striker:
 
     def report(self) -> str:
         took = {role: [round(s, 2) for s in sorted(times)] for role, times in self.recoveries.items()}
-        return json.dumps(took | {"windows": dict(sorted(self.hits.items())), "repeated": self._world.watch.repeated})
+        return json.dumps(
+            took | {"windows": dict(sorted(self.hits.items())), "repeated": self._world.watch.repeated, "closed": self._world.watch.reasons}
+        )
 
 
 @pytest.mark.timeout(720 if KILLS <= 5 else 120 * KILLS)
