@@ -50,7 +50,7 @@ class Asking:
                     await told(output.outputs[0], self._spans(queue.request_id, output.outputs[0]))
                 if output.finished:
                     return output
-        except asyncio.CancelledError:
+        except BaseException:  # whatever it was, vLLM must not go on with what nobody waits for
             await self._llm.abort(queue.request_id, internal=True)
             raise
         finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,9 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
-import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
-
 import hf_models as models
-from test_vllm_engine import prompt, renewed
+import torch
+from vllm_kit import prompt, renewed
 
 from broker.errors import TransferFailed
 from broker.weights.probe import make_probe
@@ -49,6 +45,18 @@ async def test_the_pieces_are_the_output(make: Any, folder: Path, temperature: f
     best = rows(models.load(folder), prompt(9), list(output.token_ids), temperature or 1.0).topk(3)
     assert [[token for token, _ in one] for one in top] == best.indices.tolist()
     torch.testing.assert_close(torch.tensor([[value for _, value in one] for one in top]), best.values, atol=1e-3, rtol=0)
+
+
+async def test_a_listener_that_fails_costs_its_request_alone(make: Any) -> None:
+    engine = await make()
+
+    def broken(_: Piece) -> None:
+        raise ValueError("nobody listens")
+
+    output = await engine.generate(models.request("a", prompt(9), max_tokens=90), Tap(broken))
+    assert output.error == "vLLM refused the request: nobody listens"
+    assert not engine._loading.llm.output_processor.request_states
+    assert len((await engine.generate(models.request("b", prompt(9)))).token_ids) == 8
 
 
 async def test_cut_off_tokens_are_not_told(make: Any, folder: Path) -> None:
