@@ -92,7 +92,7 @@ def test_two_ranks_train_adapters_as_one_does(tmp_path, variant, options, anothe
 @pytest.mark.parametrize(("variant", "ranks"), [("deepspeed-1", 1), ("deepspeed-2", 1), ("deepspeed-3", 2), ("megatron-tp2", 2)])
 def test_float32_adapters_of_a_bfloat16_model(tmp_path, variant, ranks):
     path, model = kit.save_model(tmp_path / "first", dtype=torch.bfloat16, kv_heads=2), ModelSection(dtype="bfloat16")
-    alone, whole = start("torch", path, model=model), start(variant, path, model=model, ranks=ranks)
+    whole, alone = start(variant, path, model=model, ranks=ranks), start("torch", path, model=model)
     try:
         agree(run(whole, range(2)), run(alone, range(2)), 0.05)  # Megatron's norms round otherwise, and the model is a random one
         factors, expected = dict(whole.factors()), alone.factors()
@@ -117,7 +117,7 @@ def test_float32_adapters_of_a_bfloat16_model(tmp_path, variant, ranks):
 @pytest.mark.parametrize("variant", ["deepspeed-2", "megatron"])
 def test_adapters_of_a_few_layers(tmp_path, variant):
     path, lora = kit.save_model(tmp_path / "first"), {"target_modules": ["v_proj", "gate_proj", "o_proj"]}
-    alone, one = start("torch", path, lora=lora), start(variant, path, lora=lora, ranks=1)
+    one, alone = start(variant, path, lora=lora, ranks=1), start("torch", path, lora=lora)
     try:
         agree(run(one, range(3)), run(alone, range(3)))
         found, expected = dict(one.factors()), alone.factors()
