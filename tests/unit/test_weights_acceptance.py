@@ -128,6 +128,7 @@ def test_another_model_is_refused_until_the_right_one_is_offered() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 4), st.sampled_from(["ok", "fail", "busy"])), max_size=30))
+@settings(deadline=None)
 def test_served_version_never_goes_back(events: list[tuple[int, int, str]]) -> None:
     state, now, before = Acceptance("p", None), 0.0, (0, -1)
     for epoch, version, outcome in events:

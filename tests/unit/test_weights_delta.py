@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from broker.errors import TransferFailed
@@ -40,6 +40,7 @@ def test_signed_zeros_and_nans_are_changes() -> None:
 
 
 @given(st.sampled_from([1, 2, 4, 8]), st.integers(1, 3000), st.floats(0, 0.4), st.integers(0, 2**32 - 1))
+@settings(deadline=None)
 def test_any_change_comes_back_bit_by_bit(word: int, num_lines: int, share: float, seed: int) -> None:
     rng = np.random.default_rng(seed)
     size = 64 * num_lines

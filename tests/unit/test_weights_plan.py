@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from broker.errors import UserError, WireError
@@ -34,6 +34,7 @@ def test_offsets_and_buckets_by_hand() -> None:
 
 
 @given(specs, st.randoms())
+@settings(deadline=None)
 def test_plan_does_not_depend_on_the_order_given(listed: list[TensorSpec], random: object) -> None:
     shuffled = list(listed)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
@@ -42,6 +43,7 @@ def test_plan_does_not_depend_on_the_order_given(listed: list[TensorSpec], rando
 
 
 @given(specs, st.integers(1, 5))
+@settings(deadline=None)
 def test_tensors_do_not_overlap_and_buckets_cover_all(listed: list[TensorSpec], num_pages: int) -> None:
     plan = make_plan(listed, num_pages * 4096 / 2**20)
     for before, after in zip(plan.slots, plan.slots[1:], strict=False):
@@ -114,6 +116,7 @@ def test_cast_touches_floating_point_only() -> None:
 
 
 @given(specs)
+@settings(deadline=None)
 def test_views_hold_what_was_filled_in(listed: list[TensorSpec]) -> None:
     tensors = {spec.name: torch.randint(0, 2, spec.shape).to(getattr(torch, spec.dtype)) for spec in listed}
     flat = Flat(make_plan(listed, 4096 / 2**20))
