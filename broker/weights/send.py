@@ -35,7 +35,7 @@ from broker.weights.offers import Offers
 from broker.weights.plan import Plan
 from broker.weights.publish import Publisher
 from broker.weights.replies import JOIN_TIMEOUT_S, Replies
-from broker.weights.shared import Segment
+from broker.weights.shared import segment_of
 from broker.weights.staging import Staging
 from broker.weights.threads import Tasks, in_thread
 from broker.weights.transfer import Sent, SessionFailed, Settings, call_off, lead
@@ -84,7 +84,7 @@ class Sender:
         self._offers = Offers(bus, epoch)
         self._settings = settings or Settings()
         self._device = torch.device(device if self._settings.backend == "nccl" else "cpu")
-        self._segment = _segment(plan) if self._settings.shared and self._device.type == "cpu" else None
+        self._segment = segment_of(plan) if self._settings.shared and self._device.type == "cpu" else None
         self._staging = Staging(plan, self._device, self._segment)
         self._base = Base(plan, delta_full_every, self._device) if delta_full_every is not None else None
         self._membership = Membership(epoch, plan.digest, gather_s=gather_s, join_ttl_s=JOIN_TIMEOUT_S)
@@ -289,12 +289,3 @@ class Sender:
             raise
         except TransferFailed as error:  # overwritten before it started: the members are waiting
             raise call_off(self._store, start, communicator, str(error)) from None
-
-
-def _segment(plan: Plan) -> Segment | None:
-    """Memory that servers of this host can read; None where there is none of that kind."""
-    try:
-        return Segment(plan)
-    except OSError as error:
-        log.warning("weights: servers of this host get them by gloo, for there is no memory to share here: %s", error)
-        return None

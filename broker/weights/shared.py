@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import logging
 import mmap
 import os
 import re
@@ -43,6 +44,8 @@ from broker.weights.digest import BucketDigest
 from broker.weights.group import POLL_S, Watch
 from broker.weights.plan import Plan
 from broker.weights.staging import PIECE_BYTES, Flat, Words
+
+log = logging.getLogger(__name__)
 
 SIDES: Final = 2
 PAGE_BYTES: Final = 4096
@@ -217,6 +220,15 @@ class Neighbour:
             with suppress(RuntimeError):  # no loop any more
                 asyncio.get_running_loop().remove_reader(self.window.process)
             self.window, self._tried = None, ""
+
+
+def segment_of(plan: Plan) -> Segment | None:
+    """Memory that servers of this host can read; None where there is none of that kind."""
+    try:
+        return Segment(plan)
+    except OSError as error:
+        log.warning("weights: servers of this host get them by gloo, for there is no memory to share here: %s", error)
+        return None
 
 
 def size_of(plan: Plan) -> int:
