@@ -38,14 +38,13 @@ test-peers: setup
 	$(PIP) --no-deps --upgrade --target .venv/peers trl==1.16.0 accelerate datasets pandas dill multiprocess xxhash pytz python-dateutil six tzdata
 	PYTHONPATH=.venv/peers $(BIN)/python -m pytest tests/peers
 
-# The training backend deepspeed, every stage on two ranks of this CPU: half an hour on one core that others use, too (19 minutes of it without
-# adapters), as almost every test starts processes that import it. It is kept beside the environment: with it inside, transformers would import
-# it wherever a model is saved.
+# The training backend deepspeed, every stage on two ranks of this CPU: seven minutes on two idle cores, for almost every test starts processes
+# that import it. It is kept beside the environment: with it inside, transformers would import it wherever a model is saved.
 test-deepspeed: setup
 	$(PIP) --no-deps --upgrade --target .venv/deepspeed deepspeed einops hjson ninja py-cpuinfo
 	PYTHONPATH=.venv/deepspeed OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/contract -k deepspeed
 
-# The training backend megatron, in every layout of two ranks of this CPU, for as long (20 minutes without adapters), and kept beside the environment likewise.
+# The training backend megatron, in every layout of two ranks of this CPU, for as long, and kept beside the environment likewise.
 test-megatron: setup
 	$(PIP) --no-deps --upgrade --target .venv/megatron megatron-core
 	PYTHONPATH=.venv/megatron OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/contract tests/unit -k megatron
