@@ -140,8 +140,11 @@ class Preparation:
         out = self._folder / "warm_start"
         if not (out / "config.json").exists():
             # Importing torch takes seconds; they pass while the demonstrations are played in a process of their own.
-            threading.Thread(target=import_module, args=("learner.pipelines.sft",), name="import-sft", daemon=True).start()
-            self._train(path, self._demonstrations(), out)
+            importing = threading.Thread(target=import_module, args=("learner.pipelines.sft",), name="import-sft", daemon=True)
+            importing.start()
+            data = self._demonstrations()
+            importing.join()  # two threads that import transformers at once may find half of it
+            self._train(path, data, out)
         return str(out)
 
     def _base_model(self) -> str:

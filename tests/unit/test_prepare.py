@@ -1,0 +1,32 @@
+"""What a learner does before it trains, in its second life."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+from broker.runspec import load
+from learner.prepare import Preparation
+
+ROOT = Path(__file__).parents[2]
+SLOW = "import time\ntime.sleep(0.5)\nwhole = True\n"
+
+
+def test_a_warm_start_begins_when_its_libraries_are_imported_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the demonstrations of an earlier life there is nothing to wait for but the import in its own thread."""
+    (tmp_path / "slow_library.py").write_text(SLOW)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    imported = importlib.import_module
+    monkeypatch.setattr("learner.prepare.import_module", lambda name: imported("slow_library"))
+    (tmp_path / "demos.jsonl").write_text("")
+    config = load(ROOT / "configs" / "quickstart.yaml", ["model.path=somebody/model"])
+    preparation = Preparation(config, tmp_path, lambda text: None)
+    monkeypatch.setattr(preparation, "_base_model", lambda: "model")
+    whole: list[bool] = []
+    monkeypatch.setattr(preparation, "_train", lambda *_: whole.append(getattr(sys.modules.get("slow_library"), "whole", False)))
+    assert preparation.model_path() == str(tmp_path / "warm_start")
+    assert whole == [True]
+    sys.modules.pop("slow_library")
