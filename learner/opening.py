@@ -18,6 +18,7 @@ from learner.backends import BACKENDS
 from learner.config import AlgorithmSection, TrainSection
 from learner.training import Training
 from text.config import ModelSection
+from text.library import import_transformers
 
 HEAVY: Final = ("transformers.models.auto.modeling_auto", "transformers.modeling_utils", "learner.trackers.tensorboard")
 
@@ -39,6 +40,7 @@ def _libraries(backend: str) -> Any:
         ConfigError: no such backend.
     """
     with _collecting_later():
+        import_transformers()
         found = resolve("backends", backend, BACKENDS)
         for name in HEAVY:
             import_module(name)

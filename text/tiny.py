@@ -14,6 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from broker.errors import ConfigError
 from text.config import TinyModel
 from text.folders import atomic_folder
+from text.library import import_transformers
 
 PAD: Final = "<|endoftext|>"
 UNKNOWN: Final = "<|unk|>"
@@ -117,6 +118,8 @@ def _bpe(tiny: TinyModel) -> tokenizers.Tokenizer:
 
 def _write_model(folder: Path, tiny: TinyModel, seed: int, dtype: str) -> None:
     import torch
+
+    import_transformers()
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
     from transformers.utils import logging
 

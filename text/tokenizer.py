@@ -17,6 +17,7 @@ import tokenizers
 from broker.errors import ConfigError
 from text.chat_template import Chat, ChatTemplate, find_template
 from text.hub import read_json, tokenizer_folder
+from text.library import import_transformers
 
 _SHORT: Final = 16  # tokens of a text that may come again: the answers of many episodes are the same few words
 _SHORT_KEPT: Final = 4096
@@ -65,6 +66,7 @@ class _Auto:
     """transformers' AutoTokenizer, for folders without a tokenizer.json."""
 
     def __init__(self, folder: Path, name: str, trust_remote_code: bool, key: str) -> None:
+        import_transformers()
         from transformers import AutoTokenizer
 
         try:

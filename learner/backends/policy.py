@@ -15,6 +15,7 @@ from learner.backends.batch import Batch
 from learner.backends.lora import Adapters, Find, Merged
 from learner.config import LoraSection
 from text.config import ModelSection, check_model_path
+from text.library import import_transformers
 
 _LOGIT_BUDGET: Final = 1 << 26  # logits held at once, 256 MiB in float32
 _PROBE_TOKENS: Final = 8
@@ -241,6 +242,8 @@ def load_model(path: str, section: ModelSection, device: torch.device) -> Any:
     """
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
+
+    import_transformers()
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 

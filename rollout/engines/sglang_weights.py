@@ -25,12 +25,13 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import Backend, GroupName, PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from broker.errors import TransferFailed
+from broker.errors import TransferFailed, UserError
 from rollout.engines.hf_weights import HeldWeights
 from rollout.engines.sglang_api import Api, Refused
 from rollout.engines.sglang_args import SGLangArgs
 from rollout.engines.sglang_child import HOST, free_port
 from text.config import check_model_path
+from text.library import import_transformers
 
 SHM: Final = "/dev/shm"
 PREFIX: Final = "rlearner-weights-"
@@ -242,9 +243,8 @@ def shapes_of(model_path: str, dtype: str, *, trust_remote_code: bool) -> tuple[
     Raises:
         UserError: no model there, or none that transformers knows.
     """
+    import_transformers()
     import transformers
-
-    from broker.errors import UserError
 
     check_model_path(model_path)
     try:

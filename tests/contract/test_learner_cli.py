@@ -156,3 +156,24 @@ async def test_kill_9_and_resume_trains_every_ticket_once(bus: Bus, broker_url: 
     last = lines[-1]
     assert [last[f"ticket/{name}"] for name in ("issued", "trained", "filtered", "dropped", "dead", "open")] == [17, 16, 0, 0, 1, 0]
     assert "resuming from" in (tmp_path / "learner.log").read_text()
+
+
+def test_killed_in_the_warm_start_the_next_life_makes_it_anew(broker_url: str, run_name: str, tmp_path: Path) -> None:
+    """The model and the demonstrations are there then, so two threads come to import transformers at once."""
+    rows = [[{"role": "user", "content": letter}, {"role": "assistant", "content": "U"}] for letter in "abcd"]
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"messages": row}) for row in rows))
+    warm = {"steps": 400, "data": str(tmp_path / "rows.jsonl"), "batch_size": 4}
+    file = tmp_path / "run.yaml"
+    file.write_text(to_yaml(fleet.config(str(tmp_path), run_name, train={"steps": 1}, warm_start=warm)))
+    command = [sys.executable, "-m", "learner.cli", "start", str(file), "--broker", broker_url]
+    for life in ("first", "second"):
+        log = tmp_path / f"{life}.log"
+        with log.open("wb") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=output, env=ENV)
+        try:
+            while process.poll() is None and "warm start, step 10 " not in log.read_text():
+                time.sleep(0.02)
+            assert process.poll() is None, log.read_text()
+        finally:
+            process.kill()
+            process.wait()

@@ -13,6 +13,7 @@ from learner.backends.megatron.architecture import Architecture, architecture_of
 from learner.backends.megatron.files import WeightFiles
 from learner.config import MegatronSection
 from text.config import ModelSection, check_model_path
+from text.library import import_transformers
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ def open_shell(path: str, model: ModelSection, section: MegatronSection) -> Shel
         ConfigError: there is none, it is of an architecture that is not supported, cannot be divided so, or lacks weights.
     """
     from huggingface_hub.errors import StrictDataclassError
+
+    import_transformers()
     from transformers import AutoConfig, AutoModelForCausalLM
 
     check_model_path(path)
