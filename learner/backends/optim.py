@@ -173,7 +173,10 @@ class Optimizer:
         for name, master in self._masters.items():
             for kind, tensor in self._adamw.state[master].items():
                 tensor.copy_(self.own(name, state[f"{kind}.{name}"]))
-        for name in self._rounded:
+        for name in self._copied:
+            if name not in self._rounded:
+                self._masters[name].copy_(self._live[name])  # which may have been loaded since it was copied
+                continue
             self._masters[name].copy_(self.own(name, state[f"master.{name}"]))
             self._live[name].copy_(self._masters[name])
 

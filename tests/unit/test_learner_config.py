@@ -11,7 +11,7 @@ import yaml
 from broker.errors import ConfigError
 from broker.runspec import load, validate
 from learner.advantages import ADVANTAGES
-from learner.backends import BACKENDS
+from learner.backends import BACKENDS, KNOW
 from learner.losses import LOSSES
 from learner.prepare import name_run, run_folder, to_yaml
 
@@ -41,7 +41,7 @@ def merged(**sections: Any) -> dict[str, Any]:
         (
             {"train": {"backend": "deepspeed"}, "algorithm": {"adv_estimator": "gae", "critic": {"enabled": True}}},
             "train.backend",
-            "torch, ddp, fsdp2 with algorithm.critic.enabled",
+            f"{', '.join(KNOW['critic'])} with algorithm.critic.enabled",
         ),
         ({"train": {"max_staleness": -1}}, "train.max_staleness", "greater than or equal to 0"),
         ({"train": {"on_late": "skip"}}, "train.on_late", "'drop' or 'wait'"),

@@ -1,7 +1,9 @@
 """Offload and compile change where and how a step is computed, not what comes out; and streamed gradients are those of a whole step."""
 
 import os
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch_backend_kit import backend, gradient, samples, save_model
@@ -145,7 +147,11 @@ def resolved(**train):
         ({"lora": {"rank": 0}}, "train.lora.rank", "greater than 0"),
         ({"lora": {"dropout": 1.0}}, "train.lora.dropout", "less than 1"),
         ({"lora": {"targets": ["q_proj"]}}, "train.lora.targets", "did you mean 'train.lora.target_modules'?"),
-        ({"compile": True, "backend": "elsewhere"}, "train.compile", "unset with train.backend elsewhere; torch, ddp, fsdp2 take it"),
+        (
+            {"compile": True, "backend": "elsewhere"},
+            "train.compile",
+            f"unset with train.backend elsewhere; {', '.join(backends.KNOW['compile'])} take it",
+        ),
         (
             {"lora": {}, "backend": "elsewhere"},
             "train.lora",
@@ -166,3 +172,17 @@ def test_off_by_default_and_a_word_turns_adapters_on():
     found = resolved(lora={"rank": 8})["train"]
     assert found["lora"] == {"rank": 8, "alpha": 32, "dropout": 0.0, "target_modules": "all-linear", "send": "adapter"}
     assert (found["compile"], found["activation_offload"], found["optimizer_offload"]) == (False, False, False)
+
+
+def test_a_critic_goes_on_from_its_checkpoint_with_an_offloaded_optimizer(tmp_path):
+    path = save_model(tmp_path / "model")
+    algorithm = AlgorithmSection.model_validate({"adv_estimator": "gae", "critic": {"enabled": True, "lr": 1e-2}})
+    rows = [replace(one, values=one.advantages * 0, returns=np.sin(one.token_ids).astype(np.float32)) for one in samples(3)]
+    first, plain = (backend(path, train=settings(optimizer_offload=wanted), algorithm=algorithm) for wanted in (True, False))
+    assert first.update(rows) == plain.update(rows)
+    state, weights = first.state(), tmp_path / "saved"
+    first.save(weights)
+    second = backend(str(weights), train=settings(optimizer_offload=True), algorithm=algorithm, ref_path=path)
+    second.load_state(state)
+    assert second.update(rows) == first.update(rows) == plain.update(rows)
+    assert all(torch.equal(second.state()[name], tensor) for name, tensor in first.state().items())
