@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from broker import wire
 from broker.api import Entry, ask, bounds, find
+from broker.delivery import Delivery, decode, ticket_of
 from broker.errors import LostState, WireError
 from broker.kv import KeyValue
 from broker.link import Link
@@ -19,7 +20,7 @@ from broker.provision import REPLICAS_IN_CLUSTER, delete_stream, ensure_stream, 
 from broker.reader import follow
 from broker.store import EXPECTED_LAST_SEQ, MESSAGE_ID, store
 from broker.streams import DEAD, STREAMS, Kind, Stream
-from broker.work import Delivery, WorkQueue, decode, ticket_of
+from broker.work import WorkQueue
 
 __all__ = ["Bus", "Delivery", "KeyValue", "LogRecord", "WorkQueue"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from broker.api import find
+from broker.delivery import decode, ticket_of
 from broker.jetstream import Bus, LogRecord
 from broker.streams import Stream
-from broker.work import decode, ticket_of
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from typing import Any, Final
 
 from broker.answers import ApiError, Disconnected, NoStream
 from broker.api import Entry, ask, bounds
+from broker.delivery import delivery_numbers
 from broker.link import Link
 from broker.natspy import Msg
-from broker.work import delivery_numbers
 
 log = logging.getLogger(__name__)
 

@@ -12,12 +12,12 @@ import msgspec
 
 from broker import wire
 from broker.answers import Disconnected, NoResponders
+from broker.delivery import decode
 from broker.errors import RequestFailed, WireError
 from broker.jetstream import Bus
 from broker.natspy import Msg
 from broker.streams import METRICS, Stream
 from broker.subscribed import Subscribed
-from broker.work import decode
 
 log = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
 
+from broker.delivery import decode
 from broker.jetstream import LogRecord
 from broker.streams import SAMPLES
-from broker.work import decode
 from learner.ledgerfile import digest
 
 FOLDER: Final = "samples"

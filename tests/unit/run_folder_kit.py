@@ -10,10 +10,10 @@ from typing import Any
 import yaml
 
 from broker import wire
+from broker.delivery import decode
 from broker.jetstream import LogRecord
 from broker.process import Stop
 from broker.streams import SAMPLES
-from broker.work import decode
 from learner import checkpoint, intake
 from learner.config import SamplesSection
 from learner.grants import DomainRule, Rules

@@ -30,6 +30,7 @@ from broker import sizes, wire
 from broker.channel_asker import Asker
 from broker.channel_bundle import pack
 from broker.channel_zmq import ZmqClient, ZmqServer
+from broker.delivery import decode, number_of
 from broker.errors import RequestFailed, TransferFailed, UserError, WireError
 from broker.examples import EXAMPLES
 from broker.jetstream import LogRecord
@@ -39,7 +40,6 @@ from broker.weights import plan as plans
 from broker.weights.group import Watch
 from broker.weights.lines import Lines
 from broker.weights.membership import parse_session
-from broker.work import decode, number_of
 from learner import archive, checkpoint, intake, ledgerfile
 from learner.grants import DomainRule, Rules
 from learner.ledger import Ledger

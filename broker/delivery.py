@@ -1,0 +1,109 @@
+"""One message of a work queue: what it holds, and how it is acknowledged or handed back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from typing import Final
+
+from broker import wire
+from broker.answers import Disconnected, NoResponders
+from broker.errors import WireError
+from broker.link import PAUSE_S, Link
+from broker.marks import Marks
+from broker.natspy import Msg
+
+log = logging.getLogger(__name__)
+
+ACK: Final = b"+ACK"
+CONFIRM_WITHIN_S: Final = 5.0
+CONFIRM_TRIES: Final = 3
+MAX_DIGITS: Final = 18  # of a number in a header; more do not fit into 64 bits
+
+
+class Delivery:
+    """One message of a work queue, ours until acknowledged; in-progress marks are sent for it meanwhile.
+
+    The marks come from a thread with a connection of its own, so that a busy event loop cannot starve them; they stop
+    when the event loop has not turned for ``Bus.hang_after_s``.
+
+    Attributes:
+        message: the decoded message, None when it did not decode.
+        error: why it did not decode, else empty.
+        ticket: from the TICKET_HEADER, 0 if absent or no number.
+        eval_step: from the EVAL_HEADER, -1 (training) if absent or no number.
+        seq: its sequence in the stream.
+        num_delivered: how many times it was delivered to anyone, 1 = first.
+        data: the bytes as they came.
+    """
+
+    __slots__ = ("_link", "_marks", "_subject", "data", "error", "eval_step", "message", "num_delivered", "seq", "ticket")
+
+    def __init__(self, link: Link, marks: Marks, types: tuple[type[wire.Message], ...], message: Msg) -> None:
+        self._link, self._marks, self._subject = link, marks, message.reply
+        self.num_delivered, self.seq, _ = delivery_numbers(message.reply)
+        self.ticket = ticket_of(message.headers)
+        self.eval_step = number_of(message.headers, wire.EVAL_HEADER, -1)
+        self.data = message.data
+        self.message, self.error = decode(message.data, types)
+
+    async def ack(self) -> None:
+        """Done for good; confirmed by the broker. Any number may be awaited at once."""
+        try:
+            await self._settle(ACK)
+        finally:
+            self._marks.release(self._subject)  # after the confirmation: while the broker is away, it is still ours
+
+    async def nak(self, delay_s: float = 0.0) -> None:
+        """Hand back for someone else, after a delay."""
+        self._marks.release(self._subject)
+        await self._settle(nak_payload(delay_s))
+
+    async def _settle(self, payload: bytes) -> None:
+        """Without a confirmation it comes again, which is allowed: at-least-once."""
+        for _ in range(CONFIRM_TRIES):
+            try:
+                while True:
+                    await self._link.ready()
+                    try:
+                        await self._link.call(self._subject, payload, timeout_s=CONFIRM_WITHIN_S)
+                        return
+                    except Disconnected:
+                        await asyncio.sleep(PAUSE_S)
+            except TimeoutError:
+                continue
+            except NoResponders:
+                break
+        log.warning("message %d: the broker did not confirm %s; it may be delivered again", self.seq, payload.decode())
+
+
+def delivery_numbers(ack_subject: str) -> tuple[int, int, int]:
+    """(times delivered, stream sequence, consumer sequence) from a message's acknowledgement subject."""
+    tokens = ack_subject.split(".")
+    first = 4 if len(tokens) == 9 else 6  # longer with a JetStream domain and account in it
+    return int(tokens[first]), int(tokens[first + 1]), int(tokens[first + 2])
+
+
+def ticket_of(headers: dict[str, str] | None) -> int:
+    """The number in the TICKET_HEADER, 0 if absent or none."""
+    return number_of(headers, wire.TICKET_HEADER, 0)
+
+
+def number_of(headers: dict[str, str] | None, name: str, otherwise: int) -> int:
+    """The natural number in a header, ``otherwise`` if the header is absent or holds something else."""
+    text = headers.get(name, "") if headers else ""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS else otherwise
+
+
+def decode(data: bytes, types: tuple[type[wire.Message], ...]) -> tuple[wire.Message | None, str]:
+    """The message or why it is none."""
+    try:
+        return wire.decode(data, *types), ""
+    except WireError as error:
+        return None, str(error)
+
+
+def nak_payload(delay_s: float) -> bytes:
+    """Negative acknowledgement, with a delay in nanoseconds if there is one."""
+    return b"-NAK" + (b" " + json.dumps({"delay": int(delay_s * 1e9)}).encode() if delay_s > 0 else b"")
