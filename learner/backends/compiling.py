@@ -22,12 +22,20 @@ def compile_blocks(module: Any, device: torch.device) -> None:
     Raises:
         ConfigError: the model names no blocks, or there is no compiler.
     """
-    if device.type == "cpu" and not any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "clang++")):
-        raise ConfigError("train.compile", True, "false: on a CPU it needs a C++ compiler, and neither g++ nor clang++ is on PATH")
+    prepare(device)
     names = set(module._no_split_modules or ())
     blocks = [block for block in module.modules() if type(block).__name__ in names]
     if not blocks:
         raise ConfigError("train.compile", True, f"false: {type(module).__name__} names no blocks")
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _VARIANTS)
     for block in blocks:
         block.compile(dynamic=True)
+
+
+def prepare(device: torch.device) -> None:
+    """
+    Raises:
+        ConfigError: there is no compiler.
+    """
+    if device.type == "cpu" and not any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "clang++")):
+        raise ConfigError("train.compile", True, "false: on a CPU it needs a C++ compiler, and neither g++ nor clang++ is on PATH")
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _VARIANTS)

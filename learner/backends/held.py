@@ -18,7 +18,6 @@ from broker.weights.adapter import PREFIX, digest_of
 from broker.weights.staging import plan_of
 from learner.aggregation import Counts
 from learner.backends.base import Snapshot
-from learner.backends.compiling import compile_blocks
 from learner.backends.critic import Critic
 from learner.backends.lora import FOLDER, Base
 from learner.backends.objective import Objective
@@ -73,8 +72,6 @@ class Held:
             adapters = self.policy.adapt(train.lora, seed)
             if model_path != first:
                 adapters.load(Path(model_path) / FOLDER, self.policy.tensors().__getitem__)
-        if train.gradient_checkpointing:
-            self.policy.checkpoint_blocks()
         self._ref: Policy | Base | None = None
         if algorithm.kl_coef:
             self._ref = Base(self.policy) if train.lora else self._load(first, model, trainable=False, packing=packing)
@@ -84,8 +81,10 @@ class Held:
         self._offload, self._drawn = train.activation_offload, (0, 0)
         if train.compile:
             for one in (self.policy, self._ref):
-                if isinstance(one, Policy):
-                    compile_blocks(one.module, self.device)
+                if one is not None and not isinstance(one, Base):
+                    one.compile_blocks()
+        if train.gradient_checkpointing:
+            self.policy.checkpoint_blocks()
         self._version = 0
         self._optimizer = self._make_optimizer(train)
         self._counts, self._sums = Counts(), dict[str, float]()

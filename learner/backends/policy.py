@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from broker.errors import ConfigError
 from learner.backends.attention import enable
 from learner.backends.batch import Batch
+from learner.backends.compiling import compile_blocks
 from learner.backends.lora import Adapters, Find, Merged
 from learner.config import LoraSection
 from text.config import ModelSection, check_model_path
@@ -72,6 +73,10 @@ class Policy:
         self.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         for block in blocks:
             block.training = True  # they look at it; what is inside them stays in evaluation mode, without dropout
+
+    def compile_blocks(self) -> None:
+        """See ``learner.backends.compiling``."""
+        compile_blocks(self.module, self.device)
 
     def score(self, batch: Batch, *, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
         """Logprob of each trained token and the entropy of its distribution in nats, each (T,) float32, at the batch's temperatures.
