@@ -166,7 +166,7 @@ class Communicator:
         options = BroadcastOptions()
         options.rootRank, options.rootTensor, options.asyncOp = 0, 0, True
         options.timeout = timedelta(seconds=self.timeout_s * IN_FLIGHT)  # those before it on the wire count, too
-        return self._group.broadcast([bucket], options)
+        return self._group.broadcast([bucket if self._polls else bucket.cpu()], options)  # gloo sends what lies on a device, too
 
     def _rest(self, work: Any | None) -> None:
         """A moment until ``work`` may be complete; not longer, for it may be another one that fails, or that is there by then."""

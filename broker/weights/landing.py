@@ -64,8 +64,17 @@ class Landing:
             self._state.plans.add(offer.plan)
         return problem
 
-    def take(self, backend: str, plan: Plan) -> Arrival:
+    @property
+    def device(self) -> torch.device:
+        """Where versions arrive that come by way of a device."""
+        return self._device
+
+    def take(self, backend: str, plan: Plan, *, on_device: bool = False) -> Arrival:
         """Where the next version arrives.
+
+        Args:
+            backend: what it comes by, where it is sent.
+            on_device: it is read on the device instead.
 
         Raises:
             TransferFailed: by nccl, and there is no GPU here.
@@ -74,7 +83,7 @@ class Landing:
             raise TransferFailed(
                 f"the learner sends by nccl, the weights here are on {self._device.type}; set train.weights_backend=shared"
             )
-        return self._buffers.take(plan, self._device if backend == "nccl" else torch.device("cpu"))
+        return self._buffers.take(plan, self._device if backend == "nccl" or on_device else torch.device("cpu"))
 
     async def arrived(self, arrival: Arrival, digest: str, offer: wire.WeightsOffer, seconds: float) -> None:
         """It is whole: have the engine load it.

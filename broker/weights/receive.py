@@ -20,6 +20,8 @@ from broker.streams import WEIGHTS
 from broker.weights.acceptance import OLD, Acceptance, Adopt, Join, Look, Snapshots
 from broker.weights.adapter import First
 from broker.weights.buffers import Arrival
+from broker.weights.cuda import device_of
+from broker.weights.devices import Device
 from broker.weights.follow import follow
 from broker.weights.group import Communicator, Watch, connect_store
 from broker.weights.landing import Landing, Load
@@ -55,6 +57,7 @@ class Receiver:
         first: finds what adapters are put on, see ``adapter.Foundation``.
         snapshots: where to look while the learner cannot be had.
         only_snapshots: never ask the learner.
+        memory: opens the memory of a learner's device; None: CUDA's where versions can arrive on a GPU.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class Receiver:
         first: First | None = None,
         snapshots: Source | None = None,
         only_snapshots: bool = False,
+        memory: Device | None = None,
     ) -> None:
         self.plan = plan_of(tensors, bucket_mib, dtype=dtype)
         self.refused = ""  # why the newest offer is not for this server, for example another model
@@ -83,7 +87,7 @@ class Receiver:
         looking: Snapshots = "none" if snapshots is None else "only" if only_snapshots else "beside"
         self._state = Acceptance(self.plan.digest, None, looking)
         self._landing = Landing(self._state, self.plan, tensors, load, bucket_mib=bucket_mib, device=device, kept=kept, first=first)
-        self._neighbour, self._lost = Neighbour(), 0
+        self._neighbour, self._lost = Neighbour(memory or device_of(self._landing.device)), 0
         self._communicator: Communicator | None = None
         self._watch, self._receiving_epoch = Watch(), 0
         self._changed, self._served = asyncio.Event(), asyncio.Condition()
@@ -202,7 +206,7 @@ class Receiver:
         answer = await self._questions.join(offer, plan, shared=window is not None)
         if answer.error or answer.version != offer.version:
             raise RequestFailed(answer.error or f"it sends version {answer.version}")
-        arrival = self._landing.take(offer.backend, plan)
+        arrival = self._landing.take(offer.backend, plan, on_device=answer.shared and window is not None and window.on_device)
         communicator, self._communicator = self._communicator, None
         watch, self._receiving_epoch = Watch(), offer.epoch
         self._watch = watch

@@ -29,6 +29,7 @@ from broker.streams import WEIGHTSYNC
 from broker.subscribed import Subscribed
 from broker.unstored import respond
 from broker.weights.cargo import Base
+from broker.weights.devices import Device
 from broker.weights.group import Communicator, Watch, serve_store
 from broker.weights.membership import Action, Cancel, Membership, Refuse, Start
 from broker.weights.offers import Offers
@@ -60,6 +61,7 @@ class Sender:
         delta_full_every: send only what has changed where all receivers hold the version sent last, but everything in one of so many
             transfers at least; None: always everything.
         adapter: what the plan's tensors are the factors of; None: they are the model.
+        memory: with ``settings.shared`` the device that the staging lies on, for servers that can open its memory; None: host memory.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Sender:
         policy: str = "actor",
         delta_full_every: int | None = None,
         adapter: wire.Adapter | None = None,
+        memory: Device | None = None,
     ) -> None:
         self.plan, self.epoch, self._adapter = plan, epoch, adapter
         self._has_sent = False  # to anybody
@@ -84,8 +87,9 @@ class Sender:
         self._offers = Offers(bus, epoch)
         self._settings = settings or Settings()
         self._device = torch.device(device if self._settings.backend == "nccl" else "cpu")
-        self._segment = segment_of(plan) if self._settings.shared and self._device.type == "cpu" else None
+        self._segment = segment_of(plan, memory) if self._settings.shared and self._device.type == "cpu" else None
         self._staging = Staging(plan, self._device, self._segment)
+        self._device = self._segment.device if self._segment is not None else self._device
         self._base = Base(plan, delta_full_every, self._device) if delta_full_every is not None else None
         self._membership = Membership(epoch, plan.digest, gather_s=gather_s, join_ttl_s=JOIN_TIMEOUT_S)
         self._replies = Replies(self._settings)

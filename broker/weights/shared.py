@@ -9,6 +9,10 @@
                                                                 after each piece: is it still this version? At the end: is the
                                                                 digest of its own copy the learner's? Else nothing is loaded.
 
+The two buffers may lie on a device instead, so that servers of the same GPU, or of one beside it, copy from there (CUDA IPC): then the
+memfd is the page of words alone, and behind the words stands the card by which others open the device's memory (broker.weights.devices).
+All else is the same; bytes count as packed once the device has them.
+
 What lies in the receiving buffer afterwards, and all that follows (digest, probe, double buffers), is as after a broadcast; ready, go,
 done and stop are said through the store (broker.weights.transfer). The side that is being sent is not written while its receivers are
 waited for. One that was given up may read on while it is overwritten: it sees the other version in the words, or, should memory
@@ -29,7 +33,7 @@ import mmap
 import os
 import re
 import secrets
-import time
+import select
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final
@@ -40,9 +44,10 @@ import torch
 from torch import Tensor
 
 from broker.errors import TransferFailed
-from broker.weights.digest import BucketDigest
-from broker.weights.group import POLL_S, Watch
+from broker.weights.devices import Card, Device
+from broker.weights.group import Watch, first_line
 from broker.weights.plan import Plan
+from broker.weights.reading import Reading
 from broker.weights.staging import PIECE_BYTES, Flat, Words
 
 log = logging.getLogger(__name__)
@@ -50,6 +55,8 @@ log = logging.getLogger(__name__)
 SIDES: Final = 2
 PAGE_BYTES: Final = 4096
 WORDS_OF_A_SIDE: Final = 8  # a cache line
+CARD_AT: Final = 1024  # in the page of words, text up to the first zero
+DEVICE_PIECE_BYTES: Final = 32 << 20  # copied at a time on a device, where each piece is waited for
 F_SEAL_FUTURE_WRITE: Final = 0x10  # <linux/fcntl.h>; the module fcntl has no name for it
 ADDRESS: Final = re.compile(r"([1-9]\d{0,9})/(\d{1,9})/(rlearner-weights-[0-9a-f]{16})")
 
@@ -57,25 +64,37 @@ ADDRESS: Final = re.compile(r"([1-9]\d{0,9})/(\d{1,9})/(rlearner-weights-[0-9a-f
 class Segment:
     """The sender's: memory for its two staging buffers that others on this host can read.
 
+    Args:
+        device: where the buffers lie; None: in host memory.
+
     Attributes:
         address: where, for ``Window``: process id, file descriptor, name.
+        device: where the buffers lie.
 
     Raises:
         OSError: there is no such memory here.
     """
 
-    def __init__(self, plan: Plan) -> None:
-        name = f"rlearner-weights-{secrets.token_hex(8)}"
+    def __init__(self, plan: Plan, device: Device | None = None) -> None:
+        self._plan = plan
+        lent: tuple[Tensor | None, Card | None] = device.lend(SIDES * _span(plan)) if device is not None else (None, None)
+        self._lent, card = lent
+        self.device = torch.device("cpu") if self._lent is None else self._lent.device
+        name, size = f"rlearner-weights-{secrets.token_hex(8)}", size_of(plan) if device is None else PAGE_BYTES
         file = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         finalize(self, os.close, file)
-        os.ftruncate(file, size_of(plan))
-        self._memory = mmap.mmap(file, size_of(plan))
+        os.ftruncate(file, size)
+        self._memory = mmap.mmap(file, size)
         fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
+        if card is not None:
+            text = card.text.encode()
+            self._memory[CARD_AT : CARD_AT + len(text)] = text
         self.address = f"{os.getpid()}/{file}/{name}"
-        self._plan = plan
 
     def buffer(self, side: int) -> Tensor:
         """uint8, shape (plan.size_bytes,), zero."""
+        if self._lent is not None:
+            return _part(self._lent, self._plan, side)
         return torch.from_numpy(np.frombuffer(self._memory, np.uint8, self._plan.size_bytes, _offset(self._plan, side)))
 
     def words(self, side: int) -> Words:
@@ -86,11 +105,17 @@ class Segment:
 class Window:
     """A receiver's: a segment as it is seen from another process, to read alone.
 
+    Args:
+        device: opens memory of devices; None: host memory alone can be read.
+
+    Attributes:
+        on_device: whether versions are read, and arrive, on the device.
+
     Raises:
         OSError, ValueError: it cannot be opened from here, or is another one.
     """
 
-    def __init__(self, address: str, plan: Plan) -> None:
+    def __init__(self, address: str, plan: Plan, device: Device | None = None) -> None:
         found = ADDRESS.fullmatch(address)
         if found is None:
             raise ValueError("it is no address of a segment")
@@ -103,12 +128,14 @@ class Window:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             size = os.fstat(file).st_size
-            if os.readlink(f"/proc/self/fd/{file}") != name or size != size_of(plan):
+            if os.readlink(f"/proc/self/fd/{file}") != name or size not in (size_of(plan), PAGE_BYTES):
                 raise ValueError(f"what lies there is another one, of {size} bytes")
             self._memory: mmap.mmap | None = mmap.mmap(file, size, prot=mmap.PROT_READ)
         finally:
             os.close(file)
-        self._plan = plan
+        self._plan, self._device = plan, device
+        self.on_device = size == PAGE_BYTES
+        self._lent = _opened(self._memory, plan, device) if self.on_device else None
 
     def take(
         self, version: int, flat: Flat, watch: Watch, *, timeout_s: float, done: Callable[[int], None], peek: Callable[[], None]
@@ -133,68 +160,51 @@ class Window:
     def _take(
         self, version: int, flat: Flat, watch: Watch, timeout_s: float, done: Callable[[int], None], peek: Callable[[], None]
     ) -> list[bytes]:
-        memory = self._memory
+        memory, lent, device = self._memory, self._lent, self._device
         sides = [side for side in range(SIDES) if memory is not None and _words(memory, side)[0] == version + 1]
-        if memory is None or not sides:
+        if memory is None or not sides or (lent is None and self.on_device):
             raise TransferFailed(f"version {version} does not lie in the learner's memory any more")
-        reading = _Reading(_words(memory, sides[0]), version, watch, timeout_s, peek)
+        if lent is not None and device is not None:
+            reading = Reading(_words(memory, sides[0]), version, watch, timeout_s, peek, self._fetch, DEVICE_PIECE_BYTES)
+            try:
+                with device.reading():
+                    return self._buckets(reading, _part(lent, self._plan, sides[0]), flat.buffer, flat, done)
+            except RuntimeError as error:  # torch's, of the device
+                raise TransferFailed(f"the learner's memory cannot be read: {first_line(error)}") from None
+        reading = Reading(_words(memory, sides[0]), version, watch, timeout_s, peek, np.copyto, PIECE_BYTES)
         source = np.frombuffer(memory, np.uint8, self._plan.size_bytes, _offset(self._plan, sides[0]))
-        target = flat.buffer.numpy()
+        return self._buckets(reading, source, flat.buffer.numpy(), flat, done)
+
+    def _buckets(self, reading: Reading, source: Any, target: Any, flat: Flat, done: Callable[[int], None]) -> list[bytes]:
         digests = []
         for index, (start, stop) in enumerate(self._plan.buckets):
             digests.append(reading.bucket(source[start:stop], target[start:stop], start, flat.bucket(index)))
             done(index)
         return digests
 
+    def _fetch(self, target: Tensor, source: Tensor) -> None:
+        """Copy a piece on the device, unless its owner is gone: nobody says what becomes of it then."""
+        assert self._device is not None, "it lies in host memory"
+        ended = select.poll()
+        ended.register(self.process, select.POLLIN)
+        if ended.poll(0):
+            raise TransferFailed("the learner's process has ended")
+        self._device.copy(target, source)
+
     def close(self) -> None:
         """Let go of the memory; whoever still reads holds it for as long as that takes."""
-        self._memory = None
-
-
-class _Reading:
-    """One version on its way from the learner's memory into this process's."""
-
-    def __init__(self, words: Words, version: int, watch: Watch, timeout_s: float, peek: Callable[[], None]) -> None:
-        self._words, self._version, self._watch, self._timeout_s, self._peek = words, version, watch, timeout_s, peek
-
-    def bucket(self, source: Any, target: Any, start: int, bucket: Tensor) -> bytes:
-        """Copy one; the digest of the copy."""
-        digest, done = BucketDigest(bucket), 0
-        while done < len(source):
-            stop = min(done + PIECE_BYTES, len(source))
-            self._packed(start + stop)
-            np.copyto(target[done:stop], source[done:stop])
-            self._same()
-            digest.add(stop)
-            done = stop
-        return digest.finish()
-
-    def _packed(self, offset: int) -> None:
-        """Wait until all bytes below are in place."""
-        progress_at, before = time.monotonic(), -1
-        while True:
-            self._watch.beat()
-            if self._watch.due():
-                self._peek()
-            packed = int(self._words[1])
-            self._same()  # else the number was another version's
-            if packed >= offset:
-                return
-            if packed != before:
-                progress_at, before = time.monotonic(), packed
-            if time.monotonic() - progress_at > self._timeout_s:
-                raise TransferFailed(f"version {self._version} was packed up to byte {packed}, then nothing came for {self._timeout_s:g} s")
-            time.sleep(POLL_S)
-
-    def _same(self) -> None:
-        if self._words[0] != self._version + 1:
-            raise TransferFailed(f"version {self._version} was overwritten while it was read")
+        self._memory = self._lent = None
 
 
 class Neighbour:
-    """What a receiver keeps of the learner of its host: the window, until that process ends or another is looked for."""
+    """What a receiver keeps of the learner of its host: the window, until that process ends or another is looked for.
 
-    def __init__(self) -> None:
+    Args:
+        device: opens memory of devices, see ``Window``.
+    """
+
+    def __init__(self, device: Device | None = None) -> None:
+        self._device = device
         self.window: Window | None = None
         self.problem = ""  # why the address looked for last cannot be read from here
         self._tried = ""
@@ -206,7 +216,7 @@ class Neighbour:
         if self.window is None and address and address != self._tried:
             self._tried, self.problem = address, ""
             try:
-                self.window = Window(address, plan)
+                self.window = Window(address, plan, self._device)
             except (OSError, ValueError) as error:
                 self.problem = error.strerror or type(error).__name__ if isinstance(error, OSError) else str(error)
             else:
@@ -222,8 +232,13 @@ class Neighbour:
             self.window, self._tried = None, ""
 
 
-def segment_of(plan: Plan) -> Segment | None:
-    """Memory that servers of this host can read; None where there is none of that kind."""
+def segment_of(plan: Plan, device: Device | None = None) -> Segment | None:
+    """Memory that servers of this host can read, on the device where that can be had; None where there is none of either kind."""
+    if device is not None:
+        try:
+            return Segment(plan, device)
+        except OSError as error:
+            log.warning("weights: servers of this host read them in host memory, for the device has none to share: %s", error.strerror)
     try:
         return Segment(plan)
     except OSError as error:
@@ -232,13 +247,32 @@ def segment_of(plan: Plan) -> Segment | None:
 
 
 def size_of(plan: Plan) -> int:
-    """Bytes of a segment for versions of this plan."""
+    """Bytes of a segment for versions of this plan whose buffers lie in it."""
     return _offset(plan, SIDES)
 
 
+def _span(plan: Plan) -> int:
+    return -(-plan.size_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
 def _offset(plan: Plan, side: int) -> int:
-    return PAGE_BYTES + side * -(-plan.size_bytes // PAGE_BYTES) * PAGE_BYTES
+    return PAGE_BYTES + side * _span(plan)
+
+
+def _part(lent: Tensor, plan: Plan, side: int) -> Tensor:
+    return lent[side * _span(plan) :][: plan.size_bytes]
 
 
 def _words(memory: mmap.mmap, side: int) -> Words:
     return np.frombuffer(memory, np.int64, 2, side * WORDS_OF_A_SIDE * 8)
+
+
+def _opened(page: mmap.mmap, plan: Plan, device: Device | None) -> Tensor:
+    card = Card.from_text(page[CARD_AT:].partition(b"\0")[0].decode("ascii", "replace"))
+    if card.size_bytes != SIDES * _span(plan):
+        raise ValueError(f"what lies there is another one, of {card.size_bytes} bytes")
+    if device is None or device.kind != card.kind:
+        raise ValueError(
+            f"it lies on a device ({card.kind}), and weights arrive in {'host memory' if device is None else device.kind} here"
+        )
+    return device.open(card)

@@ -2,9 +2,11 @@
 
 Usage: weights_child.py URL RUN ID OPTIONS, where OPTIONS is JSON:
     seed: of the tensors it starts with        tensors: names and shapes, see ``weights_model``
-    at_bucket, do: when that many buckets have come, ``kill`` or ``stop`` itself, or flip a bit (``corrupt``), once
+    at_bucket, do: when that many buckets have come, ``kill`` or ``stop`` itself, or flip a bit (``corrupt``), once; ``then_kill_at``: kill
+        itself at a later one
     bad_loads: how many loads store wrong values
     apart: it cannot read the learner's memory, as on another host
+    visible: units of ``memfd_device`` that it sees, where the learner's memory is of one
 """
 
 from __future__ import annotations
@@ -20,12 +22,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from memfd_device import Memfd
 from torch import Tensor
 from weights_model import content, make_tensors, probe_logprobs
 
 from broker import wire
 from broker.jetstream import Bus
-from broker.weights import follow, shared
+from broker.weights import follow, reading, shared
 from broker.weights.digest import BucketDigest, digest_bucket
 from broker.weights.probe import check_probe
 from broker.weights.receive import Receiver
@@ -44,19 +47,19 @@ class Saying(logging.Handler):
             say(event="error", reason=record.getMessage())
 
 
-def misbehave(at_bucket: int, what: str) -> None:
+def misbehave(at_bucket: int, what: str, then_kill_at: int = 0) -> None:
     """Wrap the digest, which sees every bucket as it comes: of one that was sent, and of one that was read."""
     sent, seen = digest_bucket, 0
 
     def misled(bucket: Tensor) -> None:
         nonlocal seen
         seen += 1
-        if seen == at_bucket:
-            if what == "corrupt":
-                bucket[len(bucket) // 2] ^= 16
-            else:
-                say(event=what)
-                signal.pthread_kill(threading.get_ident(), signal.SIGKILL if what == "kill" else signal.SIGSTOP)  # this thread at once
+        if seen == at_bucket and what == "corrupt":
+            bucket[len(bucket) // 2] ^= 16
+        elif seen in (at_bucket, then_kill_at):
+            now = what if seen == at_bucket else "kill"
+            say(event=now)
+            signal.pthread_kill(threading.get_ident(), signal.SIGKILL if now == "kill" else signal.SIGSTOP)  # this thread at once
 
     def digest(bucket: Tensor) -> bytes:
         misled(bucket)
@@ -67,12 +70,12 @@ def misbehave(at_bucket: int, what: str) -> None:
             misled(self._bucket)
             return sent(self._bucket)
 
-    vars(follow)["digest_bucket"], vars(shared)["BucketDigest"] = digest, Digest
+    vars(follow)["digest_bucket"], vars(reading)["BucketDigest"] = digest, Digest
 
 
 async def main(url: str, run: str, server: str, options: dict[str, Any]) -> None:
     if "do" in options:
-        misbehave(options["at_bucket"], options["do"])
+        misbehave(options["at_bucket"], options["do"], options.get("then_kill_at", 0))
     if options.get("apart"):
         vars(shared)["ADDRESS"] = re.compile("nowhere")
     bus = await Bus.connect(url, run, name=server, deadline_s=60)
@@ -89,7 +92,8 @@ async def main(url: str, run: str, server: str, options: dict[str, Any]) -> None
         check_probe(offer.probe, probe_logprobs(held))
         say(event="loaded", epoch=offer.epoch, version=offer.version, content=content(held), transferred=bool(tensors))
 
-    receiver = Receiver(bus, server, held, load, bucket_mib=1, settings=Settings(connect_timeout_s=2))
+    memory = Memfd(visible=options["visible"]) if "visible" in options else None
+    receiver = Receiver(bus, server, held, load, bucket_mib=1, settings=Settings(connect_timeout_s=2), memory=memory)
     await receiver.start()
     say(event="ready")
     await asyncio.sleep(120)

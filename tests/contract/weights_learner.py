@@ -2,7 +2,7 @@
 
 Usage: weights_learner.py URL RUN ID OPTIONS, where OPTIONS is JSON with do: ``kill`` or ``stop``, and one of
     at_bucket: of its first broadcast
-    at_byte: of its second version in shared memory, which is read as far as that
+    at_byte: of its second version in shared memory, which is read as far as that; with ``on_device`` that of a device, see ``memfd_device``
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 from typing import Any
 
 import torch
+from memfd_device import Memfd
 from waits import until
 from weights_model import make_tensors, probe_of
 
@@ -62,7 +63,8 @@ async def main(url: str, run: str, name: str, options: dict[str, Any]) -> None:
     Communicator._issue = issue  # type: ignore[method-assign]
     bus = await Bus.connect(url, run, name=name, deadline_s=60)
     tensors = make_tensors(1)
-    sender = Sender(bus, plan_of(tensors, 1), epoch=1, settings=Settings(shared="at_byte" in options))
+    memory = Memfd() if options.get("on_device") else None
+    sender = Sender(bus, plan_of(tensors, 1), epoch=1, settings=Settings(shared="at_byte" in options), memory=memory)
     await sender.start()
     sender.offer(0, tensors, probe_of(tensors))
     if "at_byte" in options:
