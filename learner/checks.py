@@ -123,6 +123,8 @@ def _check_training(config: dict[str, Any]) -> None:
         _check_divided(config["model"], train["megatron"])
     if train["weights_backend"] == "nccl" and train["device"] == "cpu":
         raise ConfigError("train.weights_backend", "nccl", "gloo with train.device cpu: nccl sends between GPUs")
+    if train["weights_backend"] == "ipc" and train["device"] == "cpu":
+        raise ConfigError("train.weights_backend", "ipc", "shared with train.device cpu: ipc is read in a GPU's memory")
     if train["weights_snapshot_port"] is not None and not train["weights_snapshot_every"]:
         raise ConfigError("train.weights_snapshot_port", train["weights_snapshot_port"], "null without train.weights_snapshot_every")
     if train["warmup_steps"] >= train["steps"] and train["warmup_steps"]:

@@ -77,8 +77,9 @@ class TrainSection(Optimization):
     weights_bucket_mib: PositiveFloat = 32.0
     weights_timeout_s: PositiveFloat = 30.0  # longest wait for one bucket
     # shared: servers of this host read them in the learner's memory, others get them by gloo; gloo: all by gloo; nccl: between GPUs, to no
-    # server that takes them in host memory (vllm, sglang); auto, null: nccl from a GPU, else shared
-    weights_backend: Literal["auto", "shared", "gloo", "nccl"] | None = "auto"
+    # server that takes them in host memory (vllm, sglang); ipc: servers read them on the learner's GPU, others get them by gloo, not run
+    # on a GPU yet; auto, null: nccl from a GPU, else shared
+    weights_backend: Literal["auto", "shared", "gloo", "nccl", "ipc"] | None = "auto"
     weights_dtype: Literal["float32", "bfloat16", "float16"] | None = None  # what they travel as; null: as they are
     weights_delta: bool = False  # send only what has changed, exactly, to servers that hold the version before; one copy more in memory
     weights_full_every: PositiveInt = 50  # with weights_delta: of so many transfers in a row one sends everything

@@ -10,9 +10,11 @@ import numpy as np
 from torch import Tensor
 
 from broker import wire
+from broker.errors import ConfigError
 from broker.jetstream import Bus
 from broker.presence import Roster
 from broker.weights.adapter import factor_shapes
+from broker.weights.cuda import Cuda
 from broker.weights.probe import make_probe
 from broker.weights.send import Sender
 from broker.weights.staging import plan_of
@@ -45,11 +47,18 @@ class Offering:
                 self.adapter = None
 
     def sender(self, bus: Bus, roster: Roster, epoch: int) -> Sender:
-        """A sender for it, staged on the device where the weights lie."""
+        """A sender for it, staged on the device where the weights lie.
+
+        Raises:
+            ConfigError: they are to be read on a GPU, and lie on none.
+        """
         train, device = self._train, self._backend.device
         carrier = train.weights_backend or "auto"
         if carrier == "auto":
             carrier = "nccl" if device.type == "cuda" else "shared"
+        if carrier == "ipc" and device.type != "cuda":
+            raise ConfigError("train.weights_backend", "ipc", f"shared with weights on {device.type}: ipc is read in a GPU's memory")
+        shared = carrier in ("shared", "ipc")
         if self.adapter is None:
             plan = plan_of(self._backend.shapes(), train.weights_bucket_mib, dtype=train.weights_dtype)
         else:
@@ -58,11 +67,12 @@ class Offering:
             bus,
             plan,
             epoch=epoch,
-            settings=Settings("nccl" if carrier == "nccl" else "gloo", shared=carrier == "shared", timeout_s=train.weights_timeout_s),
+            settings=Settings("nccl" if carrier == "nccl" else "gloo", shared=shared, timeout_s=train.weights_timeout_s),
             roster=roster,
             device=device,
             delta_full_every=train.weights_full_every if train.weights_delta else None,
             adapter=self.adapter,
+            memory=Cuda(device) if carrier == "ipc" else None,
         )
 
     def tensors(self) -> Mapping[str, Tensor]:

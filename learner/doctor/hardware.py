@@ -112,13 +112,21 @@ def gpu_findings(gpus: Sequence[Gpu], problem: str, torch: Torch | None, needs: 
 
 
 def _weights(torch: Torch | None, needs: Needs, count: int) -> list[Finding]:
-    """Whether weights can reach the rollout server by NCCL, where the learner would send them so."""
-    if not count or torch is None or not torch.cuda or not needs.weights_by_nccl:
+    """Whether weights can reach the rollout server by NCCL or CUDA IPC, where the learner would send them so."""
+    if not count or torch is None or not torch.cuda:
+        return []
+    if needs.weights_by_ipc:
+        if needs.engine in HOST_ENGINES:
+            why = f"train.weights_backend=ipc is of no use, for engine {needs.engine} takes weights in host memory; they go by gloo"
+            return [Finding("gpu", "weights", "warning", why, "train.weights_backend=shared")]
+        why = "train.weights_backend=ipc: CUDA IPC was not run on a GPU before this release"
+        return [Finding("gpu", "weights", "warning", why, "python -m bench.gpu.ipc  # tries it here, and says what did not hold")]
+    if not needs.weights_by_nccl:
         return []
     if needs.engine in HOST_ENGINES:
         why = f"a learner on a GPU sends by NCCL, and engine {needs.engine} takes weights in host memory"
     elif count == 1:
-        why = "learner and rollout server share the one GPU, and NCCL takes no two members on one"
+        why = "learner and rollout server share the one GPU, and NCCL takes no two members on one (CUDA IPC, ipc, is there to be tried)"
     else:
         return []
     return [Finding("gpu", "weights", "missing", why, "train.weights_backend=shared")]

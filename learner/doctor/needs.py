@@ -10,6 +10,7 @@ FILES_OF_A_PROCESS: Final = 256  # open at once by any process of a run, librari
 FILES_OF_AN_ENVIRONMENT: Final = 4  # pipes to a worker process and from it
 HOST_ENGINES: Final = frozenset({"vllm", "sglang"})  # that take new weights in host memory, from where no NCCL reads them
 HOST_WEIGHTS: Final = frozenset({"shared", "gloo"})  # values of train.weights_backend by which they go through host memory
+IPC: Final = "ipc"  # the value by which servers read them in the memory of the learner's GPU
 GPU_ENGINES: Final = frozenset({"sglang"})  # that are of no use without one
 
 
@@ -23,6 +24,7 @@ class Needs:
         parquet: whether a data file is one.
         sandbox: whether a reward runs programs in one.
         cuda: whether a GPU is asked for in so many words.
+        weights_by_ipc: whether weights are to be read on the learner's GPU by CUDA IPC.
         num_gpus: at least so many, where the sizes say it.
         weights_by_nccl: whether a learner on a GPU would send its weights to ``engine`` by NCCL.
         nofile: files that the hungriest process may have open at once.
@@ -41,6 +43,7 @@ class Needs:
     cuda: bool = False
     num_gpus: int = 0
     weights_by_nccl: bool = False
+    weights_by_ipc: bool = False
     engine: str = ""
     nofile: int = FILES_OF_A_PROCESS
     shared_memory: bool = False
@@ -79,7 +82,7 @@ def needs(config: Mapping[str, Any]) -> Needs:
         programs={"rollout.engine_args.command": str(command[0])} if command else {},
         parquet=any(str(path).endswith(".parquet") for path in _data_files(config)),
         sandbox=any(_needs_sandbox(reward) for domain in domains.values() for reward in domain.get("rewards") or []),
-        cuda=device.startswith("cuda"),
+        cuda=device.startswith("cuda") or train.get("weights_backend") == IPC,
         num_gpus=max(
             ranks if device.startswith("cuda") else 0,
             int(device.partition(":")[2] or -1) + 1,
@@ -88,8 +91,9 @@ def needs(config: Mapping[str, Any]) -> Needs:
         ),
         weights_by_nccl="backend" in train
         and not device.startswith("cpu")
-        and train.get("weights_backend") not in HOST_WEIGHTS
+        and train.get("weights_backend") not in {*HOST_WEIGHTS, IPC}
         and bool(engine),
+        weights_by_ipc=train.get("weights_backend") == IPC,
         engine=str(engine or ""),
         nofile=FILES_OF_A_PROCESS + FILES_OF_AN_ENVIRONMENT * int((config.get("envhub") or {}).get("n") or 0),
         shared_memory=ranks > 1 or parallel > 1,

@@ -175,9 +175,29 @@ def test_weights_that_nccl_cannot_carry() -> None:
         return [one.found for one in gpu_findings(gpus[:num_gpus], "", torch, needed) if one.name == "weights" and one.status == "missing"]
 
     assert said("vllm", 2) == ["a learner on a GPU sends by NCCL, and engine vllm takes weights in host memory"]
-    assert said("hf", 1) == ["learner and rollout server share the one GPU, and NCCL takes no two members on one"]
+    one = "learner and rollout server share the one GPU, and NCCL takes no two members on one (CUDA IPC, ipc, is there to be tried)"
+    assert said("hf", 1) == [one]
     assert said("hf", 2) == said("vllm", 2, weights_backend="gloo") == said("hf", 1, weights_backend="shared") == []
     assert said("vllm", 2, device="cpu") == said("hf", 0) == []
+    assert said("hf", 1, weights_backend="ipc") == said("vllm", 2, weights_backend="ipc") == []
+
+
+@pytest.mark.parametrize(
+    ("engine", "why", "mend"),
+    [
+        ("hf", "train.weights_backend=ipc: CUDA IPC was not run on a GPU before this release", "python -m bench.gpu.ipc"),
+        (
+            "vllm",
+            "train.weights_backend=ipc is of no use, for engine vllm takes weights in host memory; they go by gloo",
+            "train.weights_backend=shared",
+        ),
+    ],
+)
+def test_weights_by_cuda_ipc_are_to_be_tried_first(engine: str, why: str, mend: str) -> None:
+    needed = needs({"rollout": {"engine": engine}, "train": {"backend": "torch", "device": "auto", "weights_backend": "ipc"}})
+    found = gpu_findings([Gpu(0, "H100", 81559, 0, "580.65.06", "9.0")], "", Torch("2.13.0", "13.0", "2.27.7"), needed)
+    assert [(one.status, one.found, one.mend.partition("  #")[0]) for one in found if one.name == "weights"] == [("warning", why, mend)]
+    assert gpu_findings([], "", Torch("2.13.0", "13.0"), needed)[0].status == "missing"  # a GPU is asked for
 
 
 def a_machine(**changed: Any) -> Machine:

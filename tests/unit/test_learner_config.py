@@ -33,6 +33,7 @@ def merged(**sections: Any) -> dict[str, Any]:
         ({"trackers": {"args": {"wandb": {}}}}, "trackers.args.wandb", "trackers.use does not name it"),
         ({"algorithm": {"pg_variant": "no.such:thing"}}, "algorithm.pg_variant", "there is no module 'no.such'"),
         ({"train": {"weights_backend": "nccl", "device": "cpu"}}, "train.weights_backend", "gloo with train.device cpu"),
+        ({"train": {"weights_backend": "ipc", "device": "cpu"}}, "train.weights_backend", "shared with train.device cpu: ipc is"),
         ({"train": {"weights_snapshot_port": 0}}, "train.weights_snapshot_port", "null without train.weights_snapshot_every"),
         ({"train": {"micro_batch_tokens": 255}}, "train.micro_batch_tokens", "at least domains.lake.max_context_tokens, which is 256"),
         ({"train": {"steps": 5, "warmup_steps": 5}}, "train.warmup_steps", "below train.steps, which is 5"),
