@@ -116,6 +116,7 @@ def _check_training(config: dict[str, Any]) -> None:
     if train["backend"] in BACKENDS and train["backend"] not in KNOW["critic"] and config["algorithm"]["critic"]["enabled"]:
         raise ConfigError("train.backend", train["backend"], f"{', '.join(KNOW['critic'])} with algorithm.critic.enabled")
     check_options(train)
+    check_fp8(train)
     check_layers(train["lora"], config["model"])
     check_deepspeed(train)
     check_megatron(train)
@@ -155,6 +156,24 @@ def check_options(train: Mapping[str, Any]) -> None:
     for name in ("lora", "activation_offload", "optimizer_offload", "compile"):
         if train[name] and train["backend"] in BACKENDS and train["backend"] not in KNOW[name]:
             raise ConfigError(f"train.{name}", train[name], f"unset with train.backend {train['backend']}; {', '.join(KNOW[name])} take it")
+
+
+def check_fp8(train: Mapping[str, Any]) -> None:
+    """Whether there are matrices to quantise on their way to the servers.
+
+    Raises:
+        ConfigError: only adapters travel, or no rank has a matrix whole.
+    """
+    if train["weights_dtype"] != "fp8":
+        return
+    lora, rest = train["lora"], "null, float32, bfloat16 or float16"
+    if lora and lora["send"] == "adapter":
+        allowed = f"{rest} with train.lora.send adapter: factors travel as they are; with merged fp8 works"
+        raise ConfigError("train.weights_dtype", "fp8", allowed)
+    if train["backend"] == "megatron" or (lora and train["backend"] == "deepspeed" and train["deepspeed"]["stage"] == 3):
+        who = "megatron" if train["backend"] == "megatron" else "deepspeed stage 3 and train.lora"
+        allowed = f"{rest} with train.backend {who}: no rank has the matrices that servers would compute with, to say what is right"
+        raise ConfigError("train.weights_dtype", "fp8", allowed)
 
 
 def check_layers(lora: Mapping[str, Any] | None, model: Mapping[str, Any]) -> None:

@@ -80,7 +80,8 @@ class TrainSection(Optimization):
     # server that takes them in host memory (vllm, sglang); ipc: servers read them on the learner's GPU, others get them by gloo, not run
     # on a GPU yet; auto, null: nccl from a GPU, else shared
     weights_backend: Literal["auto", "shared", "gloo", "nccl", "ipc"] | None = "auto"
-    weights_dtype: Literal["float32", "bfloat16", "float16"] | None = None  # what they travel as; null: as they are
+    # what they travel as, null: as they are; fp8: linear layers as float8_e4m3fn, one scale for 128 x 128, other matrices in 16 bits
+    weights_dtype: Literal["float32", "bfloat16", "float16", "fp8"] | None = None
     weights_delta: bool = False  # send only what has changed, exactly, to servers that hold the version before; one copy more in memory
     weights_full_every: PositiveInt = 50  # with weights_delta: of so many transfers in a row one sends everything
     weights_snapshot_every: NonNegativeInt = 0  # every so many are written into the run's folder, for rollout-server --snapshot; 0 none

@@ -7,7 +7,7 @@ numbers that the sender would have sent. The model below is compared once, by it
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from broker import wire
 from broker.errors import TransferFailed, UserError
 from broker.weights.digest import combine, digest_bucket
+from broker.weights.ondemand import OnDemand
 from broker.weights.plan import Plan
 from broker.weights.staging import plan_of
 
@@ -86,7 +87,7 @@ def _finish(plan: Plan, digests: list[bytes], buffer: Tensor, upto: int) -> None
         buffer.zero_()
 
 
-class Merged(Mapping[str, Tensor]):
+class Merged(OnDemand):
     """A whole model: weights that have factors are merged when they are asked for, each time anew; the others are the base's.
 
     Attributes:
@@ -105,16 +106,6 @@ class Merged(Mapping[str, Tensor]):
         a, b = (self._factors[factor].to(weight.device) for factor in factor_names(name))
         with torch.no_grad():
             return merge(weight, a, b, self._scale)
-
-    def made(self) -> dict[str, Tensor]:
-        """All of them, merged now and once."""
-        return {name: self[name] for name in self}
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.base)
-
-    def __len__(self) -> int:
-        return len(self.base)
 
 
 First = Callable[[], tuple[Mapping[str, Tensor], bool]]

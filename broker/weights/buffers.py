@@ -47,6 +47,10 @@ class Buffers:
         self._held = self._flat.digest()
         return self._held
 
+    def whole(self) -> Flat | None:
+        """The newest that is whole, None when there is none."""
+        return self._flat
+
     def take(self, plan: Plan, device: torch.device) -> Arrival:
         """For the next version. A transfer that fails may go on writing into it, so only what has arrived is used again.
 

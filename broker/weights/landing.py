@@ -10,6 +10,7 @@ from torch import Tensor
 
 from broker import wire
 from broker.errors import TransferFailed
+from broker.weights import fp8
 from broker.weights.acceptance import Acceptance
 from broker.weights.adapter import First, Foundation
 from broker.weights.buffers import Arrival, Buffers
@@ -38,11 +39,14 @@ class Landing:
         device: str | torch.device | None,
         kept: bool,
         first: First | None,
+        quantised: bool,
     ) -> None:
         self._state, self._plan, self._tensors, self._load = state, plan, tensors, load
         self._device = torch.device(device) if device is not None else next(iter(tensors.values())).device
+        self._dtypes = {name: tensor.dtype for name, tensor in tensors.items()} if quantised else None
+        self._as_sent = not quantised  # the engine computes from what its digest was taken of
         self._foundation = Foundation(plan, bucket_mib, tensors, first)
-        self._buffers = Buffers(kept=kept)
+        self._buffers = Buffers(kept=kept and not quantised)  # of quantised ones an engine is given copies
         self.values: dict[str, float] = {}
 
     async def begin(self) -> None:
@@ -97,14 +101,29 @@ class Landing:
         self._buffers.arrived(arrival, digest)
         self.values |= {"weights/seconds": seconds, "weights/gbytes_per_s": arrival.flat.plan.size_bytes / seconds / 1e9}
         tensors = arrival.flat.tensors
-        await self.bring_in(tensors if offer.adapter is None else self._foundation.merged(tensors), offer)
+        await self._bring_in(self._whole(tensors) if offer.adapter is None else self._foundation.merged(tensors), offer)
 
-    async def bring_in(self, tensors: Mapping[str, Tensor], offer: wire.WeightsOffer) -> None:
-        """Have the engine load these, or with none of them serve what it holds as the offer's version.
+    async def adopt(self, offer: wire.WeightsOffer) -> None:
+        """Have the engine serve what it holds as the offer's version, whose digest it has.
 
         Raises:
             TransferFailed: loading failed, or the probe does not match.
         """
+        if self._as_sent:
+            await self._bring_in({}, offer)
+            return
+        held = self._buffers.whole()  # the engine's first weights as they would have come; it holds them before they were quantised
+        if held is None:
+            self._state.loading()
+            raise TransferFailed("the weights held here were not quantised, and must be sent")
+        await self._bring_in(self._whole(held.tensors), offer)
+
+    def _whole(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """What came, as the engine takes it."""
+        return tensors if self._dtypes is None else fp8.Dequantised(tensors, self._dtypes)
+
+    async def _bring_in(self, tensors: Mapping[str, Tensor], offer: wire.WeightsOffer) -> None:
+        """Have the engine load these, or with none of them serve what it holds as the offer's version."""
         started = time.monotonic()
         self._state.loading()
         try:
@@ -114,4 +133,5 @@ class Landing:
             if isinstance(error, TransferFailed):
                 raise
             raise TransferFailed(f"loading failed: {first_line(error)}") from error  # torch's own, for example out of memory
+        self._as_sent = True
         self.values["weights/load_seconds"] = time.monotonic() - started

@@ -17,6 +17,7 @@ from broker import wire
 from broker.errors import RequestFailed, TransferFailed
 from broker.jetstream import Bus
 from broker.streams import WEIGHTS
+from broker.weights import fp8
 from broker.weights.acceptance import OLD, Acceptance, Adopt, Join, Look, Snapshots
 from broker.weights.adapter import First
 from broker.weights.buffers import Arrival
@@ -51,7 +52,7 @@ class Receiver:
             TransferFailed when it does not match. The tensors are valid until it returns. An empty mapping: the engine holds
             these bytes already, only the version is new. The version counts as served once ``load`` has returned.
         bucket_mib: the sender's.
-        dtype: what floating-point tensors travel as, by torch's name, the sender's; None: their own.
+        dtype: what floating-point tensors travel as, by torch's name or ``fp8``, the sender's; None: their own.
         device: where buckets arrive by nccl, a GPU; None: where the tensors lie. By gloo they arrive on the CPU. The offer says which.
         kept: the tensors given to ``load`` are read until it has returned the next time; else only until it returns.
         first: finds what adapters are put on, see ``adapter.Foundation``.
@@ -86,7 +87,10 @@ class Receiver:
         self._lookout = Lookout(snapshots, bus.run) if snapshots is not None else None
         looking: Snapshots = "none" if snapshots is None else "only" if only_snapshots else "beside"
         self._state = Acceptance(self.plan.digest, None, looking)
-        self._landing = Landing(self._state, self.plan, tensors, load, bucket_mib=bucket_mib, device=device, kept=kept, first=first)
+        quantised = dtype == fp8.NAME
+        self._landing = Landing(
+            self._state, self.plan, tensors, load, bucket_mib=bucket_mib, device=device, kept=kept, first=first, quantised=quantised
+        )
         self._neighbour, self._lost = Neighbour(memory or device_of(self._landing.device)), 0
         self._communicator: Communicator | None = None
         self._watch, self._receiving_epoch = Watch(), 0
@@ -191,7 +195,7 @@ class Receiver:
                 self._served.notify_all()
 
     async def _adopt(self, offer: wire.WeightsOffer) -> str:
-        await self._landing.bring_in({}, offer)
+        await self._landing.adopt(offer)
         return offer.digest
 
     async def _receive(self, offer: wire.WeightsOffer) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Final, Protocol, TypeAlias
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from broker.errors import TransferFailed
+from broker.weights import fp8
 from broker.weights.copying import copy_into
 from broker.weights.digest import BucketDigest, combine, digest_bucket
 from broker.weights.plan import Plan, Slot, TensorSpec, make_plan
@@ -27,7 +29,7 @@ def plan_of(tensors: Mapping[str, Tensor], bucket_mib: float, *, dtype: str | No
 
     Args:
         tensors: for example ``model.state_dict()`` or ``dict(model.named_parameters())``; meta tensors do.
-        dtype: what floating-point tensors are cast to for the wire, torch's name; None keeps each one's own.
+        dtype: what floating-point tensors are cast to for the wire, torch's name; ``fp8``: see the module; None: its own.
     """
     specs: list[TensorSpec] = []
     seen: set[tuple[int, int, tuple[int, ...], tuple[int, ...]]] = set()
@@ -36,8 +38,10 @@ def plan_of(tensors: Mapping[str, Tensor], bucket_mib: float, *, dtype: str | No
         if memory in seen:
             continue
         seen.add(memory)
-        wire_dtype = dtype if dtype is not None and tensor.is_floating_point() else str(tensor.dtype).removeprefix("torch.")
-        specs.append(TensorSpec(name, tuple(tensor.shape), wire_dtype))
+        spec = TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        if dtype is not None and dtype != fp8.NAME and tensor.is_floating_point():
+            spec = replace(spec, dtype=dtype)
+        specs += fp8.specs_of(spec) if dtype == fp8.NAME else [spec]
     return make_plan(specs, bucket_mib)
 
 
@@ -66,7 +70,7 @@ class Flat:
         return self.buffer[start:stop]
 
     def fill(self, tensors: Mapping[str, Tensor], reached: Callable[[int], None] = lambda offset: None) -> None:
-        """Copy (and cast) every planned tensor in; returns once the copy is done.
+        """Copy (and cast, or quantise) every planned tensor in; returns once the copy is done.
 
         Args:
             reached: told now and then, at least once a bucket, below which offset all bytes are in place.
@@ -77,11 +81,18 @@ class Flat:
         told, gpu = 0, self.buffer.device if self.buffer.is_cuda else None
         piece = min(PIECE_BYTES, self.plan.bucket_bytes)
         with torch.no_grad():
+            scaled: set[str] = set()  # scales that are there with their matrix, which lies before them
             for slot in self.plan.slots:  # in order and once: a sharded trainer gathers each as it is asked for
+                if slot.spec.name in scaled:
+                    continue
                 source = self._source(tensors, slot)
                 gpu = source.device if gpu is None and source.is_cuda else gpu
                 step = piece if gpu is None else self.plan.bucket_bytes  # a GPU is waited for each time
-                for offset in self._copy(slot, source, step):
+                target, scale, steps = self.tensors[slot.spec.name], slot.spec.name + fp8.SCALE, self._copy(slot, source, step)
+                if target.dtype == fp8.FLOAT8 != source.dtype and scale in self.tensors:
+                    scaled.add(scale)
+                    steps = map(slot.offset.__add__, fp8.quantise(source, target, self.tensors[scale]))
+                for offset in steps:
                     if offset - told >= step:
                         _settle(gpu)
                         reached(offset)

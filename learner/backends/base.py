@@ -126,7 +126,10 @@ class Backend(Protocol):
         ...
 
     def logprobs(self, token_ids: Sequence[int] | npt.NDArray[np.generic]) -> Tensor:
-        """log p(token[i + 1] | token[: i + 1]) at temperature 1, (n - 1,) float32 on the CPU."""
+        """log p(token[i + 1] | token[: i + 1]) at temperature 1, (n - 1,) float32 on the CPU.
+
+        By a server's weights: where ``train.weights_dtype`` is fp8, those that it makes of what it is sent.
+        """
         ...
 
     def snapshot(self) -> Snapshot:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Final
 
@@ -14,9 +15,11 @@ from torch import Tensor, nn
 
 from broker import wire
 from broker.errors import ConfigError
+from broker.weights import fp8
 from broker.weights.adapter import PREFIX, digest_of
 from broker.weights.staging import plan_of
 from learner.aggregation import Counts
+from learner.backends.as_sent import as_sent
 from learner.backends.base import Snapshot
 from learner.backends.critic import Critic
 from learner.backends.lora import FOLDER, Base
@@ -64,6 +67,7 @@ class Held:
         packing = train.packing != "padded"
         self._first_path = first = ref_path or model_path  # stays; the checkpoint that was resumed from does not
         self.policy = self._load(first if train.lora else model_path, model, packing=packing)
+        self._rounds = train.weights_dtype == fp8.NAME  # servers compute with other weights than these
         self._base_digest = ""
         if train.lora is not None:
             if train.lora.send == "adapter" and self.rank == 0:
@@ -128,8 +132,9 @@ class Held:
         return self._factors()
 
     def logprobs(self, token_ids: Sequence[int] | npt.NDArray[np.generic]) -> Tensor:
-        """log p(token[i + 1] | token[: i + 1]) at temperature 1, (n - 1,) float32 on the CPU."""
-        return self.policy.logprobs(torch.tensor(np.asarray(token_ids, np.int64), device=self.device)).cpu()
+        """log p(token[i + 1] | token[: i + 1]) at temperature 1 by a server, (n - 1,) float32 on the CPU."""
+        with as_sent(self.policy) if self._rounds else nullcontext():
+            return self.policy.logprobs(torch.tensor(np.asarray(token_ids, np.int64), device=self.device)).cpu()
 
     def snapshot(self) -> Snapshot:
         """Copies of the weights and of all else that the next step depends on; all that training waits for."""

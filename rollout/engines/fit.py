@@ -17,10 +17,10 @@ def check_fit(held: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tens
     Raises:
         TransferFailed: a name is missing or unknown, or a shape differs; the first one is named.
     """
-    from broker.weights.adapter import Merged  # imports torch
+    from broker.weights.ondemand import OnDemand  # imports torch
 
-    if isinstance(tensors, Merged):
-        tensors = tensors.base  # nothing is merged for a look at shapes
+    if isinstance(tensors, OnDemand):
+        tensors = tensors.base  # nothing is computed for a look at shapes
     if missing := sorted(held.keys() - tensors.keys()):
         raise TransferFailed(f"the update lacks {len(missing)} of {len(held)} tensors, the first is {missing[0]}")
     if unknown := sorted(tensors.keys() - held.keys()):
@@ -31,7 +31,7 @@ def check_fit(held: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tens
 
 
 def made(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """An update whose tensors are there: an adapter's are merged now, all others were."""
-    from broker.weights.adapter import Merged
+    """An update whose tensors are there: an adapter's are merged now, what travelled as FP8 is made whole, all others were."""
+    from broker.weights.ondemand import OnDemand
 
-    return tensors.made() if isinstance(tensors, Merged) else tensors
+    return tensors.made() if isinstance(tensors, OnDemand) else tensors

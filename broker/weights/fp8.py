@@ -1,0 +1,180 @@
+"""Matrices of linear layers as FP8 on the way: the sender quantises, the receiver makes whole weights of it again.
+
+A matrix ``X`` travels as ``X`` (float8_e4m3fn) and ``X_scale_inv`` (float32), one scale for each block of 128 x 128 elements, those at the
+right and lower edges being smaller: weight = q * scale. That is the layout of DeepSeek-V3's checkpoints (DeepSeek-AI, 2024,
+arXiv 2412.19437, section 3.3) and of those that Qwen publishes as FP8.
+
+Scales are powers of two, the smallest by which the block's largest element, rounded to four significant bits, is at most 448 (as in the
+UE8M0 scales of OCP's Microscaling specification). So multiplying and dividing are exact, and three things hold that would not with
+largest / 448: an element is off by at most 1/16 of itself, or 2^-10 scales where that is more; quantising what was dequantised gives the
+same bits; and a block whose largest element moves a little keeps its scale, so that few bytes change from version to version.
+
+A block with an element that is not finite, or above 448 * 2^119 (3e38), gets the scale NaN: whoever loads it computes NaN, which the
+probe finds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from broker.weights.ondemand import OnDemand
+from broker.weights.plan import ITEM_BYTES, TensorSpec
+
+NAME: Final = "fp8"  # of this in ``train.weights_dtype``
+BLOCK: Final = 128
+SCALE: Final = "_scale_inv"  # behind the name of a matrix
+FLOAT8: Final = torch.float8_e4m3fn
+PIECE_ELEMENTS: Final = 1 << 17  # worked on at once: as float32 it stays in a core's cache
+GPU_PIECE_ELEMENTS: Final = 1 << 24
+_WIDE: Final = ("float64", "float32", "bfloat16", "float16")
+_ALL_LESS: Final = ("embed", "norm", "router")  # in any part of the name: no linear layer, or one that decides too much
+_LAST_LESS: Final = ("gate", "head", "lm_head")
+_LARGEST: Final = 448.0 * 2.0**119  # of an element: 256 * scale must be finite
+_FRACTION: Final = 0x7FFFFF  # bits of a float32
+_ROUNDS_TO_448: Final = 0x680000  # 1.8125, the largest fraction that four significant bits round down to 1.75
+
+
+def is_linear(name: str, shape: Sequence[int]) -> bool:
+    """Whether it is quantised: the weight of a linear layer inside a numbered block, or the stacked ones (3-D) of its experts.
+
+    Not embeddings, output heads, norms, routers, gates of one shared expert, biases. Decided by name and shape alone, for both ends.
+    """
+    layer, _, last = name.rpartition(".")
+    parts = layer.split(".")
+    if not any(part.isdigit() for part in parts) or any(word in part for part in parts for word in _ALL_LESS):
+        return False
+    if parts[-1] in _LAST_LESS or parts[-1].endswith("_gate") or 0 in shape:
+        return False
+    return len(shape) == 2 and last == "weight" if len(shape) != 3 else parts[-1] == "experts" and "bias" not in last
+
+
+def specs_of(own: TensorSpec) -> list[TensorSpec]:
+    """How one tensor of a model travels. Matrices that are not quantised do in 16 bits, all else as it is."""
+    if own.dtype not in _WIDE or len(own.shape) < 2 or own.name.endswith(SCALE):
+        return [own]
+    if is_linear(own.name, own.shape):
+        return [replace(own, dtype="float8_e4m3fn"), TensorSpec(own.name + SCALE, scale_shape(own.shape), "float32")]
+    return [replace(own, dtype="bfloat16") if ITEM_BYTES[own.dtype] > 2 else own]
+
+
+def scale_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """Of the scales of a matrix, or of stacked ones."""
+    return (*shape[:-2], -(-shape[-2] // BLOCK), -(-shape[-1] // BLOCK))
+
+
+def quantise(weight: Tensor, into: Tensor, scales: Tensor) -> Iterator[int]:
+    """Quantise piece by piece, on the weight's device; yields how many elements of ``into`` are in place, counted in its order.
+
+    Args:
+        weight: (rows, columns) or (n, rows, columns), floating point.
+        into: float8_e4m3fn of that shape, on any device.
+        scales: float32, ``scale_shape`` of it, beside ``into``.
+    """
+    rows, columns = weight.shape[-2:]
+    stacks = (one.unsqueeze(0) if one.ndim == 2 else one for one in (weight, into, scales))
+    for index, (source, target, factors) in enumerate(zip(*stacks, strict=True)):
+        for part, blocks in _pieces(rows, columns, source.is_cuda):
+            _quantise_piece(source[part], target[part], factors[blocks])
+            if (right := part[1].stop) >= columns:
+                yield index * rows * columns + min(part[0].stop, rows) * right
+
+
+def dequantise(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weights that ``quantise`` stands for: q * scale in float32, then cast; on the device of ``weight``."""
+    made = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    stacks = (one.unsqueeze(0) if one.ndim == 2 else one for one in (weight, scales, made))
+    for source, factors, target in zip(*stacks, strict=True):
+        for part, blocks in _pieces(weight.shape[-2], weight.shape[-1], weight.is_cuda):
+            _dequantise_piece(source[part], factors[blocks], target[part])
+    return made
+
+
+def as_sent(name: str, weight: Tensor) -> Tensor:
+    """What a server computes with in place of this tensor, in its own dtype; itself where that is the same."""
+    specs = specs_of(TensorSpec(name, tuple(weight.shape), str(weight.dtype).removeprefix("torch.")))
+    if len(specs) == 1:
+        return weight.to(getattr(torch, specs[0].dtype)).to(weight.dtype)
+    found = torch.empty(weight.shape, dtype=FLOAT8, device=weight.device)
+    scales = torch.empty(scale_shape(weight.shape), dtype=torch.float32, device=weight.device)
+    for _ in quantise(weight, found, scales):
+        pass
+    return dequantise(found, scales, weight.dtype)
+
+
+class Dequantised(OnDemand):
+    """A model as an engine takes it, of tensors as they travelled.
+
+    Args:
+        sent: by the names of the plan.
+        dtypes: the engine's own, by name; those of matrices are made, others are as they came.
+    """
+
+    def __init__(self, sent: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> None:
+        self._scales = {
+            name: sent[name + SCALE]
+            for name, tensor in sent.items()
+            if tensor.dtype == FLOAT8 and name + SCALE in sent and dtypes[name] != FLOAT8  # else the model's own
+        }
+        scales = {name + SCALE for name in self._scales}
+        self.base = {name: tensor for name, tensor in sent.items() if name not in scales}
+        self._dtypes = dtypes
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self.base[name]
+        return tensor if name not in self._scales else dequantise(tensor, self._scales[name], self._dtypes[name])
+
+    def made(self) -> dict[str, Tensor]:
+        """All of them in memory of their own, so that the next version may arrive where this one did."""
+        return {name: self[name] if name in self._scales else tensor.clone() for name, tensor in self.base.items()}
+
+
+def _pieces(rows: int, columns: int, gpu: bool) -> Iterator[tuple[tuple[slice, slice], tuple[slice, slice]]]:
+    """Parts of a matrix from left to right and down, and their blocks. Each has whole blocks of rows, or is the lower edge."""
+    most = GPU_PIECE_ELEMENTS if gpu else PIECE_ELEMENTS
+    high = max(1, most // (BLOCK * columns)) * BLOCK
+    wide = columns if BLOCK * columns <= most else most // BLOCK
+    full = rows // BLOCK * BLOCK
+    tops = [*range(0, full, high), *([full] if full < rows else [])]
+    for top in tops:
+        bottom = min(top + high, full) if top < full else rows
+        for left in range(0, columns, wide):
+            right = min(left + wide, columns)
+            yield (
+                (slice(top, bottom), slice(left, right)),
+                (slice(top // BLOCK, -(-bottom // BLOCK)), slice(left // BLOCK, -(-right // BLOCK))),
+            )
+
+
+def _quantise_piece(source: Tensor, target: Tensor, scales: Tensor) -> None:
+    rows, columns = source.shape
+    across = scales.shape[1]
+    blocks = source.float().view(-1, min(rows, BLOCK), columns)  # (blocks down, rows of one, columns)
+    largest = torch.nn.functional.pad(blocks.abs().amax(1), (0, across * BLOCK - columns)).view(-1, across, BLOCK).amax(2)
+    power = (((largest.view(torch.int32) + (_FRACTION - _ROUNDS_TO_448)) >> 23) - 135).clamp_(-126, 119)
+    factors = _power_of_two(power).masked_fill_(~(largest <= _LARGEST), torch.nan)
+    inverse = _power_of_two(-power).repeat_interleave(BLOCK, 1)[:, None, :columns]
+    scaled = (blocks * inverse).flatten(0, 1)
+    target.copy_(scaled if target.device == scaled.device else scaled.to(FLOAT8), non_blocking=True)
+    scales.copy_(factors, non_blocking=True)
+
+
+def _power_of_two(power: Tensor) -> Tensor:
+    """2^power in float32, exactly; -126 to 127."""
+    return ((power + 127) << 23).view(torch.float32)
+
+
+def _dequantise_piece(source: Tensor, scales: Tensor, target: Tensor) -> None:
+    rows, columns = source.shape
+    if source.is_cpu:  # torch's own cast takes ten times as long: the bits are moved to where a float16 of 1/256 has them
+        bits = source.view(torch.int8).to(torch.int16)
+        values, scales = bits.bitwise_left_shift_(7).bitwise_and_(~(1 << 14)).view(torch.float16).float(), scales * 256
+    else:
+        values = source.float()
+    values = values.view(-1, min(rows, BLOCK), columns)
+    values *= scales.repeat_interleave(BLOCK, 1)[:, None, :columns]
+    target.copy_(values.flatten(0, 1))

@@ -1,0 +1,73 @@
+"""What servers compute that are sent rounded weights: the learner's own model with these in place, a module at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from broker.weights import fp8
+from learner.backends.policy import Policy
+
+
+@contextmanager
+def as_sent(policy: Policy) -> Iterator[None]:
+    """Within it the model computes what ``broker.weights.fp8`` makes of its weights; not for passes that gradient flows through.
+
+    Each module's weights are rounded when it is called and are back when it returns, so one module's are held twice and no more, and
+    backends that gather a block's weights for its pass (FSDP2, ZeRO) need not gather the model.
+    """
+    adapters = policy.adapters
+    with ExitStack() as stack:
+        modules = dict(policy.module.named_modules())
+        if any(module._compiled_call_impl is not None for module in modules.values()):
+            stack.enter_context(torch.compiler.set_stance("force_eager"))  # compiled blocks look at no hooks
+        if adapters is not None:
+            stack.enter_context(adapters.off())  # merged below
+
+        def live(name: str) -> Tensor:
+            owner, _, last = name.rpartition(".")
+            tensor: Tensor = _own(modules[owner])[last]
+            return tensor.detach()
+
+        for name, module in modules.items():
+            plain = {last: f"{name}.{last}".removeprefix(".") for last, weight in _own(module).items() if weight is not None}
+            if adapters is not None:
+                plain = {last: adapters.names[full] for last, full in plain.items() if full in adapters.names}
+            if plain:
+                swap = _Swap(plain, lambda whole: policy.whole(whole, live))
+                stack.callback(module.register_forward_pre_hook(swap.put).remove)
+                hook = module.register_forward_hook(swap.back, always_call=True, prepend=True)  # before others let go of them
+                stack.callback(hook.remove)
+        yield
+
+
+class _Swap:
+    """One module's weights, out of the way while it computes."""
+
+    def __init__(self, names: dict[str, str], whole: Any) -> None:
+        self._names, self._whole = names, whole
+        self._held: dict[str, Any] = {}
+
+    @torch.no_grad()
+    def put(self, module: nn.Module, _: Any) -> None:
+        """Rounded ones in their place."""
+        own = _own(module)
+        for last, name in self._names.items():
+            weight = self._whole(name)
+            rounded = fp8.as_sent(name, weight)
+            if rounded is not weight or weight.data_ptr() != own[last].data_ptr():
+                self._held[last] = own[last]
+                own[last] = nn.Parameter(rounded, requires_grad=False)
+
+    def back(self, module: nn.Module, *_: Any) -> None:
+        """Its own again."""
+        _own(module).update(self._held)
+        self._held.clear()
+
+
+def _own(module: nn.Module) -> Any:
+    return module._parameters
