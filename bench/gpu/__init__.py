@@ -1,6 +1,6 @@
 """Measurements for a machine with a GPU. Each script checks itself and ends with one line of JSON.
 
-    python -m bench.gpu.engine | update | weights | learner | run     [--device cpu --tiny]
+    python -m bench.gpu.engine | update | weights | ipc | learner | run     [--device cpu --tiny]
 
 Exit code 0: measured, and every check held. 1: a check failed, the line names it. 2: no GPU here, or bad input. With
 ``--device cpu --tiny`` the same code runs on a small model without one, which proves that it runs and nothing else.

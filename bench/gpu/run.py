@@ -2,6 +2,8 @@
 
 The model is made on the spot with a vocabulary of single characters, so it knows nothing and learns little in so few steps; what
 is shown is that every part runs on the GPU, how long a step takes, and that the audit finds each ticket in exactly one final state.
+With the engine hf, whose weights lie on the GPU, bench.gpu.ipc is run first and its line is part of this one; ``--weights ipc`` then has
+the run itself move its weights so.
 """
 
 from __future__ import annotations
@@ -30,6 +32,9 @@ def main(arguments: list[str] | None = None) -> int:
     made = common.parser(__doc__)
     common.engine_options(made)
     made.add_argument("--steps", type=int, default=None, help="optimizer steps (20, or 2)")
+    made.add_argument(
+        "--weights", choices=["shared", "gloo", "nccl", "ipc"], default=None, help="train.weights_backend (what fits the GPUs)"
+    )
     made.add_argument("--timeout-s", type=float, default=3000.0)
     made.add_argument("overrides", nargs="*", metavar="key=value", help="further settings of the run")
     return common.run(_measure, made, arguments)
@@ -52,7 +57,9 @@ def settings(options: argparse.Namespace, folder: str) -> list[str]:
         "rollout.engine": options.engine, "rollout.engine_args": options.engine_args, "rollout.num_threads": 1 if options.tiny else 0,
         "envhub.n": 32 if options.tiny else 512, "rollout.max_running": 32 if options.tiny else 512,
     }  # fmt: skip
-    if options.device == "cuda" and (options.engine in ("vllm", "sglang") or len(existing()) < 2):
+    if options.weights is not None:
+        found["train.weights_backend"] = options.weights
+    elif options.device == "cuda" and (options.engine in ("vllm", "sglang") or len(existing()) < 2):
         found["train.weights_backend"] = "shared"  # NCCL takes no two members on one GPU, and none in host memory
     return [f"{key}={json.dumps(value)}" for key, value in found.items()] + list(options.overrides)
 
@@ -66,6 +73,7 @@ def shape_of(options: argparse.Namespace) -> common.Shape:
 def _measure(options: argparse.Namespace, device: str) -> int:
     config = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""} if options.device == "cpu" else dict(os.environ)
+    ipc = _ipc(options, environment) if options.engine == "hf" else None
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "learner.cli", "up", str(config), *settings(options, folder)]
         try:
@@ -85,7 +93,23 @@ def _measure(options: argparse.Namespace, device: str) -> int:
     shape = shape_of(options)
     if made is not None:
         checks["model_is_of_that_size"] = made == sum(common.num_parameters(shape))
-    return common.finish("run", device, shape, {"engine": options.engine, "steps": len(lines)} | figures(lines), checks)
+    if ipc is not None:
+        checks["ipc"] = not ipc["failed"]
+    if options.weights == "ipc":
+        checks["weights_were_read_on_the_gpu"] = bool(lines) and lines[-1].get("weights/shared", 0) >= 1
+    found = {"engine": options.engine, "weights": options.weights, "steps": len(lines), "ipc": ipc}
+    return common.finish("run", device, shape, found | figures(lines), checks)
+
+
+def _ipc(options: argparse.Namespace, environment: dict[str, str]) -> dict[str, Any]:
+    """The line of bench.gpu.ipc on this machine; of one that ended without a line the last thing that it said."""
+    command = [sys.executable, "-m", "bench.gpu.ipc", "--device", options.device, *(["--tiny"] if options.tiny else [])]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    try:
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        return {"failed": ((done.stderr or done.stdout).strip().splitlines() or ["it said nothing"])[-1:]}
+    return {name: value for name, value in found.items() if name not in ("bench", "device", "model")}
 
 
 def figures(lines: list[dict[str, Any]]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from bench.gpu import common, engine, learner, load, run, update, weights
+from bench.gpu import common, engine, ipc, learner, load, run, update, weights
 from broker import runspec
 from broker.errors import UserError
 from text.tokenizer import Tokenizer
@@ -54,7 +54,7 @@ def test_the_model_that_is_made(tmp_path: Path) -> None:
     assert Tokenizer.load(path).encode("<|im_end|>") == [2]
 
 
-@pytest.mark.parametrize("script", [engine, learner, run, update, weights])
+@pytest.mark.parametrize("script", [engine, ipc, learner, run, update, weights])
 def test_without_a_gpu_each_says_so_in_one_line(
     script: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -91,11 +91,28 @@ def test_identical_tokens_count_up_to_the_first_difference() -> None:
 
 @pytest.mark.parametrize("tiny", [True, False])
 def test_the_run_is_one_that_can_be_started(tiny: bool) -> None:
-    options = argparse.Namespace(device="cpu", tiny=tiny, engine="hf", engine_args={}, steps=None, overrides=["train.steps=7"])
+    options = argparse.Namespace(
+        device="cpu", tiny=tiny, engine="hf", engine_args={}, steps=None, weights=None, overrides=["train.steps=7"]
+    )
     config = runspec.validate(runspec.load("configs/quickstart.yaml", run.settings(options, "/tmp")))
     assert (config["train"]["steps"], config["model"]["tiny"]["num_layers"]) == (7, run.shape_of(options).layers)
     blocks, embedding = common.num_parameters(run.shape_of(options))
     assert (0.44e9 < blocks + embedding < 0.45e9) != tiny
+
+
+def test_a_run_whose_weights_go_by_cuda_ipc_is_asked_for() -> None:
+    options = argparse.Namespace(device="cuda", tiny=False, engine="hf", engine_args={}, steps=None, weights="ipc", overrides=[])
+    config = runspec.validate(runspec.load("configs/quickstart.yaml", run.settings(options, "/tmp")))
+    assert config["train"]["weights_backend"] == "ipc"
+
+
+def test_the_ipc_script_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ipc.main(["--device", "cpu", "--tiny", "--repeats", "1"]) == 0
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (last["size_bytes"], last["failed"]) == (230_272, [])
+    assert set(last["checks"].values()) == {True}
+    assert len(last["checks"]) == 6
+    assert last["ratio_to_local"] > 0
 
 
 def test_the_learner_script_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
