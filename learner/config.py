@@ -29,6 +29,7 @@ class DeepspeedSection(Section):
     offload_param: bool = False  # stage 3: each rank's part of the weights waits in host memory
     reduce_bucket_size: PositiveInt = 50_000_000  # elements of the gradient reduced at once
     param_persistence_threshold: NonNegativeInt = 100_000  # stage 3: smaller weights stay whole on every rank; elements
+    max_live_parameters: NonNegativeInt = 1_000_000_000  # stage 3: so much of the gathered weights may wait to be used again; elements
 
 
 class MegatronSection(Section):

@@ -23,12 +23,20 @@ def compile_blocks(module: Any, device: torch.device) -> None:
         ConfigError: the model names no blocks, or there is no compiler.
     """
     prepare(device)
-    names = set(module._no_split_modules or ())
-    blocks = [block for block in module.modules() if type(block).__name__ in names]
-    if not blocks:
-        raise ConfigError("train.compile", True, f"false: {type(module).__name__} names no blocks")
-    for block in blocks:
+    for block in blocks_of(module):
         block.compile(dynamic=True)
+
+
+def blocks_of(module: Any) -> list[Any]:
+    """Its transformer blocks.
+
+    Raises:
+        ConfigError: it names none.
+    """
+    names = set(module._no_split_modules or ())
+    if not (blocks := [block for block in module.modules() if type(block).__name__ in names]):
+        raise ConfigError("train.compile", True, f"false: {type(module).__name__} names no blocks")
+    return blocks
 
 
 def prepare(device: torch.device) -> None:

@@ -6,7 +6,7 @@ Or on one rank with its optimizer in host memory. See ``learner.backends.ranks``
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -15,14 +15,17 @@ from torch import Tensor
 
 from broker.errors import ConfigError
 from learner.backends.ddp import DdpBackend
-from learner.backends.deepspeed_zero import ZeroOptimizer, library
+from learner.backends.deepspeed_saved import places_for_weights
+from learner.backends.deepspeed_zero import DividedPolicy, ZeroOptimizer, library
 from learner.backends.gathered import Gathered, buckets_of
 from learner.backends.lora import Find
 from learner.backends.optim import Optimizer
+from learner.backends.policy import Policy
 from learner.backends.ranks.meeting import join_alone
 from learner.backends.ranks.messages import filler
 from learner.checks import check_deepspeed
 from learner.config import TrainSection
+from text.config import ModelSection
 
 
 class DeepspeedBackend(DdpBackend):
@@ -34,7 +37,13 @@ class DeepspeedBackend(DdpBackend):
 
     def __init__(self, model_path: str, *, train: TrainSection, **others: Any) -> None:
         check_deepspeed({**train.model_dump(), "backend": "deepspeed"})
+        self._sharded = train.deepspeed.stage == 3
+        train = train.model_copy(update={"optimizer_offload": train.deepspeed.offload_optimizer})  # the critic's, which is not DeepSpeed's
         super().__init__(model_path, train=train, **others)
+
+    def _load(self, path: str, model: ModelSection, *, trainable: bool = True, packing: bool) -> Policy:
+        kind = DividedPolicy if trainable and self._sharded else Policy
+        return kind(path, model, self.device, trainable=trainable, packing=packing)
 
     def _make_optimizer(self, train: TrainSection) -> Optimizer:
         self._meet()
@@ -47,10 +56,12 @@ class DeepspeedBackend(DdpBackend):
         if len(kinds := {str(parameter.dtype).removeprefix("torch.") for parameter in trained.values()}) > 1:
             raise ConfigError("train.backend", "deepspeed", f"fsdp2: {self.policy.path} has weights of {' and '.join(sorted(kinds))}")
         self._zero = ZeroOptimizer(module, trained, train, self.device)
-        self._sharded = train.deepspeed.stage == 3
         self.policy.within = self._zero.engine
         self._tensors = {**module.state_dict(keep_vars=True), **dict(module.named_parameters())}
         return self._zero
+
+    def _saving(self, train: bool) -> AbstractContextManager[Any]:
+        return places_for_weights(self._offload) if train and self._sharded else super()._saving(train)
 
     def _backward(self, total: Tensor) -> None:
         self._zero.backward(total)

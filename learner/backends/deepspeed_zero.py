@@ -20,7 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from learner.backends.compiling import blocks_of, prepare
 from learner.backends.optim import Optimizer, lr_factor
+from learner.backends.policy import Policy
 from learner.config import DeepspeedSection, TrainSection
 
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
@@ -36,6 +38,18 @@ class Whole(nn.Module):
     def forward(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """What the function returns."""
         return function(*arguments)
+
+
+class DividedPolicy(Policy):
+    """Of stage 3: what gathers weights for a layer and drops them again are hooks around it."""
+
+    def compile_blocks(self) -> None:
+        """Each block by itself, its weights gathered all at once: hooks stand around what is compiled, and none within."""
+        prepare(self.device)
+        leaves = importlib.import_module("deepspeed.utils.z3_leaf_module")
+        for block in blocks_of(self.module):
+            leaves.set_z3_leaf_module(block, True)
+            block.forward = torch.compile(block.forward, dynamic=True)
 
 
 class ScaledAdamW(torch.optim.AdamW):
@@ -72,6 +86,7 @@ def settings_of(section: DeepspeedSection, dtype: torch.dtype) -> dict[str, Any]
         zero["offload_param"] = offload
     if section.stage == 3:
         zero["stage3_param_persistence_threshold"] = section.param_persistence_threshold
+        zero["stage3_max_live_parameters"] = zero["stage3_max_reuse_distance"] = section.max_live_parameters
     low = dtype == torch.bfloat16
     return {
         "train_micro_batch_size_per_gpu": 1,  # DeepSpeed wants a number, and makes nothing of it

@@ -17,10 +17,11 @@ def activations_in_host_memory(wanted: bool) -> AbstractContextManager[Any]:
     Weights stay where they are. Copies wait for nothing but the stream that they are made on, so they take their time from the
     passes; on a CPU nothing is copied.
     """
-    return torch.autograd.graph.saved_tensors_hooks(_pack, _unpack) if wanted else nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack) if wanted else nullcontext()
 
 
-def _pack(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
+def pack(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
+    """What is kept of a tensor until the backward pass."""
     if not _leaves(tensor):
         return tensor
     held = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
@@ -28,7 +29,8 @@ def _pack(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
     return tensor.device, held
 
 
-def _unpack(packed: Tensor | tuple[torch.device, Tensor]) -> Tensor:
+def unpack(packed: Tensor | tuple[torch.device, Tensor]) -> Tensor:
+    """The tensor again, where it was."""
     if isinstance(packed, Tensor):
         return packed
     device, held = packed

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
@@ -162,12 +163,16 @@ class TorchBackend(Held):
         batch = self._collate(samples)
         adapters = self.policy.adapters
         with adapters.dropping(self._draw) if train and adapters is not None else nullcontext():
-            with torch.set_grad_enabled(train), activations_in_host_memory(train and self._offload):
+            with torch.set_grad_enabled(train), self._saving(train):
                 total, sums = self._numerator(samples, batch)
             if train:
                 self._backward(total)
                 self._optimizer.collect()
         return self._figures_of(batch, sums)
+
+    def _saving(self, train: bool) -> AbstractContextManager[Any]:
+        """Around a forward pass: where what the backward pass needs waits for it."""
+        return activations_in_host_memory(train and self._offload)
 
     def _figures_of(self, batch: Batch, sums: Mapping[str, Tensor]) -> dict[str, float]:
         values = torch.stack([value.detach().double() for value in sums.values()]).tolist()  # one transfer

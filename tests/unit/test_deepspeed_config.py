@@ -6,6 +6,7 @@ import pytest
 
 from broker.errors import ConfigError
 from broker.runspec import validate
+from learner.backends import KNOW
 from learner.pipelines import config as offline
 
 LAKE = {"env": "frozenlake", "group_size": 4, "max_context_tokens": 256, "sampling": {"max_tokens": 4}, "deadline_s": 60}
@@ -22,9 +23,14 @@ def test_what_the_stages_take():
     assert "did you mean 'train.deepspeed.stage'?" in refused({"backend": "deepspeed", "deepspeed": {"stages": 1}})
     line = "train.deepspeed.offload_param: True is not allowed; false with train.deepspeed.stage 2: only stage 3 divides weights"
     assert refused({"backend": "deepspeed", "deepspeed": {"offload_param": True}}) == line
-    for option in ("activation_offload", "optimizer_offload", "compile"):
-        line = f"train.{option}: True is not allowed; unset with train.backend deepspeed; torch, ddp, fsdp2 take it"
-        assert refused({"backend": "deepspeed", option: True}) == line
+    line = (
+        f"train.optimizer_offload: True is not allowed; unset with train.backend deepspeed; {', '.join(KNOW['optimizer_offload'])} take it"
+    )
+    assert refused({"backend": "deepspeed", "optimizer_offload": True}) == line
+    for option in ({"activation_offload": True}, {"compile": True, "deepspeed": {"stage": 3}}):
+        assert validate({"domains": {"lake": LAKE}, "train": {"backend": "deepspeed", **option}})
+    ppo = {"adv_estimator": "gae", "critic": {"enabled": True}}
+    assert validate({"domains": {"lake": LAKE}, "train": {"backend": "deepspeed"}, "algorithm": ppo})
     checked = validate({"domains": {"lake": LAKE}, "train": {"backend": "deepspeed", "ranks": 2}})
     assert checked["train"]["deepspeed"]["stage"] == 2
     assert validate({"domains": {"lake": LAKE}, "train": {"backend": "deepspeed", "lora": {"rank": 8}}})["train"]["lora"]["rank"] == 8

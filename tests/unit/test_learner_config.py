@@ -11,7 +11,7 @@ import yaml
 from broker.errors import ConfigError
 from broker.runspec import load, validate
 from learner.advantages import ADVANTAGES
-from learner.backends import BACKENDS, KNOW
+from learner.backends import BACKENDS
 from learner.losses import LOSSES
 from learner.prepare import name_run, run_folder, to_yaml
 
@@ -39,11 +39,6 @@ def merged(**sections: Any) -> dict[str, Any]:
         ({"train": {"steps": 5, "warmup_steps": 5}}, "train.warmup_steps", "below train.steps, which is 5"),
         ({"train": {"ticket_timeout_s": 60.0}}, "train.ticket_timeout_s", "above domains.lake.deadline_s, which is 60"),
         ({"train": {"ranks": 2}}, "train.ranks", "1 with train.backend torch; more with ddp, fsdp2, deepspeed or megatron"),
-        (
-            {"train": {"backend": "deepspeed"}, "algorithm": {"adv_estimator": "gae", "critic": {"enabled": True}}},
-            "train.backend",
-            f"{', '.join(KNOW['critic'])} with algorithm.critic.enabled",
-        ),
         ({"train": {"max_staleness": -1}}, "train.max_staleness", "greater than or equal to 0"),
         ({"train": {"on_late": "skip"}}, "train.on_late", "'drop' or 'wait'"),
         ({"train": {"lr": "fast"}}, "train.lr", "valid number"),

@@ -136,9 +136,9 @@ def test_a_streamed_step_is_a_whole_step_of_one_epoch_and_one_minibatch(tmp_path
         torch.testing.assert_close(whole.weights()[name], tensor, rtol=0, atol=1e-6)
 
 
-def resolved(**train):
+def resolved(algorithm=None, **train):
     domain = {"env": "frozenlake", "group_size": 4, "max_context_tokens": 256, "sampling": {"max_tokens": 4}, "deadline_s": 60}
-    return validate({"domains": {"lake": domain}, "train": train})
+    return validate({"domains": {"lake": domain}, "train": train, "algorithm": algorithm or {}})
 
 
 @pytest.mark.parametrize(
@@ -156,6 +156,11 @@ def resolved(**train):
             {"lora": {}, "backend": "elsewhere"},
             "train.lora",
             "unset with train.backend elsewhere; torch, ddp, fsdp2, deepspeed, megatron take it",
+        ),
+        (
+            {"algorithm": {"adv_estimator": "gae", "critic": {"enabled": True}}, "backend": "elsewhere"},
+            "train.backend",
+            f"{', '.join(backends.KNOW['critic'])} with algorithm.critic.enabled",
         ),
     ],
 )
