@@ -6,6 +6,7 @@ Usage: weights_child.py URL RUN ID OPTIONS, where OPTIONS is JSON:
         itself at a later one
     bad_loads: how many loads store wrong values
     apart: it cannot read the learner's memory, as on another host
+    dtype: what the tensors travel as
     visible: units of ``memfd_device`` that it sees, where the learner's memory is of one
 """
 
@@ -93,7 +94,8 @@ async def main(url: str, run: str, server: str, options: dict[str, Any]) -> None
         say(event="loaded", epoch=offer.epoch, version=offer.version, content=content(held), transferred=bool(tensors))
 
     memory = Memfd(visible=options["visible"]) if "visible" in options else None
-    receiver = Receiver(bus, server, held, load, bucket_mib=1, settings=Settings(connect_timeout_s=2), memory=memory)
+    patience, dtype = Settings(connect_timeout_s=2), options.get("dtype")
+    receiver = Receiver(bus, server, held, load, bucket_mib=1, dtype=dtype, settings=patience, memory=memory)
     await receiver.start()
     say(event="ready")
     await asyncio.sleep(120)
