@@ -104,9 +104,11 @@ def _measure(options: argparse.Namespace, device: str) -> int:
 def _ipc(options: argparse.Namespace, environment: dict[str, str]) -> dict[str, Any]:
     """The line of bench.gpu.ipc on this machine; of one that ended without a line the last thing that it said."""
     command = [sys.executable, "-m", "bench.gpu.ipc", "--device", options.device, *(["--tiny"] if options.tiny else [])]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=options.timeout_s)
         found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        return {"failed": [f"it did not end within --timeout-s={options.timeout_s:g}"]}
     except (IndexError, ValueError):
         return {"failed": ((done.stderr or done.stdout).strip().splitlines() or ["it said nothing"])[-1:]}
     return {name: value for name, value in found.items() if name not in ("bench", "device", "model")}

@@ -226,7 +226,7 @@ def _torch_tells() -> Iterator[None]:
     """torch's errors as those of the driver."""
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:  # the second where torch is built without CUDA
         raise OSError(errno.EIO, first_line(error)) from None
 
 

@@ -272,7 +272,6 @@ def _opened(page: mmap.mmap, plan: Plan, device: Device | None) -> Tensor:
     if card.size_bytes != SIDES * _span(plan):
         raise ValueError(f"what lies there is another one, of {card.size_bytes} bytes")
     if device is None or device.kind != card.kind:
-        raise ValueError(
-            f"it lies on a device ({card.kind}), and weights arrive in {'host memory' if device is None else device.kind} here"
-        )
+        here = "host" if device is None else device.kind
+        raise ValueError(f"it lies in {card.kind} memory, and weights arrive in {here} memory here")
     return device.open(card)

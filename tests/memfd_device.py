@@ -25,14 +25,15 @@ class Memfd(Device):
     Args:
         unit: the one whose memory is lent.
         visible: those that this process sees.
+        own: whether what this process lends opens in it, too.
     """
 
     kind = "memfd"
 
-    def __init__(self, unit: str = "left", visible: Collection[str] = UNITS) -> None:
+    def __init__(self, unit: str = "left", visible: Collection[str] = tuple(UNITS), *, own: bool = False) -> None:
         self._unit, self._visible = UNITS[unit], {UNITS[name] for name in visible}
         self._queue = ThreadPoolExecutor(1, "device")
-        self._reading = False
+        self._reading, self._own = False, own
 
     def lend(self, size_bytes: int) -> tuple[Tensor, Card]:
         name = f"rlearner-device-{secrets.token_hex(4)}"
@@ -45,7 +46,7 @@ class Memfd(Device):
         if card.unit not in self._visible:
             raise OSError(errno.ENODEV, f"unit {card.unit.decode()} is hidden from this process")
         pid, number = card.handle.decode().split("/")
-        if int(pid) == os.getpid():
+        if int(pid) == os.getpid() and not self._own:
             raise OSError(errno.EINVAL, "a handle opens in another process")
         file = os.open(f"/proc/{pid}/fd/{number}", os.O_RDONLY)
         try:  # private: what the owner writes is seen, and nobody can write it here
