@@ -43,6 +43,7 @@ Pointer = ctypes.c_uint64  # CUdeviceptr
 Context = ctypes.c_void_p  # CUcontext
 OUT: Final = ctypes.POINTER
 FUNCTIONS: Final[dict[str, list[Any]]] = {
+    "cuInit": [ctypes.c_uint],
     "cuGetErrorName": [ctypes.c_int, OUT(ctypes.c_char_p)],
     "cuDeviceGet": [OUT(ctypes.c_int), ctypes.c_int],
     "cuDeviceGetUuid_v2": [OUT(ctypes.c_ubyte * UNIT_BYTES), ctypes.c_int],
@@ -58,20 +59,22 @@ FUNCTIONS: Final[dict[str, list[Any]]] = {
 
 
 class Driver:
-    """What torch has no name for, of the GPUs that this process sees, by torch's numbers for them. The driver is initialised.
+    """What torch has no name for, of the GPUs that this process sees, by torch's numbers for them.
 
     Args:
         library: has the functions above; None: the driver's.
 
     Raises:
-        OSError: there is no driver; from any function: what it answered.
+        OSError: there is no driver, or none for this; from any function: what it answered.
     """
 
     def __init__(self, library: Any = None) -> None:
         self._library = ctypes.CDLL(LIBRARY) if library is None else library
         for name, types in FUNCTIONS.items():
-            function = getattr(self._library, name)
+            if (function := getattr(self._library, name, None)) is None:
+                raise OSError(errno.ENOSYS, f"{LIBRARY} has no function {name}: the driver is too old")
             function.argtypes, function.restype = types, ctypes.c_int
+        self._call("cuInit", 0)
         self._contexts: dict[int, Any] = {}
 
     def unit(self, index: int) -> bytes:

@@ -70,6 +70,7 @@ def test_the_driver_is_called_as_its_reference_says_in_torchs_context() -> None:
     driver.free(1, 0x7F00_0000_0000)
     within = [("cuCtxPushCurrent_v2", 0xC0 + 11), ("cuCtxPopCurrent_v2",)]
     assert library.calls == [
+        ("cuInit", 0),
         ("cuDeviceGet", 0), ("cuDeviceGetUuid_v2", 10),
         ("cuDeviceGet", 1), ("cuDevicePrimaryCtxRetain", 11),  # once
         within[0], ("cuMemAlloc_v2", 3 << 30), within[1],
@@ -92,6 +93,10 @@ def test_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "LIBRARY", "libno-such-driver.so.1")
     with pytest.raises(OSError, match="libno-such-driver"):
         Driver()
+    with pytest.raises(OSError, match="has no function cuInit: the driver is too old"):
+        Driver(object())
+    with pytest.raises(OSError, match="cuInit: error 100"):
+        Driver(Library(cuInit=100))
 
 
 def test_a_handle_of_a_hidden_gpu_or_of_no_gpu_is_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
