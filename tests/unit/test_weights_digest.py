@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -103,10 +104,28 @@ def test_taken_in_parts_it_is_the_same(size: int, cuts: list[int]) -> None:
     assert digest.finish() == digest_bucket(BUCKETS[size])
 
 
-def test_parts_are_not_read_before_they_are_there() -> None:
+class AsOnAGpu(BucketDigest):
+    """Tiles are taken in together where there are several."""
+
+    def add(self, upto: int) -> None:
+        self._add_together(upto)
+        super().add(upto)
+
+
+@pytest.mark.parametrize("kind", [BucketDigest, AsOnAGpu])
+@pytest.mark.parametrize("rows", [0, 3, TILE_ROWS, 3 * TILE_ROWS, 3 * TILE_ROWS + 5])
+def test_tiles_taken_in_together_come_to_the_same(kind: type[BucketDigest], rows: int) -> None:
+    bucket = random_bucket(rows * ROW_BYTES + 9)
+    digest = kind(bucket)
+    digest.add(2 * TILE_ROWS * ROW_BYTES + 8)
+    assert digest.finish() == digest_bucket(bucket)
+
+
+@pytest.mark.parametrize("kind", [BucketDigest, AsOnAGpu])
+def test_parts_are_not_read_before_they_are_there(kind: type[BucketDigest]) -> None:
     tile = TILE_ROWS * ROW_BYTES
     bucket = torch.zeros(2 * tile + 40, dtype=torch.uint8)
-    digest, whole = BucketDigest(bucket), random_bucket(2 * tile + 40)
+    digest, whole = kind(bucket), random_bucket(2 * tile + 40)
     for upto in (100, tile, tile + ROW_BYTES, 2 * tile):
         bucket[:upto] = whole[:upto]
         digest.add(upto)
