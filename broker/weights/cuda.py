@@ -5,7 +5,8 @@ moved (expandable segments cannot be exported this way at all), and has none of 
 tensors that it sends, which a process killed by SIGKILL leaves behind or leaves too high. It is never freed before the process ends, for
 CUDA leaves undefined what a mapping of freed memory is. Facts from the reference of the CUDA driver API, sections "memory management",
 "primary context management" and "device management": a handle opens in other processes only; each must be closed; one context for
-each device may open it; a handle already open is counted, not mapped again.
+each device may open it; a handle already open is counted, not mapped again; and from the CUDA programming guide, "interprocess
+communication": only allocations of whole blocks of 2 MiB should be shared.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 LIBRARY: Final = "libcuda.so.1"  # the driver's own, one name for every CUDA version
 HANDLE_BYTES: Final = 64  # CU_IPC_HANDLE_SIZE
 UNIT_BYTES: Final = 16
+BLOCK_BYTES: Final = 2 << 20  # what is no multiple may be cut from a block with others' memory, all of which would be shared
 LAZY_PEER_ACCESS: Final = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag there is
 
 
@@ -171,7 +173,7 @@ class Cuda(Device):
         with _torch_tells():
             torch.cuda.empty_cache()  # what torch keeps of freed memory nobody else is given
             driver, index = self._driver, self._index
-            pointer = driver.allocate(index, size_bytes)
+            pointer = driver.allocate(index, -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES)
             try:
                 card = Card(self.kind, driver.unit(index), size_bytes, driver.export(index, pointer))
             except OSError:

@@ -131,6 +131,7 @@ def test_a_gpu_that_has_none_to_share_leaves_host_memory(caplog: pytest.LogCaptu
     assert segment.device == torch.device("cpu")
     said = "weights: servers of this host read them in host memory, for the device has none to share: "
     assert [record.message for record in caplog.records] == [f"{said}cuIpcGetMemHandle: CUDA_ERROR_NOT_SUPPORTED"]
+    assert ("cuMemAlloc_v2", 2 << 20) in library.calls  # of two buffers of a page, for it is shared in whole blocks
     assert library.calls[-2] == ("cuMemFree_v2", 0x7F00_0000_0000)  # nobody was told of it
 
 
