@@ -17,8 +17,8 @@ _PLAIN: Final = ("torch", "ddp", "fsdp2")
 # Which of them know an option of the section train, and a critic.
 KNOW: Final[dict[str, tuple[str, ...]]] = {
     "lora": (*_PLAIN, "deepspeed", "megatron"),
-    "activation_offload": (*_PLAIN, "deepspeed"),
-    "optimizer_offload": _PLAIN,
-    "compile": (*_PLAIN, "deepspeed"),
-    "critic": (*_PLAIN, "deepspeed"),
+    "activation_offload": (*_PLAIN, "deepspeed", "megatron"),
+    "optimizer_offload": (*_PLAIN, "megatron"),
+    "compile": (*_PLAIN, "deepspeed", "megatron"),
+    "critic": (*_PLAIN, "deepspeed", "megatron"),
 }

@@ -67,7 +67,10 @@ class MegatronAdapters(Adapters):
                 holders.setdefault(part.holder, []).append(part)
         for holder, together in holders.items():
             layer = model.get_submodule(holder.removesuffix(".weight"))
-            layer.register_forward_hook(self._adding(layer, together, groups.tp, device))
+            hook = self._adding(layer, together, groups.tp, device)
+            if grid.tp > 1:
+                hook = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]  # as the layer, see ``compile_blocks``
+            layer.register_forward_hook(hook)
 
     def _parts_of(self, part: Part) -> list[Part]:
         """Of A the inputs are divided where those of the layer are, of B the outputs."""

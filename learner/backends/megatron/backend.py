@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import Tensor
 
+from learner.backends.batch import Batch
 from learner.backends.ddp import DdpBackend
 from learner.backends.gathered import Gathered, buckets_of
 from learner.backends.lora import Base
@@ -17,8 +18,10 @@ from learner.backends.megatron.optimizer import MegatronOptimizer
 from learner.backends.megatron.policy import Measured, MegatronPolicy
 from learner.backends.megatron.shell import Shell, open_shell
 from learner.backends.optim import Optimizer
+from learner.backends.ranks.collectives import sum_over_ranks
 from learner.backends.ranks.dealing import Job
 from learner.backends.ranks.meeting import join_alone
+from learner.backends.ranks.messages import deal
 from learner.checks import check_megatron
 from learner.config import TrainSection
 from learner.kl import kl_penalty
@@ -65,6 +68,7 @@ class MegatronBackend(DdpBackend):
     def _make_optimizer(self, train: TrainSection) -> Optimizer:
         assert self._groups is not None
         self.policy.divide_adapters()
+        self.policy.offloads = self._offload
         self._shapes = self.policy.shapes()
         self._buckets = buckets_of(self._shapes)
         return MegatronOptimizer(self.policy, train, self._grid, self._groups, self.device)
@@ -121,7 +125,7 @@ class MegatronBackend(DdpBackend):
                 loss(index, measured)
         return found
 
-    def _references(self, batches: Sequence[Any]) -> list[Tensor | None]:
+    def _references(self, batches: Sequence[Batch]) -> list[Tensor | None]:
         assert self._ref is not None
         if isinstance(self._ref, MegatronPolicy):
             found = self._ref.measured(batches)
@@ -136,11 +140,23 @@ class MegatronBackend(DdpBackend):
         in_reward = self._ref is not None and not self._kl_in_loss
         references = self._references(batches) if in_reward else [None] * len(pieces)
         found: list[list[Array | None]] = []
-        for measured, reference in zip(self.policy.measured(batches), references, strict=True):
+        for measured, reference, values in zip(self.policy.measured(batches), references, self._values(batches), strict=True):
             logprobs = measured[0] if measured is not None else None
             kl = kl_penalty(logprobs, reference, self._algorithm.kl_estimator) if logprobs is not None and reference is not None else None
-            found.append([None if column is None else column.cpu().numpy() for column in (logprobs, kl, None)])
+            found.append([None if column is None else column.cpu().numpy() for column in (logprobs, kl, values)])
         return found
+
+    @torch.no_grad()
+    def _values(self, batches: Sequence[Batch]) -> list[Tensor | None]:
+        """Of the critic, each slice's by one of the ranks of a copy, for it is whole on all of them."""
+        if self._critic is None:
+            return [None] * len(batches)
+        found = [torch.zeros(len(batch.targets), device=self.device) for batch in batches]
+        for index in deal([batch.input_ids.numel() for batch in batches], self._grid.tp * self._grid.pp)[self._grid.place]:
+            found[index] = self._critic.values(batches[index])
+        assert self._groups is not None
+        sum_over_ranks(found, self.device, self._groups.model)  # one of them knows, the others say 0
+        return list(found)
 
     def _reduced_step(self, denominator: float, at: int) -> dict[str, float]:
         self._optimizer.reduce()

@@ -54,7 +54,7 @@ class Exchange:
         length = shape[part.dim] if part.dim is not None else 0
         if part.dim is not None:
             shape[part.dim] = share_size(length, self._grid.tp)
-        share = part.view(holder.detach()).reshape(shape).contiguous()
+        share = part.view(holder.detach()).reshape(shape).to(self._device).contiguous()  # an offloaded one comes from host memory
         if part.dim is None or self._grid.tp == 1:
             return share
         shares = [torch.empty_like(share) for _ in range(self._grid.tp)]

@@ -47,6 +47,11 @@ class Grid:
         """Of which copy of the model a rank is a part."""
         return rank // self.tp % self.dp
 
+    @property
+    def place(self) -> int:
+        """Of this rank among those of its copy."""
+        return self.share + self.tp * self.stage
+
     def at(self, share: int, copy: int, stage: int) -> int:
         """The rank at a place."""
         return share + self.tp * (copy + self.dp * stage)

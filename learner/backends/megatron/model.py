@@ -106,6 +106,7 @@ def library() -> Any:
         Norm=norm.WrappedTorchNorm,
         Config=config.TransformerConfig,
         Collection=groups.ProcessGroupCollection,
+        Parallel=(parallel.ColumnParallelLinear, parallel.RowParallelLinear),
         sum_of_shares=parallel.reduce_from_tensor_model_parallel_region,
         sum_of_slopes=parallel.copy_to_tensor_model_parallel_region,
     )

@@ -12,15 +12,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from learner.backends.batch import Batch
+from learner.backends.compiling import prepare
 from learner.backends.megatron.adapters import MegatronAdapters
 from learner.backends.megatron.exchange import Exchange, put
 from learner.backends.megatron.files import StoredWeights, WeightFiles
 from learner.backends.megatron.grid import Grid, Groups
 from learner.backends.megatron.mapping import parts_of, share_size
-from learner.backends.megatron.model import Row, build
+from learner.backends.megatron.model import Row, build, library
 from learner.backends.megatron.pipeline import Pipeline
 from learner.backends.megatron.shell import Shell
 from learner.backends.megatron.vocabulary import measure
+from learner.backends.offload import activations_in_host_memory
 from learner.backends.policy import in_chunks
 from learner.config import LoraSection
 
@@ -37,6 +39,7 @@ class MegatronPolicy:
         module: transformers' model, on the meta device, for what is written beside weights.
         model: Megatron's, of this stage.
         adapters: what is trained of it, None if all of it is.
+        offloads: activations wait for the backward pass in host memory.
     """
 
     unpackable = ""
@@ -46,6 +49,7 @@ class MegatronPolicy:
         self._grid, self._groups, shape = grid, groups, shell.shape
         self._like, self._parts = shell.tensors, parts_of(shape, grid.tp, grid.pp)
         self.adapters: MegatronAdapters | None = None
+        self.offloads = False
         dtype = self.module.dtype
         self.model = build(shape, shell.inv_freq, dtype, grid, groups)
         self.exchange = Exchange(grid, groups, self._parts, self._like, device)
@@ -98,6 +102,19 @@ class MegatronPolicy:
         for layer in self.model.decoder.layers:
             layer.forward = partial(_again, layer.forward)
 
+    def compile_blocks(self) -> None:
+        """See ``learner.backends.compiling``.
+
+        What is shared by ranks stays as it is, and lies between what is compiled: torch.compile takes no all-reduce that overlaps with
+        a product, and would try again for each variant.
+        """
+        prepare(self.device)
+        for layer in self.model.decoder.layers:
+            layer.forward = torch.compile(layer.forward, dynamic=True)
+            for part in layer.modules() if self._grid.tp > 1 else ():
+                if isinstance(part, library().Parallel):
+                    part.forward = torch.compiler.disable(part.forward)  # type: ignore[no-untyped-call]
+
     def shapes(self) -> dict[str, Tensor]:
         """By Hugging Face's names, on the meta device."""
         return dict(self._like)
@@ -149,8 +166,9 @@ class MegatronPolicy:
         entropy_grad: bool,
     ) -> None:
         def forward(index: int, entered: Tensor | None) -> Tensor | None:
-            left = self._through(batches[index], entered)
-            return finish(index, self._measure(left, batches[index], entropy_grad)) if self.speaks else left
+            with activations_in_host_memory(self.offloads and done is not None):
+                left = self._through(batches[index], entered)
+                return finish(index, self._measure(left, batches[index], entropy_grad)) if self.speaks else left
 
         shapes = [(batch.input_ids.shape[1], batch.input_ids.shape[0], self._shape.hidden) for batch in batches]
         self._pipeline.run(shapes, forward, done)
@@ -194,8 +212,9 @@ class MegatronPolicy:
         return found
 
 
-def _again(forward: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    return checkpoint(forward, *arguments, use_reentrant=False, preserve_rng_state=False, **named)
+def _again(forward: Callable[..., Any], hidden_states: Tensor, **named: Any) -> Any:
+    # By its place, for of what is named nothing is saved where the hooks of ``activations_in_host_memory`` see it.
+    return checkpoint(forward, hidden_states, use_reentrant=False, preserve_rng_state=False, **named)
 
 
 def _one_row(ids: Tensor) -> Batch:
