@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import struct
+import time
 from typing import Any, Final
 
 import msgspec
@@ -52,6 +53,20 @@ class Link:
         """
         found: Reply = self._reply.decode(self._frame())
         return found
+
+    def closes(self, seconds: float) -> bool:
+        """Whether the other end is closed before so much time has passed; what it still says goes unheard."""
+        deadline = time.monotonic() + seconds
+        try:
+            while (left := deadline - time.monotonic()) > 0:
+                self._socket.settimeout(left)
+                if not self._socket.recv(1 << 20):
+                    return True
+        except TimeoutError:
+            return False
+        except OSError:
+            return True
+        return False
 
     def close(self) -> None:
         self._socket.close()
