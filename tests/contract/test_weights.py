@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from nursery import NURSERY, Born
 from torch import Tensor
 from waits import LONG_S, until
 from weights_model import SHAPES, content, make_tensors, probe_of
@@ -34,7 +35,7 @@ HERE = Path(__file__).parent
 class Child:
     """A receiving process and what it said."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: asyncio.subprocess.Process | Born) -> None:
         self.process = process
         self.said: list[dict[str, Any]] = []
 
@@ -63,6 +64,9 @@ async def spawn(broker_url: str, run_name: str, bus: Bus) -> AsyncIterator[Spawn
     children: list[Child] = []
 
     async def start(server: str, *, script: str = "weights_child.py", within: Sequence[str] = (), **options: Any) -> Child:
+        if not within:
+            children.append(Child(await NURSERY.bear(script, broker_url, run_name, server, json.dumps(options))))
+            return children[-1]
         process = await asyncio.create_subprocess_exec(
             *within,
             sys.executable,
