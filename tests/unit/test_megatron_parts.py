@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoConfig, LlamaConfig, Qwen2Config, Qwen3Config
 
 from broker.errors import ConfigError
@@ -16,7 +18,7 @@ from broker.runspec import validate
 from learner.backends.megatron.architecture import Architecture, architecture_of, refuse_sizes
 from learner.backends.megatron.grid import Grid
 from learner.backends.megatron.mapping import parts_of, take_share
-from learner.backends.megatron.pipeline import order
+from learner.backends.megatron.pipeline import Pipeline, order
 from learner.pipelines import config as offline
 
 LAKE = {"env": "frozenlake", "group_size": 4, "max_context_tokens": 256, "sampling": {"max_tokens": 4}, "deadline_s": 60}
@@ -76,6 +78,24 @@ def test_a_pipeline_never_waits_for_what_comes_later(num: int, num_stages: int) 
             held += -1 if is_backward else 1
             most = max(most, held)
         assert most <= num_stages - stage
+
+
+def test_a_stage_lets_go_of_what_it_has_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pipeline, "_exchange", lambda self, made, to, source, shape: None if source is None else torch.full(shape, 2.0))
+    first_but_one = Pipeline(Grid(4, 1, 4, 1), SimpleNamespace(pipeline=None), torch.device("cpu"), torch.float32)  # type: ignore[arg-type]
+    weight, sent = torch.ones(3, requires_grad=True), []
+
+    def forward(index: int, entered: torch.Tensor | None) -> torch.Tensor:
+        assert entered is not None
+        left = entered + entered * weight
+        assert all(storage.expired() for storage in sent[:-1])  # the last one is on its way
+        sent.append(StorageWeakRef(left.untyped_storage()))
+        return left
+
+    first_but_one.run([(5, 3)] * 6, forward, lambda: None)
+    assert len(sent) == 6
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [6 * 5 * 2.0 * 2.0] * 3  # slices, rows, what entered, the slope from behind
 
 
 def whole_tensors(shape: Architecture) -> dict[str, torch.Tensor]:

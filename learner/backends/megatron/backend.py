@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, Final
 
 import torch
@@ -68,7 +69,6 @@ class MegatronBackend(DdpBackend):
     def _make_optimizer(self, train: TrainSection) -> Optimizer:
         assert self._groups is not None
         self.policy.divide_adapters()
-        self.policy.offloads = self._offload
         self._shapes = self.policy.shapes()
         self._buckets = buckets_of(self._shapes)
         return MegatronOptimizer(self.policy, train, self._grid, self._groups, self.device)
@@ -117,6 +117,7 @@ class MegatronBackend(DdpBackend):
             [batches[index] for index in trained],
             lambda place, measured: loss(trained[place], measured),
             self._optimizer.collect,
+            partial(self._saving, True),
             entropy_grad=self._algorithm.entropy_coef > 0,
         )
         idle = [index for index, (_, train) in enumerate(jobs) if not train]

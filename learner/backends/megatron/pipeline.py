@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from learner.backends.megatron.grid import Grid, Groups
 
@@ -52,7 +53,7 @@ class Pipeline:
             done: called after each backward pass.
         """
         steps = order(len(shapes), self._grid.stage, self._grid.pp) if done else [(False, index) for index in range(len(shapes))]
-        held: dict[int, tuple[Tensor | None, Tensor | None]] = {}
+        held: dict[int, tuple[Tensor | None, GradientEdge]] = {}
         made, to = None, None
         for is_backward, index in steps:
             arrived = self._exchange(made, to, self._behind if is_backward else self._before, shapes[index])
@@ -66,7 +67,8 @@ class Pipeline:
             left = forward(index, arrived)
             made, to = None if left is None else left.detach(), self._behind
             if done:
-                held[index] = arrived, left
+                assert left is not None
+                held[index] = arrived, get_gradient_edge(left)  # not what was made: only the next stage needs that
         self._exchange(made, to, None, ())
 
     def _exchange(self, made: Tensor | None, to: int | None, source: int | None, shape: tuple[int, ...]) -> Tensor | None:
@@ -78,8 +80,7 @@ class Pipeline:
         return arriving
 
 
-def _backward(entered: Tensor | None, left: Tensor | None, gradient: Tensor | None) -> Tensor | None:
+def _backward(entered: Tensor | None, left: GradientEdge, gradient: Tensor | None) -> Tensor | None:
     """What the stage before needs to go on."""
-    assert left is not None
-    left.backward(gradient)  # type: ignore[no-untyped-call]
+    torch.autograd.backward([left], None if gradient is None else [gradient])
     return None if entered is None else entered.grad

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,6 @@ from learner.backends.megatron.model import Row, build, library
 from learner.backends.megatron.pipeline import Pipeline
 from learner.backends.megatron.shell import Shell
 from learner.backends.megatron.vocabulary import measure
-from learner.backends.offload import activations_in_host_memory
 from learner.backends.policy import in_chunks
 from learner.config import LoraSection
 
@@ -39,7 +39,6 @@ class MegatronPolicy:
         module: transformers' model, on the meta device, for what is written beside weights.
         model: Megatron's, of this stage.
         adapters: what is trained of it, None if all of it is.
-        offloads: activations wait for the backward pass in host memory.
     """
 
     unpackable = ""
@@ -49,7 +48,6 @@ class MegatronPolicy:
         self._grid, self._groups, shape = grid, groups, shell.shape
         self._like, self._parts = shell.tensors, parts_of(shape, grid.tp, grid.pp)
         self.adapters: MegatronAdapters | None = None
-        self.offloads = False
         dtype = self.module.dtype
         self.model = build(shape, shell.inv_freq, dtype, grid, groups)
         self.exchange = Exchange(grid, groups, self._parts, self._like, device)
@@ -145,7 +143,13 @@ class MegatronPolicy:
         return found
 
     def trained(
-        self, batches: Sequence[Batch], loss: Callable[[int, Measured], Tensor], done: Callable[[], None], *, entropy_grad: bool
+        self,
+        batches: Sequence[Batch],
+        loss: Callable[[int, Measured], Tensor],
+        done: Callable[[], None],
+        saving: Callable[[], AbstractContextManager[Any]],
+        *,
+        entropy_grad: bool,
     ) -> None:
         """Forward and backward.
 
@@ -153,20 +157,22 @@ class MegatronPolicy:
             batches: slices.
             loss: of one slice, where the logits are.
             done: called after each backward pass.
+            saving: around each forward pass: where what the backward pass needs waits for it.
             entropy_grad: let gradient flow through the entropy too.
         """
-        self._run(batches, loss, done, entropy_grad=entropy_grad)
+        self._run(batches, loss, done, saving, entropy_grad=entropy_grad)
 
     def _run(
         self,
         batches: Sequence[Batch],
         finish: Callable[[int, Measured], Tensor | None],
         done: Callable[[], None] | None,
+        saving: Callable[[], AbstractContextManager[Any]] = nullcontext,
         *,
         entropy_grad: bool,
     ) -> None:
         def forward(index: int, entered: Tensor | None) -> Tensor | None:
-            with activations_in_host_memory(self.offloads and done is not None):
+            with saving():
                 left = self._through(batches[index], entered)
                 return finish(index, self._measure(left, batches[index], entropy_grad)) if self.speaks else left
 
