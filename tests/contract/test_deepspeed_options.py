@@ -3,8 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from backend_kit import kit, make
+from backend_kit import kit, make, run
 from critic_kit import PPO, agree, steps
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from learner.backends import offload
+from learner.config import AlgorithmSection
 
 pytest.importorskip("deepspeed", reason="deepspeed is not installed: make test-deepspeed")
 pytestmark = pytest.mark.timeout(600)
@@ -60,3 +64,79 @@ def test_a_critic_on_two_ranks_learns_and_resumes_as_in_one_process(path, with_c
         assert all(torch.equal(tensor, last[name]) for name, tensor in again.items())
     finally:
         second.close()
+
+
+LORA = {"lora": {"rank": 4}}
+OPTIONS = [
+    ("deepspeed-2", {"activation_offload": True}),
+    ("deepspeed-3", {"activation_offload": True}),
+    ("deepspeed-3", {"activation_offload": True, **LORA}),
+    ("deepspeed-1", {"compile": True}),
+    ("deepspeed-3", {"compile": True, "activation_offload": True}),
+    ("deepspeed-3-offload", {"compile": True, "gradient_checkpointing": True, **LORA}),
+]
+
+
+@pytest.mark.filterwarnings("default")  # torch warns in its own compiler
+@pytest.mark.parametrize(("variant", "options"), OPTIONS)
+def test_offloaded_activations_and_compiled_blocks_make_the_same_steps(path, monkeypatch, variant, options):
+    if "lora" in options:
+        pytest.importorskip("peft", reason="LoRA needs the extra rlearner[lora]")
+    algorithm = AlgorithmSection(kl_coef=0.2)
+    expected = run(make("torch", path, algorithm=algorithm, **(LORA if "lora" in options else {})), range(5))
+    torch._dynamo.utils.counters.clear()
+    backend = make(variant, path, algorithm=algorithm, **options)
+    seen = watch(backend, monkeypatch)
+    try:
+        found = run(backend, range(5))
+    finally:
+        backend.close()
+    for one, other in zip(found, expected, strict=True):
+        for name in ("actor/pg_loss", "actor/kl_loss", "actor/grad_norm"):
+            assert one[name] == pytest.approx(other[name], rel=1e-5, abs=1e-5), name
+    assert (seen["moved"] > 20) == ("activation_offload" in options)
+    assert seen["weights"] == 0
+    if variant == "deepspeed-3":
+        assert seen["gathered"] > 100
+        assert seen["kept"] < seen["gathered"] / 20
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert 0 < graphs < 40 if "compile" in options else not graphs
+    torch._dynamo.reset()
+
+
+def watch(backend, monkeypatch):
+    """Counts what goes to host memory as if this were a GPU, what is gathered, and what of that is there as a backward pass begins."""
+    seen, gathered, leaves = dict.fromkeys(("moved", "weights", "gathered", "kept"), 0), [], offload._leaves
+    module, backward = backend.policy.module, backend._backward
+    weights = list(module.parameters())
+
+    def as_on_a_gpu(tensor):
+        class Seen:
+            is_cuda, nbytes, _base = True, 1 << 20, tensor._base
+
+        if isinstance(tensor, torch.nn.Parameter) or not leaves(Seen()):
+            return False
+        at = tensor.untyped_storage().data_ptr()
+        seen["moved"] += 1
+        seen["weights"] += any(weight.numel() and weight.untyped_storage().data_ptr() == at for weight in weights)
+        return True
+
+    def before(part, _):
+        here = part.parameters(recurse=hasattr(part, "_z3_leaf"))
+        gathered.extend(StorageWeakRef(one.untyped_storage()) for one in here if torch.is_grad_enabled())
+
+    def watched(total):
+        seen["gathered"] += len(gathered)
+        seen["kept"] += sum(not one.expired() for one in gathered)
+        gathered.clear()
+        backward(total)
+
+    monkeypatch.setattr(offload, "_leaves", as_on_a_gpu)
+    monkeypatch.setattr(backend, "_backward", watched)
+    if not backend._sharded:
+        return seen
+    within = {id(part) for block in module.modules() if hasattr(block, "_z3_leaf") for part in block.modules() if part is not block}
+    for part in module.modules():
+        if id(part) not in within and (hasattr(part, "_z3_leaf") or not list(part.children())):
+            part.register_forward_pre_hook(before)  # after DeepSpeed's own
+    return seen
