@@ -13,6 +13,9 @@ there are cores. ``ratio_to_per_tensor``: a model of many small tensors, one bro
 through the channel, loaded as by ``hf``.
 ``delta_bytes_ratio``: bytes of the model / bytes sent in delta mode, by gloo, when 3 % of the elements have changed, anywhere, bfloat16.
 ``delta_speedup``: seconds of a whole transfer / seconds of that. ``delta_exact``: every received model was the sender's, bit by bit.
+``fp8_bytes_ratio``: bytes of the large model as bfloat16 / as FP8. ``fp8_copy_ratio`` and ``fp8_end_to_end_ratio``: seconds as FP8 / as
+bfloat16, by shared memory, of the copy that training waits for and of all of it, loaded as by ``hf``; ``..._gloo`` by gloo. A learner of
+bfloat16, which copies as it is in one case and quantises in the other. ``fp8_exact``: what was loaded was what FP8 makes of the model.
 
 Medians over the pairs; ``*_interval`` holds the median of the population with at least 95 % probability, from the order statistics.
 """
@@ -32,6 +35,7 @@ from typing import Any, Final
 import torch
 
 from bench.weights_ends import HOST, Channel, End, large_model, small_tensors
+from broker.weights import fp8
 from broker.weights.copying import copy_into
 from broker.weights.group import serve_store
 from broker.weights.staging import Flat, plan_of
@@ -103,10 +107,27 @@ def measure_delta(end: End) -> dict[str, Any]:
     }
 
 
+def measure_fp8(end: End) -> dict[str, Any]:
+    """The large model as bfloat16, as it is and as FP8."""
+    model = {name: tensor.bfloat16() for name, tensor in large_model(end.options.layers).items()}
+    exact = True
+    measured: dict[str, Any] = {}
+    for transport in TRANSPORTS:
+        plain, quantised = (end.channel(model, shared=transport == "shared", dtype=dtype) for dtype in (None, fp8.NAME))
+        pairs = end.pairs(plain.whole, quantised.whole)
+        copies = list(zip(plain.copies[-len(pairs) :], quantised.copies[-len(pairs) :], strict=True))
+        measured[transport] = {"pairs": pairs, "copies": copies}
+        if end.rank == 1 and quantised.engine is not None:
+            held = quantised.engine.tensors()
+            exact = exact and all(torch.equal(held[name], fp8.as_sent(name, tensor)) for name, tensor in model.items())
+    sizes = plan_of(model, end.options.bucket_mib).size_bytes, quantised.plan.size_bytes
+    return {**measured, "bytes": sizes[0] / sizes[1], "exact": end.agreed("fp8", exact)}
+
+
 def run(rank: int, port: int, options: argparse.Namespace, results: Any) -> None:
     """All rounds of one end; the sender puts what was measured."""
     end = End(rank, port, options)
-    measured = {"large": measure_large(end), "small": measure_small(end), "delta": measure_delta(end)}
+    measured = {"large": measure_large(end), "small": measure_small(end), "delta": measure_delta(end), "fp8": measure_fp8(end)}
     if rank == 0:
         results.put(measured)
     end.meet()
@@ -132,6 +153,9 @@ def figures_of(measured: dict[str, Any]) -> dict[str, Any]:
         ratios[f"ratio_to_per_tensor{suffix}"] = [pair[0] / pair[1 + column] for pair in small["pairs"]]
     transport = {name: "gloo" if name.endswith("_gloo") else "shared" for name in ratios} | {"delta": "gloo"}
     ratios |= {"delta_bytes_ratio": delta["bytes"], "delta_speedup": [full / changes for full, changes in delta["pairs"]]}
+    for carrier, suffix in zip(TRANSPORTS, ("", "_gloo"), strict=True):
+        for what, key in (("copy", "copies"), ("end_to_end", "pairs")):
+            ratios[f"fp8_{what}_ratio{suffix}"] = [fp8_s / plain_s for plain_s, fp8_s in measured["fp8"][carrier][key]]
     gbytes = large["size_bytes"] / 1e9
     figures: dict[str, Any] = {}
     for name, values in ratios.items():
@@ -143,6 +167,8 @@ def figures_of(measured: dict[str, Any]) -> dict[str, Any]:
     }
     return figures | {
         "delta_exact": delta["exact"],
+        "fp8_bytes_ratio": round(measured["fp8"]["bytes"], 3),
+        "fp8_exact": measured["fp8"]["exact"],
         "transport": transport,
         **speeds,
         "size_bytes": large["size_bytes"],

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from broker import wire
+from broker.weights import fp8
 from broker.weights.buffers import Buffers
 from broker.weights.cargo import Base
 from broker.weights.copying import copy_all
@@ -35,13 +36,13 @@ SMALL_TENSORS: Final = 4_000
 
 def large_model(num_layers: int) -> dict[str, Tensor]:
     """Tensors of a decoder with hidden size 768: 7.1 M parameters a layer and 15.4 M in the embedding, fp32."""
-    shapes: dict[str, tuple[int, ...]] = {"embed": (20_000, 768)}
+    shapes: dict[str, tuple[int, ...]] = {"embed.weight": (20_000, 768)}
     for layer in range(num_layers):
         shapes |= {
-            f"layer-{layer}-attn-qkvo": (4 * 768, 768),
-            f"layer-{layer}-mlp-up": (3072, 768),
-            f"layer-{layer}-mlp-down": (768, 3072),
-            f"layer-{layer}-norm": (768,),
+            f"layers.{layer}.attn.qkvo.weight": (4 * 768, 768),
+            f"layers.{layer}.mlp.up.weight": (3072, 768),
+            f"layers.{layer}.mlp.down.weight": (768, 3072),
+            f"layers.{layer}.norm.weight": (768,),
         }
     generator = torch.Generator().manual_seed(0)
     return {name: torch.rand(shape, generator=generator) for name, shape in shapes.items()}
@@ -59,7 +60,13 @@ class Holder(torch.nn.Module):
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         super().__init__()
         for name, tensor in tensors.items():
-            self.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
+            *path, last = name.split(".")
+            owner: torch.nn.Module = self
+            for part in path:
+                if part not in dict(owner.named_children()):
+                    owner.add_module(part, torch.nn.Module())
+                owner = owner.get_submodule(part)
+            owner.register_parameter(last, torch.nn.Parameter(tensor, requires_grad=False))
 
 
 class Channel:
@@ -69,6 +76,10 @@ class Channel:
         delta: only what has changed, by gloo.
         kept: the engine computes from the buffer that it is given; else it copies.
         shared: by shared memory; else by gloo.
+        dtype: what the model travels as.
+
+    Attributes:
+        copies: seconds of the sender's copies into staging.
     """
 
     def __init__(
@@ -83,9 +94,10 @@ class Channel:
         delta: bool,
         kept: bool,
         shared: bool,
+        dtype: str | None,
     ) -> None:
         self.store, self.port, self.rank, self.serial, self.model, self.shared = store, port, rank, serial, model, shared
-        self.plan = plan_of(model, bucket_mib)
+        self.plan, self.dtype, self.copies = plan_of(model, bucket_mib, dtype=dtype), dtype, list[float]()
         self.window: Window | None = None
         segment = Segment(self.plan) if rank == 0 and shared else None
         if segment is not None:
@@ -94,7 +106,7 @@ class Channel:
             self.window = Window(store.get(f"segment/{serial}").decode(), self.plan)
         self.staging = Staging(self.plan, memory=segment) if rank == 0 else None
         self.base = Base(self.plan, full_every=10**9) if rank == 0 and delta else None
-        self.buffers, self.flat = Buffers(kept=kept), Flat(self.plan)
+        self.buffers, self.flat = Buffers(kept=kept and dtype != fp8.NAME), Flat(self.plan)
         self.engine = HeldWeights(Holder(model)) if kept else None
         self.communicator: Communicator | None = None
         self.uses = 0
@@ -130,12 +142,12 @@ class Channel:
         if self.staging is None:
             self.transfer(version)
             if self.engine is not None:
-                self.engine.load(self.flat.tensors)
+                self.engine.load(self.flat.tensors if self.dtype != fp8.NAME else self._dequantised())
             else:
                 copy_all((self.model[name], view) for name, view in self.flat.tensors.items())
             return
         staging, begun = self.staging, threading.Event()
-        threads = [threading.Thread(target=staging.write, args=(version, self.model, begun.set))]
+        threads = [threading.Thread(target=self._write, args=(staging, version, begun))]
         threads[0].start()
         begun.wait()
         threads.append(threading.Thread(target=staging.digest, args=(version,)))
@@ -143,6 +155,14 @@ class Channel:
         self.transfer(version)
         for thread in threads:
             thread.join()
+
+    def _write(self, staging: Staging, version: int, begun: threading.Event) -> None:
+        started = time.perf_counter()
+        staging.write(version, self.model, begun.set)
+        self.copies.append(time.perf_counter() - started)
+
+    def _dequantised(self) -> dict[str, Tensor]:
+        return fp8.Dequantised(self.flat.tensors, {name: tensor.dtype for name, tensor in self.model.items()}).made()
 
 
 class End:
@@ -155,10 +175,12 @@ class End:
         self.bare = Communicator(self.store, "bare", rank, 2, backend="gloo", host=HOST, timeout_s=60.0, connect_timeout_s=60.0)
         self.meetings, self.channels = 0, 0
 
-    def channel(self, model: dict[str, Tensor], *, shared: bool, delta: bool = False, kept: bool = True) -> Channel:
+    def channel(
+        self, model: dict[str, Tensor], *, shared: bool, delta: bool = False, kept: bool = True, dtype: str | None = None
+    ) -> Channel:
         self.channels += 1
-        bucket_mib = self.options.bucket_mib
-        return Channel(self.store, self.port, self.rank, self.channels, model, bucket_mib, delta=delta, kept=kept, shared=shared)
+        more = {"delta": delta, "kept": kept, "shared": shared, "dtype": dtype}
+        return Channel(self.store, self.port, self.rank, self.channels, model, self.options.bucket_mib, **more)  # type: ignore[arg-type]
 
     def meet(self) -> None:
         """Both ends are here."""

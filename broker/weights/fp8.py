@@ -29,7 +29,7 @@ NAME: Final = "fp8"  # of this in ``train.weights_dtype``
 BLOCK: Final = 128
 SCALE: Final = "_scale_inv"  # behind the name of a matrix
 FLOAT8: Final = torch.float8_e4m3fn
-PIECE_ELEMENTS: Final = 1 << 17  # worked on at once: as float32 it stays in a core's cache
+PIECE_ELEMENTS: Final = 1 << 19  # a thread works on at once: short ends of rows would cost more than a cache saves
 GPU_PIECE_ELEMENTS: Final = 1 << 24
 _WIDE: Final = ("float64", "float32", "bfloat16", "float16")
 _ALL_LESS: Final = ("embed", "norm", "router")  # in any part of the name: no linear layer, or one that decides too much
@@ -67,30 +67,32 @@ def scale_shape(shape: Sequence[int]) -> tuple[int, ...]:
     return (*shape[:-2], -(-shape[-2] // BLOCK), -(-shape[-1] // BLOCK))
 
 
-def quantise(weight: Tensor, into: Tensor, scales: Tensor) -> Iterator[int]:
+def quantise(weight: Tensor, into: Tensor, scales: Tensor, most: int = GPU_PIECE_ELEMENTS) -> Iterator[int]:
     """Quantise piece by piece, on the weight's device; yields how many elements of ``into`` are in place, counted in its order.
 
     Args:
         weight: (rows, columns) or (n, rows, columns), floating point.
         into: float8_e4m3fn of that shape, on any device.
         scales: float32, ``scale_shape`` of it, beside ``into``.
+        most: elements at once, where a block of rows is not more.
     """
     rows, columns = weight.shape[-2:]
+    room = _Room(weight.device)
     stacks = (one.unsqueeze(0) if one.ndim == 2 else one for one in (weight, into, scales))
     for index, (source, target, factors) in enumerate(zip(*stacks, strict=True)):
-        for part, blocks in _pieces(rows, columns, source.is_cuda):
-            _quantise_piece(source[part], target[part], factors[blocks])
+        for part, blocks in _pieces(rows, columns, source.is_cuda, most):
+            _quantise_piece(source[part], target[part], factors[blocks], room)
             if (right := part[1].stop) >= columns:
                 yield index * rows * columns + min(part[0].stop, rows) * right
 
 
 def dequantise(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """The weights that ``quantise`` stands for: q * scale in float32, then cast; on the device of ``weight``."""
-    made = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    made, room = torch.empty(weight.shape, dtype=dtype, device=weight.device), _Room(weight.device)
     stacks = (one.unsqueeze(0) if one.ndim == 2 else one for one in (weight, scales, made))
     for source, factors, target in zip(*stacks, strict=True):
-        for part, blocks in _pieces(weight.shape[-2], weight.shape[-1], weight.is_cuda):
-            _dequantise_piece(source[part], factors[blocks], target[part])
+        for part, blocks in _pieces(weight.shape[-2], weight.shape[-1], weight.is_cuda, GPU_PIECE_ELEMENTS):
+            _dequantise_piece(source[part], factors[blocks], target[part], room)
     return made
 
 
@@ -133,11 +135,11 @@ class Dequantised(OnDemand):
         return {name: self[name] if name in self._scales else tensor.clone() for name, tensor in self.base.items()}
 
 
-def _pieces(rows: int, columns: int, gpu: bool) -> Iterator[tuple[tuple[slice, slice], tuple[slice, slice]]]:
+def _pieces(rows: int, columns: int, gpu: bool, most: int) -> Iterator[tuple[tuple[slice, slice], tuple[slice, slice]]]:
     """Parts of a matrix from left to right and down, and their blocks. Each has whole blocks of rows, or is the lower edge."""
-    most = GPU_PIECE_ELEMENTS if gpu else PIECE_ELEMENTS
+    most = max(BLOCK * BLOCK, min(most, GPU_PIECE_ELEMENTS if gpu else PIECE_ELEMENTS * torch.get_num_threads()))  # torch shares it out
     high = max(1, most // (BLOCK * columns)) * BLOCK
-    wide = columns if BLOCK * columns <= most else most // BLOCK
+    wide = columns if BLOCK * columns <= most else most // (BLOCK * BLOCK) * BLOCK
     full = rows // BLOCK * BLOCK
     tops = [*range(0, full, high), *([full] if full < rows else [])]
     for top in tops:
@@ -150,15 +152,32 @@ def _pieces(rows: int, columns: int, gpu: bool) -> Iterator[tuple[tuple[slice, s
             )
 
 
-def _quantise_piece(source: Tensor, target: Tensor, scales: Tensor) -> None:
+class _Room:
+    """Memory for what lies between, used again for each piece: fresh pages would cost more than the arithmetic."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._held: dict[tuple[torch.dtype, int], Tensor] = {}
+
+    def of(self, dtype: torch.dtype, like: Tensor, which: int = 0) -> Tensor:
+        """A tensor of this dtype, with the shape of another; the first piece is the largest."""
+        if (dtype, which) not in self._held:
+            self._held[dtype, which] = torch.empty(like.numel(), dtype=dtype, device=self._device)
+        return self._held[dtype, which][: like.numel()].view(like.shape)
+
+
+def _quantise_piece(source: Tensor, target: Tensor, scales: Tensor, room: _Room) -> None:
     rows, columns = source.shape
     across = scales.shape[1]
-    blocks = source.float().view(-1, min(rows, BLOCK), columns)  # (blocks down, rows of one, columns)
-    largest = torch.nn.functional.pad(blocks.abs().amax(1), (0, across * BLOCK - columns)).view(-1, across, BLOCK).amax(2)
+    blocks = source if source.dtype == torch.float32 else room.of(torch.float32, source, 1).copy_(source)
+    blocks = blocks.view(-1, min(rows, BLOCK), columns)  # (blocks down, rows of one, columns)
+    scaled = room.of(torch.float32, blocks)
+    largest = torch.abs(blocks, out=scaled).amax(1)
+    largest = torch.nn.functional.pad(largest, (0, across * BLOCK - columns)).view(-1, across, BLOCK).amax(2)
     power = (((largest.view(torch.int32) + (_FRACTION - _ROUNDS_TO_448)) >> 23) - 135).clamp_(-126, 119)
     factors = _power_of_two(power).masked_fill_(~(largest <= _LARGEST), torch.nan)
     inverse = _power_of_two(-power).repeat_interleave(BLOCK, 1)[:, None, :columns]
-    scaled = (blocks * inverse).flatten(0, 1)
+    scaled = torch.mul(blocks, inverse, out=scaled).view(rows, columns)
     target.copy_(scaled if target.device == scaled.device else scaled.to(FLOAT8), non_blocking=True)
     scales.copy_(factors, non_blocking=True)
 
@@ -168,13 +187,14 @@ def _power_of_two(power: Tensor) -> Tensor:
     return ((power + 127) << 23).view(torch.float32)
 
 
-def _dequantise_piece(source: Tensor, scales: Tensor, target: Tensor) -> None:
+def _dequantise_piece(source: Tensor, scales: Tensor, target: Tensor, room: _Room) -> None:
     rows, columns = source.shape
+    values = room.of(torch.float32, source)
     if source.is_cpu:  # torch's own cast takes ten times as long: the bits are moved to where a float16 of 1/256 has them
-        bits = source.view(torch.int8).to(torch.int16)
-        values, scales = bits.bitwise_left_shift_(7).bitwise_and_(~(1 << 14)).view(torch.float16).float(), scales * 256
+        bits = room.of(torch.int16, source).copy_(source.view(torch.int8))
+        values.copy_(bits.bitwise_left_shift_(7).bitwise_and_(~(1 << 14)).view(torch.float16))
+        scales = scales * 256
     else:
-        values = source.float()
-    values = values.view(-1, min(rows, BLOCK), columns)
-    values *= scales.repeat_interleave(BLOCK, 1)[:, None, :columns]
-    target.copy_(values.flatten(0, 1))
+        values.copy_(source)
+    values.view(-1, min(rows, BLOCK), columns).mul_(scales.repeat_interleave(BLOCK, 1)[:, None, :columns])
+    target.copy_(values)

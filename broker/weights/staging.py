@@ -91,7 +91,7 @@ class Flat:
                 target, scale, steps = self.tensors[slot.spec.name], slot.spec.name + fp8.SCALE, self._copy(slot, source, step)
                 if target.dtype == fp8.FLOAT8 != source.dtype and scale in self.tensors:
                     scaled.add(scale)
-                    steps = map(slot.offset.__add__, fp8.quantise(source, target, self.tensors[scale]))
+                    steps = map(slot.offset.__add__, fp8.quantise(source, target, self.tensors[scale], self.plan.bucket_bytes))
                 for offset in steps:
                     if offset - told >= step:
                         _settle(gpu)
