@@ -48,6 +48,18 @@ number = 3
         ({"run": {"seed": 10**30}}, "run.seed: 1000000000000000000000000000000 is not allowed; input should be"),
         ({"model": {"seed": 2**63}}, "model.seed: 9223372036854775808 is not allowed; input should be"),
         (
+            {"train": {"weights_dtype": "fp8", "lora": {}}},
+            "train.weights_dtype: 'fp8' is not allowed; null, float32, bfloat16 or float16 with train.lora.send adapter: factors ",
+        ),
+        (
+            {"train": {"weights_dtype": "fp8", "backend": "megatron"}},
+            "train.weights_dtype: 'fp8' is not allowed; null, float32, bfloat16 or float16 with train.backend megatron: no rank has the ",
+        ),
+        (
+            {"train": {"weights_dtype": "fp8", "backend": "deepspeed", "deepspeed": {"stage": 3}, "lora": {"send": "merged"}}},
+            "train.weights_dtype: 'fp8' is not allowed; null, float32, bfloat16 or float16 with train.backend deepspeed stage 3 and ",
+        ),
+        (
             {"train": {"lora": {"target_modules": ["banana", "q_proj"]}}},
             "train.lora.target_modules: ['banana'] is not allowed; names of this model's linear layers: down_proj, gate_proj, k_proj, ",
         ),

@@ -11,7 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from broker import wire
+from broker.errors import TransferFailed
 from broker.weights import fp8
+from broker.weights.acceptance import Acceptance
+from broker.weights.landing import Landing
+from broker.weights.probe import make_probe
 from broker.weights.staging import Flat, plan_of
 
 FP8 = torch.float8_e4m3fn
@@ -202,3 +207,33 @@ def test_a_model_of_fp8_travels_as_it_is() -> None:
         "layers.0.up.weight": (FP8, [1.0]),
         "layers.0.up.weight_scale_inv": (torch.float32, [3.0]),
     }
+
+
+async def test_who_holds_the_first_weights_computes_from_what_fp8_makes_of_them() -> None:
+    tensors, loads = model(), list[dict[str, Tensor]]()
+    plan = plan_of(tensors, 1, dtype="fp8")
+
+    async def load(given: Mapping[str, Tensor], offer: wire.WeightsOffer) -> None:
+        loads.append(dict(given))
+
+    async def landing() -> tuple[Landing, Acceptance, wire.WeightsOffer]:
+        state = Acceptance(plan.digest, None)
+        made = Landing(state, plan, tensors, load, bucket_mib=1, device=None, kept=True, first=None, quantised=True)
+        await made.begin()
+        probe = make_probe([1, 2], [0.0], tolerance=1.0)
+        offer = wire.WeightsOffer(
+            epoch=1, version=0, digest=state.digest or "", plan=plan.digest, size_bytes=plan.size_bytes, backend="gloo", probe=probe
+        )
+        return made, state, offer
+
+    first, _, offer = await landing()
+    await first.adopt(offer)
+    assert all(torch.equal(loads[0][name].to(tensor.dtype), fp8.as_sent(name, tensor)) for name, tensor in tensors.items())
+    await first.adopt(offer)  # by a new learner: it holds these bytes now
+    assert loads[1] == {}
+
+    broken, state, offer = await landing()
+    broken.take("gloo", plan)  # a transfer that failed may still be written into it
+    with pytest.raises(TransferFailed, match="were not quantised, and must be sent"):
+        await broken.adopt(offer)
+    assert state.digest is None  # so it joins next
