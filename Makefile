@@ -38,8 +38,8 @@ test-peers: setup
 	$(PIP) --no-deps --upgrade --target .venv/peers trl==1.16.0 accelerate datasets pandas dill multiprocess xxhash pytz python-dateutil six tzdata
 	PYTHONPATH=.venv/peers $(BIN)/python -m pytest tests/peers
 
-# The training backend deepspeed, every stage on two ranks of this CPU: seven minutes on two idle cores, for almost every test starts processes
-# that import it. It is kept beside the environment: with it inside, transformers would import it wherever a model is saved.
+# The training backend deepspeed, every stage on two ranks of this CPU: some twelve minutes on two idle cores, for almost every test starts
+# processes that import it, and some compile. It is kept beside the environment: with it inside, transformers would import it wherever a model is saved.
 test-deepspeed: setup
 	$(PIP) --no-deps --upgrade --target .venv/deepspeed deepspeed einops hjson ninja py-cpuinfo
 	PYTHONPATH=.venv/deepspeed OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/contract -k deepspeed
