@@ -18,6 +18,8 @@ from broker.weights.acceptance import Acceptance
 from broker.weights.landing import Landing
 from broker.weights.probe import make_probe
 from broker.weights.staging import Flat, plan_of
+from rollout.engines.fit import check_fit, made
+from rollout.engines.vllm_store import SharedWeights
 
 FP8 = torch.float8_e4m3fn
 
@@ -182,20 +184,39 @@ def test_filled_as_it_is_told_and_given_to_an_engine() -> None:
     assert flat.digest() == whole.digest()
     engine = fp8.Dequantised(flat.tensors, {name: tensor.dtype for name, tensor in tensors.items()})
     assert set(engine) == set(tensors)
-    made = engine.made()
+    whole_model = engine.made()
     for name, tensor in tensors.items():
-        assert made[name].shape == tensor.shape
+        assert whole_model[name].shape == tensor.shape
         if fp8.is_linear(name, tensor.shape):
             found, scales = quantised(tensor)
-            assert torch.equal(made[name], found.float() * spread(scales, tuple(tensor.shape)))
+            assert torch.equal(whole_model[name], found.float() * spread(scales, tuple(tensor.shape)))
         else:
-            assert torch.equal(made[name], tensor.bfloat16() if tensor.ndim > 1 else tensor)
-        assert torch.equal(made[name].to(tensor.dtype), fp8.as_sent(name, tensor))
-        assert made[name].untyped_storage().data_ptr() != flat.buffer.untyped_storage().data_ptr()
-    held = {name: tensor.to(tensors[name].dtype) for name, tensor in made.items()}
+            assert torch.equal(whole_model[name], tensor.bfloat16() if tensor.ndim > 1 else tensor)
+        assert torch.equal(whole_model[name].to(tensor.dtype), fp8.as_sent(name, tensor))
+        assert whole_model[name].untyped_storage().data_ptr() != flat.buffer.untyped_storage().data_ptr()
+    held = {name: tensor.to(tensors[name].dtype) for name, tensor in whole_model.items()}
     again = Flat(plan)
     again.fill(held)
     assert again.digest() == flat.digest()  # who computes with them holds these bytes
+
+
+def test_engines_take_it_as_any_update() -> None:
+    tensors = model()
+    flat = Flat(plan_of(tensors, 1, dtype="fp8"))
+    flat.fill(tensors)
+    update = fp8.Dequantised(flat.tensors, {name: tensor.dtype for name, tensor in tensors.items()})
+    sent = {name: fp8.as_sent(name, tensor) for name, tensor in tensors.items()}
+    shared = SharedWeights(tensors)  # vLLM's
+    try:
+        check_fit(shared.tensors, update)
+        shared.fill(update)
+        assert all(torch.equal(tensor, sent[name]) for name, tensor in shared.tensors.items())
+    finally:
+        shared.close()
+    assert isinstance(made(update), dict)  # what SGLang writes and hf computes from
+    assert made(update).keys() == tensors.keys()
+    with pytest.raises(TransferFailed, match=r"the update lacks 1 of 6 tensors, the first is layers.1.up.weight"):
+        check_fit({**tensors, "layers.1.up.weight": torch.zeros(2, 2)}, update)
 
 
 def test_a_model_of_fp8_travels_as_it_is() -> None:
@@ -218,13 +239,13 @@ async def test_who_holds_the_first_weights_computes_from_what_fp8_makes_of_them(
 
     async def landing() -> tuple[Landing, Acceptance, wire.WeightsOffer]:
         state = Acceptance(plan.digest, None)
-        made = Landing(state, plan, tensors, load, bucket_mib=1, device=None, kept=True, first=None, quantised=True)
-        await made.begin()
+        landed = Landing(state, plan, tensors, load, bucket_mib=1, device=None, kept=True, first=None, quantised=True)
+        await landed.begin()
         probe = make_probe([1, 2], [0.0], tolerance=1.0)
         offer = wire.WeightsOffer(
             epoch=1, version=0, digest=state.digest or "", plan=plan.digest, size_bytes=plan.size_bytes, backend="gloo", probe=probe
         )
-        return made, state, offer
+        return landed, state, offer
 
     first, _, offer = await landing()
     await first.adopt(offer)
