@@ -7,7 +7,7 @@ import re
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from broker.errors import ConfigError
 from broker.streams import token
@@ -91,6 +91,13 @@ class Reward(Section):
     weight: float = 1.0
     pool: Token = "default"  # which reward hubs may compute it
     args: dict[str, Any] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_bare_name(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            raise ValueError(f"write {{name: {value}}}")
+        return value
 
 
 class DomainSection(Section):

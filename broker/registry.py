@@ -71,6 +71,8 @@ def _entry_point(kind: str, name: str) -> EntryPoint | None:
 
 
 def _known(kind: str, name: str, table: Mapping[str, str]) -> str:
+    if name.endswith(".py"):
+        return f"add ':function' or ':Class', the name of what is meant in that file: {name}:NAME"
     names = known(kind, table)
     close = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
@@ -101,13 +103,14 @@ def _from_path(kind: str, name: str, module: str) -> ModuleType:
         if module == missing or module.startswith(missing + "."):
             raise ConfigError(kind, name, f"there is no module {module!r}") from None
         raise ConfigError(kind, name, f"it needs the package {missing!r}, which is not installed") from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script that ends itself may not end us without a word
         raise ConfigError(kind, name, f"{module} fails to import: {type(error).__name__}: {error}") from error
 
 
 def _from_file(kind: str, name: str, path: Path) -> ModuleType:
     if not path.is_file():
-        raise ConfigError(kind, name, f"there is no file {path}")
+        where = "" if path.is_absolute() else f" in {Path.cwd()}"
+        raise ConfigError(kind, name, f"there is no file {path}{where}")
     path = path.resolve()
     module_name = f"rlearner_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if module_name in sys.modules:
@@ -119,7 +122,7 @@ def _from_file(kind: str, name: str, path: Path) -> ModuleType:
     sys.modules[module_name] = module  # before it runs: dataclasses and pickles of worker processes look it up
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[module_name]
         raise ConfigError(kind, name, f"{path} fails to import: {type(error).__name__}: {error}") from error
     return module

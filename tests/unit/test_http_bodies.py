@@ -35,7 +35,12 @@ def chat(**fields: Any) -> ChatBody:
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role", "messages.0.role: 'robot' is not allowed; input should be"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages.0.content", "messages.0.content: 3 is not allowed; input should be"),
         ({"messages": [{**HELLO[0], "audio": {"id": "1"}}]}, "messages.0.audio", "messages.0.audio is not supported by this server"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content", "messages.0.content: [{'type'"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages.0.content",
+            "messages.0.content: [{'type': 'image_url'}] is not allowed; only parts of type 'text' are taken here, "
+            "and one is of type 'image_url'",
+        ),
         ({"temperature": -1}, "temperature", "temperature: -1 is not allowed; input should be greater than or equal to 0"),
         ({"temperature": float("nan")}, "temperature", "temperature: nan is not allowed; input should be a finite number"),
         ({"temperature": "1"}, "temperature", "temperature: '1' is not allowed; input should be a valid number"),

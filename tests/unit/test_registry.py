@@ -61,7 +61,9 @@ def test_a_module_beside_the_user_is_found_last(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("nowhere.py:f", "there is no file nowhere.py"),
+        ("nowhere.py:f", f"there is no file nowhere.py in {Path.cwd()}"),
+        ("/nowhere/at_all.py:f", "there is no file /nowhere/at_all.py"),
+        ("./mine.py", "add ':function' or ':Class', the name of what is meant in that file: ./mine.py:NAME"),
         ("no_such_module:f", "there is no module 'no_such_module'"),
         ("json:nothing", "json has no 'nothing'"),
         ("json:", "write 'package.module:attribute' or 'file.py:attribute'"),
@@ -89,6 +91,14 @@ def test_a_file_that_fails_is_one_line_and_may_be_mended(tmp_path: Path) -> None
         registry.resolve("rewards", f"{file}:f", {})
     file.write_text("def f():\n    return 1\n\n\n# longer, so that its cached byte code is stale\n")
     assert registry.resolve("rewards", f"{file}:f", {})() == 1
+
+
+def test_a_plug_in_that_ends_the_program_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "says_bye.py").write_text('raise SystemExit("bye")\n')
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    for name in (f"{tmp_path}/says_bye.py:f", "says_bye:f"):
+        with pytest.raises(ConfigError, match=r"says_bye(\.py)? fails to import: SystemExit: bye$"):
+            registry.resolve("envs", name, {})
 
 
 def test_entry_points_count_as_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from broker import runspec
 from broker.config import Reward
 from broker.errors import ConfigError
 from rewardhub import config, protocol
@@ -117,6 +118,12 @@ def test_check_names_key_value_and_what_is_allowed(reward: dict[str, Any], line:
         config.check({"domains": {"qa": {"env": "qa", "rewards": [reward]}}})
     assert str(caught.value).startswith(line)
     assert "\n" not in str(caught.value)
+
+
+def test_a_bare_name_is_told_how_it_is_written() -> None:
+    line = r"^domains\.qa\.rewards\.0: 'mine\.py:short' is not allowed; write {name: mine\.py:short}$"
+    with pytest.raises(ConfigError, match=line):
+        runspec.validate({"domains": {"qa": {"env": "qa", "rewards": ["mine.py:short"]}}}, checks=())
 
 
 def test_check_takes_what_is_right() -> None:

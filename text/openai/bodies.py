@@ -110,6 +110,15 @@ class ChatMessage(_Strict):
     tool_calls: list[Called] | None = None
     tool_call_id: str | None = None
 
+    @field_validator("content", mode="before")
+    @classmethod
+    def _words(cls, value: Any) -> Any:
+        parts = [part for part in value if isinstance(part, dict)] if isinstance(value, list) else []
+        odd = next((part["type"] for part in parts if part.get("type", "text") != "text"), None)
+        if odd is not None:
+            raise ValueError(f"only parts of type 'text' are taken here, and one is of type {odd!r}")
+        return value
+
     @property
     def text(self) -> str:
         """Its words."""
