@@ -78,20 +78,20 @@ async def test_a_run_on_one_device(bus: Bus, spawn: Spawn, caplog: pytest.LogCap
         late = await spawn("r3", visible=["left", "right"], at_bucket=6, do="stop", then_kill_at=45)
         await late.hears(event="stop")  # in the middle of version 0, which nobody packs any more
         await until(lambda: sender.metrics()["weights/failures"] == 1)  # by the timeout alone, for nobody says who is there
-        for version in (1, 2, 3):  # both buffers are written again
+        for version in (1, 2):  # both buffers are written again
             expected = offer(sender, version)
             assert await both(2, version) == {expected}
         os.kill(late.pid, signal.SIGCONT)
-        assert await loaded(3, late) == {expected}
+        assert await loaded(2, late) == {expected}
         assert [said["event"] for said in late.said] == ["ready", "stop", "error", "loaded"]
         assert "overwritten while it was read" in late.said[2]["reason"] or "the learner stopped it" in late.said[2]["reason"]
         assert mapped(late) == (1, 1)
 
-        expected = offer(sender, 4)
-        await late.hears(event="kill")  # in the middle of version 4
-        assert await both(2, 4) == {expected}
-        expected = offer(sender, 5)
-        assert await both(2, 5) == {expected}
+        for version in (3, 4):
+            expected = offer(sender, version)
+            if version == 3:
+                await late.hears(event="kill")  # in the middle of it
+            assert await both(2, version) == {expected}
         assert {said["event"] for said in near.said} <= {"ready", "loaded", "error"}
         assert [said for said in near.said if said["event"] == "loaded" and said["epoch"] == 1 and said["version"] != 0] == []
         assert (1, 1) not in hidden.loaded
