@@ -46,7 +46,6 @@ class Optimization(Section):
     device: Device = "auto"  # auto, cpu, cuda, cuda:1
     lr: PositiveFloat
     lr_schedule: Literal["constant", "linear", "cosine"]
-    warmup_steps: NonNegativeInt = 0
     weight_decay: NonNegativeFloat = 0.0
     betas: tuple[Beta, Beta]
     max_grad_norm: NonNegativeFloat = 1.0  # 0 is off
@@ -73,6 +72,7 @@ class TrainSection(Optimization):
     megatron: MegatronSection = MegatronSection()
     lr: PositiveFloat = 1e-6
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: NonNegativeInt = 0
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     ticket_timeout_s: PositiveFloat = 1800.0  # the learner closes a ticket that nobody ended
     weights_bucket_mib: PositiveFloat = 32.0

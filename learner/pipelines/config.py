@@ -61,6 +61,7 @@ class OfflineTrainSection(Optimization):
     batch_size: PositiveInt = 32  # rows of one step
     lr: PositiveFloat = 1e-5
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
+    warmup_steps: NonNegativeInt | None = None  # null: a twentieth of the steps
     betas: tuple[Beta, Beta] = (0.9, 0.95)
 
 
@@ -110,8 +111,8 @@ def validate(pipeline: str, config: dict[str, Any]) -> dict[str, Any]:
         raise UserError(f"domains: with that section it is a configuration for `rlearner up` and `rlearner start`, not for {pipeline}")
     checked = runspec.validate(config, SECTIONS[pipeline], ())
     train = checked["train"]
-    if train["warmup_steps"] >= train["steps"]:
-        raise ConfigError("train.warmup_steps", train["warmup_steps"], f"below train.steps, which is {train['steps']}")
+    if (warmup := train["warmup_steps"]) is not None and warmup >= train["steps"]:
+        raise ConfigError("train.warmup_steps", warmup, f"below train.steps, which is {train['steps']}")
     check_name("train.backend", "backends", train["backend"], BACKENDS)
     check_options(train)
     check_layers(train["lora"], checked["model"])
@@ -142,7 +143,10 @@ def _check_distill(config: dict[str, Any]) -> None:
 
 def backend_train(train: OfflineTrainSection) -> TrainSection:
     """The same settings as a backend knows them."""
-    return TrainSection(**{name: getattr(train, name) for name in OfflineTrainSection.model_fields if name != "batch_size"})
+    same = {name: getattr(train, name) for name in OfflineTrainSection.model_fields if name != "batch_size"}
+    if train.warmup_steps is None:
+        same["warmup_steps"] = min(max(1, train.steps // 20), train.steps - 1)
+    return TrainSection(**same)
 
 
 def differing(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> str | None:

@@ -10,6 +10,7 @@ import pytest
 from broker.errors import ConfigError, UserError
 from broker.runspec import load, validate
 from learner.checks import check_name
+from learner.pipelines.config import OfflineTrainSection, backend_train
 from learner.pipelines.config import validate as validate_offline
 from text.config import ModelSection, TinyModel
 from text.hub import layer_names
@@ -134,11 +135,25 @@ def test_a_file_for_offline_training_is_none_for_a_run_and_the_other_way_round(t
         validate_offline("sft", load("configs/quickstart.yaml"))
 
 
-def test_a_short_run_is_told_which_setting_its_warmup_is(tmp_path: Path) -> None:
-    (tmp_path / "demos.jsonl").write_text("{}\n")
-    config = load("configs/sft.yaml", ["train.steps=2", f"data.train={tmp_path / 'demos.jsonl'}"])
+def test_a_warmup_that_nobody_set_follows_the_steps(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    data = f"data.train={tmp_path / 'rows.jsonl'}"
+    for steps, warmup in ((200, 10), (100, 5), (6, 1), (2, 1), (1, 0)):
+        checked = validate_offline("sft", load("configs/sft.yaml", [f"train.steps={steps}", data]))
+        assert checked["train"]["warmup_steps"] is None  # so that a run may be given more steps
+        assert backend_train(OfflineTrainSection.model_validate(checked["train"])).warmup_steps == warmup
+    for name in ("dpo", "distill"):
+        rest = ["train.steps=3", data, *(["distill.teacher=t"] if name == "distill" else [])]
+        validate_offline(name, load(f"configs/{name}.yaml", rest))
+
+
+def test_a_warmup_that_was_set_is_below_the_steps(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    asked = ["train.steps=2", "train.warmup_steps=10", f"data.train={tmp_path / 'rows.jsonl'}"]
     with pytest.raises(ConfigError, match=r"^train\.warmup_steps: 10 is not allowed; below train\.steps, which is 2"):
-        validate_offline("sft", config)
+        validate_offline("sft", load("configs/sft.yaml", asked))
+    kept = validate_offline("sft", load("configs/sft.yaml", [*asked, "train.warmup_steps=0"]))
+    assert backend_train(OfflineTrainSection.model_validate(kept["train"])).warmup_steps == 0
 
 
 def test_defaults_stay_what_they_are() -> None:
