@@ -56,6 +56,18 @@ def data_digests(config: dict[str, Any]) -> dict[str, str]:
     return {file: digest_file(file) for file in sorted(files)}
 
 
+def held_out(config: dict[str, Any]) -> dict[str, int]:
+    """How many held-out tasks each domain has, without those that never run out; for ``rlearner eval``.
+
+    Raises:
+        UserError: as ``check``.
+    """
+    from envhub.domain import load_domains
+
+    counts = {name: domain.num_tasks("eval") for name, domain in load_domains(config).items()}
+    return {name: count for name, count in counts.items() if count is not None}
+
+
 def _check_numbers(domain: Domain, config: dict[str, Any]) -> None:
     from envhub.agents.env import Agent, check_section
 

@@ -33,10 +33,11 @@ def run(arguments: argparse.Namespace) -> int:
         from broker.runspec import load, validate
         from learner.doctor.lacking import refuse_fleet
         from learner.evaluate.run import evaluate
+        from learner.evaluate.tasks import fitted
         from learner.prepare import name_run
 
         named = name_run(load(arguments.config, arguments.overrides), f"eval-{Path(arguments.config).stem}")
-        config = validate(named)
+        config = fitted(validate(named), named)
         await asyncio.to_thread(refuse_fleet, config)
         await evaluate(config, arguments.model, stop, gpus=arguments.gpus, as_json=arguments.json)
 

@@ -1,0 +1,45 @@
+"""``rlearner eval`` measures each held-out task once, and says so where more are asked for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from broker.errors import ConfigError
+from broker.runspec import validate
+from learner.evaluate.tasks import fitted
+
+LAKE = {"env": "frozenlake", "max_turns": 3, "max_context_tokens": 256, "sampling": {"max_tokens": 4}}
+
+
+def questions(folder: Path, rows: int, **env_args: Any) -> dict[str, Any]:
+    file = folder / f"{rows}.jsonl"
+    file.write_text("".join(json.dumps({"question": f"{n}?", "answer": str(n)}) + "\n" for n in range(rows)))
+    return {"env": "qa", "env_args": {"path": str(file), **env_args}, "rewards": [{"name": "math_answer"}]}
+
+
+def tasks(**asked: Any) -> int:
+    found: int = fitted(validate(asked), asked)["eval"]["tasks"]
+    return found
+
+
+def test_the_default_is_what_the_smallest_domain_has(tmp_path: Path) -> None:
+    assert tasks(domains={"few": questions(tmp_path, 8)}) == 1
+    assert tasks(domains={"few": questions(tmp_path, 20, eval_share=0.5), "lake": LAKE}) == 10
+    assert tasks(domains={"many": questions(tmp_path, 600, eval_share=0.5)}) == 256
+    assert tasks(domains={"lake": LAKE}) == 256
+
+
+def test_more_than_there_are_is_refused_as_in_a_run(tmp_path: Path) -> None:
+    domains = {"few": questions(tmp_path, 8, eval_share=0.25)}
+    assert tasks(domains=domains, eval={"tasks": 2}) == 2
+    line = r"^eval\.tasks: 3 is not allowed; at most 2, the held-out tasks of domain few$"
+    with pytest.raises(ConfigError, match=line):
+        tasks(domains=domains, eval={"tasks": 3})
+    with pytest.raises(ConfigError, match=line):
+        validate({"domains": domains, "eval": {"tasks": 3, "every_steps": 1}})
+    with pytest.raises(ConfigError, match=r"^eval\.tasks: 256 is not allowed; domain none has no held-out tasks$"):
+        tasks(domains={"none": questions(tmp_path, 8, eval_share=0)})
