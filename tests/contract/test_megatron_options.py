@@ -17,6 +17,7 @@ from learner.config import AlgorithmSection
 from text.config import ModelSection
 
 pytest.importorskip("megatron.core", reason="megatron is not installed: make test-megatron")
+pytest.importorskip("peft", reason="LoRA needs the extra rlearner[lora]")
 pytestmark = pytest.mark.timeout(900)
 LAYOUTS = ("megatron", "megatron-tp2", "megatron-pp2")  # the first: two copies
 CLOSE = ("actor/pg_loss", "actor/entropy", "actor/grad_norm")
