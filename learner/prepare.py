@@ -18,6 +18,7 @@ from broker.config import RunSection
 from broker.errors import ConfigError, UserError
 from broker.registry import resolve
 from broker.runspec import section
+from learner import checkpoint
 from learner.config import TrainSection, WarmStartSection
 from text.config import ModelSection
 
@@ -73,6 +74,20 @@ def make_folder(folder: Path) -> Path:
 def nothing_left(run: str, steps: int) -> str:
     """What is said to whoever starts a completed run again."""
     return f"run {run} has completed its {steps} steps: nothing is left to do; raise train.steps to go on, or choose another run.name"
+
+
+def refuse_fewer_steps(folder: Path, run: str, steps: int) -> None:
+    """A run that has gone further than it is now asked to go was started with other settings: before anything is written.
+
+    Raises:
+        UserError: so it is.
+    """
+    made = checkpoint.newest(folder / "checkpoints")
+    if made is not None and made.step > steps:
+        raise UserError(
+            f"train.steps: {steps} is not allowed; run {run} has made {made.step} steps already: "
+            f"give the settings it was started with (see {folder / 'config.yaml'}), or choose another run.name"
+        )
 
 
 def write_config(folder: Path, config: dict[str, Any]) -> Path:

@@ -26,7 +26,7 @@ from learner.ledger import Ledger
 from learner.loop import Loop
 from learner.opening import begin_imports, open_training
 from learner.ops.place import note_broker, note_epoch, noted_epoch
-from learner.prepare import Interrupted, Preparation, data_digests, nothing_left, run_folder, write_config
+from learner.prepare import Interrupted, Preparation, data_digests, nothing_left, refuse_fewer_steps, run_folder, write_config
 from learner.recovery import Recovery
 from learner.services import open_services
 from learner.shown import ID, Shown
@@ -55,7 +55,7 @@ async def serve(config: dict[str, Any], url: str, stop: Stop, *, connect_deadlin
     run, folder = config["run"]["name"], run_folder(config)
     logs.identify(run=run, role="learner", process_id=ID)
     is_new = not (folder / "config.yaml").exists()
-    _refuse_fewer_steps(folder, run, section(config, "train", TrainSection).steps)
+    refuse_fewer_steps(folder, run, section(config, "train", TrainSection).steps)
     try:
         async with AsyncExitStack() as stack:
             bus = await unless_stopped(stop, Bus.connect(url, run, name=ID, deadline_s=connect_deadline_s))
@@ -63,7 +63,8 @@ async def serve(config: dict[str, Any], url: str, stop: Stop, *, connect_deadlin
             begin_imports(config)  # while the broker answers and files are read
             bus.replicas = section(config, "broker", BrokerSection).replicas
             await _refuse_a_stranger(bus, folder, is_new)
-            write_config(folder, config)
+            if is_new:
+                write_config(folder, config)  # demonstrations are played by it; settings of a later life take its place when it has the run
             await bus.ensure_streams()
             note_broker(folder, url)
             learner = await stack.enter_async_context(_open(config, folder, bus, stop, rebase=rebase))
@@ -72,20 +73,6 @@ async def serve(config: dict[str, Any], url: str, stop: Stop, *, connect_deadlin
         raise UserError(str(error)) from None
     except Interrupted:
         raise Stopped(stop.reason) from None
-
-
-def _refuse_fewer_steps(folder: Path, run: str, steps: int) -> None:
-    """A run that has gone further than it is now asked to go was started with other settings: before anything is written.
-
-    Raises:
-        UserError: so it is.
-    """
-    made = checkpoint.newest(folder / "checkpoints")
-    if made is not None and made.step > steps:
-        raise UserError(
-            f"train.steps: {steps} is not allowed; run {run} has made {made.step} steps already: "
-            f"give the settings it was started with (see {folder / 'config.yaml'}), or choose another run.name"
-        )
 
 
 async def _refuse_a_stranger(bus: Bus, folder: Path, is_new: bool) -> None:
@@ -129,21 +116,9 @@ class Learner:
 
     async def prepare(self, stack: AsyncExitStack, *, rebase: bool = False) -> None:
         """Model, backend, epoch, weights on offer, everything that runs beside the loop."""
-        resumed = checkpoint.newest(self.checkpoints)
+        await self.watch.open()
         model_path = await self._model_path()
-        if resumed is not None:
-            log.info("resuming from %s", resumed.path)
-        self.shown.say("loading the model")
-        self.training = await open_training(self.config, str(resumed.path) if resumed else model_path, model_path)
-        stack.push_async_callback(asyncio.to_thread, self.training.close)
-        self.ledger = self.shown.ledger = self._ledger(resumed)
-        if resumed is not None:
-            await self.training.call(partial(checkpoint.load_state, resumed, self.training.backend))
-        if self.ledger.done:
-            await self._end_what_is_done(self.ledger.state.version)
-        recovery = Recovery(self.bus, self.ledger, self.folder, self.training.backend.vocab_size)
-        await recovery.look(rebase=rebase)
-        await self._take_epoch(model_path)
+        recovery = await self._take_over(stack, model_path, rebase=rebase)
         self.resumed = await recovery.mend()
         await asyncio.to_thread(checkpoint.tidy, self.checkpoints)
         self.sender = await self._open_sender(stack)
@@ -156,10 +131,52 @@ class Learner:
             self.training,
             self.watch,
             self.shown,
-            resumed.step if resumed else -1,
+            self.ledger.state.version if self._newest() else -1,
         )
         self.shown.book = self.services.book
         self.member.spawn(self._abandon_when_asked())
+
+    async def _take_over(self, stack: AsyncExitStack, model_path: str, *, rebase: bool) -> Recovery:
+        """Load the newest checkpoint and take the run.
+
+        Whoever holds the run goes on meanwhile. Where another checkpoint is the newest by the time that this one is loaded, that is
+        loaded in its place; it is the last, for the run is ours by then.
+        """
+        while True:
+            path, recovery = self._newest(), None
+            async with AsyncExitStack() as loaded:
+                try:
+                    recovery = await self._load(loaded, path, model_path, rebase=rebase)
+                except (UserError, LostState, OSError):
+                    if path == self._newest():
+                        raise  # else it was deleted, or the log trimmed behind it
+                if not self.watch.epoch:
+                    await self._take_epoch(model_path)
+                if recovery is not None and path == self._newest():
+                    stack.push_async_callback(loaded.pop_all().aclose)
+                    return recovery
+            log.warning("another learner went on while this one was loading, to %s", self._newest())
+
+    def _newest(self) -> Path | None:
+        found = checkpoint.found(self.checkpoints)
+        return found[-1] if found else None
+
+    async def _load(self, stack: AsyncExitStack, path: Path | None, model_path: str, *, rebase: bool) -> Recovery:
+        """Model, ledger and what the broker has, of one checkpoint or from the beginning; nothing is changed."""
+        resumed = checkpoint.read(path) if path is not None else None
+        if resumed is not None:
+            log.info("resuming from %s", resumed.path)
+        self.shown.say("loading the model")
+        self.training = await open_training(self.config, str(resumed.path) if resumed else model_path, model_path)
+        stack.push_async_callback(asyncio.to_thread, self.training.close)
+        self.ledger = self.shown.ledger = self._ledger(resumed)
+        if resumed is not None:
+            await self.training.call(partial(checkpoint.load_state, resumed, self.training.backend))
+        if self.ledger.done:
+            await self._end_what_is_done(self.ledger.state.version)
+        recovery = Recovery(self.bus, self.ledger, self.folder, self.training.backend.vocab_size)
+        await recovery.look(rebase=rebase)
+        return recovery
 
     def _ledger(self, resumed: checkpoint.Checkpoint | None) -> Ledger:
         algorithm = section(self.config, "algorithm", AlgorithmSection)
@@ -204,6 +221,7 @@ class Learner:
         )
         await self.watch.take_epoch(spec, above=noted_epoch(self.folder))
         note_epoch(self.folder, self.watch.epoch)
+        write_config(self.folder, self.config)
         for work in self.watch.services():
             self.member.spawn(work)
 

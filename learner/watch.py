@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, Final
 
 from broker import wire
 from broker.errors import Fenced
 from broker.jetstream import Bus
-from broker.process import Stop
+from broker.process import Stop, Stopped
 from broker.runspec import publish_runspec
 from broker.streams import CONTROL, RUNS
 
 log = logging.getLogger(__name__)
+
+ENDINGS: Final = ("draining", "stopped")  # of the operator's words those after which a learner leaves
 
 
 class Watch:
@@ -31,15 +33,30 @@ class Watch:
         self._bus, self._stop, self._say = bus, stop, say
         self.epoch = 0
         self.fenced = False
+        self._said = 0  # revision of the operator's word when this learner began
+
+    async def open(self) -> None:
+        """Remember what the operator said last: to begin is to go on in spite of it, but not of what is said from here on."""
+        _, self._said = await self._word()
 
     async def take_epoch(self, spec: wire.RunSpec, *, above: int = 0) -> None:
         """From here on whoever held the run before is fenced, and everyone else may join.
 
         Args:
             above: newest epoch that was ever taken as far as the run's folder knows; the broker may have lost it.
+
+        Raises:
+            Stopped: it is to end; the run stays with whoever has it.
         """
+        state, said = await self._word()
+        if said != self._said and state in ENDINGS:
+            self._stop.request(f"the run is {state}")
+        if self._stop.asked.is_set():
+            raise Stopped(self._stop.reason)
         self.epoch = await publish_runspec(self._bus, spec, above=above)
-        await self.put(wire.DesiredState(state="running"))
+        if said == self._said:
+            control, running = await self._bus.key_value(CONTROL), wire.DesiredState(state="running")
+            await (control.update(self._bus.run, running, said) if said else control.create(self._bus.run, running))
         log.info("epoch %d of run %s", self.epoch, self._bus.run)
 
     def services(self) -> list[Coroutine[Any, Any, None]]:
@@ -52,8 +69,12 @@ class Watch:
 
     async def desired(self) -> str:
         """What the run is to be as far as the broker knows, empty if nobody has said."""
+        return (await self._word())[0]
+
+    async def _word(self) -> tuple[str, int]:
+        """The operator's, and its revision; empty and 0 where nobody has said any."""
         found = await (await self._bus.key_value(CONTROL)).get(self._bus.run)
-        return found[0].state if found is not None and isinstance(found[0], wire.DesiredState) else ""
+        return (found[0].state, found[1]) if found is not None and isinstance(found[0], wire.DesiredState) else ("", 0)
 
     async def refuse_if_fenced(self) -> None:
         """Ask the broker whether this learner still holds the run.
@@ -82,7 +103,7 @@ class Watch:
         async for key, message, _ in control.watch(self._bus.run):
             if key != self._bus.run or not isinstance(message, wire.DesiredState):
                 continue
-            if message.state in ("draining", "stopped"):
+            if message.state in ENDINGS:
                 self._stop.request(f"the run is {message.state}")
             elif paused != (message.state == "paused"):
                 paused = not paused

@@ -1,0 +1,116 @@
+"""A learner that starts beside another one, or is told to leave, while it loads."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import learner_fleet as fleet
+import pytest
+
+import learner.service
+from broker import wire
+from broker.jetstream import Bus
+from broker.process import Stop, Stopped
+from broker.streams import CONTROL, RUNS
+from learner import checkpoint
+from learner.opening import open_training
+from learner.service import serve
+
+Meanwhile = Callable[[], Awaitable[None] | None]
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> Callable[[Meanwhile], list[str]]:
+    """Has something happen while a model is first loaded; the paths that are loaded."""
+
+    def begin(meanwhile: Meanwhile) -> list[str]:
+        paths: list[str] = []
+
+        async def loading(config: dict[str, Any], model_path: str, first_path: str) -> Any:
+            made = await open_training(config, model_path, first_path)
+            if not paths and (work := meanwhile()) is not None:
+                await work
+            paths.append(Path(model_path).name)
+            return made
+
+        monkeypatch.setattr(learner.service, "open_training", loading)
+        return paths
+
+    return begin
+
+
+async def train(bus: Bus, url: str, config: dict[str, Any], stop: Stop | None = None) -> None:
+    async with fleet.Hub(bus, lambda ticket: [fleet.group(ticket, ticket.min_version)]), asyncio.timeout(240):
+        await serve(config, url, stop or Stop(), connect_deadline_s=60)
+
+
+async def epoch(bus: Bus) -> int:
+    found = await (await bus.key_value(RUNS)).get(bus.run)
+    assert found is not None
+    assert isinstance(found[0], wire.RunSpec)
+    return found[0].epoch
+
+
+async def word(bus: Bus) -> str:
+    found = await (await bus.key_value(CONTROL)).get(bus.run)
+    assert found is not None
+    assert isinstance(found[0], wire.DesiredState)
+    return found[0].state
+
+
+async def test_what_another_learner_has_written_meanwhile_is_gone_on_from(
+    bus: Bus, broker_url: str, run_name: str, tmp_path: Path, loaded: Callable[[Meanwhile], list[str]]
+) -> None:
+    """By the time that a checkpoint is loaded it is deleted, and one of step 3 is there. No line and no step is lost."""
+    config = fleet.config(str(tmp_path), run_name, train={"steps": 3}, checkpoint={"every_steps": 1, "keep": 9})
+    await train(bus, broker_url, config)
+    folder, hidden = tmp_path / run_name / "checkpoints", tmp_path / "step-000003"
+    (folder / "step-000003").rename(hidden)
+    *older, before = checkpoint.found(folder)  # of step 2, or of step 1 where that was still being written
+
+    def go_on() -> None:
+        hidden.rename(folder / "step-000003")
+        before.rename(tmp_path / "deleted")
+
+    paths = loaded(go_on)
+    lines = (tmp_path / run_name / "metrics.jsonl").read_text()
+    await train(bus, broker_url, fleet.config(str(tmp_path), run_name, train={"steps": 4}, checkpoint={"every_steps": 1, "keep": 9}))
+    assert paths == [before.name, "step-000003"]
+    assert checkpoint.found(folder) == [*older, folder / "step-000003", folder / "step-000004"]
+    after = (tmp_path / run_name / "metrics.jsonl").read_text()
+    assert after.startswith(lines)
+    assert [json.loads(line)["step"] for line in after.splitlines()] == [1, 2, 3, 4]
+    assert await epoch(bus) == 2
+
+
+async def test_told_to_leave_while_it_loads_it_leaves_the_run_to_who_has_it(
+    bus: Bus, broker_url: str, run_name: str, tmp_path: Path, loaded: Callable[[Meanwhile], list[str]]
+) -> None:
+    await train(bus, broker_url, fleet.config(str(tmp_path), run_name, train={"steps": 1}))
+    written = (tmp_path / run_name / "config.yaml").read_bytes()
+    stop = Stop()
+    loaded(lambda: stop.request("SIGTERM"))
+    with pytest.raises(Stopped, match="SIGTERM"):
+        await train(bus, broker_url, fleet.config(str(tmp_path), run_name, train={"steps": 2}), stop)
+    assert await epoch(bus) == 1
+    assert (tmp_path / run_name / "config.yaml").read_bytes() == written
+
+
+async def test_a_run_that_is_stopped_while_its_learner_loads_stays_stopped(
+    bus: Bus, broker_url: str, run_name: str, tmp_path: Path, loaded: Callable[[Meanwhile], list[str]]
+) -> None:
+    """It was stopped before, too: that word is older than the learner, which goes on in spite of it."""
+    await train(bus, broker_url, fleet.config(str(tmp_path), run_name, train={"steps": 1}))
+    assert await word(bus) == "stopped"
+
+    async def stop() -> None:
+        await (await bus.key_value(CONTROL)).put(bus.run, wire.DesiredState(state="stopped"))
+
+    loaded(stop)
+    with pytest.raises(Stopped, match="the run is stopped"):
+        await train(bus, broker_url, fleet.config(str(tmp_path), run_name, train={"steps": 2}))
+    assert (await word(bus), await epoch(bus)) == ("stopped", 1)
