@@ -7,11 +7,12 @@ import sys
 from typing import Final, TextIO
 
 _identity = {"run": "-", "role": "-", "id": "-"}
+TRACEBACK: Final = "traceback"  # the key in ``extra``
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
 class LineFormatter(logging.Formatter):
-    """``12:00:01.042 INFO run role id message key=value``; a traceback follows on lines of its own."""
+    """``12:00:01.042 INFO run role id message key=value``; a traceback follows on lines of its own, one from elsewhere as ``extra``."""
 
     default_msec_format = "%s.%03d"
 
@@ -20,9 +21,12 @@ class LineFormatter(logging.Formatter):
         self.default_time_format = "%H:%M:%S"
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        extras = [f"{key}={value}" for key, value in vars(record).items() if key not in _STANDARD]
+        given = {key: value for key, value in vars(record).items() if key not in _STANDARD}
+        below = given.pop(TRACEBACK, "")
+        extras = [f"{key}={value}" for key, value in given.items()]
         message = " ".join(record.getMessage().splitlines())
-        return " ".join([self.formatTime(record), record.levelname, *_identity.values(), message, *extras])
+        line = " ".join([self.formatTime(record), record.levelname, *_identity.values(), message, *extras])
+        return f"{line}\n{below}" if below else line
 
 
 class StderrHandler(logging.StreamHandler[TextIO]):

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 from broker.errors import RlearnerError
-from broker.workers.line import said
+from broker.workers.fault import told, trace
 from envhub.envs.base import Environment
 
 log = logging.getLogger(__name__)
@@ -24,7 +24,11 @@ IDLE_THREADS: Final = 64  # threads kept for later
 
 
 class CallFailed(RlearnerError):
-    """The environment raised, or did not come back in time."""
+    """The environment raised, or did not come back in time. ``trace``: what it raised, for the log, empty if nothing."""
+
+    def __init__(self, detail: str, trace: str = "") -> None:
+        super().__init__(detail)
+        self.trace = trace
 
 
 class Calls:
@@ -61,7 +65,7 @@ class Calls:
         try:
             result = getattr(environment, method)(*args)
         except BaseException as error:  # the environment is someone else's code; no cancellation gets in here
-            raise CallFailed(raised(method, error)) from error
+            raise _failed(method, error) from error
         return await self._awaited(method, result) if hasattr(result, "__await__") else result
 
     def retire(self, environment: Environment) -> None:
@@ -97,7 +101,7 @@ class Calls:
         except BaseException as error:  # the environment is someone else's code
             if _from_outside(error):
                 raise
-            raise CallFailed(raised(name, error)) from error
+            raise _failed(name, error) from error
         return await self._awaited(name, result) if hasattr(result, "__await__") else result
 
     async def _awaited(self, name: str, work: Awaitable[Any]) -> Any:
@@ -108,7 +112,7 @@ class Calls:
         except BaseException as error:
             if _from_outside(error):
                 raise
-            raise CallFailed(raised(name, error)) from error
+            raise _failed(name, error) from error
 
     async def _within(self, name: str, work: Awaitable[Any]) -> Any:
         try:
@@ -156,8 +160,12 @@ def _from_outside(error: BaseException) -> bool:
 
 
 def raised(name: str, error: BaseException) -> str:
-    """What a method raised, in one line."""
-    return f"{name} raised {type(error).__name__}: {said(error)}"
+    """What a method raised and where, in one line."""
+    return f"{name} raised {told(error)}"
+
+
+def _failed(name: str, error: BaseException) -> CallFailed:
+    return CallFailed(raised(name, error), trace(error))
 
 
 class _Worker:
@@ -204,4 +212,4 @@ def _resolve(future: asyncio.Future[Any], result: Any, error: BaseException | No
     elif isinstance(error, Exception) and not isinstance(error, StopIteration):  # which no future takes
         future.set_exception(error)
     else:
-        future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
+        future.set_exception(RuntimeError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from broker import wire
+from broker.workers.fault import told, trace
 from envhub.calls import Calls
 from envhub.envs.base import Environment, Observation, StepResult
 from envhub.frames import first_frame, frame
@@ -110,7 +111,7 @@ class Episode:
         try:
             return ask(*texts)
         except Exception as error:
-            raise EpisodeFailed("fatal", f"memory {self._section.memory}: {type(error).__name__}: {error}") from error
+            raise EpisodeFailed("fatal", f"memory {self._section.memory}: {told(error)}", trace(error)) from error
 
     def _show(self, prompt: str) -> None:
         if self._steps is not None or not self._conversations:

@@ -69,7 +69,9 @@ class Players:
                 environment = await self._environment(task.domain)
                 means = Means(self.tokenizer, self.turns, self.calls, expected, self.limits.generate_timeout_s)
                 played = await Episode(task, environment, means, on_tokens).run()
-        except (CallFailed, Malformed) as error:
+        except CallFailed as error:
+            raise EpisodeFailed("env", str(error), error.trace) from error
+        except Malformed as error:
             raise EpisodeFailed("env", str(error)) from error
         except NoWorker as error:
             raise EpisodeFailed("machine", str(error)) from error

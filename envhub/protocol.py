@@ -128,6 +128,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     """The environment raised, or returned what it must not; it is not used again."""
 
     detail: str
+    trace: str = ""  # of what it raised, for the hub's log
 
 
 ENCODER: Final = msgspec.msgpack.Encoder()

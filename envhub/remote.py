@@ -90,7 +90,7 @@ class RemoteEnvironment(Environment):
         except (line.Unintelligible, msgspec.DecodeError) as error:
             raise CallFailed(f"{method}: the worker process answered something unintelligible: {error}") from None
         if isinstance(found, protocol.Failed):
-            raise CallFailed(found.detail)
+            raise CallFailed(found.detail, found.trace)
         if not isinstance(found, answer):
             raise CallFailed(f"{method}: the worker process answered {type(found).__name__}")
         self._sound = True

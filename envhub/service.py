@@ -22,6 +22,7 @@ from broker.jetstream import Delivery
 from broker.process import Member, Stop, join
 from broker.runspec import section
 from broker.streams import EVALTICKETS, TICKETS, Stream
+from broker.workers.fault import Traces
 from envhub.assignment import assignment, task
 from envhub.calls import Calls
 from envhub.config import EnvhubSection
@@ -77,6 +78,7 @@ class Hub:
         self.tally = Tally()
         self.turnstile = Turnstile(self.slots)
         self.outbox = Outbox(member, self.tally)
+        self._traces = Traces()
         self._in_hand: dict[str, InHand] = {}
         self._addresses: set[str] = set()
 
@@ -242,9 +244,11 @@ class Hub:
         if self._in_hand.get(key) is not held:
             return
         self.tally.failures += 1
-        log.warning("domain %s, %s episode %d failed: %s", held.domain.name, key, episode, error.detail)
         held.tasks.pop(episode, None)
-        self._perform(self.slots.failed(key, episode, error.kind, error.detail))
+        actions = self.slots.failed(key, episode, error.kind, error.detail)
+        what = f"domain {held.domain.name}, {key} episode {episode} failed: {error.detail}"
+        self._traces.say(log, "; ".join(filter(None, (what, self.slots.what_next(key, episode, actions)))), error.trace)
+        self._perform(actions)
 
     # -- what others see
 

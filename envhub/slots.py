@@ -136,6 +136,14 @@ class Slots:
         """Keys of the groups in hand, oldest first."""
         return list(self._groups)
 
+    def what_next(self, key: str, episode: int, actions: list[Action]) -> str:
+        """For the log, what ``failed`` led to where it cost nothing but time; what ends a ticket has a line of its own."""
+        if any(isinstance(action, HandBack) and action.key == key for action in actions):
+            return "its ticket goes back to the queue and will be played again"
+        group = self._groups.get(key)
+        again = group is not None and (episode in group.running or any(entry[:2] == (key, episode) for entry in self._queue))
+        return "the episode starts again" if again else ""
+
     # -- room for more
 
     def reserve(self, group_size: int, limit: int) -> int:

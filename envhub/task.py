@@ -12,11 +12,11 @@ from envhub.slots import FailureKind
 
 
 class EpisodeFailed(RlearnerError):
-    """The episode came to nothing, through no fault of the policy; it is never scored."""
+    """The episode came to nothing, through no fault of the policy; it is never scored. ``trace``: what was raised, for the log."""
 
-    def __init__(self, kind: FailureKind, detail: str) -> None:
+    def __init__(self, kind: FailureKind, detail: str, trace: str = "") -> None:
         super().__init__(detail)
-        self.kind, self.detail = kind, detail
+        self.kind, self.detail, self.trace = kind, detail, trace
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from collections.abc import Awaitable
 from typing import Any
 
 from broker.workers import line
+from broker.workers.fault import trace
 from broker.workers.limits import Allowance
 from envhub import protocol, returned
 from envhub.calls import raised
@@ -48,7 +49,7 @@ class Worker:
         except returned.Malformed as error:
             return protocol.Failed(line.clean(str(error)))
         except BaseException as error:  # noqa: BLE001 - someone else's code, which may raise anything
-            return protocol.Failed(raised(method, error))
+            return protocol.Failed(raised(method, error), trace(error))
 
     def _call(self, method: str, *args: Any) -> Any:
         result = getattr(self._environment, method)(*args)

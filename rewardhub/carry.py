@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 import msgspec
 
 from broker import wire
 from broker.config import DomainSection, Reward
+from broker.workers.fault import Traces
 from rewardhub.routing import Action, Ask, Close, Forward, Scoring, refusal, sample_of
 from rewardhub.scorers import Scorers
 from rewardhub.workers import NoWorker, ScoreFailed
 
 log = logging.getLogger(__name__)
+_traces: Final = Traces()  # of this process
 
 
 async def carry_out(scoring: Scoring, rewards: Sequence[Reward], scorers: Scorers) -> Forward | Close:
@@ -67,6 +70,6 @@ async def _ask(scoring: Scoring, ask: Ask, reward: Reward, scorers: Scorers) -> 
     try:
         value = await scorers.score(reward, sample_of(group, group.trajectories[ask.trajectory]))
     except ScoreFailed as error:
-        log.warning("ticket %d: %s", group.ticket, error)
+        _traces.say(log, f"ticket {group.ticket}: {error}", error.trace)
         return scoring.failed(ask, str(error), retry=error.retry)
     return scoring.scored(ask, value)

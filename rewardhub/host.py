@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 from broker.errors import RlearnerError
-from broker.workers import limits, line
+from broker.workers import fault, limits, line
 from rewardhub import protocol
 from rewardhub.rewards import function
 from rewardhub.rewards.base import NoScore, check_scored
@@ -56,7 +56,7 @@ class Host:
         except (RlearnerError, NoScore) as error:
             return protocol.Failed(line.clean(f"{what.name}: {error}"), retry=False)
         except Exception as error:  # noqa: BLE001 - whatever a library raises is an answer; it must not end the others' scores
-            return protocol.Failed(f"{what.name}: {type(error).__name__}: {line.said(error)}", retry=True)
+            return protocol.Failed(f"{what.name}: {fault.told(error)}", retry=True, trace=fault.trace(error))
 
     async def _load(self, what: protocol.Load) -> None:
         self._score = await asyncio.to_thread(function.load, what.name, what.args)  # a model takes a while; the line stays alive

@@ -38,6 +38,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     detail: str
     retry: bool
     spent: bool = False  # as in Done
+    trace: str = ""  # of what the reward raised, for the hub's log
 
 
 # ------------------------------------------------------------------------ a hub and a process that scores many at once

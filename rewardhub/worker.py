@@ -13,7 +13,7 @@ from contextlib import closing
 import msgspec
 
 from broker.errors import ConfigError
-from broker.workers import limits, line
+from broker.workers import fault, limits, line
 from rewardhub import protocol
 from rewardhub.rewards import function
 from rewardhub.rewards.base import NoScore, Sample, Scored, check_scored
@@ -47,7 +47,7 @@ class Worker:
             return protocol.Failed(line.clean(f"{request.name}: {error}"), retry=False)
         except BaseException as error:  # noqa: BLE001 - code of the user's may raise anything, and it must not end the hub
             spent = isinstance(error, MemoryError) or (self._allowance is not None and self._allowance.spent())
-            return protocol.Failed(f"{request.name}: {type(error).__name__}: {line.said(error)}", retry=True, spent=spent)
+            return protocol.Failed(f"{request.name}: {fault.told(error)}", retry=True, spent=spent, trace=fault.trace(error))
 
     def _reward(self, name: str, args: dict[str, object]) -> function.Score:
         key = json.dumps([name, args], sort_keys=True)

@@ -27,11 +27,11 @@ WATCH_EVERY_S: Final = 0.5
 
 
 class ScoreFailed(RlearnerError):
-    """No score. ``retry``: another try may go better."""
+    """No score. ``retry``: another try may go better. ``trace``: what the reward raised, for the log."""
 
-    def __init__(self, detail: str, *, retry: bool) -> None:
+    def __init__(self, detail: str, *, retry: bool, trace: str = "") -> None:
         super().__init__(detail)
-        self.retry = retry
+        self.retry, self.trace = retry, trace
 
 
 class NoWorker(RlearnerError):
@@ -233,7 +233,7 @@ def scored(answer: protocol.Done | protocol.Failed) -> Scored:
         ScoreFailed: there is no value.
     """
     if isinstance(answer, protocol.Failed):
-        raise ScoreFailed(answer.detail, retry=answer.retry)
+        raise ScoreFailed(answer.detail, retry=answer.retry, trace=answer.trace)
     if answer.value is None:
         raise ScoreFailed("the worker process answered without a value", retry=True)
     return Scored(answer.value, answer.notes)

@@ -93,7 +93,7 @@ def _result(args: AgentArgs, session: Session, ended: program.Ended) -> Result:
         if session.failed:
             raise EpisodeFailed("generate", f"{error} ({session.failed})") from None
         if session.refused is None:
-            raise EpisodeFailed("env", str(error)) from None
+            raise EpisodeFailed("env", str(error), error.trace) from None
         result = Result(None if args.reward == "none" else 0.0)
     if not session.record.samples:
         if session.failed:

@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
+from broker.workers.fault import MAX_TRACE_CHARS
+
 Source = Literal["result", "exit", "none"]
 
 KNOWN: Final = ("reward", "success", "response", "metrics")
@@ -15,7 +17,11 @@ MAX_RESPONSE_CHARS: Final = 1 << 20
 
 
 class BadResult(ValueError):
-    """The program ended without a result that can be used; says why."""
+    """The program ended without a result that can be used; says why. ``trace``: its traceback, where it is in Python."""
+
+    def __init__(self, detail: str, trace: str = "") -> None:
+        super().__init__(detail)
+        self.trace = trace
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,7 @@ def read(source: Source, status: int, stdout: str, stderr: str) -> Result:
         BadResult: it crashed, or what it printed is no result.
     """
     if status and not (source == "exit" and status == 1):
-        raise BadResult(f"the agent {_how(status)}{_last(stderr)}")
+        raise BadResult(f"the agent {_how(status)}{_last(stderr)}", _trace(stderr))
     line = next((line for line in reversed(stdout.splitlines()) if line.strip()), "").strip()
     if source == "result":
         return _result(line)
@@ -65,6 +71,12 @@ def _how(status: int) -> str:
 def _last(stderr: str) -> str:
     line = next((line for line in reversed(stderr.splitlines()) if line.strip()), "")
     return f": {' '.join(line.split())[:300]}" if line else ""
+
+
+def _trace(stderr: str) -> str:
+    """The last traceback of a program in Python, for the log; empty for any other."""
+    start = stderr.rfind("Traceback (most recent call last)")
+    return stderr[start:].rstrip()[-MAX_TRACE_CHARS:] if start >= 0 else ""
 
 
 def _object(line: str) -> dict[str, Any]:

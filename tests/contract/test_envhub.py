@@ -219,7 +219,7 @@ async def test_a_run_that_is_stopped_ends_the_hub_at_once(world: World) -> None:
     assert await asyncio.to_thread(child.wait, 100) == 0
 
 
-async def test_bad_environments_cost_only_their_own_tickets(world: World) -> None:
+async def test_bad_environments_cost_only_their_own_tickets(world: World, caplog: pytest.LogCaptureFixture) -> None:
     domains = {"hangs": count(trouble="hang in step", seconds=30), "raises": count(trouble="raise in reset"), "lake": LAKE}
     await world.publish_spec(domains, sections={"envhub": {"step_timeout_s": 1.0, "max_retries": 1}})
     await world.server()
@@ -230,8 +230,12 @@ async def test_bad_environments_cost_only_their_own_tickets(world: World) -> Non
     async with world.hub("--n", "4"):
         records = {record.ticket: record for record in await world.records(5)}
     assert (records[1].reason, records[1].detail) == ("env_error", "episode 0, attempt 2: step did not return within 1 s")
-    assert (records[2].reason, records[2].detail) == ("env_error", "episode 0, attempt 2: reset raised ValueError: broken in reset")
+    broken = "ValueError: broken in reset (envhub_kit.py:88 in _trouble)"
+    assert (records[2].reason, records[2].detail) == ("env_error", f"episode 0, attempt 2: reset raised {broken}")
     assert all(isinstance(records[n], wire.Group) for n in (3, 4, 5))
+    failures = [record for record in caplog.records if f"reset raised {broken}" in record.getMessage() and "failed" in record.getMessage()]
+    assert [record.getMessage().endswith("; the episode starts again") for record in failures] == [True, False]
+    assert [vars(record).get("traceback", "").count("Traceback") for record in failures] == [1, 0]  # each only once
 
 
 async def test_a_server_that_goes_is_replaced_and_costs_nothing(world: World) -> None:

@@ -22,10 +22,10 @@ from broker.streams import DEAD, SAMPLES
 UNIT = Path(__file__).parents[1] / "unit"
 FAULTS = {
     "sleeps": "step did not return within 2 s",
-    "raises": "step raised ValueError: broken in two lines",
+    "raises": "step raised ValueError: broken in two lines (envhub_bad.py:94 in _raises)",
     "aborts in reset": "reset: the worker process died by SIGABRT",
     "reads_nowhere": "step: the worker process died by SIGSEGV",
-    "leaks": "step raised MemoryError: ",
+    "leaks": "step raised MemoryError",
     "returns_nan": "step returned reward nan; it must be finite",
     "returns_ten_megabytes": "step returned an Observation whose text has 10000000 bytes, the limit is 1048576",
     "returns_text_done": "step returned done str 'False', not True or False",

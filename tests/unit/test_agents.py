@@ -203,6 +203,7 @@ async def test_a_policy_that_uses_up_its_calls_or_its_context_is_judged_and_not_
 async def test_a_program_that_fails_is_an_episode_that_failed(play: Play, name: str, detail: str) -> None:
     failed = await fails(play, name)
     assert (failed.kind, failed.detail) == ("env", detail)
+    assert failed.trace.endswith("in raises\n    raise KeyError(\"no such thing\")\nKeyError: 'no such thing'") == (name == "raises")
 
 
 async def test_a_policy_that_cannot_be_had_is_nobodys_fault_here(play: Play) -> None:

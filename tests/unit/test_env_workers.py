@@ -92,8 +92,8 @@ FAULTS = {
     "sleeps": f"step {LATE}",
     "spins in reset": f"reset {LATE}",
     "ignores_signals in reset": f"reset {LATE}",
-    "raises": "step raised ValueError: broken in two lines",
-    "exits in reset": "reset raised SystemExit: 3",
+    "raises": "step raised ValueError: broken in two lines (envhub_bad.py:94 in _raises)",
+    "exits in reset": "reset raised SystemExit: 3 (envhub_bad.py:97 in _exits)",
     "leaves": "step: the worker process ended with exit code 7",
     "aborts in reset": "reset: the worker process died by SIGABRT",
     "reads_nowhere": "step: the worker process died by SIGSEGV",
@@ -156,7 +156,7 @@ async def test_memory_is_limited_in_it_and_counted_over_all_that_it_started(crew
     crew.calls = Calls(20.0)
     chosen = bad("leaks", "leaks_through_children")
     alone, with_children = await asyncio.gather(fails(crew, chosen, 0), fails(crew, chosen, 1))
-    assert alone == "step raised MemoryError: "
+    assert alone.startswith("step raised MemoryError")
     assert with_children.startswith("step: the worker process was killed: it took ")
     assert with_children.endswith(f"MiB, the limit is {MEMORY_MIB}")
     assert crew.nurseries.num_died == 1

@@ -52,8 +52,8 @@ def test_coroutines_share_one_loop() -> None:
 @pytest.mark.parametrize(
     ("name", "detail", "retry"),
     [
-        ("raises", "KeyError: 'no such thing'", True),
-        ("exits", "SystemExit: 3", True),
+        ("raises", "KeyError: 'no such thing' (reward_functions.py:38 in raises)", True),
+        ("exits", "SystemExit: 3 (reward_functions.py:42 in exits)", True),
         ("nan", "the reward must be finite, got nan", False),
         ("nothing", "the reward must be a number, got NoneType None", False),
         ("text", "the reward must be a number, got str '1.0'", False),
@@ -61,7 +61,10 @@ def test_coroutines_share_one_loop() -> None:
     ],
 )
 def test_what_is_no_number_is_said_plainly(name: str, detail: str, retry: bool) -> None:
-    assert answer(name) == protocol.Failed(f"{HERE}:{name}: {detail}", retry)
+    found = answer(name)
+    assert isinstance(found, protocol.Failed)
+    assert (found.detail, found.retry) == (f"{HERE}:{name}: {detail}", retry)
+    assert ("Traceback" in found.trace) == retry  # for the hub's log
 
 
 def test_values() -> None:

@@ -68,8 +68,8 @@ async def test_math_answers_in_a_worker(workers: Workers) -> None:
     [
         ("hangs", "hangs: no score within 1 s", 1),
         ("crashes", "crashes: the worker process died by SIGABRT", 1),
-        ("raises", "raises: KeyError: 'no such thing'", 0),
-        ("exits", "exits: SystemExit: 3", 0),
+        ("raises", r"raises: KeyError: 'no such thing' \(reward_functions.py:38 in raises\)", 0),
+        ("exits", r"exits: SystemExit: 3 \(reward_functions.py:42 in exits\)", 0),
     ],
 )
 async def test_a_bad_reward_costs_only_itself(workers: Workers, name: str, detail: str, killed: int) -> None:
@@ -94,11 +94,11 @@ async def test_a_number_that_is_none_is_not_worth_another_try(workers: Workers) 
 
 async def test_each_fault_says_what_it_was(workers: Workers) -> None:
     faults = {
-        "interrupts": "interrupts: KeyboardInterrupt: $",
+        "interrupts": r"interrupts: KeyboardInterrupt \(reward_functions.py:150 in interrupts\)$",
         "reads_nowhere": "reads_nowhere: the worker process died by SIGSEGV$",
         "ignores_signals": "ignores_signals: no score within 1 s$",
-        "says_nothing_printable": r"says_nothing_printable: ValueError: a\?b$",
-        "leaks": "leaks: MemoryError: $",
+        "says_nothing_printable": r"says_nothing_printable: ValueError: a\?b \(reward_functions.py:158 in says_nothing_printable\)$",
+        "leaks": r"leaks: MemoryError \(reward_functions.py:110 in leaks\)$",
     }
     refusals = {
         "ten_megabytes": r"the reward must be a number, got str 'x+\.\.\.$",

@@ -64,6 +64,20 @@ def test_the_kind_of_failure_decides_how_the_ticket_ends() -> None:
     assert end("fatal") == Close("a", "env_error", "episode 0, attempt 1: x")
 
 
+def test_the_log_says_what_a_failure_leads_to() -> None:
+    def after(kind: str, times: int, min_size: int = 2) -> list[str]:
+        slots, said = Slots(1, max_retries=1), []
+        slots.offer(job(size=2, least=min_size), 0.0)
+        for _ in range(times):
+            actions = slots.failed("a", 0, kind, "x")  # type: ignore[arg-type]
+            said.append(slots.what_next("a", 0, actions))
+        return said
+
+    assert after("generate", 2) == ["the episode starts again", "its ticket goes back to the queue and will be played again"]
+    assert after("env", 2) == ["the episode starts again", ""]  # its closing is logged
+    assert after("env", 2, min_size=1) == ["the episode starts again", ""]  # the group does without it
+
+
 def test_fatal_is_not_tried_again() -> None:
     slots = Slots(1, max_retries=5)
     slots.offer(job(size=1), 0.0)
