@@ -53,6 +53,7 @@ class Book:
         self._idle: dict[str, float] = {}  # rollout server -> share of the last second without work
         self._depths = {f"queue/{stream.name}/depth": 0.0 for stream in (*QUEUES, SAMPLES)}
         self.newest: dict[str, float] = {}  # the numbers of the newest line
+        self.failure: dict[str, str] = {}  # of the newest group that came to nothing: what, and who gave it up
 
     def services(self) -> list[Coroutine[Any, Any, None]]:
         """What looks at the fleet, each until cancelled."""

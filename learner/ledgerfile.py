@@ -234,6 +234,27 @@ def kept_lines(lines: Sequence[Line], ledger: Ledger) -> list[Line]:
     return [Line(state="unrecorded", step=s.version, seq=s.position, counts=ledger.counts())]
 
 
+def tally(lines: Sequence[Line]) -> tuple[dict[str, int], dict[str, int]]:
+    """What became of all tickets up to the file's end, as the ledger counts it, and of the dead ones why.
+
+    A boundary holds the ledger's own counts; the lines behind the last one say what came since.
+    """
+    counts = dict.fromkeys(("issued", *FINAL, "open", "duplicate", "unknown"), 0)
+    reasons: dict[str, int] = {}
+    for line in lines:
+        if line.counts:
+            counts |= line.counts
+        elif line.state in counts:
+            counts[line.state] += 1
+            if line.state in FINAL:
+                counts["open"] -= 1
+            elif line.state == "issued":
+                counts["open"] += 1
+        if line.state == "dead":
+            reasons[line.reason] = reasons.get(line.reason, 0) + 1
+    return counts if lines else {}, reasons
+
+
 def encode(lines: Sequence[Line]) -> bytes:
     """Whole lines, as the file holds them."""
     return b"".join(_ENCODER.encode(line) + b"\n" for line in lines)

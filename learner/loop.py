@@ -16,6 +16,7 @@ from broker.streams import SAMPLES
 from learner.book import Book
 from learner.consumer import Consumer
 from learner.evaluator import Evaluator
+from learner.intake import Intake
 from learner.ledger import Action, Forget, Issue, Ledger
 from learner.records import Records
 from learner.recovery import Resumed
@@ -117,6 +118,8 @@ class Loop:
             log.warning("record %d of the samples log: %s", entry.seq, read.problem)
             await self._bus.dead_letter(SAMPLES, seq=entry.seq, ticket=entry.ticket, reason=read.problem, data=entry.data)
         await self._records.consumed(entry, read, actions)
+        if any(isinstance(action, Forget) and action.outcome == "dead" for action in actions):
+            self._show_failure(entry, read)
         if isinstance(entry.message, wire.Closed) and any(isinstance(action, Forget) for action in actions):
             self._say_closed(entry.message)
         self._perform(actions)
@@ -127,6 +130,13 @@ class Loop:
             if isinstance(action, Issue):
                 self._issuer.put(action.ticket)
         self._consumer.perform(actions)
+
+    def _show_failure(self, entry: LogRecord, read: Intake) -> None:
+        """For the live view."""
+        if isinstance(closed := entry.message, wire.Closed):
+            self._book.failure = {"failure": f"{closed.reason}: {closed.detail}", "failed_by": closed.by}
+        else:
+            self._book.failure = {"failure": f"malformed: {read.problem}", "failed_by": self._bus.name}
 
     def _say_closed(self, closed: wire.Closed) -> None:
         """The first, the tenth, the hundredth … of each reason: enough to notice, not enough to drown in."""

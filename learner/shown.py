@@ -12,6 +12,7 @@ from broker import wire
 from broker.process import Stop
 from learner.book import Book
 from learner.ledger import Ledger
+from learner.metrics import count_tickets
 
 log = logging.getLogger(__name__)
 
@@ -56,12 +57,12 @@ class Shown:
         )
 
     def values(self) -> dict[str, float]:
-        """The newest line, again and again, for those who begin to watch late."""
-        return self.book.newest if self.book else {}
+        """The newest line, again and again, for those who begin to watch late; what became of tickets as it is now."""
+        return (self.book.newest if self.book else {}) | (count_tickets(self.ledger) if self.ledger else {})
 
     def text(self) -> dict[str, str]:
         """What goes with it."""
-        return {"phase": self.phase}
+        return {"phase": self.phase} | (self.book.failure if self.book else {})
 
     def say(self, phase: str) -> None:
         """Tell people what is going on; from any thread."""

@@ -39,13 +39,14 @@ def on_disk(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     rows = read_lines(folder / "metrics.jsonl")
     last = rows[-1] if rows else {}
     lines, problem = ledgerfile.read(folder / ledgerfile.NAME)
-    boundary = next((line for line in reversed(lines) if line.state == "boundary"), None)
+    counts, dead = ledgerfile.tally(lines)
     return {
         "step": last.get("step", 0),
         "steps": config["train"]["steps"],
         "step_at": last.get("time"),
         "figures": {name: last[name] for name in SHOWN if name in last},
-        "tickets": {name: boundary.counts[name] for name in TICKETS if name in boundary.counts} if boundary else {},
+        "tickets": {name: counts[name] for name in TICKETS if name in counts},
+        "dead": dead,
         "ledger_file": problem or ("ok" if lines else "none yet"),
         "checkpoints": [_step_of(path) for path in checkpoint.found(folder / "checkpoints")],
     }
@@ -108,6 +109,8 @@ def text_of(found: Mapping[str, Any], now: float) -> list[str]:
         reason = f" ({found['reason']})" if found["reason"] else ""
         lines.append(f"  broker       {found['broker']}, wants it {found['desired']}{reason}, epoch {found['epoch']}")
     lines.append(f"  tickets      {', '.join(f'{name} {count}' for name, count in found['tickets'].items()) or 'none yet'}")
+    if found["dead"]:
+        lines.append(f"  dead         {', '.join(f'{reason} {count}' for reason, count in sorted(found['dead'].items()))}")
     lines.append(f"  figures      {', '.join(f'{name} {value:.4g}' for name, value in found['figures'].items()) or 'none yet'}")
     lines.append(
         f"  checkpoints  {', '.join(str(step) for step in found['checkpoints']) or 'none yet'}; ledger file: {found['ledger_file']}"

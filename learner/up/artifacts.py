@@ -4,34 +4,62 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from learner import ledgerfile
 from learner.metrics import read_lines
 from learner.up.board import duration
+from learner.up.failures import NO_FAULT, by_reason
 
 Row = dict[str, Any]
 
 
-def finish(folder: Path, seconds: float, cpu_s: dict[str, float]) -> None:
-    """Draw what can be drawn from a run's folder, and say what happened and what to do next."""
+def finish(folder: Path, seconds: float, cpu_s: dict[str, float], arguments: list[str], steps: int) -> None:
+    """Draw what can be drawn from a run's folder, and say what happened and what to do next.
+
+    Args:
+        arguments: with which ``rlearner up`` goes on with the run: the file and the overrides, ``run.name`` among them.
+        steps: of the whole run.
+    """
+    resume = f"  go on with this run: rlearner up {shlex.join(arguments)}"
+    failed = failures_of(folder)
     lines = read_lines(folder / "metrics.jsonl")
     if not lines:
-        print(f"stopped before the first step; logs are in {folder / 'logs'}")
+        print("\n".join([f"stopped before the first step; logs are in {folder / 'logs'}", *failed, "", "next:", resume]))
         return
     made = [draw_rewards(lines, folder / "reward.png"), *render_before_and_after(folder)]
-    print("\n".join(summary(folder, lines, [path for path in made if path], seconds, cpu_s)))
+    after = [resume] if lines[-1]["step"] < steps else []
+    print("\n".join(summary(folder, lines, [path for path in made if path], seconds, cpu_s, failed, after)))
 
 
-def summary(folder: Path, lines: list[Row], made: list[Path], seconds: float, cpu_s: dict[str, float]) -> list[str]:
+def failures_of(folder: Path) -> list[str]:
+    """One line that counts the groups of the run that came to nothing, none when all went well."""
+    _, dead = ledgerfile.tally(ledgerfile.read(folder / ledgerfile.NAME)[0])
+    failed = {reason: count for reason, count in dead.items() if reason not in NO_FAULT}
+    return [f"failed groups: {by_reason(failed)}; see {folder / 'logs'}, or rlearner trace {folder} TICKET"] if failed else []
+
+
+def summary(
+    folder: Path,
+    lines: list[Row],
+    made: list[Path],
+    seconds: float,
+    cpu_s: dict[str, float],
+    failed: list[str],
+    resume: list[str],
+) -> list[str]:
     """The closing words.
 
     Args:
         made: the pictures.
         seconds: from the start of the broker on.
         cpu_s: processor seconds by process.
+        failed: what ``failures_of`` says.
+        resume: how to go on, of a run that is not done.
     """
     last = lines[-1]
     measured = [(line.get("eval/step", line["step"]), line["eval/success_rate"]) for line in lines if "eval/success_rate" in line]
@@ -42,10 +70,10 @@ def summary(folder: Path, lines: list[Row], made: list[Path], seconds: float, cp
     counts = " + ".join(f"{last.get(f'ticket/{name}', 0):.0f} {name}" for name in ("trained", "filtered", "dropped", "dead", "open"))
     total = sum(cpu_s.values()) or 1.0
     words.append("processor time: " + ", ".join(f"{name} {used:.1f} s ({used / total:.1%})" for name, used in cpu_s.items()))
-    words += [f"tickets: {last.get('ticket/issued', 0):.0f} issued = {counts}", ""]
+    words += [f"tickets: {last.get('ticket/issued', 0):.0f} issued = {counts}", *failed, ""]
     newest = max((folder / "checkpoints").glob("step-*"), default=None)
     words += [f"  {path}" for path in [folder / "metrics.jsonl", *made, *([newest] if newest else [])]]
-    words += ["", "next:", f"  tensorboard --logdir {folder / 'tensorboard'}"]
+    words += ["", "next:", *resume, f"  tensorboard --logdir {folder / 'tensorboard'}"]
     if newest:
         words.append(f"  python -c \"from transformers import AutoModelForCausalLM as M; print(M.from_pretrained('{newest}'))\"")
     words.append("  change a setting: rlearner up <the same file> algorithm.clip_high=0.28 train.max_staleness=4")

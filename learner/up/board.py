@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from broker import wire
+from learner.up.failures import Failures
 
 SPARKS = "▁▂▃▄▅▆▇█"
 
@@ -43,6 +44,7 @@ class Board:
     baselines: dict[str, float] = field(default_factory=dict)  # policy to success rate
     processes: dict[str, wire.Presence] = field(default_factory=dict)
     live: dict[str, wire.Metrics] = field(default_factory=dict)  # newest metrics of each process
+    failures: Failures = field(default_factory=Failures)
     first_step_at: tuple[float, int] | None = None  # (monotonic seconds, step)
     last_step_at: float = 0.0
 
@@ -53,6 +55,7 @@ class Board:
             return False
         self.phase = metrics.text.get("phase", self.phase)
         values = metrics.values
+        self.failures.take(values, metrics.text)
         step = int(values.get("step", 0))
         if step <= self.step or "reward/mean" not in values:
             return False
@@ -93,6 +96,8 @@ class Board:
         ]
         if "eval/success_rate" in self.line:
             parts.append(f"eval success {self.line['eval/success_rate']:.3f}")
+        if self.failures.total:
+            parts.append(f"failed groups {self.failures.total}")
         eta = self.eta_s()
         if eta is not None:
             parts.append(f"eta {duration(eta)}")

@@ -50,13 +50,16 @@ async def up(config: dict[str, Any], arguments: list[str], stop: Stop) -> None:
     run, folder = config["run"]["name"], Path(config["run"]["dir"]) / config["run"]["name"]
     settings = section(config, "broker", BrokerSection)
     make_folder(folder)
+    logs = folder / "logs"
     made, steps = newest(folder / "checkpoints"), section(config, "train", TrainSection).steps
     if made is not None and made.step == steps:
         print(nothing_left(run, steps), flush=True)
+        return
+    print(f"run {run}, logs in {logs}", flush=True)
     started = time.monotonic()
     store, most_gib = str(folder / "broker"), settings.store_max_gib
     with BrokerServer(store, sync_always=settings.sync_always, store_max_gib=most_gib, num_procs=1) as broker:
-        fleet = Fleet(folder / "logs", {"RL_BROKER": broker.url, "RL_RUN": run})
+        fleet = Fleet(logs, {"RL_BROKER": broker.url, "RL_RUN": run})
         try:
             learner = fleet.add("learner", "learner.cli", ["start", *arguments])
             fleet.add("rollout-server", "rollout.cli", ["--id", "rollout-1"])
@@ -74,7 +77,7 @@ async def up(config: dict[str, Any], arguments: list[str], stop: Stop) -> None:
         finally:
             await asyncio.to_thread(fleet.stop, ("learner",), patience_s=LEARNER_PATIENCE_S if stop.asked.is_set() else 10.0)
     fleet.raise_for_failures()
-    finish(folder, time.monotonic() - started, used)
+    finish(folder, time.monotonic() - started, used, arguments, steps)
 
 
 async def _show(config: dict[str, Any], broker: BrokerServer, fleet: Fleet, learner: Child, stop: Stop) -> None:
@@ -99,12 +102,14 @@ async def _show(config: dict[str, Any], broker: BrokerServer, fleet: Fleet, lear
                 events += happened
                 board.see(p for role in ("learner", "rollout", "envhub", "rewardhub") for p in roster.alive(role))
                 if live is not None:
-                    live.update(screen(board, events))
+                    live.update(screen(board, events, fleet.logs))
                     continue
                 lines = [steps.get_nowait() for _ in range(steps.qsize())]
                 if board.phase != phase and not board.step:
                     phase = board.phase
                     lines.append(phase)
+                if news := board.failures.news(time.monotonic(), fleet.logs):
+                    lines.append(news)
                 for line in [*happened, *lines]:
                     print(f"{time.strftime('%H:%M:%S')}  {line}", flush=True)
         listening.cancel()

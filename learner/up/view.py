@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -14,10 +16,10 @@ from learner.up.board import Board, duration, sparkline
 STATE_COLOUR = {"serving": "green", "starting": "yellow", "draining": "yellow", "failed": "red"}
 
 
-def screen(board: Board, events: list[str]) -> RenderableType:
-    """The whole screen."""
+def screen(board: Board, events: list[str], logs: Path) -> RenderableType:
+    """The whole screen. ``logs``: where those of the processes are."""
     return Panel(
-        Group(progress(board), figures(board), health(board), *(Text(line, style="dim") for line in events[-4:])),
+        Group(progress(board), *trouble(board, logs), figures(board), health(board), *(Text(line, style="dim") for line in events[-4:])),
         title=f"rlearner  {board.run}",
         subtitle="Ctrl-C stops everything cleanly",
         border_style="cyan",
@@ -33,6 +35,13 @@ def progress(board: Board) -> RenderableType:
     label = f"step {board.step}/{board.total_steps}" if board.step else board.phase
     row.add_row(ProgressBar(total=board.total_steps, completed=board.step), label + (f"  eta {duration(eta)}" if eta is not None else ""))
     return row
+
+
+def trouble(board: Board, logs: Path) -> list[RenderableType]:
+    """Groups that failed, as long as the run lasts: red until something is trained after the newest."""
+    if not board.failures.total:
+        return []
+    return [Text(board.failures.line(logs), style="bold red" if board.failures.stuck else "yellow")]
 
 
 def figures(board: Board) -> RenderableType:

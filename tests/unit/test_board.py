@@ -1,12 +1,16 @@
 """What the live view folds out of messages."""
 
 import math
+from pathlib import Path
 
 from rich.console import Console
 
 from broker import wire
 from learner.up.board import Board, duration, sparkline
+from learner.up.failures import Failures, by_reason, shortened
 from learner.up.view import screen
+
+LOGS = Path("runs/r/logs")
 
 
 def line(step: int, reward: float, **more: float) -> wire.Metrics:
@@ -57,8 +61,48 @@ def test_the_screen_names_every_process() -> None:
         [wire.Presence(role="rollout", id="r1", host="h", pid=42, state="serving", engine="hf", policy_version=2, slots=8, running=3)]
     )
     console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(screen(board, ["envhub died"]))
+    console.print(screen(board, ["envhub died"], LOGS))
     shown = console.export_text()
     console.file.close()
     for expected in ("demo", "step 2/4", "rollout r1", "serving", "42", "3/8", "tickets 3", "envhub died", "0.500"):
         assert expected in shown, expected
+
+
+def failing(trained: int, **closed: int) -> wire.Metrics:
+    values = {"ticket/trained": float(trained), **{f"ticket/closed_{reason}": float(count) for reason, count in closed.items()}}
+    text = {"phase": "training", "failure": "reward_error: episode 0: KeyError: 'x' (bad.py:7 in f)", "failed_by": "rewardhub-1"}
+    return wire.Metrics(role="learner", id="l", time=0.0, values=values, text=text)
+
+
+def test_failed_groups_are_told_at_the_first_at_twice_as_many_and_every_minute_in_which_none_is_trained() -> None:
+    board = Board("r", total_steps=4)
+    told = []
+    for now, metrics in enumerate([failing(0, late=9)] + [failing(0, reward_error=count) for count in (1, 1, 2, 3, 4, 5, 12, 13)]):
+        board.take(metrics, float(now))
+        told.append(board.failures.news(float(now), LOGS).partition(" ")[0])
+    assert told == ["", "1", "", "2", "", "4", "", "12", ""]
+    assert board.failures.news(66.9, LOGS) == ""
+    last = "last: reward_error: episode 0: KeyError: 'x' (bad.py:7 in f), see runs/r/logs/rewardhub.log"
+    assert board.failures.news(67.0, LOGS) == f"13 groups failed so far, none trained yet; {last}"
+    board.take(failing(4, reward_error=13, env_error=1), 68.0)
+    assert board.failures.news(200.0, LOGS).startswith("14 groups failed so far, 4 trained; last: ")
+    board.take(failing(8, reward_error=13, env_error=1), 201.0)
+    assert (board.failures.stuck, board.failures.news(400.0, LOGS)) == (False, "")
+    board.take(line(1, 0.5), 402.0)
+    assert "failed groups 14" in board.plain()
+
+
+def test_the_screen_shows_failed_groups_as_long_as_the_run_lasts() -> None:
+    board = Board("r", total_steps=4)
+    board.take(failing(0, env_error=1), 0.0)
+    with open("/dev/null", "w") as nowhere:
+        console = Console(width=200, record=True, file=nowhere)
+        console.print(screen(board, [], LOGS))
+    shown = console.export_text()
+    assert "1 group failed so far, none trained yet; last: reward_error: episode 0: KeyError: 'x' (bad.py:7 in f), see runs/r/logs" in shown
+
+
+def test_failures_in_few_words() -> None:
+    assert by_reason({"env_error": 2, "reward_error": 33}) == "35 (reward_error 33, env_error 2)"
+    assert Failures().line(LOGS).endswith("see runs/r/logs/learner.log")
+    assert (len(shortened("a" * 1000)), shortened("a" * 400)) == (403, "a" * 400)

@@ -6,6 +6,7 @@ import errno
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 import run_folder_kit as kit
 
@@ -53,6 +54,19 @@ async def test_lines_by_hand(tmp_path: Path) -> None:
     ]
     assert (lines[0].domain, lines[1].task_index, lines[0].min_version) == ("lake", 1, 0)
     assert lines[8].digest == ledgerfile.digest(world.log[2].data) != ""
+
+
+async def test_a_tally_counts_on_from_the_last_boundary(tmp_path: Path) -> None:
+    await kit.World(tmp_path / "a", steps=2).learn()
+    lines, _ = ledgerfile.read(tmp_path / "a" / "ledger.jsonl")
+    bare = [msgspec.structs.replace(line, counts={}) for line in lines]
+    for number, line in enumerate(lines, start=1):
+        if line.state == "boundary":  # what was counted from the lines alone is what the ledger says
+            assert ledgerfile.tally(bare[:number])[0] == ledgerfile.tally(lines[:number])[0] == line.counts
+    counts, dead = ledgerfile.tally(lines[:14])  # behind the first boundary: seven issued, three ended
+    assert [counts[name] for name in ("issued", "trained", "dropped", "dead", "open", "duplicate")] == [7, 0, 1, 2, 4, 2]
+    assert dead == {"malformed": 1, "env_error": 1}
+    assert ledgerfile.tally([]) == ({}, {})
 
 
 async def test_the_same_bytes_however_often_it_dies(tmp_path: Path) -> None:

@@ -1,0 +1,65 @@
+"""What `rlearner up` says before it starts anything and after all has ended; the fleet itself is tested elsewhere."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import run_folder_kit as kit
+
+from broker.process import Stop
+from broker.runspec import load, validate
+from learner import checkpoint
+from learner.ledger import Ledger
+from learner.prepare import name_run
+from learner.up import artifacts
+from learner.up.artifacts import finish
+from learner.up.run import up
+
+ARGUMENTS = ["configs/quickstart.yaml", "train.steps=9", "run.name=a"]
+
+
+def written(folder: Path, step: int) -> None:
+    """A checkpoint of that step, without weights."""
+    ledger: dict[str, Any] = {**Ledger(kit.rules()).dump(), "version": step}
+    own = folder / "checkpoints" / checkpoint.name_of(step) / "learner"
+    own.mkdir(parents=True)
+    (own / "learner.json").write_text(json.dumps({"format": checkpoint.FORMAT, "step": step, "epoch": 1, "ledger": ledger}))
+
+
+def test_a_completed_run_is_told_so_and_nothing_is_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(tmp_path / "a", 3)
+    given = ["train.steps=3", f"run.dir={tmp_path}", "run.name=a"]
+    config = validate(name_run(load("configs/quickstart.yaml", given), "configs/quickstart.yaml"))
+    asyncio.run(up(config, ["configs/quickstart.yaml", *given], Stop()))
+    assert capsys.readouterr().out.splitlines() == [
+        "run a has completed its 3 steps: nothing is left to do; raise train.steps to go on, or choose another run.name"
+    ]
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["checkpoints"]
+
+
+def test_a_run_that_was_stopped_says_what_failed_and_how_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(artifacts, "draw_rewards", lambda *_: None)
+    folder = tmp_path / "a"
+    asyncio.run(kit.World(folder, steps=2).learn())
+    finish(folder, 5.0, {"learner": 1.0}, ARGUMENTS, 9)
+    said = capsys.readouterr().out.splitlines()
+    assert f"failed groups: 2 (env_error 1, malformed 1); see {folder / 'logs'}, or rlearner trace {folder} TICKET" in said
+    assert said[said.index("next:") + 1] == "  go on with this run: rlearner up configs/quickstart.yaml train.steps=9 run.name=a"
+    finish(folder, 5.0, {"learner": 1.0}, ARGUMENTS, 2)
+    assert "go on with this run" not in capsys.readouterr().out
+
+
+def test_before_the_first_step_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "ledger.jsonl").write_text('{"state":"issued","ticket":1}\n{"state":"dead","ticket":1,"seq":1,"reason":"reward_error"}\n')
+    finish(tmp_path, 5.0, {}, ["my run.yaml", "run.name=a"], 9)
+    assert capsys.readouterr().out.splitlines() == [
+        f"stopped before the first step; logs are in {tmp_path / 'logs'}",
+        f"failed groups: 1 (reward_error 1); see {tmp_path / 'logs'}, or rlearner trace {tmp_path} TICKET",
+        "",
+        "next:",
+        "  go on with this run: rlearner up 'my run.yaml' run.name=a",
+    ]
