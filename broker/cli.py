@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import os
 import sys
 from collections.abc import Awaitable, Callable, Sequence
@@ -18,6 +19,7 @@ from broker.process import Stop
 from broker.server import BrokerServer, Cluster
 
 LOOK_EVERY_S: Final = 0.5
+DEADLINE_S: Final = 2.0  # for a broker to answer an operator
 STATES: Final = get_args(get_type_hints(wire.DesiredState)["state"])
 
 Operation = Callable[[Bus, argparse.Namespace], Awaitable[None]]
@@ -75,9 +77,10 @@ def _add_operator_options(parser: argparse.ArgumentParser, operation: Operation)
     default = os.environ.get("RL_BROKER") or process.DEFAULT_BROKER
     parser.add_argument("--broker", metavar="URL", default=default, help="address of the broker (RL_BROKER, %(default)s)")
     parser.add_argument("--run", metavar="NAME", default=os.environ.get("RL_RUN") or None, help="which run (RL_RUN, else the only one)")
-    parser.add_argument("--connect-deadline", type=positive, default=10.0, metavar="SECONDS", help="give up after (%(default)s)")
+    parser.add_argument("--connect-deadline", type=positive, default=DEADLINE_S, metavar="SECONDS", help="give up after (%(default)s)")
 
     async def body(options: argparse.Namespace, stop: Stop) -> None:
+        logging.getLogger().setLevel("ERROR")  # what matters is printed
         working = asyncio.create_task(operate(options))
         asked = asyncio.create_task(stop.asked.wait())
         await asyncio.wait([working, asked], return_when=asyncio.FIRST_COMPLETED)
