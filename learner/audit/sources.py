@@ -49,14 +49,15 @@ def check_metrics(rows: Sequence[Mapping[str, Any]], tally: Tally, report: Repor
         trained.setdefault(line.step, []).append(line)
     for row in rows:
         step = int(row["step"])
-        if (end := tally.boundaries.get(step)) is None:
+        if step not in tally.boundaries:
             continue
-        wrong = [name for name in COUNTED if f"ticket/{name}" in row and int(row[f"ticket/{name}"]) != end.counts.get(name)]
-        if wrong and step < tally.version:  # of the newest step, the credit may have been opened again
-            report.fail(f"step {step}: metrics.jsonl and the ledger file disagree on {', '.join(wrong)}")
+        shown = {name: int(row[f"ticket/{name}"]) for name in COUNTED if f"ticket/{name}" in row}
+        wrong = [[name for name, count in shown.items() if count != counts.get(name)] for counts in tally.counts[step]]
+        if all(wrong):
+            report.fail(f"step {step}: metrics.jsonl and the ledger file disagree on {', '.join(wrong[-1])}")
         lag = max((step - 1 - line.oldest for line in trained.get(step, []) if line.oldest >= 0), default=0)
-        if (shown := row.get("staleness/max", 0.0)) > lag:  # smaller where the oldest tokens were not trained on
-            report.fail(f"step {step}: staleness/max is {shown:g} in metrics.jsonl, {lag} by the ledger file")
+        if (most := row.get("staleness/max", 0.0)) > lag:  # smaller where the oldest tokens were not trained on
+            report.fail(f"step {step}: staleness/max is {most:g} in metrics.jsonl, {lag} by the ledger file")
     report.notes.append(f"metrics.jsonl: {len(rows)} steps compared")
 
 

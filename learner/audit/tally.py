@@ -22,6 +22,7 @@ class Tally:
         ended: by ticket, every line that gave it a final state.
         records: by sequence, every line of a record that was consumed.
         boundaries: by step, the last line that ended it.
+        counts: by step, those of every line that ended it; each life that begins there opens the credit again.
         position: sequence of the newest record consumed.
     """
 
@@ -31,6 +32,7 @@ class Tally:
         self.ended: dict[int, list[Line]] = {}
         self.records: dict[int, list[Line]] = {}
         self.boundaries: dict[int, Line] = {}
+        self.counts: dict[int, list[Mapping[str, int]]] = {}
         self._report, self._checkpoints = report, checkpoints or {}
         self._sums: Counter[str] = Counter()
         self._previous: Line | None = None
@@ -90,6 +92,7 @@ class Tally:
     def _boundary(self, line: Line) -> None:
         report, previous = self._report, self._previous
         self._previous = self.boundaries[line.step] = line
+        self.counts.setdefault(line.step, []).append(line.counts)
         before = previous.step if previous else self._first_step
         if line.step not in (before, before + bool(previous)):
             report.fail(f"the ledger file has no end of step {before + bool(previous)} before that of step {line.step}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,19 @@ async def test_a_run_that_is_half_done(tmp_path: Path) -> None:
     with pytest.raises(kit.Killed):
         await world.learn(die_at=12)
     assert check(world, log=True, tap=True).ok
+
+
+async def test_a_completed_run_that_goes_further_is_right(tmp_path: Path) -> None:
+    """More steps open the credit of the last one again, behind its line in metrics.jsonl."""
+    world = await a_run(tmp_path)
+    for steps in (5, 7):
+        world.rules = replace(world.rules, steps=steps)
+        await world.learn()
+        assert check(world, log=True, tap=True).problems == []
+    lines = rows(world.folder / "metrics.jsonl")
+    wrong = json.loads(lines[3]) | {"ticket/issued": 13, "ticket/open": 1}  # neither before nor after the credit was opened again
+    put(world.folder / "metrics.jsonl", [*lines[:3], json.dumps(wrong), *lines[4:]])
+    assert check(world).problems == ["step 4: metrics.jsonl and the ledger file disagree on issued, open"]
 
 
 async def test_each_line_removed_or_doubled_fails(tmp_path: Path) -> None:
