@@ -55,6 +55,7 @@ class _Running:
     version: int
     members: tuple[str, ...]
     seen: set[str]  # members that were known to be there; who has just come may not be known yet
+    asked_again: bool = False  # one of them did, for the same version: it was started anew, without its end of the communicator
 
 
 class Membership:
@@ -104,6 +105,8 @@ class Membership:
             return [Refuse(join.server, f"superseded by version {self.version}")]
         if join.server in self._received:
             self._communicator = None  # it lost what it received, so maybe its end of the communicator too
+        if self._running is not None and self._running.version == join.version and join.server in self._running.members:
+            self._running.asked_again = True
         if not self._joins:
             self._gathering_since = now
         self._joins[join.server] = now
@@ -153,8 +156,7 @@ class Membership:
             failed: None when every member has its bytes; else the members to blame, as far as known.
         """
         assert self._running is not None, "no transfer is running"
-        asked_again = self._running.version == self.version and bool(self._joins.keys() & set(self._running.members))
-        if failed is not None or asked_again:
+        if failed is not None or self._running.asked_again:
             self._communicator = None
         if failed is not None:
             self._suspects.update(failed)

@@ -98,6 +98,18 @@ def test_server_that_asks_again_for_what_it_got_gets_a_new_communicator() -> Non
         state.ended(0.0, None)
 
 
+def test_server_that_asks_again_in_its_transfer_gets_a_new_communicator_for_the_next_version() -> None:
+    """It was started anew behind its last byte, so its end of the communicator is gone, and a newer version comes up before the end."""
+    state = make()
+    state.joined(join("a", 1), 0.0)
+    state.tick(0.0, {"a"}, None)
+    state.joined(join("a", 1), 0.1)
+    assert state.offered(2) == [Refuse("a", "superseded by version 2")]
+    state.ended(0.2, None)
+    state.joined(join("a", 2), 0.3)
+    assert state.tick(0.3, {"a"}, None) == [Start("1-2.0", 2, ("a",), fresh=True)]
+
+
 def test_refusals() -> None:
     state = make(version=4)
     assert state.joined(join("a", 4, epoch=2), 0.0) == [Refuse("a", "epoch 2 is over, this is epoch 1")]
@@ -158,6 +170,7 @@ class Interleavings(RuleBasedStateMachine):
         self.state = Membership(1, "p", gather_s=GATHER_S, join_ttl_s=TTL_S)
         self.state.offered(0)
         self.waiting: dict[str, int] = {}  # server -> version it asked for
+        self.since: dict[str, float] = {}  # server -> when it asked
         self.shared: dict[str, bool] = {}  # server -> whether it said that it reads the sender's memory
         self.known: dict[str, str] = {}  # server -> the communicator it has
         self.running: Start | None = None
@@ -188,7 +201,7 @@ class Interleavings(RuleBasedStateMachine):
     def join_newest(self, server: str, shared: bool) -> None:
         if self.running is not None and server in self.running.members and self.running.version == self.version:
             self.known.pop(server, None)  # it was restarted
-        self.waiting[server], self.shared[server] = self.version, shared
+        self.waiting[server], self.since[server], self.shared[server] = self.version, self.now, shared
         self.perform(self.state.joined(join(server, self.version, shared=shared), self.now))
 
     @rule(server=st.sampled_from("abcd"))
@@ -205,6 +218,8 @@ class Interleavings(RuleBasedStateMachine):
     @rule(seconds=st.floats(0.01, 2.0), expected=st.none() | st.sets(st.sampled_from("abcd")))
     def time_passes(self, seconds: float, expected: set[str] | None) -> None:
         self.now += seconds
+        if self.running is None:  # who has waited longer, behind a slow transfer, has given up and will ask again
+            self.waiting = {server: version for server, version in self.waiting.items() if self.now - self.since[server] <= TTL_S}
         self.perform(self.state.tick(self.now, expected, None))
 
     @precondition(lambda self: self.running is not None)
