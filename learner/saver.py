@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from broker.jetstream import Bus
 from broker.process import Stop
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from learner.backends.base import Snapshot
 
 log = logging.getLogger(__name__)
+
+PARTING_S: Final = 10.0  # longest wait for a broker that is not there, at the end
 
 
 class Saver:
@@ -78,10 +80,18 @@ class Saver:
     async def finish(self, ledger: dict[str, Any]) -> None:
         """Write the state of the last boundary unless that is done; return when it is on disk.
 
+        Asked to stop while there is no broker it writes none, for nobody can say whether the run is still ours: the next life goes on
+        from the one before, and the log.
+
         Raises:
             UserError: the folder cannot be written, and a stop is asked for.
             Fenced: a newer learner holds the run.
         """
+        if self._stop.asked.is_set() and not await self._is_ours():
+            log.warning("no broker says whether the run is still ours, so no checkpoint of step %d is written", ledger["version"])
+            if self._writing is not None:
+                self._writing.cancel()
+            return
         if self._writing is not None:
             await self._writing
         if ledger["version"] != self._written:
@@ -89,6 +99,14 @@ class Saver:
             await self._take(ledger)
             assert self._writing is not None
             await self._writing
+
+    async def _is_ours(self) -> bool:
+        try:
+            async with asyncio.timeout(PARTING_S):
+                await self._watch.refuse_if_fenced()
+        except TimeoutError:
+            return False
+        return True
 
     async def close(self) -> None:
         """Wait until nothing is being written; what went wrong was raised already."""

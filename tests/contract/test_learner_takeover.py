@@ -10,11 +10,13 @@ from typing import Any
 
 import learner_fleet as fleet
 import pytest
+from waits import LONG_S
 
 import learner.service
 from broker import wire
 from broker.jetstream import Bus
 from broker.process import Stop, Stopped
+from broker.server import BrokerServer
 from broker.streams import CONTROL, RUNS
 from learner import checkpoint
 from learner.opening import open_training
@@ -114,3 +116,29 @@ async def test_a_run_that_is_stopped_while_its_learner_loads_stays_stopped(
     with pytest.raises(Stopped, match="the run is stopped"):
         await train(bus, broker_url, fleet.config(str(tmp_path), run_name, train={"steps": 2}))
     assert (await word(bus), await epoch(bus)) == ("stopped", 1)
+
+
+async def test_asked_to_stop_while_there_is_no_broker_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a last checkpoint, for it cannot know whether the run is still its own; the one before stays."""
+    monkeypatch.setattr("learner.saver.PARTING_S", 0.5)
+    server = BrokerServer(str(tmp_path / "store"))
+    server.start()
+    bus = await Bus.connect(server.url, "alone", name="test", deadline_s=60)
+    await bus.ensure_streams()
+    stop = Stop()
+
+    def answer(ticket: wire.Ticket) -> list[wire.Message | bytes]:
+        if ticket.number < 5:
+            return [fleet.group(ticket, ticket.min_version)]
+        server.stop()
+        stop.request("SIGINT")
+        return []
+
+    hub = fleet.Hub(bus, answer)
+    try:
+        async with hub, asyncio.timeout(LONG_S):
+            await serve(fleet.config(str(tmp_path), "alone", train={"steps": 50}), server.url, stop, connect_deadline_s=60)
+    finally:
+        server.stop()
+        await bus.close()
+    assert checkpoint.found(tmp_path / "alone" / "checkpoints") == []
