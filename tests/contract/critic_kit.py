@@ -37,6 +37,12 @@ def steps(backend, seeds):
     return found
 
 
+def whole(backend):
+    """Copies of weights, moments, and the critic's."""
+    found = backend.snapshot()
+    return found.weights | {name: tensor for name, tensor in found.state.items() if not name.startswith("rng.")}
+
+
 def agree(found, expected):
     for one, wanted in zip(found, expected, strict=True):
         for name in NAMES:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from backend_kit import kit, make, run
-from critic_kit import PPO, agree, steps
+from critic_kit import PPO, agree, steps, whole
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from learner.backends import offload
@@ -24,12 +24,6 @@ def path(tmp_path_factory):
 def with_critic(path):
     """The torch backend's first steps."""
     return steps(make("torch", path, algorithm=PPO), range(5))
-
-
-def whole(backend):
-    """Copies of weights, moments, and the critic's."""
-    found = backend.snapshot()
-    return found.weights | {name: tensor for name, tensor in found.state.items() if not name.startswith("rng.")}
 
 
 @pytest.mark.parametrize("variant", STAGES)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from backend_kit import kit, make, run
-from critic_kit import PPO, agree, steps
+from critic_kit import PPO, agree, steps, whole
 
 from learner.backends import offload
 from learner.backends.ranks import leader as leader_module
@@ -37,12 +37,6 @@ def with_critic(path):
 def close(found, expected):
     for one, wanted in zip(found, expected, strict=True):
         assert [one[name] for name in CLOSE] == pytest.approx([wanted[name] for name in CLOSE], rel=1e-5, abs=1e-5)
-
-
-def whole(backend):
-    """Copies of weights, moments, and the critic's."""
-    found = backend.snapshot()
-    return found.weights | {name: tensor for name, tensor in found.state.items() if not name.startswith("rng.")}
 
 
 def same(found, expected):
