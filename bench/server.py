@@ -35,6 +35,7 @@ from broker import channel, runspec, wire
 from broker.channel import ChannelClient
 from broker.children import spawn
 from broker.jetstream import Bus
+from broker.process import EXIT_USER_ERROR
 from broker.presence import Roster
 from broker.server import BrokerServer
 
@@ -135,7 +136,8 @@ async def serving(engine: str, model: Path, folder: Path, options: argparse.Name
             async with asyncio.timeout(START_S):
                 while (seen := roster.get("server")) is None or not seen.address or (frozen and seen.state != "serving"):
                     if process.poll() is not None:
-                        raise RuntimeError(log.read_text(errors="replace")[-2000:])
+                        words = log.read_text(errors="replace")
+                        raise SystemExit(words.splitlines()[-1]) if process.returncode == EXIT_USER_ERROR else RuntimeError(words[-2000:])
                     await roster.changed(0.5)
             yield Served(client, seen.address, bus, roster)
         finally:
