@@ -35,8 +35,8 @@ from broker import channel, runspec, wire
 from broker.channel import ChannelClient
 from broker.children import spawn
 from broker.jetstream import Bus
-from broker.process import EXIT_USER_ERROR
 from broker.presence import Roster
+from broker.process import EXIT_USER_ERROR
 from broker.server import BrokerServer
 
 START_S: Final = 600.0
