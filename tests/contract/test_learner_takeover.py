@@ -64,10 +64,11 @@ async def word(bus: Bus) -> str:
     return found[0].state
 
 
+@pytest.mark.parametrize("deleted", [True, False])
 async def test_what_another_learner_has_written_meanwhile_is_gone_on_from(
-    bus: Bus, broker_url: str, run_name: str, tmp_path: Path, loaded: Callable[[Meanwhile], list[str]]
+    bus: Bus, broker_url: str, run_name: str, tmp_path: Path, loaded: Callable[[Meanwhile], list[str]], deleted: bool
 ) -> None:
-    """By the time that a checkpoint is loaded it is deleted, and one of step 3 is there. No line and no step is lost."""
+    """By the time that a checkpoint is loaded one of step 3 is there, and it may be deleted. No line and no step is lost."""
     config = fleet.config(str(tmp_path), run_name, train={"steps": 3}, checkpoint={"every_steps": 1, "keep": 9})
     await train(bus, broker_url, config)
     folder, hidden = tmp_path / run_name / "checkpoints", tmp_path / "step-000003"
@@ -76,13 +77,15 @@ async def test_what_another_learner_has_written_meanwhile_is_gone_on_from(
 
     def go_on() -> None:
         hidden.rename(folder / "step-000003")
-        before.rename(tmp_path / "deleted")
+        if deleted:
+            before.rename(tmp_path / "deleted")
 
     paths = loaded(go_on)
     lines = (tmp_path / run_name / "metrics.jsonl").read_text()
     await train(bus, broker_url, fleet.config(str(tmp_path), run_name, train={"steps": 4}, checkpoint={"every_steps": 1, "keep": 9}))
     assert paths == [before.name, "step-000003"]
-    assert checkpoint.found(folder) == [*older, folder / "step-000003", folder / "step-000004"]
+    kept = older if deleted else [*older, before]
+    assert checkpoint.found(folder) == [*kept, folder / "step-000003", folder / "step-000004"]
     after = (tmp_path / run_name / "metrics.jsonl").read_text()
     assert after.startswith(lines)
     assert [json.loads(line)["step"] for line in after.splitlines()] == [1, 2, 3, 4]
