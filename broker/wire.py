@@ -26,7 +26,7 @@ from broker import sizes
 from broker.errors import WireError
 from broker.sizes import COUNT_FROM_BYTES, MAX_ITEMS, MAX_SMALL_BYTES, has_too_many_items
 
-WIRE_VERSION: Final = 7
+WIRE_VERSION: Final = 8
 MAX_PAYLOAD_BYTES: Final = sizes.MAX_PAYLOAD_BYTES
 EVAL_HEADER: Final = "Rl-Eval-Step"  # eval_step beside what belongs to an evaluation; absent from training
 TICKET_HEADER: Final = "Rl-Ticket"  # ticket number, so that a body that does not decode still closes its ticket

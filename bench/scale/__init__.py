@@ -1,0 +1,1 @@
+"""How far the core scales on one small machine: ``python -m bench.scale``."""
