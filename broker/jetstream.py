@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from broker import wire
+from broker.answers import ApiError
 from broker.api import Entry, ask, bounds, find
 from broker.delivery import Delivery, decode, ticket_of
 from broker.errors import LostState, WireError
@@ -29,6 +30,8 @@ log = logging.getLogger(__name__)
 MAX_IN_FLIGHT: Final = 1024  # unconfirmed publishes of one process
 HEADER_BYTES: Final = 512  # room for headers beside the largest message
 DEAD_BYTES: Final = 1 << 20
+NO_CONSUMER: Final = 10014
+NOT_THERE: Final = (10037, 10043, 10057)  # no message of that sequence, in the words of several versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +174,24 @@ class Bus:
         """Delete every message with a sequence below ``before_seq``."""
         if before_seq > 1:
             await ask(self.link, f"STREAM.PURGE.{stream.stream_name(self.run)}", {"seq": before_seq})
+
+    async def delete(self, stream: Stream, seq: int) -> None:
+        """Delete one message, whether or not it was delivered; does nothing when there is none."""
+        try:
+            await ask(self.link, f"STREAM.MSG.DELETE.{stream.stream_name(self.run)}", {"seq": seq, "no_erase": True})
+        except ApiError as error:
+            if error.err_code not in NOT_THERE:
+                raise
+
+    async def last_delivered(self, stream: Stream, key: str) -> int:
+        """Return the highest sequence of a work queue's key that was ever delivered to anyone, 0 if none was."""
+        try:
+            info = await ask(self.link, f"CONSUMER.INFO.{stream.stream_name(self.run)}.{key}")
+        except ApiError as error:
+            if error.err_code == NO_CONSUMER:
+                return 0
+            raise
+        return int(info["delivered"]["stream_seq"])
 
     # ------------------------------------------------------------------------------------------- read
 

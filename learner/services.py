@@ -71,7 +71,7 @@ async def open_services(
     waiting = Patience(folder, stop, "evaluated episodes are not kept, and the run does not end,", shown.say_waiting)
     evaluator = Evaluator(bus, evaluations, roster, folder / "evals", baseline, waiting, evaluation.against)
     issuer = Issuer(bus, TICKETS)
-    reaper = Reaper(bus, ledger, roster, section(config, "train", TrainSection).ticket_timeout_s)
+    reaper = Reaper(bus, ledger, roster, section(config, "train", TrainSection).ticket_timeout_s, lambda: watch.paused)
     for work in (*book.services(), *evaluator.services(), issuer.serve(), reaper.serve()):
         member.spawn(work)
     return Services(book, records, saver, evaluator, issuer)

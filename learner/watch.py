@@ -27,12 +27,13 @@ class Watch:
     Attributes:
         epoch: of this incarnation, 0 before it has taken one.
         fenced: a newer learner was seen; nothing may be written or trimmed any more.
+        paused: the operator has paused the run.
     """
 
     def __init__(self, bus: Bus, stop: Stop, say: Callable[[str], None]) -> None:
         self._bus, self._stop, self._say = bus, stop, say
         self.epoch = 0
-        self.fenced = False
+        self.fenced = self.paused = False
         self._said = 0  # revision of the operator's word when this learner began
 
     async def open(self) -> None:
@@ -99,13 +100,13 @@ class Watch:
                 self._check(message.epoch)
 
     async def _follow_control(self) -> None:
-        control, paused = await self._bus.key_value(CONTROL), False
+        control = await self._bus.key_value(CONTROL)
         async for key, message, _ in control.watch(self._bus.run):
             if key != self._bus.run or not isinstance(message, wire.DesiredState):
                 continue
             if message.state in ENDINGS:
                 self._stop.request(f"the run is {message.state}")
-            elif paused != (message.state == "paused"):
-                paused = not paused
-                log.info("paused by the operator" if paused else "resumed by the operator")
-                self._say("paused by the operator" if paused else "")
+            elif self.paused != (message.state == "paused"):
+                self.paused = not self.paused
+                log.info("paused by the operator" if self.paused else "resumed by the operator")
+                self._say("paused by the operator" if self.paused else "")

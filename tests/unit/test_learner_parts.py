@@ -19,7 +19,7 @@ from learner.grants import DomainRule, Rules
 from learner.ledger import Arrived, Ended, Ledger
 from learner.packing import Cutter
 from learner.samples import Scores, TrainSample
-from learner.tickets import Reaper
+from learner.tickets import Ages
 from learner.training import Training
 
 
@@ -171,29 +171,22 @@ def test_a_baseline_and_an_evaluation_that_takes_too_long() -> None:
 # ------------------------------------------------------------------------------------------------------ tickets
 
 
-class Fleet:
-    """A roster."""
+def test_a_ticket_ages_from_its_first_delivery_while_its_domain_is_served() -> None:
+    ages, waiting = Ages(timeout_s=3.0), {1: "lake", 2: "sea", 3: "lake"}
 
-    def __init__(self) -> None:
-        self.hubs: list[wire.Presence] = []
+    def passed(elapsed_s: float, delivered: dict[str, int], served: set[str], *, paused: bool = False) -> list[int]:
+        return ages.passed(elapsed_s, waiting, delivered, served, paused=paused)
 
-    def alive(self, role: str) -> list[wire.Presence]:
-        return self.hubs if role == "envhub" else []
-
-
-def test_tickets_age_only_while_someone_serves_their_domain() -> None:
-    fleet, ledger = Fleet(), a_ledger()
-    reaper = Reaper(None, ledger, fleet, timeout_s=3.0)  # type: ignore[arg-type]
-    assert reaper.tick(10.0) == []
-    fleet.hubs = [wire.Presence(role="envhub", id="h", host="", pid=1, state="serving", serves=["sea"])]
-    assert reaper.tick(10.0) == []
-    fleet.hubs = [wire.Presence(role="envhub", id="h", host="", pid=1, state="serving", serves=["lake"])]
-    assert reaper.tick(2.0) == []
-    ledger.apply(Arrived(1, 0, (0.0, 1.0)), 1)
-    ledger.apply(Ended(2, "env_error"), 2)  # replaced by 5, which starts at 0
-    assert reaper.tick(1.0) == [3, 4]
-    assert reaper.tick(1.0) == []  # once
-    assert reaper.tick(1.0) == [5]
+    assert passed(86_400.0, {}, {"lake", "sea"}) == []  # queued for a day
+    assert passed(86_400.0, {"lake": 1, "sea": 2}, set()) == []  # nobody is there
+    assert passed(86_400.0, {"lake": 1, "sea": 2}, {"lake", "sea"}, paused=True) == []
+    assert passed(2.0, {"lake": 1, "sea": 2}, {"lake", "sea"}) == []
+    assert passed(1.0, {"lake": 3, "sea": 2}, {"lake"}) == [1]
+    assert passed(1.0, {"lake": 3, "sea": 2}, {"lake", "sea"}) == [2]  # 1 has expired once, 3 is 2 s old
+    del waiting[3]
+    assert passed(1.0, {"lake": 3, "sea": 2}, {"lake", "sea"}) == []
+    waiting[3] = "lake"  # a number that comes back, in another life of the log, is young again
+    assert passed(2.0, {"lake": 3, "sea": 2}, {"lake", "sea"}) == []
 
 
 # ----------------------------------------------------------------------------------------------------- training
@@ -234,7 +227,7 @@ def halves(trajectories: Any, algorithm: AlgorithmSection) -> list[Any]:
 
 
 async def a_training(backend: Recording) -> Training:
-    training = Training(lambda: backend, halves, AlgorithmSection(), {"lake": 1.0})  # type: ignore[arg-type, return-value]
+    training = Training(lambda: backend, halves, AlgorithmSection())  # type: ignore[arg-type, return-value]
     await training.open()
     return training
 
@@ -272,7 +265,7 @@ class Whole(Recording):
 async def test_an_algorithm_that_needs_the_whole_step_begins_when_it_is_there() -> None:
     backend = Whole()
     algorithm = AlgorithmSection(kl_coef=0.5, kl_placement="reward")
-    training = Training(lambda: backend, halves, algorithm, {"lake": 1.0})  # type: ignore[arg-type, return-value]
+    training = Training(lambda: backend, halves, algorithm)  # type: ignore[arg-type, return-value]
     await training.open()
     for number in (5, 3):
         training.add(group([trajectory(0), trajectory(1)], ticket=number))
@@ -291,7 +284,7 @@ async def test_an_algorithm_that_needs_the_whole_step_begins_when_it_is_there() 
 
 async def test_a_step_that_could_stream_waits_if_it_is_told_to() -> None:
     backend = Whole()
-    training = Training(lambda: backend, halves, AlgorithmSection(), {"lake": 1.0}, stream=False)  # type: ignore[arg-type, return-value]
+    training = Training(lambda: backend, halves, AlgorithmSection(), stream=False)  # type: ignore[arg-type, return-value]
     await training.open()
     training.add(group())
     await training.finish(version=0)
