@@ -65,7 +65,8 @@ class Hub:
         config = member.spec.config
         self.settings = section(config, "envhub", EnvhubSection)
         self.member, self.spec = member, member.spec
-        self.domains = _serving(load_domains(config), list(names))
+        self._names = list(names)
+        self.domains = _serving(load_domains(config), self._names)
         for domain in self.domains.values():
             domain.check()
         tokenizer = Tokenizer.load(member.spec.model_path, trust_remote_code=(config.get("model") or {}).get("trust_remote_code", False))
@@ -81,6 +82,7 @@ class Hub:
         self._traces = Traces()
         self._in_hand: dict[str, InHand] = {}
         self._addresses: set[str] = set()
+        self._feeds: dict[str, list[asyncio.Task[None]]] = {}  # by domain
 
     # -- life
 
@@ -90,10 +92,12 @@ class Hub:
         self.member.report(self.metrics)
         self.member.spawn(self._watch_servers())
         self.member.spawn(Reruns(self.member, self.players, self.domains).serve())
-        feeds = [asyncio.create_task(self._feed(stream, name).run()) for name in self.domains for stream in (TICKETS, EVALTICKETS)]
+        for name in self.domains:
+            self._open_feeds(name)
         asked = asyncio.create_task(self.member.stop.asked.wait())
         try:
             while not asked.done():
+                feeds = [feed for of_domain in self._feeds.values() for feed in of_domain]
                 await asyncio.wait({asked, *feeds}, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
                 for feed in feeds:
                     if feed.done():
@@ -101,10 +105,14 @@ class Hub:
                 self._tick()
                 self._count_hung()
         finally:
-            for task in (asked, *feeds):
+            tasks = [asked, *(feed for of_domain in self._feeds.values() for feed in of_domain)]
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(asked, *feeds, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             await self._drain()
+
+    def _open_feeds(self, domain: str) -> None:
+        self._feeds[domain] = [asyncio.create_task(self._feed(stream, domain).run()) for stream in (TICKETS, EVALTICKETS)]
 
     def _feed(self, stream: Stream, domain: str) -> Feed:
         config = self.spec.config
@@ -150,17 +158,37 @@ class Hub:
             )
 
     def _follow_spec(self) -> None:
-        """The learner resumed under a new epoch: versions may have gone back, and settings may have changed."""
+        """The learner resumed under a new epoch: versions may have gone back, settings and domains may have changed."""
         self.spec = self.member.spec
         self.slots.version = -1
-        domains = load_domains(self.spec.config)
-        for name in self.domains:
-            if name in domains and domains[name] != self.domains[name]:
-                log.info("domain %s has new settings", name)
-                domains[name].check()
-                self.domains[name] = domains[name]
-                for environment in self.players.idle.pop(name, []):
-                    self.players.calls.retire(environment)
+        there = load_domains(self.spec.config)
+        wanted = {name: domain for name, domain in there.items() if not self._names or name in self._names}
+        for name in self.domains.keys() - wanted.keys():
+            self._leave_domain(name)
+        for name, domain in wanted.items():
+            if domain == self.domains.get(name):
+                continue
+            log.info("domain %s %s", name, "has new settings" if name in self.domains else "is new")
+            domain.check()
+            self._retire(name)
+            self.domains[name] = domain
+            if name not in self._feeds:
+                self._open_feeds(name)
+        self.member.poke()
+
+    def _leave_domain(self, name: str) -> None:
+        """The run no longer has this domain. Its tickets have ended in the learner's ledger and leave their queue."""
+        log.info("domain %s is no longer part of the run", name)
+        del self.domains[name]
+        for feed in self._feeds.pop(name):
+            feed.cancel()
+        held = [key for key, one in self._in_hand.items() if one.asked.domain == name]
+        self._perform(self.slots.give_back(held, f"the run no longer has domain {name}"))
+        self._retire(name)
+
+    def _retire(self, name: str) -> None:
+        for environment in self.players.idle.pop(name, []):
+            self.players.calls.retire(environment)
 
     async def _watch_servers(self) -> None:
         """Fail at once what a vanished server was asked."""

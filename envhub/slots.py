@@ -8,6 +8,7 @@ than the hub runs in waves. Every accepted job ends in exactly one of ``Finish``
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -237,9 +238,13 @@ class Slots:
     def expire(self) -> list[Action]:
         """The drain took too long: hand back every ticket in hand."""
         self.draining = True
+        return self.give_back(self.jobs, "draining")
+
+    def give_back(self, keys: Sequence[str], why: str) -> list[Action]:
+        """Hand back the tickets of these groups, which are in hand."""
         actions: list[Action] = []
-        for group in list(self._groups.values()):
-            actions += self._end(group, HandBack(group.job.key, 0.0, "draining"))
+        for key in keys:
+            actions += self._end(self._groups[key], HandBack(key, 0.0, why))
         return actions
 
     # -- inside
