@@ -59,8 +59,10 @@ RANGES: Final[dict[type, dict[str, Range]]] = {
     wire.Group: {
         "ticket": COUNT, "task_index": NATURAL, "min_version": VERSION, "deliveries": COUNT, "eval_step": OPTIONAL,
         "generate_s": NATURAL, "env_step_s": NATURAL, "reward_s": NATURAL,
+        "temperature": NATURAL,
     },
     wire.Closed: {"ticket": COUNT, "eval_step": OPTIONAL},
+    wire.RulesChange: {"epoch": COUNT},
     wire.Probe: {"tolerance": NATURAL},
     wire.Adapter: {"rank": COUNT, "scale": POSITIVE},
     wire.WeightsOffer: {"epoch": NATURAL, "version": VERSION, "size_bytes": NATURAL},
@@ -350,6 +352,11 @@ def _check_run_spec(spec: wire.RunSpec) -> None:
     _plain("RunSpec", "config", spec.config)
 
 
+def _check_rules_change(change: wire.RulesChange) -> None:
+    """rules hold what JSON can say, and only finite numbers."""
+    _plain("RulesChange", "rules", change.rules)
+
+
 def _plain(message: str, field: str, value: Any) -> None:
     """What JSON can say, and nothing else."""
     if (found := _not_plain(value)) is not None:
@@ -435,6 +442,7 @@ RULES: Final[dict[type, Callable[[Any], None]]] = {
     wire.GenerateReply: _check_reply,
     wire.Metrics: _check_metrics,
     wire.DeadLetter: _check_dead_letter,
+    wire.RulesChange: _check_rules_change,
     wire.RunSpec: _check_run_spec,
 }
 

@@ -40,6 +40,10 @@ EXAMPLES: Final[dict[type[wire.Message], wire.Message]] = {
             trajectories=[_EPISODE], prompt="Reach the goal.", generate_s=0.84, env_step_s=0.002,
         ),
         wire.Closed(ticket=418, domain="lake", reason="env_error", detail="step() raised ValueError: no such move", by="envhub-2f0"),
+        wire.RulesChange(
+            epoch=2,
+            rules={"steps": 200, "groups_per_step": 16, "max_staleness": 1, "on_late": "wait", "seed": 0, "domains": [{"name": "lake"}]},
+        ),
         wire.WeightsOffer(
             epoch=2, version=12, digest="9f86d081884c7d65", plan="60303ae22b998861", size_bytes=1_048_576, backend="gloo",
             probe=wire.Probe(

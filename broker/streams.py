@@ -66,7 +66,13 @@ class Stream:
 TICKETS: Final = Stream("tickets", Kind.WORK_QUEUE, (wire.Ticket,), "domain", "learner", "envhub", "until acknowledged")
 EPISODES: Final = Stream("episodes", Kind.WORK_QUEUE, (wire.Group,), "pool", "envhub, rewardhub", "rewardhub", "until acknowledged")
 SAMPLES: Final = Stream(
-    "samples", Kind.LOG, (wire.Group, wire.Closed), "", "rewardhub, envhub, learner", "learner", "until every kept checkpoint covers it"
+    "samples",
+    Kind.LOG,
+    (wire.Group, wire.Closed, wire.RulesChange),
+    "",
+    "rewardhub, envhub, learner",
+    "learner",
+    "until every kept checkpoint covers it",
 )
 EVALTICKETS: Final = Stream("evaltickets", Kind.WORK_QUEUE, (wire.EvalTicket,), "domain", "learner", "envhub", "until acknowledged")
 EVALS: Final = Stream(

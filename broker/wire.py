@@ -164,6 +164,7 @@ class Group(Message, frozen=True, tag="Group"):
     reward_s: float = 0.0  # seconds spent in reward hubs
     reward_hubs: list[str] = []  # ids of the reward hubs that scored it, in order
     frames: list[str] = []  # text frames of episode 0, for replays; evaluation only
+    temperature: float = 1.0  # at which the trained tokens were sampled
 
 
 class Closed(Message, frozen=True, tag="Closed"):
@@ -175,6 +176,13 @@ class Closed(Message, frozen=True, tag="Closed"):
     detail: str  # one line for the operator
     by: str  # id of the process that gave up
     eval_step: int = -1  # of the EvalTicket, -1 for training
+
+
+class RulesChange(Message, frozen=True, tag="RulesChange"):
+    """From this record on the learner runs by these rules; it appends one each time it takes the run over."""
+
+    epoch: int  # incarnation of the learner that appended it
+    rules: dict[str, Any]  # steps, groups_per_step, max_staleness, domains and their weights, …; see learner/grants.py
 
 
 # --------------------------------------------------------------------------------------------------- weights
@@ -351,7 +359,7 @@ class RunSpec(Message, frozen=True, tag="RunSpec"):
 
 
 MESSAGES: Final[tuple[type[Message], ...]] = (
-    Ticket, EvalTicket, Group, Closed, WeightsOffer, WeightsJoin, WeightsSession, GenerateRequest, AbortRequest,
+    Ticket, EvalTicket, Group, Closed, RulesChange, WeightsOffer, WeightsJoin, WeightsSession, GenerateRequest, AbortRequest,
     GenerateReply, Metrics, DeadLetter, DesiredState, Presence, RunSpec,
 )  # fmt: skip
 

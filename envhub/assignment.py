@@ -117,7 +117,9 @@ def destination(asked: Assignment, pools: Sequence[str]) -> tuple[Stream, str]:
     return (EPISODES, pools[0]) if pools else (results(asked.stream), "")
 
 
-def group(asked: Assignment, played: Sequence[Played], *, pools: Sequence[str], hub: str, deliveries: int) -> wire.Group:
+def group(
+    asked: Assignment, played: Sequence[Played], *, pools: Sequence[str], hub: str, deliveries: int, temperature: float
+) -> wire.Group:
     """The group of an assignment's episodes.
 
     Args:
@@ -126,6 +128,7 @@ def group(asked: Assignment, played: Sequence[Played], *, pools: Sequence[str], 
         pools: reward pools to visit.
         hub: id of this process.
         deliveries: of the ticket.
+        temperature: of the domain's sampling, where the assignment names none.
     """
     return wire.Group(
         ticket=asked.number,
@@ -143,4 +146,5 @@ def group(asked: Assignment, played: Sequence[Played], *, pools: Sequence[str], 
         generate_s=sum(one.generate_s for one in played) / len(played),
         env_step_s=sum(one.env_step_s for one in played) / len(played),
         frames=played[0].frames,
+        temperature=temperature if asked.temperature is None else asked.temperature,
     )

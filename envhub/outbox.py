@@ -73,7 +73,14 @@ class Outbox:
 
     async def _finish(self, held: InHand, played: Sequence[Played]) -> None:
         asked, pools = held.asked, reward_pools(held.domain.section)
-        message = group(asked, played, pools=pools, hub=self._member.id, deliveries=held.delivery.num_delivered)
+        message = group(
+            asked,
+            played,
+            pools=pools,
+            hub=self._member.id,
+            deliveries=held.delivery.num_delivered,
+            temperature=held.domain.section.sampling.temperature,
+        )
         stream, key = destination(asked, pools)
         try:
             await self._bus.publish(stream, message, key=key, ticket=asked.number, message_id=asked.key)

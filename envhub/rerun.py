@@ -89,7 +89,8 @@ class Reruns:
             detail = error.detail if isinstance(error, EpisodeFailed) else f"{type(error).__name__}: {error}"
             reason = CLOSED_FOR.get(error.kind, "aborted") if isinstance(error, EpisodeFailed) else "env_error"
             return self._closed(asked, reason, f"{len(failed)} of {len(results)} episodes failed; episode {episode}: {detail}")
-        found = group(asked, played, pools=reward_pools(domain.section), hub=self._member.id, deliveries=1)
+        pools, temperature = reward_pools(domain.section), domain.section.sampling.temperature
+        found = group(asked, played, pools=pools, hub=self._member.id, deliveries=1, temperature=temperature)
         try:
             wire.encode(found)
         except WireError as error:

@@ -5,7 +5,7 @@ Group by group where the algorithm allows it, so that a step can start while it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +27,6 @@ class Assembly:
     Args:
         estimator: of the registry in learner/advantages, resolved.
         algorithm: its settings.
-        temperatures: sampling temperature of each domain.
         stream: False waits for the whole step even where that is not needed.
 
     Attributes:
@@ -35,8 +34,8 @@ class Assembly:
         needs_scores: whether ``batch`` asks the models.
     """
 
-    def __init__(self, estimator: Any, algorithm: AlgorithmSection, temperatures: Mapping[str, float], *, stream: bool = True) -> None:
-        self._estimator, self._algorithm, self._temperatures = estimator, algorithm, temperatures
+    def __init__(self, estimator: Any, algorithm: AlgorithmSection, *, stream: bool = True) -> None:
+        self._estimator, self._algorithm = estimator, algorithm
         self._over_rows = bool(getattr(estimator, "needs_batch", False))
         self.needs_batch = self._over_rows or not stream or waits_for_batch(algorithm)
         self.needs_scores = scores_needed(algorithm)
@@ -112,9 +111,8 @@ class Assembly:
         return not trajectory.greedy and not (self._algorithm.mask_truncated and is_truncated(trajectory))
 
     def _sample(self, group: wire.Group, one: wire.Trajectory, advantages: FloatArray, *, whole: bool = False) -> TrainSample:
-        temperature = self._temperatures.get(group.domain, 1.0)
         trained = whole or self._is_trained(one)
-        return from_trajectory(one, advantages, group=group.ticket, temperature=temperature, trained=trained)
+        return from_trajectory(one, advantages, group=group.ticket, temperature=group.temperature, trained=trained)
 
     def _clip(self, advantages: Sequence[FloatArray]) -> list[FloatArray]:
         limit = self._algorithm.advantage_clip

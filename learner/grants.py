@@ -8,6 +8,8 @@ from fractions import Fraction
 from hashlib import blake2b
 from typing import Any, Literal
 
+import msgspec
+
 from learner.config import AlgorithmSection, TrainSection
 
 _SEED_BITS = 53  # exact in every language's numbers
@@ -28,7 +30,7 @@ class DomainRule:
 
 @dataclass(frozen=True)
 class Rules:
-    """The settings the ledger runs by; on resume changed ones apply from the end of the log on."""
+    """The settings the ledger runs by. Changed ones apply from a record of the log on (``broker.wire.RulesChange``)."""
 
     steps: int
     groups_per_step: int
@@ -41,9 +43,22 @@ class Rules:
     max_replacements_per_step: int = 64
     keep_fraction: float = 1.0  # groups of a full step that are trained on; the rest count as filtered, and are not replaced
 
+    def has(self, name: str) -> bool:
+        """Whether there is a domain of that name."""
+        return any(rule.name == name for rule in self.domains)
+
     def domain(self, name: str) -> DomainRule:
-        """The rule of one domain; the first one's where the name has left the configuration."""
-        return next((rule for rule in self.domains if rule.name == name), self.domains[0])
+        """Return the rule of one domain.
+
+        Raises:
+            StopIteration: if there is none of that name.
+        """
+        return next(rule for rule in self.domains if rule.name == name)
+
+    def plain(self) -> dict[str, Any]:
+        """The same as JSON-able values, for the log, the checkpoint and the ledger file."""
+        plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
+        return plain
 
     def outstanding(self, version: int) -> int:
         """Tickets that may be alive while ``version`` is being trained: those of its own step and of ``max_staleness`` more."""
@@ -79,7 +94,7 @@ def next_domain(domains: Sequence[DomainRule], issued: dict[str, int]) -> str:
 
     Args:
         domains: the domains, in an order that does not change.
-        issued: first-time tickets of each domain so far.
+        issued: first-time tickets of each domain since the shares last changed.
     """
     weights = [Fraction(rule.weight) for rule in domains]
     num = sum(issued.get(rule.name, 0) for rule in domains) + 1

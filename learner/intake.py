@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
 from broker import wire
 from broker.jetstream import LogRecord
 from learner.filters import is_wanted
-from learner.ledger import Arrived, Ended, Ledger
+from learner.grants import Rules
+from learner.ledger import Arrived, Changed, Ended, Ledger, Record
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,7 @@ class Intake:
         problem: why the record cannot be used, empty if it can; its bytes belong to the dead letters.
     """
 
-    record: Arrived | Ended
+    record: Record
     group: wire.Group | None = None
     problem: str = ""
 
@@ -39,6 +42,8 @@ def read(entry: LogRecord, ledger: Ledger, vocab_size: int) -> Intake:
     message = entry.message
     if isinstance(message, wire.Closed):
         return Intake(Ended(message.ticket, message.reason))
+    if isinstance(message, wire.RulesChange):
+        return rules_change(message)
     if not isinstance(message, wire.Group):
         return Intake(Ended(entry.ticket, "malformed"), problem=entry.error)
     problem = _problem(message, ledger, vocab_size)
@@ -47,6 +52,14 @@ def read(entry: LogRecord, ledger: Ledger, vocab_size: int) -> Intake:
     oldest, _ = version_bounds([message]) or (ledger.state.version, 0)
     wanted = is_wanted(ledger.rules.group_filter, message)
     return Intake(Arrived(message.ticket, oldest, episode_rewards(message), wanted), group=message)
+
+
+def rules_change(message: wire.RulesChange) -> Intake:
+    """Judge a record that sets the rules."""
+    try:
+        return Intake(Changed(msgspec.convert(message.rules, Rules), message.epoch))
+    except msgspec.ValidationError as error:
+        return Intake(Ended(0, "malformed"), problem=f"RulesChange.rules: {error}")
 
 
 def _problem(group: wire.Group, ledger: Ledger, vocab_size: int) -> str:

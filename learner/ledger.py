@@ -9,6 +9,21 @@ one replacement for each ticket that ended without being trained. Hence
 ``trained = steps * G`` and ``replaced = filtered + dropped + dead`` leave nothing over. Where only the best of a step's groups are
 trained on (``keep_fraction``), the others of the G move from trained to filtered as the step completes, and nothing replaces them.
 
+**Rules.** K, G, the number of steps and the domains are the rules. They are part of the state, and only a record of the log changes
+them (``Changed``), so every record is judged by the rules that were in force when it was appended, by whichever life of the learner
+reads it. At a change:
+
+- tickets of a domain that the new rules lack end as dropped (reason ``removed``) unless the step under way already holds their
+  group; each is replaced by a ticket of a domain that exists;
+- where the new rules allow fewer tickets to be alive, the newest without a group end as dropped (reason ``withdrawn``) and are not
+  replaced; where they allow more, more are issued;
+- where the domains or their weights change, their shares are counted from the change on. Counted over the whole history, a domain
+  that is added or gains weight would receive every ticket until it had caught up.
+
+With c tickets issued as first-time credit and not withdrawn, ``open = c - trained - unselected`` holds across changes, since a
+replacement and its ticket cancel out. So the equation above holds in its general form at any moment, and ``open`` is again at most
+``(K + 1) * G`` of the new rules once the step under way completes.
+
 **Order.** A step is the first G groups taken. The record that fills it ends the step's part of the log: ``apply`` refuses the
 next one until ``complete_step`` has been called, so that no record is ever judged by how long training happened to take.
 
@@ -58,6 +73,8 @@ from learner.selection import num_kept
 
 ZERO_STD = 1e-6
 LOST: Final = "lost"  # why a ticket was closed that the broker no longer knows
+REMOVED: Final = "removed"  # why a ticket was dropped whose domain the rules no longer have
+WITHDRAWN: Final = "withdrawn"  # why a ticket was dropped that the rules no longer allow
 Outcome = Literal["filtered", "dropped", "dead"]
 
 
@@ -77,6 +94,17 @@ class Ended:
 
     ticket: int
     reason: str  # `late` counts as dropped, everything else as dead
+
+
+@dataclass(frozen=True)
+class Changed:
+    """Other rules from this record on; ``epoch`` is that of the learner that appended it."""
+
+    rules: Rules
+    epoch: int
+
+
+Record = Arrived | Ended | Changed
 
 
 @dataclass(frozen=True)
@@ -106,6 +134,7 @@ class Forget:
 
     number: int
     outcome: Outcome
+    reason: str = ""  # set where a change of the rules ended it
 
 
 @dataclass(frozen=True)
@@ -138,10 +167,13 @@ class Entry(msgspec.Struct, frozen=True):
 class State(msgspec.Struct):
     """All of the ledger, JSON-able."""
 
+    rules: Rules
+    rules_epoch: int = 0  # of the learner that put them into the log, 0: none has
     version: int = 0  # steps completed, and the policy version being trained
     position: int = 0  # sequence of the last record applied
     issued: int = 0  # number of the newest ticket
-    base: dict[str, int] = {}  # domain -> tickets that replaced nothing
+    credit: int = 0  # tickets that replaced nothing, without those withdrawn
+    base: dict[str, int] = {}  # domain -> tickets that replaced none of the same domain, since the shares last changed
     tasks: dict[str, int] = {}  # domain -> task index of its next ticket
     live: dict[int, wire.Ticket] = {}  # open, queued or taken into the step under way
     queue: list[Entry] = []  # in log order
@@ -166,31 +198,42 @@ def is_zero_variance(rewards: tuple[float, ...]) -> bool:
 
 
 class Ledger:
-    """Events in, actions out. Call ``open_credit`` once at the start (also after ``load``, where it does nothing new)."""
+    """Events in, actions out. Call ``open_credit`` once at the start (also after ``load``, where it does nothing new).
 
-    def __init__(self, rules: Rules, state: State | None = None) -> None:
-        self.rules = rules
-        self.state = state or State()
+    Args:
+        state: that of a new ledger begins with ``State(rules)``.
+    """
+
+    def __init__(self, rules: Rules | State) -> None:
+        self.state = rules if isinstance(rules, State) else State(rules)
+        taken = {entry.number for entry in self.state.taken}
+        self._arrived = {entry.number for entry in self.arrived}
+        self._unplaced = Counter(ticket.min_version for number, ticket in self.state.live.items() if number not in taken)
 
     def dump(self) -> dict[str, Any]:
         """The state as JSON-able values."""
         dumped: dict[str, Any] = msgspec.to_builtins(self.state, str_keys=True)
-        return dumped
+        return dumped | {"rules": self.rules.plain()}
 
     @classmethod
-    def load(cls, rules: Rules, dumped: dict[str, Any]) -> Ledger:
-        """The ledger that ``dump`` described, going on under ``rules``.
+    def load(cls, dumped: dict[str, Any]) -> Ledger:
+        """Return the ledger that ``dump`` described, under the rules that it had.
 
         Raises:
-            UserError: it is damaged.
+            UserError: if it is damaged.
         """
         try:
             state = msgspec.convert(dumped, State, strict=False)
         except (msgspec.ValidationError, RecursionError) as error:
             raise UserError(f"the checkpoint's ledger is damaged: {error}") from None
-        return cls(rules, state)
+        return cls(state)
 
     # ------------------------------------------------------------------------------------------------ questions
+
+    @property
+    def rules(self) -> Rules:
+        """The rules in force after the last record applied."""
+        return self.state.rules
 
     @property
     def full(self) -> bool:
@@ -210,7 +253,7 @@ class Ledger:
     @property
     def waiting_for(self) -> set[int]:
         """Numbers of the tickets that no record has ended yet."""
-        return self.state.live.keys() - {entry.number for entry in self.arrived}
+        return self.state.live.keys() - self._arrived
 
     @property
     def first_needed(self) -> int:
@@ -251,13 +294,12 @@ class Ledger:
         actions: list[Action] = []
         s = self.state
         granted = s.trained + s.unselected + self.rules.outstanding(s.version)
-        while sum(s.base.values()) < granted:
-            domain = next_domain(self.rules.domains, s.base)
-            s.base[domain] = s.base.get(domain, 0) + 1
-            actions.append(self._issue(domain))
+        while s.credit < granted:
+            s.credit += 1
+            actions.append(self._issue_next())
         return actions
 
-    def apply(self, record: Arrived | Ended, seq: int) -> list[Action]:
+    def apply(self, record: Record, seq: int) -> list[Action]:
         """One record of the log.
 
         Raises:
@@ -268,17 +310,19 @@ class Ledger:
         if seq <= self.state.position:
             raise ValueError(f"record {seq} comes after record {self.state.position}")
         self.state.position = seq
+        if isinstance(record, Changed):
+            return self._change(record)
         number = record.ticket
         if isinstance(record, Ended) and record.reason == LOST and number > self.state.issued:
             return [self._skip(number)]
         if not 1 <= number <= self.state.issued:
             self.state.unknown += 1
             return [Refuse(number, "unknown")]
-        if number not in self.state.live or self._has_arrived(number):
+        if number not in self.state.live or number in self._arrived:
             self.state.duplicate += 1
             return [Refuse(number, "duplicate")]
         if isinstance(record, Ended):
-            self.state.reasons[record.reason] = self.state.reasons.get(record.reason, 0) + 1
+            self._count(record.reason)
             actions = self._end(number, "dropped" if record.reason == "late" else "dead")
         elif self._is_late(record.oldest_version):
             actions = self._end(number, "dropped")
@@ -287,12 +331,15 @@ class Ledger:
             actions = self._end(number, "filtered")
         else:
             self.state.queue.append(Entry(number, seq, record.oldest_version))
+            self._arrived.add(number)
             actions = [Hold(number)]
         return actions + self._fill()
 
     def lose(self, numbers: Collection[int]) -> list[Entry]:
         """The records of these groups are gone from the log: their tickets wait for one again, as if none had come."""
         gone = [entry for entry in self.arrived if entry.number in numbers]
+        self._arrived.difference_update(entry.number for entry in gone)
+        self._unplaced.update(self.state.live[entry.number].min_version for entry in self.state.taken if entry in gone)
         self.state.taken = [entry for entry in self.state.taken if entry not in gone]
         self.state.queue = [entry for entry in self.state.queue if entry not in gone]
         return gone
@@ -307,6 +354,7 @@ class Ledger:
             raise ValueError(f"step {self.state.version} has {len(self.state.taken)} of {self.rules.groups_per_step} groups")
         for entry in self.state.taken:
             del self.state.live[entry.number]
+            self._arrived.discard(entry.number)
         trained = num_kept(len(self.state.taken), self.rules.keep_fraction)
         self.state.trained += trained
         self.state.unselected += len(self.state.taken) - trained
@@ -317,8 +365,44 @@ class Ledger:
 
     # ------------------------------------------------------------------------------------------------- inside
 
-    def _has_arrived(self, number: int) -> bool:
-        return any(entry.number == number for entry in self.arrived)
+    def _change(self, changed: Changed) -> list[Action]:
+        """Go on by other rules."""
+        s, before = self.state, self.rules
+        s.rules_epoch = max(s.rules_epoch, changed.epoch)
+        if changed.rules == before:
+            return []
+        s.rules = changed.rules
+        if _shares(changed.rules) != _shares(before):
+            s.base = {}
+        actions: list[Action] = []
+        taken = {entry.number for entry in s.taken}
+        free = [number for number in sorted(s.live, reverse=True) if number not in taken]  # the newest first
+        gone = [number for number in free if not self.rules.has(s.live[number].domain)]
+        for number in gone:
+            self._count(REMOVED)
+            self._leave(number, "dropped")
+            actions.append(Forget(number, "dropped", REMOVED))
+        surplus = s.credit - (s.trained + s.unselected + self.rules.outstanding(s.version))
+        unneeded = min(max(surplus, 0), len(gone))  # of those just ended, as many are not replaced
+        s.credit -= unneeded
+        actions += [self._issue_next() for _ in range(len(gone) - unneeded)]
+        rest = [number for number in free if number in s.live]
+        rest.sort(key=lambda number: number in self._arrived)  # stable: those without a group first
+        for number in rest[: max(surplus - unneeded, 0)]:
+            self._count(WITHDRAWN)
+            self._leave(number, "dropped")
+            s.credit -= 1
+            actions.append(Forget(number, "dropped", WITHDRAWN))
+        return actions + self.open_credit() + self._fill()
+
+    def _count(self, reason: str) -> None:
+        self.state.reasons[reason] = self.state.reasons.get(reason, 0) + 1
+
+    def _issue_next(self) -> Issue:
+        """Issue a ticket of the domain that lies furthest behind its share."""
+        domain = next_domain(self.rules.domains, self.state.base)
+        self.state.base[domain] = self.state.base.get(domain, 0) + 1
+        return self._issue(domain)
 
     def _issue(self, domain: str) -> Issue:
         rule, s = self.rules.domain(domain), self.state
@@ -339,6 +423,7 @@ class Ledger:
             num_redundant=rule.num_redundant,
         )
         s.live[ticket.number] = ticket
+        self._unplaced[ticket.min_version] += 1
         return Issue(ticket)
 
     def _skip(self, last: int) -> Skip:
@@ -349,10 +434,19 @@ class Ledger:
         return skipped
 
     def _end(self, number: int, outcome: Outcome) -> list[Action]:
-        """A ticket ends untrained; another one takes its place."""
-        ticket = self.state.live.pop(number)
-        setattr(self.state, outcome, getattr(self.state, outcome) + 1)
-        return [Forget(number, outcome), self._issue(ticket.domain)]
+        """A ticket that is not in the step under way ends untrained; another one takes its place."""
+        domain = self._leave(number, outcome).domain
+        return [Forget(number, outcome), self._issue(domain) if self.rules.has(domain) else self._issue_next()]
+
+    def _leave(self, number: int, outcome: Outcome) -> wire.Ticket:
+        """A ticket that is not in the step under way is no longer live."""
+        s, ticket = self.state, self.state.live.pop(number)
+        self._unplaced[ticket.min_version] -= 1
+        if number in self._arrived:
+            self._arrived.discard(number)
+            s.queue = [entry for entry in s.queue if entry.number != number]
+        setattr(s, outcome, getattr(s, outcome) + 1)
+        return ticket
 
     def _is_late(self, oldest_version: int) -> bool:
         return oldest_version < self.state.version - self.rules.max_staleness
@@ -371,11 +465,12 @@ class Ledger:
             chosen = next((q for q in self.state.queue if self._is_late(q.oldest_version) or self._due(q.number) <= horizon), None)
             if chosen is None:
                 break
-            self.state.queue.remove(chosen)
             if self._is_late(chosen.oldest_version):  # its tokens were older than its ticket allowed
                 actions += self._end(chosen.number, "dropped")
             else:
+                self.state.queue.remove(chosen)
                 self.state.taken.append(chosen)
+                self._unplaced[self.state.live[chosen.number].min_version] -= 1
                 actions.append(Take(chosen.number))
         return actions
 
@@ -387,11 +482,17 @@ class Ledger:
         """The latest due step that may still be taken into the step under way without breaking (*) of the module's docstring."""
         if self.rules.on_late == "drop":
             return math.inf
-        taken = {entry.number for entry in self.state.taken}
-        num_due = Counter(self._due(number) for number in self.state.live if number not in taken)
-        places, num_live = self.rules.groups_per_step - len(taken) - 1, 0
-        for due in sorted(num_due):
-            num_live += num_due[due]
+        places, num_live = self.rules.groups_per_step - len(self.state.taken) - 1, 0
+        for min_version in sorted(self._unplaced):
+            if not self._unplaced[min_version]:
+                del self._unplaced[min_version]
+                continue
+            due = min_version + self.rules.max_staleness
+            num_live += self._unplaced[min_version]
             if num_live > places + max(due - self.state.version, 0) * self.rules.groups_per_step:
                 return due  # its own tickets fill all places up to then: nothing due later may pass them
         return math.inf
+
+
+def _shares(rules: Rules) -> list[tuple[str, float]]:
+    return [(rule.name, rule.weight) for rule in rules.domains]

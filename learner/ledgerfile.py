@@ -19,13 +19,15 @@ from learner.grants import Rules
 from learner.ledger import LOST, Action, Entry, Forget, Hold, Issue, Ledger, Refuse, Skip
 
 NAME: Final = "ledger.jsonl"
-State = Literal["issued", "arrived", "trained", "filtered", "dropped", "dead", "duplicate", "unknown", "boundary", "unrecorded", "lost"]
+State = Literal[
+    "issued", "arrived", "trained", "filtered", "dropped", "dead", "duplicate", "unknown", "boundary", "unrecorded", "lost", "rules"
+]
 FINAL: Final = ("trained", "filtered", "dropped", "dead")
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """One event. ``duplicate`` and ``unknown`` are records that changed nothing; ``unrecorded`` stands for all that is missing before;
-    ``lost`` takes ``arrived`` back: the broker has lost the record before it was trained."""
+    ``lost`` takes ``arrived`` back: the broker has lost the record before it was trained; ``rules`` is a record that set them."""
 
     state: State
     ticket: int = 0
@@ -41,7 +43,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid
     counts: dict[str, int] = {}  # boundary: the ledger's own
     groups_per_step: int = 0  # boundary: the rules it ran by
     max_staleness: int = -1
-    rules: dict[str, Any] = {}  # boundary: all of them, where a life of the learner begins to run by others than before
+    rules: dict[str, Any] = {}  # rules: all of them
 
 
 _ENCODER: Final = msgspec.json.Encoder()
@@ -62,16 +64,21 @@ class Scribe:
 
     def __init__(self, lines: Sequence[Line] = ()) -> None:
         self._held: dict[int, Line] = {}  # by ticket: arrived, and not ended yet
-        self._rules: dict[str, Any] = {}
         for line in lines:
-            self._rules = line.rules or self._rules
             if line.state == "arrived":
                 self._held[line.ticket] = line
             elif line.state in (*FINAL, "lost"):
                 self._held.pop(line.ticket, None)
 
     def record(
-        self, actions: Sequence[Action], *, seq: int, data_digest: str = "", reason: str = "", bounds: tuple[int, int] | None = None
+        self,
+        actions: Sequence[Action],
+        *,
+        seq: int,
+        data_digest: str = "",
+        reason: str = "",
+        bounds: tuple[int, int] | None = None,
+        rules: Rules | None = None,
     ) -> list[Line]:
         """What one record of the log changed.
 
@@ -80,9 +87,10 @@ class Scribe:
             seq: the record's sequence in the log.
             reason: why the ticket was closed, empty for a group.
             bounds: oldest and newest version of the group's tokens, None when there are none.
+            rules: what the record set, None for any other record.
         """
         oldest, newest = bounds or (-1, -1)
-        lines = []
+        lines = [] if rules is None else [Line(state="rules", seq=seq, digest=data_digest, rules=rules.plain())]
         for action in actions:
             if isinstance(action, Hold):
                 line = Line(state="arrived", ticket=action.number, seq=seq, oldest=oldest, newest=newest, digest=data_digest)
@@ -94,6 +102,8 @@ class Scribe:
                 lines.append(_issued(action))
             elif isinstance(action, Skip):
                 lines += _skipped(action, seq, data_digest)
+            elif isinstance(action, Forget) and action.reason:  # by the rules, not by a record of its own
+                lines.append(self._ended(action, Line(state=action.outcome, ticket=action.number, reason=action.reason)))
             elif isinstance(action, Forget):
                 new = Line(
                     state=action.outcome,
@@ -138,15 +148,12 @@ class Scribe:
 
     def begin(self, actions: Sequence[Action], ledger: Ledger) -> list[Line]:
         """What opening the credit at a start changed."""
-        rules: dict[str, Any] = msgspec.json.decode(_ENCODER.encode(ledger.rules))
-        changed, self._rules = rules != self._rules, rules
-        end = msgspec.structs.replace(boundary(ledger), rules=rules if changed else {})
-        return [_issued(action) for action in actions if isinstance(action, Issue)] + [end]
+        return [_issued(action) for action in actions if isinstance(action, Issue)] + [boundary(ledger)]
 
     def _ended(self, action: Forget, line: Line) -> Line:
         """The line of a ticket that ended; of the group's own record, where one had arrived."""
         held = self._held.pop(action.number, None)
-        return line if held is None else msgspec.structs.replace(held, state=action.outcome, reason="late")
+        return line if held is None else msgspec.structs.replace(held, state=action.outcome, reason=action.reason or "late")
 
 
 def _issued(action: Issue) -> Line:
@@ -176,11 +183,6 @@ def boundary(ledger: Ledger) -> Line:
         groups_per_step=rules.groups_per_step,
         max_staleness=rules.max_staleness,
     )
-
-
-def rules_in(line: Line) -> Rules:
-    """The rules that a boundary holds."""
-    return msgspec.convert(line.rules, Rules)
 
 
 class LedgerFile:

@@ -34,6 +34,7 @@ class Loop:
         offer: puts the weights of a version on offer, in the training thread; returns the seconds it took.
         checkpoint: writes the ledger as it was dumped at the last step boundary, with the weights that belong to it.
         checkpoint_every: steps between two checkpoints, 0 never.
+        epoch: of this learner, which has appended its rules to the log. The run is not done before they have been read.
 
     Attributes:
         boundary: the ledger at the last step boundary, dumped: what a checkpoint holds.
@@ -55,6 +56,7 @@ class Loop:
         fleet_values: Callable[[], dict[str, float]],
         checkpoint: Callable[[dict[str, object]], Awaitable[None]],
         checkpoint_every: int,
+        epoch: int = 0,
     ) -> None:
         self._bus, self._ledger, self._training, self._issuer = bus, ledger, training, issuer
         self._consumer = Consumer(ledger, training)
@@ -63,7 +65,7 @@ class Loop:
         self._offer, self._fleet_values = offer, fleet_values
         self._checkpoint, self._checkpoint_every = checkpoint, checkpoint_every
         self._filtered_before = ledger.counts()["filtered"]
-        self._catch_up_to = 0
+        self._catch_up_to, self._epoch = 0, epoch
         self._offered = -1
         self._began = time.monotonic()
         self.boundary = ledger.dump()
@@ -78,13 +80,15 @@ class Loop:
         opened = self._ledger.open_credit()
         self.boundary = self._ledger.dump()
         await self._records.began(opened, self._resumed.lost)  # before a ticket goes out
+        for ticket in self._resumed.unissued:
+            self._issuer.put(ticket)
         self._perform(opened)
         self._catch_up_to = await self._bus.last_seq(SAMPLES)
         await self._offer_if_current()
         self._evaluator.step_completed(self._ledger.state.version, self._ledger.rules.steps)
         self._began = time.monotonic()
         async with aclosing(self._bus.read_log(SAMPLES, self._ledger.state.position + 1)) as records:
-            while not self._ledger.done:
+            while not self._done:
                 if self._ledger.full:
                     if not await self._end_step():
                         return False
@@ -93,6 +97,11 @@ class Loop:
                 else:
                     await self._take_in(entry)
         return True
+
+    @property
+    def _done(self) -> bool:
+        """Whether every step is made, by the rules of this learner and not those of an earlier one."""
+        return self._ledger.done and self._ledger.state.rules_epoch >= self._epoch
 
     # --------------------------------------------------------------------------------------------------- records
 
@@ -120,8 +129,14 @@ class Loop:
         await self._records.consumed(entry, read, actions)
         if any(isinstance(action, Forget) and action.outcome == "dead" for action in actions):
             self._show_failure(entry, read)
-        if isinstance(entry.message, wire.Closed) and any(isinstance(action, Forget) for action in actions):
+        forgotten = [action.number for action in actions if isinstance(action, Forget)]
+        if isinstance(entry.message, wire.Closed) and forgotten:
             self._say_closed(entry.message)
+        if isinstance(entry.message, wire.RulesChange):
+            self._say_changed(entry.message, len(forgotten))
+        if isinstance(entry.message, wire.RulesChange) or (isinstance(entry.message, wire.Closed) and entry.message.by == self._bus.name):
+            for number in forgotten:  # no hub ended these, so they may still be in their queue
+                self._issuer.withdraw(number)
         self._perform(actions)
         await self._offer_if_current()
 
@@ -152,6 +167,12 @@ class Loop:
                 closed.detail,
             )
 
+    def _say_changed(self, change: wire.RulesChange, num_dropped: int) -> None:
+        if num_dropped:
+            log.warning("settings of epoch %d are in force: %d open tickets dropped, which they do not allow", change.epoch, num_dropped)
+        else:
+            log.info("settings of epoch %d are in force", change.epoch)
+
     # ----------------------------------------------------------------------------------------------------- steps
 
     async def _end_step(self) -> bool:
@@ -168,10 +189,10 @@ class Loop:
         step, last_step = self._ledger.state.version, self._ledger.rules.steps
         line = self._book.compose(self._step_values(trained, waited_s, copy_s))
         self._evaluator.step_completed(step, last_step)
-        if self._ledger.done:
+        if self._done:
             await self._evaluator.drain(self._stop.asked)
-        await self._book.write(line | self._evaluator.take(last=self._ledger.done))
-        if self._checkpoint_every and step % self._checkpoint_every == 0 and not self._ledger.done:
+        await self._book.write(line | self._evaluator.take(last=self._done))
+        if self._checkpoint_every and step % self._checkpoint_every == 0 and not self._done:
             await self._checkpoint(self.boundary)
         self._perform([action for action in actions if not isinstance(action, Issue)])
         return True

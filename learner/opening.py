@@ -76,7 +76,6 @@ async def open_training(config: dict[str, Any], model_path: str, first_path: str
         build,
         resolve("advantages", algorithm.adv_estimator, ADVANTAGES),
         algorithm,
-        {name: domain.sampling.temperature for name, domain in table.items()},
         stream=train.streaming != "never",
     )
     try:

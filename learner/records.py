@@ -7,8 +7,6 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 
-import msgspec
-
 from broker import wire
 from broker.jetstream import LogRecord
 from broker.process import Stop
@@ -16,7 +14,7 @@ from learner import archive, ledgerfile
 from learner.archive import Archive
 from learner.config import SamplesSection
 from learner.intake import Intake, version_bounds
-from learner.ledger import Action, Ended, Entry, Ledger
+from learner.ledger import Action, Changed, Ended, Entry, Ledger
 from learner.ledgerfile import LedgerFile, Line, Scribe, digest
 from learner.patience import Patience
 
@@ -39,7 +37,7 @@ class Records:
         self._lock = threading.Lock()  # a checkpoint's sync runs beside the records that come in
         self._file = LedgerFile(folder / ledgerfile.NAME, ledger)
         self._scribe = Scribe(self._file.lines)
-        self._newest = msgspec.structs.replace(self._file.lines[-1], rules={}) if self._file.lines else None
+        self._newest = self._file.lines[-1] if self._file.lines else None
         self._file.lines = []
         self._archive: Archive | None = None
         if samples.keep:
@@ -58,7 +56,8 @@ class Records:
         reason = read.record.reason if isinstance(read.record, Ended) else ""
         group = read.group or (entry.message if isinstance(entry.message, wire.Group) else None)
         bounds = version_bounds([group]) if group is not None else None
-        await self._write(self._scribe.record(actions, seq=entry.seq, data_digest=found, reason=reason, bounds=bounds))
+        rules = read.record.rules if isinstance(read.record, Changed) else None
+        await self._write(self._scribe.record(actions, seq=entry.seq, data_digest=found, reason=reason, bounds=bounds, rules=rules))
 
     async def completed(self, taken: Sequence[Entry], trained: Collection[int], actions: Sequence[Action]) -> None:
         """The ledger has completed a step, made of ``taken``; ``trained`` are the tickets among them that were trained on."""

@@ -44,10 +44,12 @@ class Resumed:
     """Attributes:
     groups: by ticket, those that had arrived and were not trained.
     lost: entries of the ledger whose groups are gone.
+    unissued: tickets of the ledger that the broker has never had; they come before all that are issued from now on.
     """
 
     groups: dict[int, wire.Group] = field(default_factory=dict)
     lost: Sequence[Entry] = ()
+    unissued: Sequence[wire.Ticket] = ()
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ class Recovery:
         self._known = known(folder, ledger)
         self._groups: dict[int, wire.Group] = {}
         self._missing: list[Entry] = []
+        self._unissued: list[wire.Ticket] = []
         self._lost = ""
 
     async def look(self, *, rebase: bool) -> None:
@@ -84,7 +87,12 @@ class Recovery:
         tickets, position = await self._bus.last_seq(TICKETS), self._ledger.state.position
         await self._find_groups(first, last if last >= position else 0)
         problems = []
-        if tickets < self._ledger.state.issued:
+        unissued = range(tickets + 1, self._ledger.state.issued + 1)
+        if self._ledger.waiting_for.issuperset(unissued):
+            # A checkpoint may be ahead of the stream: it holds what a step granted, which is published after it. Nobody has seen these
+            # numbers, and what stands on a ticket follows from the ledger.
+            self._unissued = [self._ledger.ticket(number) for number in unissued]
+        else:
             problems.append(f"tickets end at number {tickets}, but {self._ledger.state.issued} were issued")
         if last < self._known.consumed:
             problems.append(f"samples end at record {last}, but {self._known.consumed} were consumed")
@@ -99,7 +107,8 @@ class Recovery:
         lost = self._ledger.lose({entry.number for entry in self._missing})
         if self._lost:
             await self._rebase()
-        return Resumed(self._groups, lost)
+            return Resumed(self._groups, lost)
+        return Resumed(self._groups, lost, self._unissued)
 
     # ------------------------------------------------------------------------------------------------- groups
 
@@ -158,15 +167,13 @@ class Recovery:
 
     async def _read_ahead(self) -> Ledger:
         """The ledger as it will be once the log is consumed up to where it ends now."""
-        ahead = Ledger.load(self._ledger.rules, self._ledger.dump())
+        ahead = Ledger.load(self._ledger.dump())
         ahead.open_credit()
         async for record in self._rest():
             while ahead.full:
                 ahead.complete_step()
-            if ahead.done:
-                break
             ahead.apply(intake.read(record, ahead, self._vocab_size).record, record.seq)
-        while ahead.full and not ahead.done:
+        while ahead.full:
             ahead.complete_step()
         return ahead
 

@@ -160,7 +160,7 @@ class Saver:
         log.info("checkpoint %s", path)
         kept = await self._patience.in_thread(checkpoint.prune, self._folder, self._keep)
         if len(kept) >= self._keep:
-            oldest = Ledger.load(self._ledger.rules, checkpoint.read(kept[0]).ledger).first_needed
+            oldest = Ledger.load(checkpoint.read(kept[0]).ledger).first_needed
             await self._watch.refuse_if_fenced()
             await self._bus.trim(SAMPLES, oldest)
 

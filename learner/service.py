@@ -14,15 +14,17 @@ from broker import logs, wire
 from broker.config import BrokerSection
 from broker.errors import Fenced, LostState, UserError
 from broker.jetstream import Bus
+from broker.peek import peek
 from broker.presence import Roster
 from broker.process import Member, Stop, Stopped, unless_stopped
 from broker.runspec import domains, section
-from broker.streams import RUNS
+from broker.streams import RUNS, SAMPLES
 from learner import checkpoint
 from learner.company import roles, watch_company
 from learner.config import AlgorithmSection, TrainSection
-from learner.grants import rules_of
-from learner.ledger import Ledger
+from learner.grants import Rules, rules_of
+from learner.intake import rules_change
+from learner.ledger import Changed, Ledger
 from learner.loop import Loop
 from learner.opening import begin_imports, open_training
 from learner.ops.place import note_broker, note_epoch, noted_epoch
@@ -120,6 +122,7 @@ class Learner:
         model_path = await self._model_path()
         recovery = await self._take_over(stack, model_path, rebase=rebase)
         self.resumed = await recovery.mend()
+        await self._append_rules()
         await asyncio.to_thread(checkpoint.tidy, self.checkpoints)
         self.sender = await self._open_sender(stack)
         self.services = await open_services(
@@ -169,19 +172,33 @@ class Learner:
         self.shown.say("loading the model")
         self.training = await open_training(self.config, str(resumed.path) if resumed else model_path, model_path)
         stack.push_async_callback(asyncio.to_thread, self.training.close)
-        self.ledger = self.shown.ledger = self._ledger(resumed)
+        self.ledger = self.shown.ledger = Ledger.load(resumed.ledger) if resumed else Ledger(await self._first_rules())
         if resumed is not None:
             await self.training.call(partial(checkpoint.load_state, resumed, self.training.backend))
-        if self.ledger.done:
+        if self.ledger.state.version >= self.train.steps:
             await self._end_what_is_done(self.ledger.state.version)
         recovery = Recovery(self.bus, self.ledger, self.folder, self.training.backend.vocab_size)
         await recovery.look(rebase=rebase)
         return recovery
 
-    def _ledger(self, resumed: checkpoint.Checkpoint | None) -> Ledger:
+    def _rules(self) -> Rules:
+        """The rules that the configuration asks for."""
         algorithm = section(self.config, "algorithm", AlgorithmSection)
-        rules = rules_of(self.train, algorithm, domains(self.config), self.config["run"]["seed"])
-        return Ledger.load(rules, resumed.ledger) if resumed else Ledger(rules)
+        return rules_of(self.train, algorithm, domains(self.config), self.config["run"]["seed"])
+
+    async def _first_rules(self) -> Rules:
+        """The rules that the log begins with; an earlier life that was killed before its first checkpoint may have put others there."""
+        first = await peek(self.bus, SAMPLES, 1)
+        if first is not None and isinstance(first.record.message, wire.RulesChange):
+            found = rules_change(first.record.message).record
+            if isinstance(found, Changed):
+                return found.rules
+        return self._rules()
+
+    async def _append_rules(self) -> None:
+        """Put the rules of the configuration at the end of the log: what stands before is judged by those that were in force then."""
+        change = wire.RulesChange(epoch=self.watch.epoch, rules=self._rules().plain())
+        await self.bus.publish(SAMPLES, change, message_id=f"rules.{self.bus.run}.{self.watch.epoch}")
 
     async def _end_what_is_done(self, steps: int) -> NoReturn:
         """Nothing is left to train: tell the others, should an earlier life have been killed before it could, and end well.
@@ -260,6 +277,7 @@ class Learner:
             fleet_values=self._values_beside,
             checkpoint=beside.saver.at_boundary,
             checkpoint_every=1,
+            epoch=self.watch.epoch,
         )
         self.member.spawn(
             watch_company(self.bus.run, roster, roles(domains(self.config)), lambda: bool(ledger.open), self.shown.say_waiting)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -53,7 +53,6 @@ class Training:
     Args:
         build: makes the backend.
         estimator: of the advantages.
-        temperatures: sampling temperature of each domain.
         stream: False waits for all groups of a step even where the algorithm could begin without them.
     """
 
@@ -62,12 +61,11 @@ class Training:
         build: Callable[[], Backend],
         estimator: Any,
         algorithm: AlgorithmSection,
-        temperatures: Mapping[str, float],
         *,
         stream: bool = True,
     ) -> None:
         self._algorithm = algorithm
-        self._build, self._assembly = build, Assembly(estimator, algorithm, temperatures, stream=stream)
+        self._build, self._assembly = build, Assembly(estimator, algorithm, stream=stream)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="training")
         self._groups: list[wire.Group] = []
         self._busy_s = 0.0

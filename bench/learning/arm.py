@@ -104,9 +104,8 @@ class Arm:
             ref_path=self._path,
             max_length=max(domain.max_context_tokens for domain in self._domains.values()),
         )
-        temperatures = {name: domain.sampling.temperature for name, domain in self._domains.items()}
         estimator = resolve("advantages", self._algorithm.adv_estimator, ADVANTAGES)
-        return Training(build, estimator, self._algorithm, temperatures)
+        return Training(build, estimator, self._algorithm)
 
     async def _play(self) -> None:
         """Play what has been granted; the records stand in the log in the order of the tickets."""

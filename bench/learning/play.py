@@ -102,7 +102,8 @@ class Hub:
 
     async def _group(self, asked: Assignment, gate: asyncio.Semaphore) -> wire.Group:
         played = await asyncio.gather(*(self._episode(asked, episode, gate) for episode in range(asked.group_size)))
-        return assignment.group(asked, played, pools=[], hub="bench", deliveries=1)
+        temperature = self._domains[asked.domain].section.sampling.temperature
+        return assignment.group(asked, played, pools=[], hub="bench", deliveries=1, temperature=temperature)
 
     async def _episode(self, asked: Assignment, episode: int, gate: asyncio.Semaphore) -> Played:
         task = assignment.task(asked, self._domains[asked.domain], episode, f"{asked.key}.{episode}")

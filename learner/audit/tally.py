@@ -39,6 +39,8 @@ class Tally:
         self._matched: set[int] = set()
         self._shortfall = 0
         self._first_step = 0
+        self._in_force: list[tuple[int, int]] = []  # (groups_per_step, max_staleness) since the last boundary
+        self._limits: dict[int, list[tuple[int, int]]] = {}  # by step, all that were in force while it was made
         for line in lines:
             self._apply(line)
         self.position = max(self.records, default=0)
@@ -60,8 +62,8 @@ class Tally:
         return found
 
     def max_staleness(self, step: int) -> int:
-        """The bound that ``step`` ran under, -1 where the file does not say."""
-        return self.boundaries[step].max_staleness if step in self.boundaries else -1
+        """The loosest bound that ``step`` ran under, -1 where the file does not say."""
+        return max((staleness for _, staleness in self._limits.get(step, ())), default=-1)
 
     # ------------------------------------------------------------------------------------------------ reading
 
@@ -74,6 +76,9 @@ class Tally:
             self._boundary(line)
         elif line.state == "lost":
             self.arrived.pop(line.ticket, None)
+        elif line.state == "rules":
+            self._in_force.append((line.rules["groups_per_step"], line.rules["max_staleness"]))
+            self.records.setdefault(line.seq, []).append(line)
         elif line.state == "issued":
             self._sums["issued"] += 1
             if line.ticket in self.issued:
@@ -92,6 +97,9 @@ class Tally:
     def _boundary(self, line: Line) -> None:
         report, previous = self._report, self._previous
         self._previous = self.boundaries[line.step] = line
+        now = (line.groups_per_step, line.max_staleness)
+        self._limits[line.step] = [*self._limits.get(line.step, ()), *self._in_force, now]
+        self._in_force = [now]
         self.counts.setdefault(line.step, []).append(line.counts)
         before = previous.step if previous else self._first_step
         if line.step not in (before, before + bool(previous)):
@@ -176,10 +184,11 @@ class Tally:
         report, end = self._report, self.boundaries[step]
         trained = [line for line in self.trained.values() if line.step == step]
         made_of = sum(lines[0].step == step for lines in self.ended.values())
-        if step and step != min(self.boundaries) and made_of != end.groups_per_step:
+        sizes = [size for size, _ in self._limits[step]]
+        if step and step != min(self.boundaries) and not min(sizes) <= made_of <= max(sizes):
             report.fail(f"step {step} was made of {made_of} groups, train.groups_per_step is {end.groups_per_step}")
         for line in trained:
-            check_staleness(report, line, line.oldest, line.newest, end.max_staleness, "the ledger file")
+            check_staleness(report, line, line.oldest, line.newest, self.max_staleness(step), "the ledger file")
             group = self.arrived.get(line.ticket)
             if group is None or (group.seq, group.digest) != (line.seq, line.digest):
                 report.fail(f"ticket {line.ticket} was trained in step {step}, but no record {line.seq} of it had arrived")

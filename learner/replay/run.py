@@ -67,7 +67,7 @@ class Replay:
                 await self.training.call(partial(checkpoint.load_state, start.resumed, self.training.backend))
             consumer = Consumer(self.ledger, self.training)
             consumer.resume(self._arrived())
-            start.open_credit()
+            self.ledger.open_credit()
             while self.ledger.state.version < until:
                 if not self.ledger.full:
                     _, actions = consumer.apply(next(records))
@@ -78,7 +78,6 @@ class Replay:
                 values = finite(made.trained.values) | count_tickets(self.ledger)
                 yield Replayed(self.ledger.state.version, [entry.number for entry in made.taken], values)
                 consumer.perform(made.actions)
-                start.open_credit()
         finally:
             await asyncio.to_thread(self.training.close)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -53,8 +53,15 @@ def group(ticket: wire.Ticket, version: int, rewards: tuple[float, ...] = (0.0, 
 class Hub:
     """Takes tickets as they come and stores what ``answer`` makes of each: messages, or raw bytes."""
 
-    def __init__(self, bus: Bus, answer: Callable[[wire.Ticket], list[wire.Message | bytes]]) -> None:
-        self.bus, self.answer = bus, answer
+    def __init__(
+        self,
+        bus: Bus,
+        answer: Callable[[wire.Ticket], list[wire.Message | bytes]],
+        *,
+        domains: Sequence[str] = ("lake",),
+        work_s: float = 0.0,
+    ) -> None:
+        self.bus, self.answer, self.domains, self.work_s = bus, answer, domains, work_s
         self.tickets: list[wire.Ticket] = []
         self.eval_tickets: list[wire.EvalTicket] = []
         self._task: asyncio.Task[None] | None = None
@@ -71,14 +78,15 @@ class Hub:
             raise error
 
     async def _serve(self) -> None:
-        await asyncio.gather(self._train(), self._evaluate())
+        await asyncio.gather(*(self._train(domain) for domain in self.domains), self._evaluate())
 
-    async def _train(self) -> None:
-        queue = await self.bus.work_queue(TICKETS, "lake")
+    async def _train(self, domain: str) -> None:
+        queue = await self.bus.work_queue(TICKETS, domain)
         while True:
             for delivery in await queue.fetch(1, 5.0):
                 assert isinstance(delivery.message, wire.Ticket)
                 self.tickets.append(delivery.message)
+                await asyncio.sleep(self.work_s)
                 for one in self.answer(delivery.message):
                     await self.store(delivery, one)
                 await delivery.ack()

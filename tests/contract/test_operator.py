@@ -105,7 +105,7 @@ async def test_audit_of_a_real_run(bus: Bus, broker_url: str, run_name: str, tmp
     }
     assert {name: report[name] for name in expected} == expected
     assert report["problems"] == []
-    assert f"tap: {2 * steps + 2} tickets and {2 * steps + 4} records seen" in report["notes"], report["notes"]
+    assert f"tap: {2 * steps + 2} tickets and {2 * steps + 6} records seen" in report["notes"], report["notes"]
     assert any(note.startswith("the broker's log: ") for note in report["notes"])
     assert any(note.startswith("the archive: ") for note in report["notes"]) == keep
     if not keep:  # one record less in the broker's log: a gap
@@ -133,7 +133,7 @@ async def test_trace_and_status(bus: Bus, broker_url: str, run_name: str, tmp_pa
     found = json.loads(out)
     assert (found["ticket"], found["state"], found["step"], found["task_index"]) == (2, "trained", 1, 1)
     assert (found["hub"], found["deliveries"], found["reward_hubs"]) == ("made-up", 1, [])
-    assert (found["record"]["seq"], found["record"]["source"], found["duplicates"]) == (3, "the broker's log", [4])
+    assert (found["record"]["seq"], found["record"]["source"], found["duplicates"]) == (4, "the broker's log", [5])
     assert found["record"]["stored_at"].startswith("20")
     assert found["step_time"].endswith("+00:00")
     span = {"start": 5, "end": 8, "server": "made-up", "policy_version": 0, "reward": 1.0, "valid": False, "finish_reason": "stop"}
@@ -147,7 +147,7 @@ async def test_trace_and_status(bus: Bus, broker_url: str, run_name: str, tmp_pa
     assert (code, err) == (2, f"error: run {run_name} has no ticket 99; there are 1-6\n")
     await bus.trim(SAMPLES, 10_000)
     code, out, _ = await command("trace", str(tmp_path / run_name), "2", *where)
-    assert "record      3, the archive" in out
+    assert "record      4, the archive" in out
     here = wire.Presence(role="envhub", id="hub-7", host="here", pid=1, state="serving", slots=4, running=1, serves=["lake"])
     await (await bus.key_value(PRESENCE)).put(f"{run_name}.envhub.hub-7", here)
     code, out, err = await command("status", run_name, *where, "--json")

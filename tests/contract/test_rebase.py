@@ -121,7 +121,7 @@ async def first_life(broker: Broker, config: dict[str, Any]) -> None:
     found = checkpoint.newest(folder / "checkpoints")
     assert found is not None
     state = found.ledger
-    assert (found.step, state["position"], state["issued"], [one["number"] for one in state["taken"]]) == (2, 6, 8, [5, 6])
+    assert (found.step, state["position"], state["issued"], [one["number"] for one in state["taken"]]) == (2, 7, 8, [5, 6])
 
 
 async def last_life(broker: Broker, config: dict[str, Any], *, rebase: bool) -> list[int]:
@@ -171,7 +171,7 @@ async def test_the_whole_store_is_lost(broker: Broker, tmp_path: Path, keep: boo
     with pytest.raises(UserError) as refused:
         await last_life(broker, config, rebase=False)
     assert str(refused.value) == (
-        "the broker's tickets end at number 0, but 8 were issued; samples end at record 0, but 6 were consumed; "
+        "the broker's tickets end at number 0, but 8 were issued; samples end at record 0, but 7 were consumed; "
         "it lost its store; `rlearner start … --rebase` goes on with the open tickets counted dead"
     )
     numbers = await last_life(broker, config, rebase=True)
@@ -224,7 +224,7 @@ async def test_before_the_first_checkpoint(broker: Broker, tmp_path: Path, capsy
     config["checkpoint"]["every_steps"] = 100
     await first_life(broker, config)
     await broker.lose_everything()
-    with pytest.raises(UserError, match=r"the broker's samples end at record 0, but 6 were consumed; it lost its store"):
+    with pytest.raises(UserError, match=r"the broker's samples end at record 0, but 7 were consumed; it lost its store"):
         await last_life(broker, config, rebase=False)
     assert await last_life(broker, config, rebase=True) == list(range(11, 23))
     assert tickets(tmp_path / RUN) == (22, 12, 0, 0, 10, 0)
@@ -235,7 +235,7 @@ async def test_only_the_samples_are_lost(broker: Broker, tmp_path: Path, capsys:
     config = settings(tmp_path, keep=False)
     await first_life(broker, config)
     await broker.lose(SAMPLES)
-    with pytest.raises(UserError, match=r"the broker's samples end at record 0, but 6 were consumed; it lost its store"):
+    with pytest.raises(UserError, match=r"the broker's samples end at record 0, but 7 were consumed; it lost its store"):
         await last_life(broker, config, rebase=False)
     assert await last_life(broker, config, rebase=True) == list(range(11, 19))
     assert tickets(tmp_path / RUN) == (18, 12, 0, 0, 6, 0)

@@ -84,8 +84,8 @@ def test_other_records_make_a_difference(copied: Path, capsys: pytest.CaptureFix
     folder = copied / archive.FOLDER
     found = [frame for frame in archive.frames(folder)]
     shutil.rmtree(folder)
-    one, two = found[0], found[1]
-    swapped = [archive.Frame(one.seq, two.ticket, two.data), archive.Frame(two.seq, one.ticket, one.data), *found[2:]]
+    rules, one, two = found[:3]
+    swapped = [rules, archive.Frame(one.seq, two.ticket, two.data), archive.Frame(two.seq, one.ticket, one.data), *found[3:]]
     writer = archive.Archive(folder, 0, 1 << 30)
     for frame in swapped:
         writer.append(frame.record(), archive.digest(frame.data))

@@ -115,15 +115,18 @@ class World:
         Raises:
             Killed: before record ``die_at`` was applied.
         """
-        found = checkpoint.newest(self.folder / "checkpoints")
-        ledger = Ledger.load(self.rules, found.ledger) if found else Ledger(self.rules)
+        found, epoch = checkpoint.newest(self.folder / "checkpoints"), 0
+        ledger = Ledger.load(found.ledger) if found else Ledger(self.rules)
         records = Records(self.folder, ledger, SamplesSection(keep=self.keep, max_file_mib=0.001), Stop())
         metrics = MetricsFile(self.folder / "metrics.jsonl", ledger.state.version)
+        if ledger.rules != self.rules:
+            epoch = len(self.log) + 1
+            self.store(0, wire.RulesChange(epoch=epoch, rules=self.rules.plain()))
         try:
             opened = ledger.open_credit()
             await records.began(opened)
             self._publish(opened)
-            while not ledger.done:
+            while not (ledger.done and ledger.state.rules_epoch >= epoch):
                 if ledger.full:
                     taken = list(ledger.state.taken)
                     actions = ledger.complete_step()

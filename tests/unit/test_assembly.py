@@ -31,7 +31,7 @@ GROUPS = [group(1, [1.0, 0.0]), group(2, [0.0, 0.0]), group(3, [4.0, 0.0])]
 
 def assembly(name: str = "grpo", *, stream: bool = True, **settings: Any) -> Assembly:
     section = AlgorithmSection(adv_estimator=name, **settings)
-    return Assembly(resolve("advantages", name, ADVANTAGES), section, {"lake": 0.7}, stream=stream)
+    return Assembly(resolve("advantages", name, ADVANTAGES), section, stream=stream)
 
 
 def constant(**columns: float) -> Any:

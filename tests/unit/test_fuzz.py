@@ -160,7 +160,7 @@ def checkpoint_of(folder: Path) -> Callable[[bytes], None]:
 
     def call(data: bytes) -> None:
         (own / "learner.json").write_bytes(data)
-        Ledger.load(RULES, checkpoint.read(folder / "step-000001").ledger)
+        Ledger.load(checkpoint.read(folder / "step-000001").ledger)
 
     return call
 

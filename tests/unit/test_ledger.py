@@ -12,7 +12,21 @@ import pytest
 from broker.config import DomainSection
 from learner.config import AlgorithmSection, TrainSection
 from learner.grants import DomainRule, Rules, next_domain, rules_of, task_seed
-from learner.ledger import Action, Arrived, Ended, Forget, Hold, Issue, Ledger, Refuse, Take, is_zero_variance
+from learner.ledger import (
+    REMOVED,
+    WITHDRAWN,
+    Action,
+    Arrived,
+    Changed,
+    Ended,
+    Forget,
+    Hold,
+    Issue,
+    Ledger,
+    Refuse,
+    Take,
+    is_zero_variance,
+)
 
 
 def rules(steps: int = 3, groups: int = 2, staleness: int = 1, on_late: str = "wait", **more: object) -> Rules:
@@ -275,15 +289,123 @@ def test_state_survives_json() -> None:
     ledger.complete_step()
     ledger.apply(arrived(5, 1), 3)
     ledger.apply(Ended(3, "late"), 4)
-    again = Ledger.load(ledger.rules, json.loads(json.dumps(ledger.dump())))
+    again = Ledger.load(json.loads(json.dumps(ledger.dump())))
     assert again.state == ledger.state
     assert again.dump() == ledger.dump()
     assert again.open_credit() == []
     assert again.apply(arrived(4), 5) == ledger.apply(arrived(4), 5)
 
 
-def test_more_groups_per_step_after_a_resume_asks_for_what_is_missing() -> None:
+def test_more_groups_per_step_ask_for_what_is_missing() -> None:
     ledger = Ledger(rules(steps=4, groups=2, staleness=1))
     ledger.open_credit()
-    again = Ledger.load(rules(steps=4, groups=3, staleness=1), ledger.dump())
-    assert issued(again.open_credit()) == [5, 6]
+    assert issued(ledger.apply(Changed(rules(steps=4, groups=3, staleness=1), epoch=2), 1)) == [5, 6]
+    assert ledger.state.rules_epoch == 2
+
+
+def test_rules_apply_from_their_record_on() -> None:
+    """A resumed ledger runs by the rules that it had until it reads the record that changes them."""
+    ledger = Ledger(rules(steps=4, groups=2, staleness=1))
+    ledger.open_credit()
+    before = ledger.dump()
+    ledger.apply(arrived(1), 1)
+    ledger.apply(Changed(rules(steps=4, groups=1, staleness=0), epoch=2), 2)
+    assert ledger.full
+    again = Ledger.load(json.loads(json.dumps(before)))
+    assert again.rules == rules(steps=4, groups=2, staleness=1)
+    again.apply(arrived(1), 1)
+    assert not again.full
+    again.apply(Changed(rules(steps=4, groups=1, staleness=0), epoch=2), 2)
+    assert again.state == ledger.state
+
+
+def test_the_same_rules_again_change_nothing() -> None:
+    ledger = Ledger(rules())
+    ledger.open_credit()
+    assert ledger.apply(Changed(rules(), epoch=3), 1) == []
+    assert (ledger.state.rules_epoch, ledger.state.position, ledger.open) == (3, 1, 4)
+
+
+def test_less_staleness_withdraws_the_newest_and_replaces_none() -> None:
+    ledger = Ledger(rules(steps=9, groups=2, staleness=2))
+    assert issued(ledger.open_credit()) == [1, 2, 3, 4, 5, 6]
+    ledger.apply(arrived(6), 1)
+    ledger.apply(arrived(5), 2)  # the step under way: full
+    ledger.complete_step()  # 7, 8
+    ledger.apply(arrived(8, 1), 3)  # held: 1-4 have the places
+    out = ledger.apply(Changed(rules(steps=9, groups=2, staleness=0), epoch=2), 4)
+    # Of 1, 2, 3, 4, 7, 8 only two may live on. 7 has no group and is the newest such; 8, which has one, goes last.
+    assert [action.number for action in out if isinstance(action, Forget)] == [7, 4, 3, 2]
+    assert {action.reason for action in out if isinstance(action, Forget)} == {WITHDRAWN}
+    assert issued(out) == []
+    assert taken(out) == [8]  # both have a place
+    assert counts(ledger) == (8, 2, 0, 4, 0, 2)
+    assert taken(ledger.apply(arrived(1, 1), 5)) == [1]
+    assert issued(ledger.complete_step()) == [9, 10]
+
+
+def test_a_domain_that_is_gone_is_replaced_by_those_that_exist() -> None:
+    lake, maze, quiz = (DomainRule(name, 1.0, 1, 1, 9.0) for name in ("lake", "maze", "quiz"))
+    ledger = Ledger(rules(steps=9, groups=2, staleness=1, domains=(lake, maze)))
+    opened = ledger.open_credit()
+    assert [action.ticket.domain for action in opened if isinstance(action, Issue)] == ["lake", "maze", "lake", "maze"]
+    ledger.apply(arrived(2), 1)  # maze, in the step under way
+    out = ledger.apply(Changed(rules(steps=9, groups=2, staleness=1, domains=(lake, quiz)), epoch=2), 2)
+    assert out[0] == Forget(4, "dropped", REMOVED)
+    assert [(action.ticket.number, action.ticket.domain) for action in out if isinstance(action, Issue)] == [(5, "lake")]
+    assert counts(ledger) == (5, 0, 0, 1, 0, 4)
+    assert ledger.state.reasons == {REMOVED: 1}
+    assert ledger.apply(arrived(4), 3) == [Refuse(4, "duplicate")]
+    assert [entry.number for entry in ledger.state.taken] == [2]  # it was taken by the rules of its time
+    gone = ledger.lose({2})  # … unless the log has lost it: then its ticket is replaced, too
+    assert [entry.number for entry in gone] == [2]
+    assert [action.ticket.domain for action in ledger.apply(Ended(2, "lost"), 4) if isinstance(action, Issue)] == ["quiz"]
+
+
+def test_a_group_in_the_queue_of_a_domain_that_is_gone_is_dropped() -> None:
+    lake, maze = (DomainRule(name, 1.0, 1, 1, 9.0) for name in ("lake", "maze"))
+    ledger = Ledger(rules(steps=9, groups=2, staleness=1, domains=(lake, maze)))
+    ledger.open_credit()  # 1 and 3 are lake's, 2 and 4 are maze's
+    ledger.apply(arrived(1), 1)
+    ledger.apply(arrived(3), 2)
+    ledger.complete_step()  # 5 lake, 6 maze
+    ledger.apply(arrived(6, 1), 3)
+    assert [entry.number for entry in ledger.state.queue] == [6]
+    out = ledger.apply(Changed(rules(steps=9, groups=2, staleness=1, domains=(lake,)), epoch=2), 4)
+    assert [action.number for action in out if isinstance(action, Forget)] == [6, 4, 2]
+    assert ledger.state.queue == []
+    assert ledger.waiting_for == {5, 7, 8, 9}
+    assert {ticket.domain for ticket in ledger.state.live.values()} == {"lake"}
+
+
+def test_shares_count_from_the_change_on() -> None:
+    def domains(ratio: float) -> tuple[DomainRule, ...]:
+        return DomainRule("a", 1.0, 1, 1, 9.0), DomainRule("b", ratio, 1, 1, 9.0)
+
+    ledger = Ledger(rules(steps=10_000, groups=10, staleness=0, domains=domains(1.0)))
+    seen = [action.ticket.domain for action in ledger.open_credit() if isinstance(action, Issue)]
+    seq = 0
+    for _ in range(800):
+        for number in sorted(ledger.waiting_for):
+            seq += 1
+            ledger.apply(arrived(number, ledger.state.version), seq)
+        seen += [action.ticket.domain for action in ledger.complete_step() if isinstance(action, Issue)]
+    assert Counter(seen) == {"a": 4005, "b": 4005}
+    ledger.apply(Changed(rules(steps=10_000, groups=10, staleness=0, domains=domains(3.0)), epoch=2), seq + 1)
+    seq, seen = seq + 1, []
+    for _ in range(40):
+        for number in sorted(ledger.waiting_for):
+            seq += 1
+            ledger.apply(arrived(number, ledger.state.version), seq)
+        seen += [action.ticket.domain for action in ledger.complete_step() if isinstance(action, Issue)]
+    assert Counter(seen) == {"a": 100, "b": 300}
+
+
+def test_more_steps_for_a_run_that_is_done() -> None:
+    ledger = Ledger(rules(steps=1, groups=1, staleness=1))
+    ledger.open_credit()
+    ledger.apply(arrived(1), 1)
+    assert ledger.complete_step() == []
+    assert ledger.done
+    assert issued(ledger.apply(Changed(rules(steps=3, groups=1, staleness=1), epoch=2), 2)) == [2, 3]
+    assert not ledger.done

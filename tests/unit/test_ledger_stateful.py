@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from broker import wire
 from learner.grants import DomainRule, Rules
-from learner.ledger import Action, Arrived, Ended, Forget, Hold, Issue, Ledger, Skip, Take
+from learner.ledger import Action, Arrived, Changed, Ended, Forget, Hold, Issue, Ledger, Record, Skip, Take
 
 REASONS = ("late", "deadline", "env_error", "reward_error", "too_large", "malformed", "timeout", "too_many_deliveries", "aborted", "lost")
 
@@ -23,6 +24,7 @@ class Fleet(RuleBasedStateMachine):
     on_late = "wait"
     max_staleness = 1
     honest = False  # whether tokens are never older than the ticket's min_version
+    changes = False  # whether the rules change on the way
 
     @initialize(
         steps=st.integers(1, 5),
@@ -33,9 +35,13 @@ class Fleet(RuleBasedStateMachine):
     )
     def start(self, steps: int, groups: int, weights: list[float], filtering: bool, bound: int) -> None:
         domains = tuple(DomainRule(f"d{i}", weight, 2, 2, 5.0) for i, weight in enumerate(weights))
-        self.rules_ = Rules(steps, groups, self.max_staleness, self.on_late, 3, domains, filtering, bound)  # type: ignore[arg-type]
+        self.rules_ = Rules(steps, groups, self.max_staleness, self.on_late, 3, domains, filtering, "", bound)  # type: ignore[arg-type]
+        self.first_rules = self.rules_
         self.ledger = Ledger(self.rules_)
-        self.log: list[Arrived | Ended] = []
+        self.log: list[Record] = []
+        self.num_changes = 0
+        self.num_by_rules = 0  # tickets that a change of the rules ended
+        self.origin = 0  # first-time tickets before the shares last changed
         self.issued: list[wire.Ticket] = []
         self.skipped: list[int] = []  # numbers that count as issued and dead
         self.skips = 0  # records that said so
@@ -66,22 +72,24 @@ class Fleet(RuleBasedStateMachine):
                     self.held.remove(number)
                     assert number not in self.ended
                     self.ended[number] = "taken"
-                    assert self.oldest[number] >= self.ledger.state.version - self.max_staleness, "staleness bound"
+                    assert self.oldest[number] >= self.ledger.state.version - self.rules_.max_staleness, "staleness bound"
                     self.now.append(number)
-                case Forget(number, outcome):
+                case Forget(number, outcome, reason):
                     self.held.discard(number)
                     assert number not in self.ended
                     self.ended[number] = outcome
-                    if self.honest and self.on_late == "wait" and outcome == "dropped":
+                    self.num_by_rules += reason != ""
+                    if not self.changes and self.honest and self.on_late == "wait" and outcome == "dropped":
                         assert number not in self.oldest, "wait discards nobody"
 
-    def put(self, record: Arrived | Ended) -> None:
+    def put(self, record: Record) -> None:
         self.log.append(record)
         if isinstance(record, Arrived):
             self.oldest.setdefault(record.ticket, record.oldest_version)
         self.do(self.ledger.apply(record, len(self.log)))
         if self.ledger.full:
-            assert len(self.now) == self.rules_.groups_per_step
+            assert len(self.now) == self.rules_.groups_per_step or self.num_changes
+            assert len(self.now) >= self.rules_.groups_per_step
             self.steps.append(self.now)
             self.now = []
             self.do(self.ledger.complete_step())
@@ -110,18 +118,36 @@ class Fleet(RuleBasedStateMachine):
     def close(self, data: st.DataObject, reason: str) -> None:
         self.put(Ended(data.draw(st.sampled_from(sorted(self.ledger.waiting_for))), reason))
 
-    @precondition(lambda self: self.log)
+    @precondition(lambda self: any(not isinstance(record, Changed) for record in self.log))
     @rule(data=st.data())
     def redeliver(self, data: st.DataObject) -> None:
-        self.put(data.draw(st.sampled_from(self.log)))
+        self.put(data.draw(st.sampled_from([record for record in self.log if not isinstance(record, Changed)])))
 
     @rule(number=st.integers(-2, 3), reason=st.sampled_from(REASONS))
     def stranger(self, number: int, reason: str) -> None:
         self.put(Ended(0 if number <= 0 else self.ledger.state.issued + number, reason))
 
+    @precondition(lambda self: self.changes and self.num_changes < 3)
+    @rule(
+        more_steps=st.integers(0, 2),
+        groups=st.integers(1, 4),
+        staleness=st.integers(0, 3),
+        weights=st.dictionaries(st.sampled_from(["d0", "d1", "new"]), st.sampled_from([0.1, 1.0, 2.0]), min_size=1),
+    )
+    def change(self, more_steps: int, groups: int, staleness: int, weights: dict[str, float]) -> None:
+        """The learner is started again with other settings."""
+        domains = tuple(DomainRule(name, weight, 2, 2, 5.0) for name, weight in sorted(weights.items()))
+        before = self.rules_
+        self.rules_ = replace(before, steps=before.steps + more_steps, groups_per_step=groups, max_staleness=staleness, domains=domains)
+        self.num_changes += 1
+        self.put(Changed(self.rules_, self.num_changes))
+        live = self.ledger.state.live
+        taken = {entry.number for entry in self.ledger.state.taken}
+        assert {live[number].domain for number in live.keys() - taken} <= weights.keys(), "no ticket waits for a domain that is gone"
+
     @rule()
     def restart(self) -> None:
-        self.ledger = Ledger.load(self.rules_, json.loads(json.dumps(self.ledger.dump())))
+        self.ledger = Ledger.load(json.loads(json.dumps(self.ledger.dump())))
         assert self.ledger.open_credit() == []
 
     @precondition(lambda self: self.snapshots)
@@ -129,7 +155,7 @@ class Fleet(RuleBasedStateMachine):
     def resume_from_a_checkpoint(self, data: st.DataObject) -> None:
         """A killed learner goes back to a snapshot and reads the log again: the same ledger comes out."""
         _position, dumped = data.draw(st.sampled_from(self.snapshots))
-        ledger = Ledger.load(self.rules_, dumped)
+        ledger = Ledger.load(dumped)
         for seq in range(ledger.state.position + 1, len(self.log) + 1):
             while ledger.full:
                 ledger.complete_step()
@@ -147,10 +173,13 @@ class Fleet(RuleBasedStateMachine):
         assert c["issued"] == c["trained"] + c["filtered"] + c["dropped"] + c["dead"] + c["open"]
         assert c["issued"] == len(self.issued) + len(self.skipped)
         replaced = c["filtered"] + c["dropped"] + c["dead"]
-        assert c["issued"] == min(s.version + 1 + r.max_staleness, r.steps) * r.groups_per_step + replaced
-        assert c["trained"] == s.version * r.groups_per_step == sum(map(len, self.steps))
-        assert c["open"] <= (r.max_staleness + 1) * r.groups_per_step
-        ended_by_records = replaced - len(self.skipped) + self.skips
+        assert c["trained"] == sum(map(len, self.steps))
+        assert c["open"] == s.credit - c["trained"]
+        if not self.num_changes:
+            assert c["issued"] == min(s.version + 1 + r.max_staleness, r.steps) * r.groups_per_step + replaced
+            assert c["trained"] == s.version * r.groups_per_step
+        assert c["open"] <= max(r.outstanding(s.version), len(s.taken))
+        ended_by_records = replaced - len(self.skipped) + self.skips - self.num_by_rules + self.num_changes
         assert c["duplicate"] + c["unknown"] + len(s.taken) + len(s.queue) + c["trained"] + ended_by_records == len(self.log)
         assert self.held == {q.number for q in s.queue}
 
@@ -165,7 +194,7 @@ class Fleet(RuleBasedStateMachine):
     @invariant()
     def places_suffice(self) -> None:
         """(*) of the ledger's docstring; with d = t, at most G tickets are at the bound."""
-        if not hasattr(self, "ledger") or self.on_late == "drop":
+        if not hasattr(self, "ledger") or self.on_late == "drop" or self.num_changes:
             return
         s, r = self.ledger.state, self.rules_
         for due in range(s.version, s.version + r.max_staleness + 1):
@@ -177,7 +206,7 @@ class Fleet(RuleBasedStateMachine):
     def the_log_alone_decides(self) -> None:
         if not hasattr(self, "ledger") or len(self.log) % 5:
             return
-        again = Ledger(self.rules_)
+        again = Ledger(self.first_rules)
         again.open_credit()
         for seq, record in enumerate(self.log, start=1):
             again.apply(record, seq)
@@ -190,6 +219,7 @@ class Fleet(RuleBasedStateMachine):
         if not hasattr(self, "ledger"):
             return
         base, total = self.ledger.state.base, sum(Fraction(d.weight) for d in self.rules_.domains)
+        assert base.keys() <= {d.name for d in self.rules_.domains}
         for d in self.rules_.domains:
             behind = Fraction(d.weight) * sum(base.values()) / total - base.get(d.name, 0)
             assert -1 < behind <= max(len(self.rules_.domains) - 1, 0)
@@ -201,6 +231,8 @@ class Fleet(RuleBasedStateMachine):
         if not hasattr(self, "ledger"):
             return
         for _ in range(self.rules_.steps * self.rules_.groups_per_step + 1):
+            if self.ledger.done:
+                break
             for number in sorted(self.ledger.waiting_for, reverse=True):
                 if number in self.ledger.waiting_for:
                     self.put(self.group(self.ledger.ticket(number), 0, same=False))
@@ -211,6 +243,7 @@ class Fleet(RuleBasedStateMachine):
         assert self.ledger.counts()["open"] == 0
         assert self.ledger.state.queue == []
         assert len(self.steps) == self.rules_.steps
+        assert len(self.ended) == len(self.issued), "every ticket that was issued has ended"
 
 
 @pytest.mark.parametrize("honest", [True, False], ids=["honest", "stale-tokens"])
@@ -219,4 +252,11 @@ class Fleet(RuleBasedStateMachine):
 def test_any_interleaving(on_late: str, max_staleness: int, honest: bool) -> None:
     machine = type("Machine", (Fleet,), {"on_late": on_late, "max_staleness": max_staleness, "honest": honest})
     checks = settings(max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
+    run_state_machine_as_test(machine, settings=checks)
+
+
+@pytest.mark.parametrize("on_late", ["wait", "drop"])
+def test_any_interleaving_with_rules_that_change(on_late: str) -> None:
+    machine = type("Machine", (Fleet,), {"on_late": on_late, "max_staleness": 1, "changes": True})
+    checks = settings(max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
     run_state_machine_as_test(machine, settings=checks)

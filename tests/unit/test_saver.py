@@ -86,7 +86,7 @@ async def test_training_goes_on_while_one_is_written_and_the_log_is_trimmed_afte
     await until(lambda: world.steps() == [2, 6])
     await world.saver.finish(ledger_at(7))
     assert world.steps() == [6, 7]
-    oldest = [Ledger.load(RULES, ledger_at(step)).first_needed for step in (2, 6)]
+    oldest = [Ledger.load(ledger_at(step)).first_needed for step in (2, 6)]
     assert world.trims == [(oldest[0], [2, 6]), (oldest[1], [6, 7])]
     values = world.saver.values()
     assert set(values) == {"time/checkpoint", "time/checkpoint_write"}
