@@ -416,3 +416,37 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+async def test_a_running_hub_follows_the_domains_of_a_new_epoch(world: World) -> None:
+    """One that is added is played at once; one that is gone is left, and its tickets in hand go back to their queue."""
+    await world.publish_spec({"lake": LAKE})
+    asked = asyncio.Event()
+
+    async def answer() -> str:
+        if not asked.is_set():  # the first request hangs
+            asked.set()
+            await asyncio.Event().wait()
+        return "R"
+
+    await world.server("s1", lambda *_: answer())
+    await world.ticket("lake", group_size=1)
+    async with world.hub():
+        await until(asked.is_set)
+        await world.publish_spec({"sea": LAKE})
+        await world.ticket("sea", group_size=1)
+        assert set(await world.groups(1)) == {2}
+        await until(lambda: _pending(world, "lake"))
+        await world.ticket("lake", group_size=1)
+        await world.ticket("sea", group_size=1)
+        assert set(await world.groups(2)) == {2, 4}
+    assert await world.bus.depth(TICKETS) == {"lake": 2}
+
+
+async def _pending(world: World, domain: str) -> bool:
+    """Whether a ticket of the domain waits for whoever asks next."""
+    queue = await world.bus.work_queue(TICKETS, domain)
+    deliveries = await queue.fetch(1, 0.2)
+    for delivery in deliveries:
+        await delivery.nak()
+    return bool(deliveries)
