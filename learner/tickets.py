@@ -31,11 +31,11 @@ class Issuer:
 
     Args:
         stream: TICKETS or EVALTICKETS.
-        gate: awaited before tickets are published; None: they always may be.
+        admit: awaited before each ticket is published, for example until the broker has room for what it permits.
     """
 
-    def __init__(self, bus: Bus, stream: Stream, gate: Callable[[], Awaitable[None]] | None = None) -> None:
-        self._bus, self._stream, self._gate = bus, stream, gate
+    def __init__(self, bus: Bus, stream: Stream, admit: Callable[[], Awaitable[None]] | None = None) -> None:
+        self._bus, self._stream, self._admit = bus, stream, admit
         self._waiting: asyncio.Queue[AnyTicket | int] = asyncio.Queue()  # tickets to publish, numbers to withdraw
         self._last = 0  # newest sequence known to be there
 
@@ -57,17 +57,19 @@ class Issuer:
             batch = [await self._waiting.get()]
             while len(batch) < PIPELINED and not self._waiting.empty():
                 batch.append(self._waiting.get_nowait())
-            if tickets := [one for one in batch if not isinstance(one, int)]:
-                if self._gate is not None:
-                    await self._gate()
-                await self._publish(tickets)
+            await self._publish([one for one in batch if not isinstance(one, int)])
             await asyncio.gather(*(self._bus.delete(self._stream, one) for one in batch if isinstance(one, int)))
 
     async def _publish(self, batch: list[AnyTicket]) -> None:
         """Publish tickets with consecutive numbers; those that an earlier life of this learner published are skipped."""
         missing = [ticket for ticket in batch if ticket.number > self._last]
         while missing:
-            stored = await asyncio.gather(*(self._store(ticket) for ticket in missing))
+            storing = []
+            for ticket in missing:
+                if self._admit is not None:
+                    await self._admit()
+                storing.append(asyncio.create_task(self._store(ticket)))
+            stored = await asyncio.gather(*storing)
             confirmed = max((seq for seq in stored if seq is not None), default=0)
             self._last = confirmed if None not in stored else await self._bus.last_seq(self._stream)
             missing = [ticket for ticket in missing if ticket.number > self._last]
@@ -124,23 +126,33 @@ class Reaper:
 
     Args:
         paused: whether the operator has paused the run.
+        every_s: seconds between two looks.
     """
 
-    def __init__(self, bus: Bus, ledger: Ledger, roster: Roster, timeout_s: float, paused: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        ledger: Ledger,
+        roster: Roster,
+        timeout_s: float,
+        paused: Callable[[], bool] = lambda: False,
+        *,
+        every_s: float = TICK_S,
+    ) -> None:
         self._bus, self._ledger, self._roster, self._timeout_s, self._paused = bus, ledger, roster, timeout_s, paused
-        self._ages = Ages(timeout_s)
+        self._ages, self._every_s = Ages(timeout_s), every_s
 
     async def serve(self) -> None:
-        """Look every second until cancelled."""
+        """Look every now and then until cancelled."""
         loop = asyncio.get_running_loop()
         looked_at = loop.time()
         while True:
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(self._every_s)
             waiting = {number: self._ledger.ticket(number).domain for number in self._ledger.waiting_for}
             delivered = {domain: await self._bus.last_delivered(TICKETS, domain) for domain in sorted(set(waiting.values()))}
             served = {domain for hub in self._roster.alive("envhub") for domain in hub.serves}
             # A broker that was away, or a loop that stood still, must not count as time that a hub had.
-            elapsed_s, looked_at = min(loop.time() - looked_at, 2 * TICK_S), loop.time()
+            elapsed_s, looked_at = min(loop.time() - looked_at, 2 * self._every_s), loop.time()
             for number in self._ages.passed(elapsed_s, waiting, delivered, served, paused=self._paused()):
                 await self._close(number, waiting[number])
 

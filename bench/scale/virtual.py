@@ -1,0 +1,123 @@
+"""An event loop whose clock jumps to the next timer, and a broker in memory: weeks pass in seconds."""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from collections import deque
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any, TypeVar
+
+from broker import wire
+from broker.jetstream import LogRecord
+from broker.streams import Stream
+
+T = TypeVar("T")
+
+
+class _Selector(selectors.SelectSelector):
+    """Lets the loop's clock run ahead instead of waiting for it."""
+
+    loop: VirtualLoop
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is None:
+            return super().select()  # nothing but another thread can go on
+        ready = super().select(0)
+        if not ready:
+            self.loop.now += max(timeout, 0.0)
+        return ready
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """``time()`` is virtual; a sleep takes no real time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        selector = _Selector()
+        selector.loop = self
+        super().__init__(selector)
+
+    def time(self) -> float:
+        return self.now
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine on a loop of its own."""
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(work)
+
+
+class MemoryBus:
+    """What the learner's parts use of ``broker.jetstream.Bus``, without a broker."""
+
+    def __init__(self, run: str, name: str) -> None:
+        self.run, self.name = run, name
+        self._last: dict[str, int] = {}
+        self._logs: dict[str, list[LogRecord]] = {}
+        self._queues: dict[tuple[str, str], deque[wire.Message]] = {}
+        self._delivered: dict[tuple[str, str], int] = {}
+        self._deleted: dict[str, set[int]] = {}
+        self._grown = asyncio.Event()
+
+    async def publish(
+        self,
+        stream: Stream,
+        message: wire.Message,
+        *,
+        key: str = "",
+        ticket: int = 0,
+        message_id: str = "",
+        expected_last_seq: int | None = None,
+    ) -> int | None:
+        last = self._last.get(stream.name, 0)
+        if expected_last_seq is not None and expected_last_seq != last:
+            return None
+        seq = self._last[stream.name] = last + 1
+        if stream.key:
+            self._queues.setdefault((stream.name, key), deque()).append(message)
+        else:
+            self._logs.setdefault(stream.name, []).append(LogRecord(seq, message, "", ticket, b""))
+        grown, self._grown = self._grown, asyncio.Event()
+        grown.set()
+        return seq
+
+    async def last_seq(self, stream: Stream) -> int:
+        return self._last.get(stream.name, 0)
+
+    async def last_delivered(self, stream: Stream, key: str) -> int:
+        return self._delivered.get((stream.name, key), 0)
+
+    async def delete(self, stream: Stream, seq: int) -> None:
+        self._deleted.setdefault(stream.name, set()).add(seq)
+
+    async def trim(self, stream: Stream, before_seq: int) -> None:
+        self._deleted.setdefault(stream.name, set()).update(range(1, before_seq))
+
+    async def dead_letter(self, stream: Stream, *, seq: int, ticket: int, reason: str, data: bytes) -> None:
+        raise AssertionError(f"{stream.name} {seq}: {reason}")
+
+    async def read_log(self, stream: Stream, start_seq: int, **_: Any) -> AsyncGenerator[LogRecord, None]:
+        following = start_seq
+        while True:
+            grown, log = self._grown, self._logs.get(stream.name, [])
+            while following <= len(log):
+                following += 1
+                yield log[following - 2]
+            await grown.wait()
+
+    def take(self, stream: Stream, key: str) -> wire.Message | None:
+        """Deliver the next message of a work queue, or None. It is gone from there."""
+        queue = self._queues.get((stream.name, key), deque())
+        while queue:
+            message = queue.popleft()
+            assert isinstance(message, wire.Ticket | wire.EvalTicket)
+            if message.number not in self._deleted.get(stream.name, ()):
+                known = self._delivered.get((stream.name, key), 0)
+                self._delivered[stream.name, key] = max(known, message.number)
+                return message
+        return None
+
+    def give_back(self, stream: Stream, key: str, message: wire.Message) -> None:
+        """Put a message first in its work queue again."""
+        self._queues.setdefault((stream.name, key), deque()).appendleft(message)

@@ -1,0 +1,117 @@
+"""Tickets on their way to the broker, and those that no hub ends: in virtual time, against a broker in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+from typing import Any
+
+import pytest
+from waits import until
+
+from bench.scale.virtual import MemoryBus, run
+from broker import wire
+from broker.errors import LostState
+from broker.streams import SAMPLES, TICKETS, Stream
+from learner.grants import DomainRule, Rules
+from learner.ledger import Ended, Issue, Ledger
+from learner.tickets import Issuer, Reaper
+
+RTT_S = 0.05
+
+
+class SlowBus(MemoryBus):
+    """Answers each publication after a round trip; where it shuffles, messages arrive in an order of chance."""
+
+    def __init__(self, *, shuffles: bool = False) -> None:
+        super().__init__("run", "learner")
+        self._random = random.Random(0) if shuffles else None
+
+    async def publish(self, stream: Stream, message: wire.Message, **more: Any) -> int | None:
+        if self._random is not None:
+            await asyncio.sleep(self._random.uniform(0, RTT_S))
+        stored = await super().publish(stream, message, **more)
+        await asyncio.sleep(RTT_S)
+        return stored
+
+
+def tickets(groups: int) -> tuple[Ledger, list[wire.Ticket]]:
+    ledger = Ledger(Rules(9, groups, 0, "wait", 0, (DomainRule("lake", 1.0, 2, 2, 9.0),)))
+    return ledger, [action.ticket for action in ledger.open_credit() if isinstance(action, Issue)]
+
+
+async def _published(bus: SlowBus, issued: list[wire.Ticket]) -> float:
+    """Seconds until all of them are in the stream."""
+    issuer: Any = Issuer(bus, TICKETS)  # type: ignore[arg-type]
+    for ticket in issued:
+        issuer.put(ticket)
+    serving = asyncio.create_task(issuer.serve())
+    began = asyncio.get_running_loop().time()
+    await asyncio.wait({serving, asyncio.ensure_future(until(lambda: _holds(bus, TICKETS, len(issued))))}, return_when="FIRST_COMPLETED")
+    serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)
+    if not serving.cancelled():
+        serving.result()
+    return asyncio.get_running_loop().time() - began
+
+
+def test_many_tickets_share_a_round_trip() -> None:
+    _, issued = tickets(1_000)
+    bus = SlowBus()
+    assert run(_published(bus, issued)) < 5 * RTT_S  # one after the other: 1,000 of them
+    taken = [bus.take(TICKETS, "lake") for _ in issued]
+    assert taken == issued
+
+
+def test_what_came_out_of_order_is_published_again() -> None:
+    _, issued = tickets(40)
+    bus = SlowBus(shuffles=True)
+    run(_published(bus, issued))
+    assert [bus.take(TICKETS, "lake") for _ in issued] == issued
+    assert bus.take(TICKETS, "lake") is None
+
+
+def test_a_stream_that_has_lost_tickets_is_noticed() -> None:
+    _, issued = tickets(40)
+    with pytest.raises(LostState, match="end at number 0, but 9 were issued"):
+        run(_published(SlowBus(), issued[9:]))
+
+
+async def _holds(bus: MemoryBus, stream: Stream, last: int) -> bool:
+    return await bus.last_seq(stream) >= last
+
+
+class Roster:
+    def alive(self, role: str) -> list[wire.Presence]:
+        return [wire.Presence(role=role, id="h", host=socket.gethostname(), pid=1, state="serving", serves=["lake"])]
+
+
+def test_a_ticket_that_ends_while_another_is_being_closed() -> None:
+    """Both expire at once. The second ends while the closing of the first is confirmed: it is left alone, and the reaper goes on."""
+
+    async def scene() -> list[int]:
+        ledger, issued = tickets(2)
+        bus = SlowBus()
+        await _published(bus, issued)
+        assert bus.take(TICKETS, "lake") is not None
+        assert bus.take(TICKETS, "lake") is not None
+        reaper = Reaper(bus, ledger, Roster(), timeout_s=3.0)  # type: ignore[arg-type]
+        reaping = asyncio.create_task(reaper.serve())
+        await until(lambda: _holds(bus, SAMPLES, 1))
+        ledger.apply(Ended(2, "env_error"), 5)
+        await asyncio.sleep(1.5)
+        assert not reaping.done()
+        reaping.cancel()
+        closed = [entry.ticket async for entry in _so_far(bus)]
+        return closed
+
+    assert run(scene()) == [1]
+
+
+async def _so_far(bus: MemoryBus) -> Any:
+    last = await bus.last_seq(SAMPLES)
+    async for entry in bus.read_log(SAMPLES, 1):
+        yield entry
+        if entry.seq >= last:
+            return
