@@ -2,7 +2,8 @@
 
 From it ``rlearner trace``, ``rlearner audit`` and a replay work without a broker. A file is named by its first record's sequence and
 holds frames: magic, sequence, ticket header, length, digest, then the record's bytes. Records of the log never change, so whoever
-writes a frame twice writes the same one; a reader leaves a file where the next one begins.
+writes a frame twice writes the same one; a reader leaves a file where the next one begins. A file is bounded in bytes and in frames,
+so that finding a record in it costs no more in an old run than in a young one.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from learner.ledgerfile import digest
 FOLDER: Final = "samples"
 SUFFIX: Final = ".frames"
 MAGIC: Final = b"RLS1"
+MAX_FRAMES: Final = 2**14  # in one file: to find a record, the headers before it are read, about 20 ms
 _HEADER: Final = struct.Struct("<4sQqI8s")  # magic, sequence, ticket, bytes of the record, its digest
 
 
@@ -46,13 +48,13 @@ class Archive:
     Args:
         folder: ``runs/<name>/samples``.
         position: of the resumed ledger; records beyond it are cut off, for they will be consumed again.
-        max_file_bytes: a file is left for the next one once it is this large.
+        max_file_bytes: a file is left for the next one once it is this large, or holds ``MAX_FRAMES``.
     """
 
     def __init__(self, folder: Path, position: int, max_file_bytes: int) -> None:
         self._folder, self._max = folder, max_file_bytes
         self._file = -1
-        self._size = 0
+        self._size = self._frames = 0
         self._done: list[int] = []  # files left since the last sync
         folder.mkdir(parents=True, exist_ok=True)
         cut(folder, position)
@@ -63,16 +65,17 @@ class Archive:
         Raises:
             OSError: no space, for example.
         """
-        if self._file < 0 or self._size >= self._max:
+        if self._file < 0 or self._size >= self._max or self._frames >= MAX_FRAMES:
             following = os.open(self._folder / f"{record.seq:012d}{SUFFIX}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
             if self._file >= 0:
                 self._done.append(self._file)
-            self._file, self._size = following, 0
+            self._file, self._size, self._frames = following, 0, 0
         frame = _HEADER.pack(MAGIC, record.seq, record.ticket, len(record.data), bytes.fromhex(record_digest)) + record.data
         start = 0
         while start < len(frame):
             start += os.pwrite(self._file, frame[start:], self._size + start)
         self._size += len(frame)
+        self._frames += 1
 
     def sync(self) -> None:
         """What was appended survives a power loss."""
@@ -100,17 +103,20 @@ def files(folder: Path) -> list[tuple[int, Path]]:
 
 
 def cut(folder: Path, position: int) -> None:
-    """Remove every record beyond ``position``."""
-    for first, path in files(folder):
+    """Remove every record beyond ``position``.
+
+    Of the files that begin at or before it, only the newest is read: where an older one goes on behind the beginning of the next,
+    nobody reads that.
+    """
+    for first, path in reversed(files(folder)):
         if first > position:
             path.unlink()
             continue
         with path.open("rb") as file:
-            end = 0
-            while (header := _header(file)) is not None and header[1] <= position:
-                end = file.seek(header[3], os.SEEK_CUR)
+            end, _ = _skip(file, position + 1)
         if end < path.stat().st_size:
             os.truncate(path, end)
+        return
 
 
 def frames(folder: Path, start: int = 1) -> Iterator[Frame]:
@@ -121,7 +127,7 @@ def frames(folder: Path, start: int = 1) -> Iterator[Frame]:
         if until and until <= start:
             continue
         whole = False
-        for frame in _frames_of(path, is_last=not until):
+        for frame in _frames_of(path, start, is_last=not until):
             if until and (frame.seq >= until or (whole and frame.error)):  # what follows, an earlier incarnation went on to write
                 break
             if frame.seq >= start or frame.error:
@@ -135,31 +141,43 @@ def find(folder: Path, seq: int) -> Frame | None:
     return frame if frame is not None and frame.seq == seq and not frame.error else None
 
 
-def _header(file: BinaryIO) -> tuple[bytes, int, int, int, bytes] | None:
-    """The next frame's header, None where none begins."""
-    data = file.read(_HEADER.size)
+def _skip(file: BinaryIO, start: int) -> tuple[int, int]:
+    """Leave the file behind the frames of records before ``start``, found by their headers; that byte, and the last of these records."""
+    size, position, last = os.fstat(file.fileno()).st_size, 0, 0
+    while (header := _header(os.pread(file.fileno(), _HEADER.size, position))) is not None:
+        behind = position + _HEADER.size + header[2]
+        if header[0] >= start or behind > size:
+            break
+        position, last = behind, header[0]
+    return file.seek(position), last
+
+
+def _header(data: bytes) -> tuple[int, int, int, bytes] | None:
+    """A frame's header without its magic, None where ``data`` is not one."""
     if len(data) < _HEADER.size or not data.startswith(MAGIC):
         return None
-    magic, seq, ticket, length, check = _HEADER.unpack(data)
-    return magic, seq, ticket, length, check
+    _, seq, ticket, length, check = _HEADER.unpack(data)
+    return seq, ticket, length, check
 
 
-def _frames_of(path: Path, *, is_last: bool) -> Iterator[Frame]:
-    size, seq = path.stat().st_size, 0
+def _frames_of(path: Path, start: int, *, is_last: bool) -> Iterator[Frame]:
+    """The frames of one file from record ``start`` on."""
+    size = path.stat().st_size
     with path.open("rb") as file:
+        begins_with = _header(file.read(_HEADER.size))
+        if begins_with is not None and begins_with[0] != int(path.stem):
+            yield Frame(0, 0, b"", error=f"{path.name}: begins with record {begins_with[0]}")
+            return
+        _, seq = _skip(file, start)
         while (begin := file.tell()) < size:
-            header = _header(file)
-            data = file.read(header[3]) if header and header[3] <= size - begin else b""  # a damaged length may say gigabytes
-            if header is None or len(data) < header[3]:
-                file.seek(begin)
+            header = _header(file.read(_HEADER.size))
+            data = file.read(header[2]) if header and header[2] <= size - begin else b""  # a damaged length may say gigabytes
+            if header is None or len(data) < header[2]:
                 if not is_last or (header is None and size - begin >= _HEADER.size):
                     yield Frame(seq, 0, b"", error=f"{path.name}: no frame at byte {begin}, after record {seq}")
                 return
-            if not begin and header[1] != int(path.stem):
-                yield Frame(seq, 0, b"", error=f"{path.name}: begins with record {header[1]}")
-                return
-            seq = header[1]
-            if bytes.fromhex(digest(data)) != header[4]:
+            seq, ticket, _, check = header
+            if bytes.fromhex(digest(data)) != check:
                 yield Frame(seq, 0, b"", error=f"{path.name}: the bytes of record {seq} are damaged")
                 return
-            yield Frame(seq, header[2], data)
+            yield Frame(seq, ticket, data)

@@ -55,6 +55,37 @@ def test_a_resumed_learner_cuts_what_it_reads_again(tmp_path: Path, position: in
     assert held(tmp_path) == list(range(1, 10))
 
 
+def test_a_file_is_bounded_in_frames_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(archive, "MAX_FRAMES", 3)
+    write(tmp_path, *range(1, 8), max_file_bytes=1 << 20)
+    assert [first for first, _ in files(tmp_path)] == [1, 4, 7]
+    assert held(tmp_path) == [1, 2, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize(("position", "kept"), [(5, [4, 5]), (6, [4, 5, 6]), (7, [7])])
+def test_a_cut_reads_no_older_file(tmp_path: Path, position: int, kept: list[int]) -> None:
+    write(tmp_path, *range(1, 8))
+    older = [path for first, path in files(tmp_path) if first < kept[0]]
+    for path in older:
+        path.write_bytes(b"gibberish")
+    cut(tmp_path, position)
+    assert [path.read_bytes() for path in older] == [b"gibberish"] * len(older)
+    assert [frame.seq for frame in frames(tmp_path, kept[0])] == kept
+
+
+def test_a_record_is_found_without_reading_those_before_it(tmp_path: Path) -> None:
+    write(tmp_path, *range(1, 8))
+    _, path = files(tmp_path)[1]
+    damaged = bytearray(path.read_bytes())
+    damaged[40] ^= 1
+    path.write_bytes(damaged)
+    assert find(tmp_path, 4) is None
+    frame = find(tmp_path, 6)
+    assert frame is not None
+    assert frame.data == bytes([6]) * 100
+    assert [(frame.seq, frame.error) for frame in frames(tmp_path, 5)] == [(5, ""), (6, ""), (7, "")]
+
+
 def test_half_a_frame_at_the_end_is_none(tmp_path: Path) -> None:
     write(tmp_path, 1, 2, max_file_bytes=10_000)
     path = files(tmp_path)[0][1]
