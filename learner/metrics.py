@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Final
 
 import numpy as np
 
 from broker import wire
 from learner.intake import episode_rewards, episodes
 from learner.ledger import Ledger, is_zero_variance
+
+BLOCK_BYTES: Final = 2**16  # read at once when looking for a line from the end
 
 
 def describe(groups: Sequence[wire.Group], version: int) -> dict[str, float]:
@@ -83,17 +87,23 @@ def count_tickets(ledger: Ledger) -> dict[str, float]:
 class MetricsFile:
     """``metrics.jsonl``: every line is written whole, and on disk once ``write`` returns.
 
+    It is continued in a copy under the same name, so that an earlier incarnation that wakes up writes into the void. Of the lines
+    only those that are cut off are read; the kernel copies the others, a GB or more per second.
+
     Args:
         last_step: lines of later steps, and half a line of a crash, are cut off: they will be written again.
     """
 
     def __init__(self, path: Path, last_step: int = 0) -> None:
-        kept = [line for line in read_lines(path) if line["step"] <= last_step]
         temporary = path.with_suffix(".new")
-        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        if path.exists():
+            shutil.copyfile(path, temporary)
+        else:
+            temporary.write_bytes(b"")
+        self._size = _end_of(temporary, last_step)
+        os.truncate(temporary, self._size)
         os.replace(temporary, path)
         self._file = os.open(path, os.O_WRONLY)
-        self._size = path.stat().st_size
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Append one object; after an error, the same call again repeats it in the same place.
@@ -109,6 +119,35 @@ class MetricsFile:
 
     def close(self) -> None:
         os.close(self._file)
+
+
+def _end_of(path: Path, last_step: int) -> int:
+    """The byte behind the newest line that is whole and not of a later step."""
+    with path.open("rb") as file:
+        for end, row in _rows_from_end(file):
+            try:
+                if json.loads(row)["step"] <= last_step:
+                    return end
+            except (ValueError, TypeError, KeyError):
+                continue  # not a line of this file: cut off with what is behind it
+    return 0
+
+
+def _rows_from_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """(byte behind its newline, row without it) of every row that ends in one, the last row first."""
+    begin, rest, is_torn = file.seek(0, os.SEEK_END), b"", True
+    while begin:
+        size = min(BLOCK_BYTES, begin)
+        begin = file.seek(begin - size)
+        rest, *rows = (file.read(size) + rest).split(b"\n")  # what `rest` begins with may lie before `begin`
+        ends = accumulate((len(row) + 1 for row in rows), initial=begin + len(rest) + 1)
+        found = list(zip(list(ends)[1:], rows, strict=True))
+        if is_torn and found:
+            found.pop()
+            is_torn = False
+        yield from reversed(found)
+    if not is_torn:
+        yield len(rest) + 1, rest
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from broker import wire
+from learner import metrics
 from learner.grants import DomainRule, Rules
 from learner.ledger import Arrived, Ended, Ledger
 from learner.metrics import MetricsFile, count_tickets, describe, finite, read_lines
@@ -141,6 +142,34 @@ def test_a_resumed_run_writes_its_later_lines_again(tmp_path: Path) -> None:
     again.close()
     assert read_lines(path) == [{"step": 1, "reward/mean": 0.5}, {"step": 2, "reward/mean": 1.0}, {"step": 3, "reward/mean": 9.0}]
     assert path.read_text().count("\n") == 3
+
+
+@pytest.mark.parametrize("block", [1, 7, 64, 1 << 16])
+def test_the_line_to_go_on_behind_is_found_from_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    """What an older part of the file holds is not read: it costs nothing, and is left alone."""
+    monkeypatch.setattr(metrics, "BLOCK_BYTES", block)
+    path = tmp_path / "metrics.jsonl"
+    rows = [b'{"step": %d}\n' % step for step in range(1, 8)]
+    for torn in (b"", b'{"step": 8', b"\x00\x00\n", b"[]\n7\n{}\n"):
+        for last_step in range(8):
+            path.write_bytes(b"".join(rows) + torn)
+            MetricsFile(path, last_step).close()
+            assert path.read_bytes() == b"".join(rows[:last_step])
+    path.write_bytes(b"gibberish\n" + b"".join(rows))
+    MetricsFile(path, 5).close()
+    assert path.read_bytes() == b"gibberish\n" + b"".join(rows[:5])
+
+
+def test_an_earlier_incarnation_writes_its_metrics_into_the_void(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    earlier = MetricsFile(path)
+    earlier.write({"step": 1})
+    file = MetricsFile(path, last_step=1)
+    earlier.write({"step": 2, "who": "earlier"})
+    file.write({"step": 2})
+    earlier.close()
+    file.close()
+    assert read_lines(path) == [{"step": 1}, {"step": 2}]
 
 
 def test_a_line_is_json_of_finite_numbers(tmp_path: Path) -> None:
