@@ -1,16 +1,14 @@
-"""``runs/<name>/ledger.jsonl``: what became of every ticket, one line for each event, for the auditor and for people.
+"""The lines of the ledger file: what became of every ticket, one line for each event, for the auditor and for people. Pure.
 
 The lines follow from the log alone, without a clock: a learner that was killed and reads the log again writes the same bytes. A line
-of state ``boundary`` ends each step; a resumed learner cuts the file behind the boundary that its checkpoint holds, half a line of a
-crash with it. It goes on in a new file under the old name, so that an earlier incarnation which wakes up writes into the void.
+of state ``boundary`` ends each step. ``learner/segments.py`` keeps them in files, each of which begins with a ``summary``: all that
+a reader needs to know of the lines before it.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from hashlib import blake2b
-from pathlib import Path
 from typing import Any, Final, Literal
 
 import msgspec
@@ -18,16 +16,29 @@ import msgspec
 from learner.grants import Rules
 from learner.ledger import LOST, Action, Entry, Forget, Hold, Issue, Ledger, Refuse, Skip
 
-NAME: Final = "ledger.jsonl"
 State = Literal[
-    "issued", "arrived", "trained", "filtered", "dropped", "dead", "duplicate", "unknown", "boundary", "unrecorded", "lost", "rules"
+    "issued",
+    "arrived",
+    "trained",
+    "filtered",
+    "dropped",
+    "dead",
+    "duplicate",
+    "unknown",
+    "boundary",
+    "unrecorded",
+    "lost",
+    "rules",
+    "summary",
 ]
 FINAL: Final = ("trained", "filtered", "dropped", "dead")
 
 
-class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, gc=False):
     """One event. ``duplicate`` and ``unknown`` are records that changed nothing; ``unrecorded`` stands for all that is missing before;
-    ``lost`` takes ``arrived`` back: the broker has lost the record before it was trained; ``rules`` is a record that set them."""
+    ``lost`` takes ``arrived`` back: the broker has lost the record before it was trained; ``rules`` is a record that set them.
+    ``summary`` repeats the boundary that ends the file before, with the rules in force, the groups that had arrived and not ended, and
+    why tickets died."""
 
     state: State
     ticket: int = 0
@@ -43,7 +54,9 @@ class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid
     counts: dict[str, int] = {}  # boundary: the ledger's own
     groups_per_step: int = 0  # boundary: the rules it ran by
     max_staleness: int = -1
-    rules: dict[str, Any] = {}  # rules: all of them
+    rules: dict[str, Any] = {}  # rules, summary: all of them
+    held: tuple[Line, ...] = ()  # summary: the `arrived` lines of groups that have not ended, in that order
+    reasons: dict[str, int] | None = None  # summary: dead tickets by reason
 
 
 _ENCODER: Final = msgspec.json.Encoder()
@@ -59,16 +72,18 @@ class Scribe:
     """From the ledger's actions to lines. Pure.
 
     Args:
-        lines: those that are in the file already.
+        lines: those that are in the newest file already, from its first one on.
+
+    Attributes:
+        end: the newest boundary, without rules.
     """
 
-    def __init__(self, lines: Sequence[Line] = ()) -> None:
+    def __init__(self, lines: Iterable[Line] = ()) -> None:
+        self.end = Line(state="boundary")
         self._held: dict[int, Line] = {}  # by ticket: arrived, and not ended yet
+        self._reasons: dict[str, int] = {}
         for line in lines:
-            if line.state == "arrived":
-                self._held[line.ticket] = line
-            elif line.state in (*FINAL, "lost"):
-                self._held.pop(line.ticket, None)
+            self._note(line)
 
     def record(
         self,
@@ -94,14 +109,13 @@ class Scribe:
         for action in actions:
             if isinstance(action, Hold):
                 line = Line(state="arrived", ticket=action.number, seq=seq, oldest=oldest, newest=newest, digest=data_digest)
-                self._held[action.number] = line
-                lines.append(line)
+                lines.append(self._note(line))
             elif isinstance(action, Refuse):
-                lines.append(Line(state=action.why, ticket=action.number, seq=seq, digest=data_digest))
+                lines.append(self._note(Line(state=action.why, ticket=action.number, seq=seq, digest=data_digest)))
             elif isinstance(action, Issue):
-                lines.append(_issued(action))
+                lines.append(self._note(_issued(action)))
             elif isinstance(action, Skip):
-                lines += _skipped(action, seq, data_digest)
+                lines += [self._note(line) for line in _skipped(action, seq, data_digest)]
             elif isinstance(action, Forget) and action.reason:  # by the rules, not by a record of its own
                 lines.append(self._ended(action, Line(state=action.outcome, ticket=action.number, reason=action.reason)))
             elif isinstance(action, Forget):
@@ -129,31 +143,53 @@ class Scribe:
         step = ledger.state.version
         lines = []
         for entry in taken:
-            held = self._held.pop(entry.number, None) or Line(
-                state="arrived", ticket=entry.number, seq=entry.seq, oldest=entry.oldest_version
-            )
+            held = self._held.get(entry.number) or Line(state="arrived", ticket=entry.number, seq=entry.seq, oldest=entry.oldest_version)
             change = {"state": "trained"} if entry.number in trained else {"state": "filtered", "reason": "not_selected"}
-            lines.append(msgspec.structs.replace(held, step=step, **change))
+            lines.append(self._note(msgspec.structs.replace(held, step=step, **change)))
         for action in actions:
             if isinstance(action, Issue):
-                lines.append(_issued(action))
+                lines.append(self._note(_issued(action)))
             elif isinstance(action, Forget):  # too old for the next step
                 lines.append(self._ended(action, Line(state=action.outcome, ticket=action.number, reason="late")))
-        return [*lines, boundary(ledger)]
+        return [*lines, self._note(boundary(ledger))]
 
     def lost(self, gone: Sequence[Entry]) -> list[Line]:
         """Groups that had arrived and that the broker has lost."""
-        held = [line for entry in gone if (line := self._held.pop(entry.number, None)) is not None]
-        return [Line(state="lost", ticket=line.ticket, seq=line.seq, digest=line.digest, reason=LOST) for line in held]
+        held = [line for entry in gone if (line := self._held.get(entry.number)) is not None]
+        return [self._note(Line(state="lost", ticket=line.ticket, seq=line.seq, digest=line.digest, reason=LOST)) for line in held]
 
     def begin(self, actions: Sequence[Action], ledger: Ledger) -> list[Line]:
-        """What opening the credit at a start changed."""
-        return [_issued(action) for action in actions if isinstance(action, Issue)] + [boundary(ledger)]
+        """What opening the credit at a start changed; nothing where the newest boundary says the same already."""
+        end = boundary(ledger)
+        issued = [self._note(_issued(action)) for action in actions if isinstance(action, Issue)]
+        return [*issued, self._note(end)] if issued or end != self.end else []
+
+    def summary(self, rules: Rules) -> Line:
+        """The first line of a file that begins at the newest boundary, where these rules are in force."""
+        return msgspec.structs.replace(
+            self.end, state="summary", rules=rules.plain(), held=tuple(self._held.values()), reasons=dict(self._reasons)
+        )
 
     def _ended(self, action: Forget, line: Line) -> Line:
         """The line of a ticket that ended; of the group's own record, where one had arrived."""
-        held = self._held.pop(action.number, None)
-        return line if held is None else msgspec.structs.replace(held, state=action.outcome, reason=action.reason or "late")
+        held = self._held.get(action.number)
+        return self._note(line if held is None else msgspec.structs.replace(held, state=action.outcome, reason=action.reason or "late"))
+
+    def _note(self, line: Line) -> Line:
+        """Follow a line, new or read; the same line."""
+        if line.state == "arrived":
+            self._held[line.ticket] = line
+        elif line.state in (*FINAL, "lost"):
+            self._held.pop(line.ticket, None)
+            if line.state == "dead":
+                self._reasons[line.reason] = self._reasons.get(line.reason, 0) + 1
+        elif line.state == "boundary":
+            self.end = line
+        elif line.state == "summary":
+            self.end = msgspec.structs.replace(line, state="boundary", rules={}, held=(), reasons=None)
+            self._held = {held.ticket: held for held in line.held}
+            self._reasons = dict(line.reasons or {})
+        return line
 
 
 def _issued(action: Issue) -> Line:
@@ -185,65 +221,23 @@ def boundary(ledger: Ledger) -> Line:
     )
 
 
-class LedgerFile:
-    """The file, open for appending; every write lands behind the last one that succeeded.
-
-    Args:
-        ledger: as it was resumed; what the file says beyond it is cut off.
-    """
-
-    def __init__(self, path: Path, ledger: Ledger) -> None:
-        lines, _ = read(path)
-        self.lines = kept_lines(lines, ledger)
-        data = encode(self.lines)
-        temporary = path.with_suffix(".new")
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        self._file = os.open(path, os.O_WRONLY)
-        self._size = len(data)
-
-    def append(self, data: bytes) -> None:
-        """Write whole lines; after an error, the same call again repeats it in the same place.
-
-        Raises:
-            OSError: no space, for example.
-        """
-        start = 0
-        while start < len(data):
-            start += os.pwrite(self._file, data[start:], self._size + start)
-        self._size += len(data)
-
-    def sync(self) -> None:
-        """What was appended survives a power loss."""
-        os.fsync(self._file)
-
-    def close(self) -> None:
-        os.close(self._file)
-
-
-def kept_lines(lines: Sequence[Line], ledger: Ledger) -> list[Line]:
-    """Those that a ledger, as it was resumed, still stands by."""
+def ends(line: Line, ledger: Ledger) -> bool:
+    """Whether the line is the boundary at which the ledger stands, or the summary that repeats it."""
     s = ledger.state
-    if not s.issued:
-        return []
-    for end in range(len(lines), 0, -1):
-        line = lines[end - 1]
-        if line.state == "boundary" and (line.step, line.seq, line.counts.get("issued")) == (s.version, s.position, s.issued):
-            return list(lines[:end])
-    return [Line(state="unrecorded", step=s.version, seq=s.position, counts=ledger.counts())]
+    return line.state in ("boundary", "summary") and (line.step, line.seq, line.counts.get("issued")) == (s.version, s.position, s.issued)
 
 
-def tally(lines: Sequence[Line]) -> tuple[dict[str, int], dict[str, int]]:
+def tally(lines: Iterable[Line]) -> tuple[dict[str, int], dict[str, int]]:
     """What became of all tickets up to the file's end, as the ledger counts it, and of the dead ones why.
 
-    A boundary holds the ledger's own counts; the lines behind the last one say what came since.
+    A boundary holds the ledger's own counts; the lines behind the last one say what came since. So the newest file alone is enough.
     """
     counts = dict.fromkeys(("issued", *FINAL, "open", "duplicate", "unknown"), 0)
     reasons: dict[str, int] = {}
+    line = None
     for line in lines:
+        if line.state == "summary":
+            reasons = dict(line.reasons or {})
         if line.counts:
             counts |= line.counts
         elif line.state in counts:
@@ -254,7 +248,7 @@ def tally(lines: Sequence[Line]) -> tuple[dict[str, int], dict[str, int]]:
                 counts["open"] += 1
         if line.state == "dead":
             reasons[line.reason] = reasons.get(line.reason, 0) + 1
-    return counts if lines else {}, reasons
+    return counts if line else {}, reasons
 
 
 def encode(lines: Sequence[Line]) -> bytes:
@@ -262,13 +256,13 @@ def encode(lines: Sequence[Line]) -> bytes:
     return b"".join(_ENCODER.encode(line) + b"\n" for line in lines)
 
 
-def read(path: Path) -> tuple[list[Line], str]:
-    """The lines of a file and, where one of them cannot be read, why; half a line at the end is none."""
-    lines: list[Line] = []
-    rows = path.read_bytes().split(b"\n") if path.exists() else [b""]
-    for number, row in enumerate(rows[:-1], start=1):
-        try:
-            lines.append(_DECODER.decode(row))
-        except (msgspec.DecodeError, ValueError) as error:
-            return lines, f"{path.name}:{number}: {error}"
-    return lines, ""
+def decode(row: bytes) -> Line:
+    """One line without its end.
+
+    Raises:
+        ValueError: it is not a line.
+    """
+    try:
+        return _DECODER.decode(row)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None

@@ -10,12 +10,12 @@ from pathlib import Path
 from broker import wire
 from broker.jetstream import LogRecord
 from broker.process import Stop
-from learner import archive, ledgerfile
+from learner import archive, ledgerfile, segments
 from learner.archive import Archive
 from learner.config import SamplesSection
 from learner.intake import Intake, version_bounds
 from learner.ledger import Action, Changed, Ended, Entry, Ledger
-from learner.ledgerfile import LedgerFile, Line, Scribe, digest
+from learner.ledgerfile import Line, Scribe, digest
 from learner.patience import Patience
 
 
@@ -27,26 +27,33 @@ class Records:
         ledger: as it was resumed.
         stop: ends a wait for space.
         say: told when the folder cannot be written, and an empty text when it can again.
+        max_ledger_bytes: size from which on a ledger file is left at the next boundary.
     """
 
     def __init__(
-        self, folder: Path, ledger: Ledger, samples: SamplesSection, stop: Stop, say: Callable[[str], None] = lambda _: None
+        self,
+        folder: Path,
+        ledger: Ledger,
+        samples: SamplesSection,
+        stop: Stop,
+        say: Callable[[str], None] = lambda _: None,
+        max_ledger_bytes: int = segments.MAX_BYTES,
     ) -> None:
         self._folder, self._ledger = folder, ledger
         self._patience = Patience(folder, stop, "training waits", say)
-        self._lock = threading.Lock()  # a checkpoint's sync runs beside the records that come in
-        self._file = LedgerFile(folder / ledgerfile.NAME, ledger)
-        self._scribe = Scribe(self._file.lines)
-        self._newest = self._file.lines[-1] if self._file.lines else None
-        self._file.lines = []
+        self._lock = threading.Lock()  # a checkpoint's sync runs in a thread while records come in
+        self._file, lines = segments.resume(folder / segments.FOLDER, ledger, max_ledger_bytes)
+        self._scribe = Scribe(lines)
         self._archive: Archive | None = None
         if samples.keep:
             self._archive = Archive(folder / archive.FOLDER, ledger.state.position, int(samples.max_file_mib * 2**20))
 
     async def began(self, actions: Sequence[Action], lost: Sequence[Entry] = ()) -> None:
         """The learner has opened its credit; ``lost`` are the groups that had arrived and are gone from the log."""
-        lines = self._scribe.begin(actions, self._ledger)
-        await self._write(([] if lines == [self._newest] else lines) + self._scribe.lost(lost))
+        await self._leave_full_file()  # the life before may have been killed before it did
+        await self._write(self._scribe.begin(actions, self._ledger))
+        await self._leave_full_file()
+        await self._write(self._scribe.lost(lost))
 
     async def consumed(self, entry: LogRecord, read: Intake, actions: Sequence[Action]) -> None:
         """The ledger has applied a record."""
@@ -62,6 +69,7 @@ class Records:
     async def completed(self, taken: Sequence[Entry], trained: Collection[int], actions: Sequence[Action]) -> None:
         """The ledger has completed a step, made of ``taken``; ``trained`` are the tickets among them that were trained on."""
         await self._write(self._scribe.step(taken, trained, actions, self._ledger))
+        await self._leave_full_file()
 
     async def sync(self) -> None:
         """All of it survives a power loss; to be awaited before a checkpoint is written that covers it."""
@@ -77,6 +85,16 @@ class Records:
             data = ledgerfile.encode(lines)
             await self._patience(partial(self._append, data))
 
+    async def _leave_full_file(self) -> None:
+        """At a boundary. Where a file ends follows from its lines alone, so that every life writes the same files."""
+        step = self._scribe.end.step
+        if self._file.is_full and step > self._file.first:
+            await self._patience.in_thread(self._leave, step, self._scribe.summary(self._ledger.rules))
+
+    def _leave(self, step: int, summary: Line) -> None:
+        with self._lock:
+            self._file.leave(step, summary)
+
     async def _append(self, data: bytes) -> None:
         self._file.append(data)  # into the page cache: microseconds
 
@@ -86,7 +104,7 @@ class Records:
             self._archive.append(entry, found)
 
     def _sync(self) -> None:
-        self._file.sync()
-        if self._archive is not None:
-            with self._lock:
+        with self._lock:
+            self._file.sync()
+            if self._archive is not None:
                 self._archive.sync()

@@ -29,7 +29,7 @@ from broker import wire
 from broker.errors import LostState
 from broker.jetstream import Bus, LogRecord
 from broker.streams import SAMPLES, TICKETS, Stream
-from learner import archive, intake, ledgerfile
+from learner import archive, intake, segments
 from learner.ledger import LOST, Entry, Ledger
 from learner.tickets import REBASE
 
@@ -197,8 +197,8 @@ class Recovery:
 
 
 def known(folder: Path, ledger: Ledger) -> Known:
-    """By the ledger and by the ledger file, which may be ahead of it."""
-    lines, _ = ledgerfile.read(folder / ledgerfile.NAME)
-    issued = max((line.ticket for line in lines if line.state == "issued"), default=0)
+    """By the ledger and by the newest ledger file, which may be ahead of it."""
+    lines, _ = segments.newest(folder / segments.FOLDER)
+    issued = max((line.ticket if line.state == "issued" else line.counts.get("issued", 0) for line in lines), default=0)
     consumed = max((line.seq for line in lines), default=0)
     return Known(max(issued, ledger.state.issued), max(consumed, ledger.state.position))

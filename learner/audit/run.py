@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from broker.errors import UserError
-from learner import archive, checkpoint, ledgerfile
+from learner import archive, checkpoint, ledgerfile, segments
 from learner.audit import sources, tapped
 from learner.audit.report import Report
 from learner.audit.sources import Stored, check_metrics, check_source, stored
@@ -38,16 +38,17 @@ def read_books(folder: Path) -> Books:
     """Before the log, the archive and the tap, for those hold whatever the learner has consumed.
 
     Raises:
-        UserError: the run has no ledger file.
+        UserError: the run has no ledger file, or one of an earlier version.
     """
-    path = folder / ledgerfile.NAME
-    if not path.exists():
-        raise UserError(f"{path}: no such file; the learner has not begun to train, or is older than ledger files")
+    path = folder / segments.FOLDER
+    if not segments.found(path):
+        raise UserError(f"{path}: no ledger files; the learner has not begun to train")
     problems: list[str] = []
     rows, checkpoints = read_lines(folder / "metrics.jsonl"), _checkpoints(folder / "checkpoints", problems)
-    lines, problem = ledgerfile.read(path)
-    if problem:
-        problems.append(f"{problem}; the lines behind it were not read")
+    read = segments.Lines(path)
+    lines = list(read)
+    if read.problem:
+        problems.append(f"{read.problem}; the lines behind it were not read")
     return Books(folder, rows, checkpoints, lines, problems)
 
 

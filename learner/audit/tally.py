@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from learner.audit.report import Report, ranges
@@ -24,9 +24,10 @@ class Tally:
         boundaries: by step, the last line that ended it.
         counts: by step, those of every line that ended it; each life that begins there opens the credit again.
         position: sequence of the newest record consumed.
+        open: tickets that were issued and have not ended.
     """
 
-    def __init__(self, lines: Sequence[Line], report: Report, checkpoints: Mapping[int, Mapping[str, Any]] | None = None) -> None:
+    def __init__(self, lines: Iterable[Line], report: Report, checkpoints: Mapping[int, Mapping[str, Any]] | None = None) -> None:
         self.issued: dict[int, Line] = {}
         self.arrived: dict[int, Line] = {}
         self.ended: dict[int, list[Line]] = {}
@@ -34,7 +35,11 @@ class Tally:
         self.boundaries: dict[int, Line] = {}
         self.counts: dict[int, list[Mapping[str, int]]] = {}
         self._report, self._checkpoints = report, checkpoints or {}
+        self.open: set[int] = set()
+        self._held: dict[int, Line] = {}  # by ticket, of those: the record of its group
         self._sums: Counter[str] = Counter()
+        self._reasons: Counter[str] = Counter()
+        self._rules: Mapping[str, Any] = {}
         self._previous: Line | None = None
         self._matched: set[int] = set()
         self._shortfall = 0
@@ -44,7 +49,6 @@ class Tally:
         for line in lines:
             self._apply(line)
         self.position = max(self.records, default=0)
-        self.open = self.issued.keys() - self.ended.keys()
 
     @property
     def version(self) -> int:
@@ -69,6 +73,10 @@ class Tally:
 
     def _apply(self, line: Line) -> None:
         fail = self._report.fail
+        if line.state == "summary":
+            self._summary(line)
+            return
+        self._rules = line.rules or self._rules
         if line.state == "unrecorded":
             self._first_step = line.step
             fail(f"the ledger file begins at step {line.step}: what became of tickets 1-{line.counts.get('issued', 0)} is not recorded")
@@ -76,6 +84,7 @@ class Tally:
             self._boundary(line)
         elif line.state == "lost":
             self.arrived.pop(line.ticket, None)
+            self._held.pop(line.ticket, None)
         elif line.state == "rules":
             self._in_force.append((line.rules["groups_per_step"], line.rules["max_staleness"]))
             self.records.setdefault(line.seq, []).append(line)
@@ -84,6 +93,8 @@ class Tally:
             if line.ticket in self.issued:
                 fail(f"ticket {line.ticket} was issued twice")
             self.issued.setdefault(line.ticket, line)
+            if line.ticket not in self.ended:
+                self.open.add(line.ticket)
         else:
             self._sums[line.state] += 1
             group = self.arrived.get(line.ticket)
@@ -91,8 +102,27 @@ class Tally:
                 self.records.setdefault(line.seq, []).append(line)
             if line.state == "arrived":
                 self.arrived.setdefault(line.ticket, line)
+                self._held.setdefault(line.ticket, line)
             elif line.state in FINAL:
                 self.ended.setdefault(line.ticket, []).append(line)
+                self.open.discard(line.ticket)
+                self._held.pop(line.ticket, None)
+                self._reasons[line.reason] += line.state == "dead"
+
+    def _summary(self, line: Line) -> None:
+        """The first line of a file, with the lines of the files before it."""
+        end = self._previous or Line(state="boundary")
+        if self._previous is None:
+            self._rules = line.rules
+        dead = {reason: count for reason, count in self._reasons.items() if count}
+        same = {
+            "where it begins": (line.step, line.seq, line.counts) == (end.step, end.seq, end.counts),
+            "the groups that wait": line.held == tuple(self._held.values()),
+            "why tickets died": (line.reasons or {}) == dead,
+            "the rules": line.rules == self._rules,
+        }
+        if wrong := [what for what, is_same in same.items() if not is_same]:
+            self._report.fail(f"the summary of step {line.step} and the lines before it disagree on {', '.join(wrong)}")
 
     def _boundary(self, line: Line) -> None:
         report, previous = self._report, self._previous
@@ -104,7 +134,7 @@ class Tally:
         before = previous.step if previous else self._first_step
         if line.step not in (before, before + bool(previous)):
             report.fail(f"the ledger file has no end of step {before + bool(previous)} before that of step {line.step}")
-        found = {name: self._sums[name] for name in SUMS} | {"open": len(self.issued.keys() - self.ended.keys())}
+        found = {name: self._sums[name] for name in SUMS} | {"open": len(self.open)}
         wrong = [f"{name} {line.counts.get(name, 0)} instead of {found[name]}" for name in SUMS if line.counts.get(name, 0) != found[name]]
         if wrong:
             report.fail(f"step {line.step}: the ledger counted {', '.join(wrong)} that have a line")
@@ -125,11 +155,11 @@ class Tally:
             if counted != self._sums[name]:
                 fail(f"checkpoint {line.step} counts {counted} tickets {name}, the ledger file {self._sums[name]}")
         live = {int(number) for number in state["live"]}
-        here = self.issued.keys() - self.ended.keys()
+        here = self.open
         self._report.fail_all(f"checkpoint {line.step} holds tickets {{}} that the ledger file has ended", live - here)
         self._report.fail_all(f"checkpoint {line.step} has ended tickets {{}} that the ledger file has not", here - live)
         queued = {int(entry["number"]): int(entry["seq"]) for entry in state["taken"] + state["queue"]}
-        arrived = {number: group.seq for number, group in self.arrived.items() if number in here}
+        arrived = {number: group.seq for number, group in self._held.items()}
         if queued != arrived and live == here:
             fail(f"checkpoint {line.step} holds groups {queued} (ticket: record), the ledger file {arrived}")
 
@@ -143,8 +173,7 @@ class Tally:
         """
         self._check_tickets(steps)
         self._check_records()
-        for step in sorted(self.boundaries):
-            self._check_step(step)
+        self._check_steps()
         for step in self._checkpoints.keys() - self._matched:
             self._report.fail(f"checkpoint {step} fits no boundary of the ledger file")
         lost = {number for number, lines in self.ended.items() if lines[0].reason == LOST}
@@ -180,10 +209,25 @@ class Tally:
             if len(lines) > 1:
                 report.fail(f"record {seq} was consumed {len(lines)} times, for tickets {', '.join(str(line.ticket) for line in lines)}")
 
-    def _check_step(self, step: int) -> None:
+    def _check_steps(self) -> None:
+        trained: dict[int, list[Line]] = {}
+        for line in self.trained.values():
+            trained.setdefault(line.step, []).append(line)
+        made_of = Counter(lines[0].step for lines in self.ended.values())
+        most_staleness = most_groups = 0
+        for step, end in sorted(self.boundaries.items()):
+            most_staleness, most_groups = max(most_staleness, end.max_staleness), max(most_groups, end.groups_per_step)
+            self._check_step(step, trained.get(step, []), made_of[step], (1 + most_staleness) * most_groups)
+
+    def _check_step(self, step: int, trained: list[Line], made_of: int, credit: int) -> None:
+        """One step.
+
+        Args:
+            trained: the lines of the groups that it trained.
+            made_of: groups, trained or not.
+            credit: tickets that may be open behind it.
+        """
         report, end = self._report, self.boundaries[step]
-        trained = [line for line in self.trained.values() if line.step == step]
-        made_of = sum(lines[0].step == step for lines in self.ended.values())
         sizes = [size for size, _ in self._limits[step]]
         if step and step != min(self.boundaries) and not min(sizes) <= made_of <= max(sizes):
             report.fail(f"step {step} was made of {made_of} groups, train.groups_per_step is {end.groups_per_step}")
@@ -192,11 +236,8 @@ class Tally:
             group = self.arrived.get(line.ticket)
             if group is None or (group.seq, group.digest) != (line.seq, line.digest):
                 report.fail(f"ticket {line.ticket} was trained in step {step}, but no record {line.seq} of it had arrived")
-        largest = (1 + max(b.max_staleness for s, b in self.boundaries.items() if s <= step)) * max(
-            b.groups_per_step for s, b in self.boundaries.items() if s <= step
-        )
-        if end.counts.get("open", 0) > largest:
-            report.fail(f"after step {step} {end.counts['open']} tickets are open, credit allows {largest}")
+        if end.counts.get("open", 0) > credit:
+            report.fail(f"after step {step} {end.counts['open']} tickets are open, credit allows {credit}")
 
 
 def check_staleness(report: Report, line: Line, oldest: int, newest: int, bound: int, source: str) -> None:

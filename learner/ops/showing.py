@@ -14,9 +14,9 @@ from broker.errors import ConfigError, UserError
 from broker.jetstream import LogRecord
 from broker.peek import peek
 from broker.streams import SAMPLES
-from learner import archive, ledgerfile
+from learner import archive
 from learner.ops.place import Place, connected, find
-from learner.ops.tracing import describe, spans, ticket_of
+from learner.ops.tracing import describe, lines_of, spans, ticket_of
 from text.tokenizer import Tokenizer
 
 NO_RECORD: Final = ("duplicate", "unknown")
@@ -25,10 +25,7 @@ NO_RECORD: Final = ("duplicate", "unknown")
 async def show_run(options: argparse.Namespace) -> int:
     """Print one group; the exit code."""
     place = find(options.run_name, options.dir)
-    lines, _ = ledgerfile.read(place.folder / ledgerfile.NAME)
-    own = [line for line in lines if line.ticket == options.group]
-    if not own:
-        raise UserError(f"run {place.name} has no ticket {options.group}; there are 1-{max((line.ticket for line in lines), default=0)}")
+    own = lines_of(place, options.group)
     record = await _record(options, place, next((line.seq for line in reversed(own) if line.seq and line.state not in NO_RECORD), 0))
     found = ticket_of(own)
     if not isinstance(record.message, wire.Group):

@@ -15,7 +15,7 @@ from broker.answers import ApiError
 from broker.errors import UserError
 from broker.jetstream import Bus
 from broker.streams import CONTROL, PRESENCE, RUNS, STREAMS, WEIGHTS, Kind
-from learner import checkpoint, ledgerfile
+from learner import checkpoint, ledgerfile, segments
 from learner.metrics import read_lines
 from learner.ops.place import connected, find
 
@@ -38,7 +38,7 @@ def on_disk(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """What the run's folder says: steps, newest figures, checkpoints, tickets."""
     rows = read_lines(folder / "metrics.jsonl")
     last = rows[-1] if rows else {}
-    lines, problem = ledgerfile.read(folder / ledgerfile.NAME)
+    lines, problem = segments.newest(folder / segments.FOLDER)
     counts, dead = ledgerfile.tally(lines)
     return {
         "step": last.get("step", 0),

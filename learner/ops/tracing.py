@@ -13,20 +13,16 @@ from broker.errors import UserError
 from broker.jetstream import Bus, LogRecord
 from broker.peek import peek
 from broker.streams import SAMPLES
-from learner import archive, ledgerfile
+from learner import archive, ledgerfile, segments
 from learner.metrics import read_lines
-from learner.ops.place import connected, find
+from learner.ops.place import Place, connected, find
 from learner.ops.trace_text import text_of
 
 
 async def trace_run(options: argparse.Namespace) -> int:
     """Print one ticket's way; the exit code."""
     place = find(options.run_name, options.dir)
-    lines, _ = ledgerfile.read(place.folder / ledgerfile.NAME)
-    own = [line for line in lines if line.ticket == options.group]
-    if not own:
-        newest = max((line.ticket for line in lines), default=0)
-        raise UserError(f"run {place.name} has no ticket {options.group}; there are 1-{newest}")
+    own = lines_of(place, options.group)
     seq = next((line.seq for line in reversed(own) if line.seq and line.state not in ("duplicate", "unknown")), 0)
     record, stored_at, source = await _record(options, place.name, place.folder, seq)
     found = ticket_of(own) | {"record": {"seq": seq, "source": source, "stored_at": stored_at}}
@@ -61,6 +57,22 @@ def _step_time(folder: Path, step: int) -> str:
     """When the step's line was written, as ISO 8601 in UTC."""
     times = [float(row["time"]) for row in read_lines(folder / "metrics.jsonl") if row["step"] == step and "time" in row]
     return datetime.fromtimestamp(times[0], UTC).isoformat(timespec="milliseconds") if times else ""
+
+
+def lines_of(place: Place, ticket: int) -> list[ledgerfile.Line]:
+    """All lines of one ticket, at least one.
+
+    Raises:
+        UserError: there is no such ticket.
+    """
+    own, newest = [], 0
+    for line in segments.Lines(place.folder / segments.FOLDER):
+        newest = max(newest, line.ticket)
+        if line.ticket == ticket:
+            own.append(line)
+    if not own:
+        raise UserError(f"run {place.name} has no ticket {ticket}; there are 1-{newest}")
+    return own
 
 
 def ticket_of(lines: list[ledgerfile.Line]) -> dict[str, Any]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from learner import checkpoint, ledgerfile
+from learner import checkpoint, segments
 from learner.ledgerfile import Line
 from learner.metrics import read_lines
 from learner.replay.run import Replayed
@@ -29,7 +29,7 @@ def differences(found: Mapping[str, float], row: Mapping[str, Any] | None) -> li
     return [f"{name} is {_text(found, name)}, the run had {_text(row, name)}" for name in sorted(names) if found.get(name) != row.get(name)]
 
 
-def composition(lines: Sequence[Line]) -> dict[int, list[int]]:
+def composition(lines: Iterable[Line]) -> dict[int, list[int]]:
     """By step, the tickets that it was made of, in the order in which they were taken."""
     steps: dict[int, list[int]] = {}
     for line in lines:
@@ -62,7 +62,7 @@ class Check:
 
     def __init__(self, folder: Path) -> None:
         self._rows = {int(row["step"]): row for row in read_lines(folder / "metrics.jsonl")}
-        self._made_of = composition(ledgerfile.read(folder / ledgerfile.NAME)[0])
+        self._made_of = composition(segments.Lines(folder / segments.FOLDER))
         self.kept = {checkpoint.read(path).step: path for path in checkpoint.found(folder / "checkpoints")}
         self.steps: list[dict[str, Any]] = []
         self.digests: dict[int, tuple[str, str]] = {}

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from learner import ledgerfile
+from learner import ledgerfile, segments
 from learner.metrics import read_lines
 from learner.up.board import duration
 from learner.up.failures import NO_FAULT, by_reason
@@ -38,7 +38,7 @@ def finish(folder: Path, seconds: float, cpu_s: dict[str, float], arguments: lis
 
 def failures_of(folder: Path) -> list[str]:
     """One line that counts the groups of the run that came to nothing, none when all went well."""
-    _, dead = ledgerfile.tally(ledgerfile.read(folder / ledgerfile.NAME)[0])
+    _, dead = ledgerfile.tally(segments.newest(folder / segments.FOLDER)[0])
     failed = {reason: count for reason, count in dead.items() if reason not in NO_FAULT}
     return [f"failed groups: {by_reason(failed)}; see {folder / 'logs'}, or rlearner trace {folder} TICKET"] if failed else []
 

@@ -33,7 +33,7 @@ def reconcile(folder: Path, first: Mapping[int, tuple[int, str]], tap: Path, *, 
         issued: tickets that the broker has a sequence for.
         steps: of the run, each of ``groups`` groups unless a bound was met.
     """
-    rows = [json.loads(row) for row in (folder / "ledger.jsonl").read_text().splitlines()]
+    rows = [json.loads(row) for path in sorted((folder / "ledger").glob("step-*.jsonl")) for row in path.read_text().splitlines()]
     ended = Counter(row["ticket"] for row in rows if row["state"] in FINAL)
     trained = [row for row in rows if row["state"] == "trained"]
     times = Counter(row["ticket"] for row in trained)

@@ -91,10 +91,14 @@ class Windows:
         return conditions[window]
 
     async def _on_file(self, window: str, act: Strike) -> str:
-        checkpoints, metrics, ledger = (self._watch.folder / name for name in ("checkpoints", "metrics.jsonl", "ledger.jsonl"))
-        names, line, books = set(os.listdir(checkpoints)), metrics.stat().st_size, ledger.stat().st_size
+        checkpoints, metrics, ledger = (self._watch.folder / name for name in ("checkpoints", "metrics.jsonl", "ledger"))
+
+        def size_of_ledger() -> int:
+            return sum(path.stat().st_size for path in ledger.glob("step-*.jsonl"))
+
+        names, line, books = set(os.listdir(checkpoints)), metrics.stat().st_size, size_of_ledger()
         opened: dict[str, Callable[[], bool]] = {
-            "ledger": lambda: ledger.stat().st_size != books,
+            "ledger": lambda: size_of_ledger() != books,
             "line": lambda: metrics.stat().st_size != line,
             "checkpoint": lambda: any(not name.startswith("step-") for name in set(os.listdir(checkpoints)) - names),
             "trim": lambda: any(name.startswith("step-") for name in set(os.listdir(checkpoints)) - names),

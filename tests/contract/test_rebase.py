@@ -21,7 +21,7 @@ from broker.process import Stop
 from broker.provision import delete_stream
 from broker.server import BrokerServer
 from broker.streams import RUNS, SAMPLES, TICKETS
-from learner import checkpoint, ledgerfile
+from learner import checkpoint, segments
 from learner.cli import main
 from learner.service import serve
 
@@ -250,7 +250,7 @@ async def test_killed_after_a_rebase_the_next_life_needs_no_flag(broker: Broker,
     async with asyncio.timeout(120):
         life = asyncio.create_task(serve(config, broker.url, Stop(), connect_deadline_s=60, rebase=True))
         await die_when(
-            life, lambda: [line.ticket for line in ledgerfile.read(folder / "ledger.jsonl")[0] if line.reason == "lost"][-1:] == [8]
+            life, lambda: [line.ticket for line in segments.Lines(folder / segments.FOLDER) if line.reason == "lost"][-1:] == [8]
         )
     assert await last_life(broker, config, rebase=False) == list(range(11, 19))
     assert tickets(folder) == (18, 12, 0, 0, 6, 0)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import yaml
 
 from broker import wire
@@ -14,11 +15,11 @@ from broker.delivery import decode
 from broker.jetstream import LogRecord
 from broker.process import Stop
 from broker.streams import SAMPLES
-from learner import checkpoint, intake
+from learner import checkpoint, intake, segments
 from learner.config import SamplesSection
 from learner.grants import DomainRule, Rules
 from learner.ledger import Action, Entry, Issue, Ledger
-from learner.ledgerfile import digest
+from learner.ledgerfile import Line, digest
 from learner.metrics import MetricsFile, count_tickets
 from learner.records import Records
 from learner.selection import num_kept
@@ -97,11 +98,39 @@ def group_only(ticket: wire.Ticket) -> list[wire.Message | bytes]:
     return [group(ticket)]
 
 
-class World:
-    """One run: its folder, its log, and what a tap would have seen."""
+def out_of_order(ticket: wire.Ticket) -> list[wire.Message | bytes]:
+    """5 and 6, which may wait, come before 3 and 4, which may not."""
+    if ticket.number in (3, 4):
+        return []
+    late = [msgspec.structs.replace(ticket, number=n, task_index=n - 1, min_version=0) for n in (3, 4) if ticket.number == 6]
+    return [group(one) for one in (ticket, *late)]
 
-    def __init__(self, folder: Path, answer: Answer = eventful, *, keep: bool = True, **more: Any) -> None:
+
+def ledger_files(run: Path) -> dict[str, bytes]:
+    """By name, the bytes of each ledger file of a run, oldest first."""
+    return {path.name: path.read_bytes() for _, path in segments.found(run / segments.FOLDER)}
+
+
+def ledger_lines(run: Path) -> list[Line]:
+    """Every line of a run's ledger files, which can all be read."""
+    lines = segments.Lines(run / segments.FOLDER)
+    found = list(lines)
+    assert lines.problem == ""
+    return found
+
+
+class World:
+    """One run: its folder, its log, and what a tap would have seen.
+
+    Args:
+        segment_bytes: a ledger file is left at the first boundary behind this size.
+    """
+
+    def __init__(
+        self, folder: Path, answer: Answer = eventful, *, keep: bool = True, segment_bytes: int = segments.MAX_BYTES, **more: Any
+    ) -> None:
         self.folder, self.answer, self.keep, self.rules = folder, answer, keep, rules(**more)
+        self.segment_bytes = segment_bytes
         self.log: list[LogRecord] = []
         self.tap: list[dict[str, Any]] = [{"n": 1, "event": "open"}]
         self.tickets = 0
@@ -117,7 +146,8 @@ class World:
         """
         found, epoch = checkpoint.newest(self.folder / "checkpoints"), 0
         ledger = Ledger.load(found.ledger) if found else Ledger(self.rules)
-        records = Records(self.folder, ledger, SamplesSection(keep=self.keep, max_file_mib=0.001), Stop())
+        samples = SamplesSection(keep=self.keep, max_file_mib=0.001)
+        records = Records(self.folder, ledger, samples, Stop(), max_ledger_bytes=self.segment_bytes)
         metrics = MetricsFile(self.folder / "metrics.jsonl", ledger.state.version)
         if ledger.rules != self.rules:
             epoch = len(self.log) + 1

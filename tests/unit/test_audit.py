@@ -14,7 +14,7 @@ import run_folder_kit as kit
 
 from broker import wire
 from broker.errors import DataError, UserError
-from learner import ledgerfile
+from learner import segments
 from learner.archive import files
 from learner.audit import tapped
 from learner.audit.report import Report, ranges
@@ -48,8 +48,19 @@ def put(path: Path, lines: list[str]) -> None:
     path.write_text("".join(line + "\n" for line in lines))
 
 
-async def test_a_run_that_is_right(tmp_path: Path) -> None:
-    world = await a_run(tmp_path)
+def ledger_file(world: kit.World) -> Path:
+    """The only one of a short run."""
+    ((_, path),) = segments.found(world.folder / segments.FOLDER)
+    return path
+
+
+# One boundary to a file, a few to a file, all in one.
+SIZES = pytest.mark.parametrize("segment_bytes", [1, 2000, segments.MAX_BYTES])
+
+
+@SIZES
+async def test_a_run_that_is_right(tmp_path: Path, segment_bytes: int) -> None:
+    world = await a_run(tmp_path, segment_bytes=segment_bytes)
     report = check(world, log=True, tap=True)
     assert report.problems == []
     assert figures(report) == CLEAN
@@ -85,31 +96,67 @@ async def test_a_completed_run_that_goes_further_is_right(tmp_path: Path) -> Non
     assert check(world).problems == ["step 4: metrics.jsonl and the ledger file disagree on issued, open"]
 
 
-async def test_each_line_removed_or_doubled_fails(tmp_path: Path) -> None:
-    world = await a_run(tmp_path)
-    path = world.folder / "ledger.jsonl"
-    lines = rows(path)
-    for i, line in enumerate(lines):
-        put(path, lines[:i] + lines[i + 1 :])
-        removed = check(world)
-        assert not removed.ok, line
-        state = json.loads(line)
-        put(path, [*lines[:i], line, *lines[i:]])
-        doubled = check(world)
-        if state["state"] == "boundary":
-            assert doubled.ok  # it says the same again
-            continue
-        assert not doubled.ok, line
-        if state["state"] == "trained":
-            assert figures(doubled)["trained_twice"] == 1
-            assert figures(removed)["lost"] >= 1
-        if state["state"] in ("dead", "dropped", "issued"):
-            assert figures(removed)["lost"] >= 1
-    for i in range(len(lines)):  # its end is gone: metrics and checkpoints know more
-        put(path, lines[:i])
-        assert not check(world).ok, lines[i]
-    put(path, lines)
+@SIZES
+async def test_each_line_removed_or_doubled_fails(tmp_path: Path, segment_bytes: int) -> None:
+    world = await a_run(tmp_path, segment_bytes=segment_bytes)
+    for _, path in segments.found(world.folder / segments.FOLDER):
+        lines = rows(path)
+        for i, line in enumerate(lines):
+            put(path, lines[:i] + lines[i + 1 :])
+            removed = check(world)
+            assert not removed.ok, line
+            state = json.loads(line)
+            put(path, [*lines[:i], line, *lines[i:]])
+            doubled = check(world)
+            if state["state"] in ("boundary", "summary"):
+                assert doubled.ok  # it says the same again
+                continue
+            assert not doubled.ok, line
+            if state["state"] == "trained":
+                assert figures(doubled)["trained_twice"] == 1
+                assert figures(removed)["lost"] >= 1
+            if state["state"] in ("dead", "dropped", "issued"):
+                assert figures(removed)["lost"] >= 1
+        put(path, lines)
+    for first, path in reversed(segments.found(world.folder / segments.FOLDER)):
+        lines = rows(path)
+        for i in range(1, len(lines)):  # its end is gone: metrics and checkpoints know more
+            put(path, lines[:i])
+            if first < 4 or i > 1:  # a last file of a summary alone says as much as the boundary before it
+                assert not check(world).ok, lines[i]
+        put(path, lines)
     assert check(world).ok
+
+
+async def test_each_file_removed_fails(tmp_path: Path) -> None:
+    world = await a_run(tmp_path, segment_bytes=1)
+    for first, path in segments.found(world.folder / segments.FOLDER):
+        whole = path.read_bytes()
+        path.unlink()
+        assert check(world).ok == (first == 4), path  # the last one holds nothing but a summary yet
+        path.write_bytes(whole)
+    assert check(world).ok
+
+
+@pytest.mark.parametrize(
+    ("edit", "what"),
+    [
+        ({"seq": 1}, "where it begins"),
+        ({"counts": {"issued": 12}}, "where it begins"),
+        ({"held": [{"state": "arrived", "ticket": 5, "seq": 7}]}, "the groups that wait"),
+        ({"held": []}, "the groups that wait"),
+        ({"reasons": {"env_error": 7}}, "why tickets died"),
+        ({"rules": {"seed": 1}}, "the rules"),
+    ],
+)
+async def test_a_summary_that_disagrees_fails(tmp_path: Path, edit: dict[str, Any], what: str) -> None:
+    """Of the boundary at which 5 and 6 have arrived, and wait for the step after 3 and 4."""
+    world = await a_run(tmp_path, answer=kit.out_of_order, on_late="wait", segment_bytes=1)
+    assert check(world).ok
+    path = world.folder / segments.FOLDER / "step-000002.jsonl"
+    first, *rest = rows(path)
+    put(path, [json.dumps(json.loads(first) | edit), *rest])
+    assert check(world).problems == [f"the summary of step 2 and the lines before it disagree on {what}"]
 
 
 async def test_each_archived_record_removed_or_doubled_fails(tmp_path: Path) -> None:
@@ -170,7 +217,7 @@ async def test_each_line_of_the_tap_removed_or_doubled_fails(tmp_path: Path) -> 
         assert f"tap: its own lines {i + 1} are missing" in check(world, tap=True).problems
         world.tap = [{**line, "n": n} for n, line in enumerate(world.tap, start=1)]  # as if the message had never been there
         report = check(world, tap=True)
-        consumed = whole[i]["event"] == "ticket" or whole[i]["digest"] in (world.folder / "ledger.jsonl").read_text()
+        consumed = whole[i]["event"] == "ticket" or whole[i]["digest"] in (ledger_file(world)).read_text()
         assert report.ok != consumed, whole[i]
         world.tap = whole[: i + 1] + whole[i:]
         assert f"tap: its own lines {i + 1} are there twice" in check(world, tap=True).problems
@@ -209,7 +256,7 @@ def change(path: Path, state: str, edit: Callable[[dict[str, Any]], None], which
 
 async def test_tokens_beyond_the_bound_fail(tmp_path: Path) -> None:
     world = await a_run(tmp_path, answer=kit.group_only, keep=False, steps=4)
-    path = world.folder / "ledger.jsonl"
+    path = ledger_file(world)
     change(path, "trained", lambda line: line.update(oldest=1))
     report = check(world)
     assert report.problems == [
@@ -260,7 +307,7 @@ async def test_checkpoints_and_metrics_that_disagree_fail(tmp_path: Path) -> Non
 
 async def test_a_step_trained_twice_under_two_numbers_fails(tmp_path: Path) -> None:
     world = await a_run(tmp_path, answer=kit.group_only)
-    path = world.folder / "ledger.jsonl"
+    path = ledger_file(world)
     lines = rows(path)
     again = next(json.loads(line) for line in lines if json.loads(line)["state"] == "trained")
     at = next(i for i, line in enumerate(lines) if json.loads(line).get("step") == 3)
@@ -279,12 +326,12 @@ async def test_groups_that_were_not_selected_count_as_filtered(tmp_path: Path) -
 
 async def test_a_damaged_file_and_a_missing_one(tmp_path: Path) -> None:
     world = await a_run(tmp_path)
-    path = world.folder / "ledger.jsonl"
+    path = ledger_file(world)
     lines = rows(path)
     put(path, [*lines[:9], "gibberish", *lines[10:]])
-    assert check(world).problems[0].startswith("ledger.jsonl:10: ")
+    assert check(world).problems[0].startswith("step-000000.jsonl:10: ")
     path.unlink()
-    with pytest.raises(UserError, match=r"ledger\.jsonl: no such file"):
+    with pytest.raises(UserError, match=r"/ledger: no ledger files; the learner has not begun to train"):
         check(world)
 
 
@@ -292,7 +339,7 @@ async def test_a_run_that_began_without_a_ledger_file_is_told_so(tmp_path: Path)
     world = kit.World(tmp_path / "run", kit.group_only)
     with pytest.raises(kit.Killed):
         await world.learn(die_at=6)
-    (world.folder / ledgerfile.NAME).unlink()
+    ledger_file(world).unlink()
     await world.learn()
     assert check(world).problems[0] == "the ledger file begins at step 2: what became of tickets 1-8 is not recorded"
 

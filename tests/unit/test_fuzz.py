@@ -40,7 +40,7 @@ from broker.weights import plan as plans
 from broker.weights.group import Watch
 from broker.weights.lines import Lines
 from broker.weights.membership import parse_session
-from learner import archive, checkpoint, intake, ledgerfile
+from learner import archive, checkpoint, intake, ledgerfile, segments
 from learner.grants import DomainRule, Rules
 from learner.ledger import Ledger
 
@@ -147,9 +147,13 @@ def frames_of(folder: Path) -> Callable[[bytes], None]:
 
 
 def ledger_lines(folder: Path) -> Callable[[bytes], None]:
+    (folder / segments.FOLDER).mkdir()
+
     def call(data: bytes) -> None:
-        (folder / "ledger.jsonl").write_bytes(data)
-        ledgerfile.read(folder / "ledger.jsonl")
+        (folder / segments.FOLDER / "step-000000.jsonl").write_bytes(data)
+        lines = segments.Lines(folder / segments.FOLDER)
+        ledgerfile.Scribe(lines).summary()
+        assert ledgerfile.tally(lines)[0] or lines.problem
 
     return call
 
@@ -213,7 +217,9 @@ def decoders(folder: Path) -> list[Decoder]:
     frames = [frame(1, groups[0]) + frame(2, groups[1]), frame(1, groups[1]) * 2, frame(1, b"")]
     ledger = Ledger(RULES)
     ledger.open_credit()
-    lines = [ledgerfile.encode([ledgerfile.boundary(ledger)]) * 2, b'{"state":"issued","ticket":1,"domain":"a"}\n']
+    held = ledgerfile.Line(state="arrived", ticket=1, seq=1)
+    summary = ledgerfile.encode([ledgerfile.Line(state="summary", held=(held,), reasons={"env_error": 2})])
+    lines = [summary + ledgerfile.encode([ledgerfile.boundary(ledger)]) * 2, summary + b'{"state":"issued","ticket":1,"domain":"a"}\n']
     made = json.dumps({"format": 1, "step": 0, "epoch": 1, "ledger": ledger.dump()}).encode()
     plan = plans.make_plan([plans.TensorSpec("a", (3, 4), "float32"), plans.TensorSpec("b", (), "int8")], 0.01)
     spec = wire.encode(EXAMPLES[wire.RunSpec])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -12,10 +13,10 @@ import run_folder_kit as kit
 
 from broker.errors import UserError
 from broker.process import Stop
-from learner import ledgerfile, patience
+from learner import ledgerfile, patience, segments
 from learner.config import SamplesSection
 from learner.ledger import Issue, Ledger
-from learner.ledgerfile import LedgerFile, Line
+from learner.ledgerfile import Line, Scribe
 from learner.records import Records
 
 
@@ -28,8 +29,8 @@ def short(line: Line) -> tuple[object, ...]:
 async def test_lines_by_hand(tmp_path: Path) -> None:
     world = kit.World(tmp_path / "a", steps=2)
     await world.learn()
-    lines, problem = ledgerfile.read(tmp_path / "a" / "ledger.jsonl")
-    assert problem == ""
+    summary, *lines = kit.ledger_lines(tmp_path / "a")
+    assert summary == Line(state="summary", reasons={}, rules=world.rules.plain())
     assert [short(line) for line in lines] == [
         *[("issued", number, 0, 0, -1, -1, "") for number in (1, 2, 3, 4)],
         ("boundary", 0, 0, 4, 4),
@@ -58,7 +59,7 @@ async def test_lines_by_hand(tmp_path: Path) -> None:
 
 async def test_a_tally_counts_on_from_the_last_boundary(tmp_path: Path) -> None:
     await kit.World(tmp_path / "a", steps=2).learn()
-    lines, _ = ledgerfile.read(tmp_path / "a" / "ledger.jsonl")
+    _, *lines = kit.ledger_lines(tmp_path / "a")
     bare = [msgspec.structs.replace(line, counts={}) for line in lines]
     for number, line in enumerate(lines, start=1):
         if line.state == "boundary":  # what was counted from the lines alone is what the ledger says
@@ -69,42 +70,12 @@ async def test_a_tally_counts_on_from_the_last_boundary(tmp_path: Path) -> None:
     assert ledgerfile.tally([]) == ({}, {})
 
 
-async def test_the_same_bytes_however_often_it_dies(tmp_path: Path) -> None:
-    whole = kit.World(tmp_path / "whole")
-    await whole.learn()
-    expected = (tmp_path / "whole" / "ledger.jsonl").read_bytes()
-    assert len(whole.log) > 12
-    world = kit.World(tmp_path / "killed")
-    path = tmp_path / "killed" / "ledger.jsonl"
-    for die_at in range(1, len(whole.log) + 1):
-        try:
-            await world.learn(die_at=die_at)
-        except kit.Killed:
-            with path.open("ab") as file:
-                file.write(b'{"state":"issued","tick')  # half a line
-    await world.learn()
-    assert path.read_bytes() == expected
-    assert [record.data for record in world.log] == [record.data for record in whole.log]
-
-
-async def test_an_earlier_incarnation_writes_into_the_void(tmp_path: Path) -> None:
-    world = kit.World(tmp_path / "run")
-    with pytest.raises(kit.Killed):
-        await world.learn(die_at=9)
-    zombie = LedgerFile(tmp_path / "run" / "ledger.jsonl", Ledger(world.rules))
-    await world.learn()
-    before = (tmp_path / "run" / "ledger.jsonl").read_bytes()
-    zombie.append(b"garbage\n")
-    zombie.close()
-    assert (tmp_path / "run" / "ledger.jsonl").read_bytes() == before
-
-
 async def test_more_steps_later(tmp_path: Path) -> None:
     world = kit.World(tmp_path / "run", steps=2)
     await world.learn()
     world.rules = kit.rules(steps=4)
     await world.learn()
-    lines, _ = ledgerfile.read(tmp_path / "run" / "ledger.jsonl")
+    lines = kit.ledger_lines(tmp_path / "run")
     ends = [(line.step, line.counts["issued"]) for line in lines if line.state == "boundary"]
     assert ends == [(0, 4), (1, 7), (2, 7), (3, 12), (4, 12)]
 
@@ -113,30 +84,23 @@ async def test_a_run_older_than_its_ledger_file(tmp_path: Path) -> None:
     world = kit.World(tmp_path / "run", kit.group_only, steps=4)
     with pytest.raises(kit.Killed):
         await world.learn(die_at=6)  # checkpoint of step 2
-    (tmp_path / "run" / "ledger.jsonl").unlink()
+    shutil.rmtree(tmp_path / "run" / segments.FOLDER)
     await world.learn()
-    lines, _ = ledgerfile.read(tmp_path / "run" / "ledger.jsonl")
+    lines = kit.ledger_lines(tmp_path / "run")
     assert lines[0].state == "unrecorded"
     assert (lines[0].step, lines[0].seq, lines[0].counts["issued"]) == (2, 4, 8)
     assert [line.ticket for line in lines if line.state == "trained"] == [5, 6, 7, 8]
 
 
-def test_a_line_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.jsonl"
-    path.write_bytes(b'{"state":"issued","ticket":1}\n{"state":"eaten","ticket":2}\n{"state":"issued","ticket":3}\n{"sta')
-    lines, problem = ledgerfile.read(path)
-    assert [line.ticket for line in lines] == [1]
-    assert problem.startswith("ledger.jsonl:2: Invalid enum value 'eaten'")
-    assert ledgerfile.read(tmp_path / "none.jsonl") == ([], "")
-
-
-async def test_a_full_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("segment_bytes", [1, segments.MAX_BYTES])
+async def test_a_full_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, segment_bytes: int) -> None:
     monkeypatch.setattr(patience, "FIRST_WAIT_S", 0.001)
     real, attempts = os.pwrite, 0
+    start = ledgerfile.encode([Scribe().summary(kit.rules())])
 
     def pwrite(file: int, data: bytes, offset: int) -> int:
         nonlocal attempts
-        if b"staleness/max" in data:  # a line of metrics.jsonl, which the kit writes itself
+        if b"staleness/max" in data or data == start:  # what the kit writes without waiting for space
             return real(file, data, offset)
         attempts += 1
         if attempts % 3 == 1:
@@ -145,12 +109,13 @@ async def test_a_full_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.Mon
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(file, data, offset)
 
-    whole = kit.World(tmp_path / "whole")
+    whole = kit.World(tmp_path / "whole", segment_bytes=segment_bytes)
     await whole.learn()
+    world = kit.World(tmp_path / "run", segment_bytes=segment_bytes)
     monkeypatch.setattr(os, "pwrite", pwrite)
-    world = kit.World(tmp_path / "run")
     await world.learn()
-    assert (tmp_path / "run" / "ledger.jsonl").read_bytes() == (tmp_path / "whole" / "ledger.jsonl").read_bytes()
+    assert kit.ledger_files(tmp_path / "run") == kit.ledger_files(tmp_path / "whole")
+    assert sorted(os.listdir(tmp_path / "run" / segments.FOLDER)) == sorted(kit.ledger_files(tmp_path / "run"))  # no remains
     for path in (tmp_path / "whole" / "samples").iterdir():
         assert (tmp_path / "run" / "samples" / path.name).read_bytes() == path.read_bytes()
 

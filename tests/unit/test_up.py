@@ -54,7 +54,9 @@ def test_a_run_that_was_stopped_says_what_failed_and_how_to_go_on(
 
 
 def test_before_the_first_step_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "ledger.jsonl").write_text('{"state":"issued","ticket":1}\n{"state":"dead","ticket":1,"seq":1,"reason":"reward_error"}\n')
+    dead = '{"state":"issued","ticket":1}\n{"state":"dead","ticket":1,"seq":1,"reason":"reward_error"}\n'
+    (tmp_path / "ledger").mkdir()
+    (tmp_path / "ledger" / "step-000000.jsonl").write_text('{"state":"summary","reasons":{}}\n' + dead)
     finish(tmp_path, 5.0, {}, ["my run.yaml", "run.name=a"], 9)
     assert capsys.readouterr().out.splitlines() == [
         f"stopped before the first step; logs are in {tmp_path / 'logs'}",
