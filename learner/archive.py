@@ -43,7 +43,7 @@ class Frame:
 
 
 class Archive:
-    """Open for appending.
+    """Open for appending; one thread may append while another one syncs.
 
     Args:
         folder: ``runs/<name>/samples``.
@@ -78,12 +78,14 @@ class Archive:
         self._frames += 1
 
     def sync(self) -> None:
-        """What was appended survives a power loss."""
-        while self._done:
-            os.fsync(self._done[0])
-            os.close(self._done.pop(0))
-        if self._file >= 0:
-            os.fsync(self._file)
+        """What was appended before the call survives a power loss."""
+        current, done = self._file, list(self._done)  # in this order: an append in another thread may leave the current file now
+        for file in [*done, current]:
+            if file >= 0:
+                os.fsync(file)
+        for file in done:
+            self._done.remove(file)
+            os.close(file)
         handle = os.open(self._folder, os.O_RDONLY)
         try:
             os.fsync(handle)

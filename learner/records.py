@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 from broker import wire
 from broker.jetstream import LogRecord
@@ -17,6 +18,8 @@ from learner.intake import Intake, version_bounds
 from learner.ledger import Action, Changed, Ended, Entry, Ledger
 from learner.ledgerfile import Line, Scribe, digest
 from learner.patience import Patience
+
+AT_ONCE_BYTES: Final = 2**16  # a record up to this size is in the page cache sooner than a thread takes up work
 
 
 class Records:
@@ -41,7 +44,7 @@ class Records:
     ) -> None:
         self._folder, self._ledger = folder, ledger
         self._patience = Patience(folder, stop, "training waits", say)
-        self._lock = threading.Lock()  # a checkpoint's sync runs in a thread while records come in
+        self._lock = threading.Lock()  # a checkpoint's sync may run while a file is left, both in threads
         self._file, lines = segments.resume(folder / segments.FOLDER, ledger, max_ledger_bytes)
         self._scribe = Scribe(lines)
         self._archive: Archive | None = None
@@ -50,7 +53,6 @@ class Records:
 
     async def began(self, actions: Sequence[Action], lost: Sequence[Entry] = ()) -> None:
         """The learner has opened its credit; ``lost`` are the groups that had arrived and are gone from the log."""
-        await self._leave_full_file()  # the life before may have been killed before it did
         await self._write(self._scribe.begin(actions, self._ledger))
         await self._leave_full_file()
         await self._write(self._scribe.lost(lost))
@@ -59,7 +61,7 @@ class Records:
         """The ledger has applied a record."""
         found = digest(entry.data)
         if self._archive is not None:
-            await self._patience.in_thread(self._append_record, entry, found)
+            await self._archive_record(self._archive, entry, found)
         reason = read.record.reason if isinstance(read.record, Ended) else ""
         group = read.group or (entry.message if isinstance(entry.message, wire.Group) else None)
         bounds = version_bounds([group]) if group is not None else None
@@ -98,13 +100,18 @@ class Records:
     async def _append(self, data: bytes) -> None:
         self._file.append(data)  # into the page cache: microseconds
 
-    def _append_record(self, entry: LogRecord, found: str) -> None:
-        assert self._archive is not None
-        with self._lock:
-            self._archive.append(entry, found)
+    async def _archive_record(self, archive: Archive, entry: LogRecord, found: str) -> None:
+        if len(entry.data) > AT_ONCE_BYTES:
+            await self._patience.in_thread(archive.append, entry, found)
+            return
+
+        async def append() -> None:
+            archive.append(entry, found)
+
+        await self._patience(append)
 
     def _sync(self) -> None:
         with self._lock:
             self._file.sync()
-            if self._archive is not None:
-                self._archive.sync()
+        if self._archive is not None:
+            self._archive.sync()

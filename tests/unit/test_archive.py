@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,29 @@ def test_a_file_is_bounded_in_frames_too(tmp_path: Path, monkeypatch: pytest.Mon
     write(tmp_path, *range(1, 8), max_file_bytes=1 << 20)
     assert [first for first, _ in files(tmp_path)] == [1, 4, 7]
     assert held(tmp_path) == [1, 2, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("moment", [1, 2, 3])
+def test_a_sync_while_a_file_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: int) -> None:
+    """Another thread appends, and leaves a file, while the sync has done half its work: what was there before is synced nevertheless."""
+    opened, synced, real = Archive(tmp_path, 0, 1), list[str](), os.fsync
+
+    def fsync(file: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{file}"))
+        real(file)
+        if len(synced) == moment:
+            opened.append(record(3), digest(record(3).data))
+
+    for seq in (1, 2):
+        opened.append(record(seq), digest(record(seq).data))
+    monkeypatch.setattr(os, "fsync", fsync)
+    opened.sync()
+    assert {str(path) for first, path in files(tmp_path) if first < 3} <= set(synced)
+    synced.clear()
+    opened.sync()
+    assert str(tmp_path / "000000000003.frames") in synced
+    opened.close()
+    assert held(tmp_path) == [1, 2, 3]
 
 
 @pytest.mark.parametrize(("position", "kept"), [(5, [4, 5]), (6, [4, 5, 6]), (7, [7])])

@@ -1,0 +1,144 @@
+"""What a learner's start costs after many groups: it reads its own files, and none of them as far back as the run goes.
+
+The groups are written through the classes that the learner writes them with, payloads aside; each start runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Final
+
+from broker.jetstream import LogRecord
+from broker.process import Stop
+from learner import checkpoint
+from learner.config import SamplesSection
+from learner.grants import DomainRule, Rules
+from learner.intake import Intake
+from learner.ledger import Action, Arrived, Ended, Issue, Ledger
+from learner.metrics import MetricsFile, count_tickets
+from learner.records import Records
+from learner.recovery import known
+
+GROUPS: Final = 1_000_000
+FEW: Final = 1_000
+RULES: Final = Rules(
+    steps=1 << 30,
+    groups_per_step=100,
+    max_staleness=1,
+    on_late="drop",
+    seed=0,
+    domains=(DomainRule("lake", 1.0, 8, 8, 600.0), DomainRule("math", 3.0, 8, 8, 600.0)),
+)
+CHECKPOINT_EVERY: Final = 5  # steps; the start cuts what was written behind the newest one
+PAYLOAD: Final = bytes(200)
+SAMPLES: Final = SamplesSection(keep=True)
+FIGURES: Final = {f"made_up/{number:02d}": 1 / 3 + number for number in range(60)}  # a real line holds about as many
+
+
+async def write(folder: Path, groups: int) -> None:
+    """Leave the folder of a run that was killed when ``groups`` were trained, three steps behind its checkpoint."""
+    ledger = Ledger(RULES)
+    records, metrics = Records(folder, ledger, SAMPLES, Stop()), MetricsFile(folder / "metrics.jsonl")
+    open_tickets: list[int] = []
+
+    def take(actions: list[Action]) -> None:
+        open_tickets.extend(action.ticket.number for action in actions if isinstance(action, Issue))
+
+    opened = ledger.open_credit()
+    await records.began(opened)
+    take(opened)
+    last = groups // RULES.groups_per_step
+    while ledger.state.version < last:
+        if ledger.full:
+            taken = list(ledger.state.taken)
+            actions = ledger.complete_step()
+            await records.completed(taken, {entry.number for entry in taken}, actions)
+            step = ledger.state.version
+            metrics.write({"step": step, "time": 1e9 + step, **FIGURES, **count_tickets(ledger)})
+            if step % CHECKPOINT_EVERY == 0 and step <= last - 3:
+                await records.sync()
+                _write_checkpoint(folder, ledger)
+        else:
+            number = open_tickets.pop(0)
+            dead = number % 50 == 0
+            record = Ended(number, "env_error") if dead else Arrived(number, ledger.state.live[number].min_version, (0.0, 1.0))
+            entry = LogRecord(ledger.state.position + 1, None, "", number, PAYLOAD)
+            actions = ledger.apply(record, entry.seq)
+            await records.consumed(entry, Intake(record), actions)
+        take(actions)
+    records.close()
+    metrics.close()
+
+
+def _write_checkpoint(folder: Path, ledger: Ledger) -> None:
+    """Its description, without a model."""
+    own = folder / "checkpoints" / checkpoint.name_of(ledger.state.version) / "learner"
+    own.mkdir(parents=True)
+    body = {"format": checkpoint.FORMAT, "step": ledger.state.version, "epoch": 1, "ledger": ledger.dump()}
+    (own / "learner.json").write_text(json.dumps(body))
+    checkpoint.prune(folder / "checkpoints", 2)
+
+
+def resume(folder: Path) -> dict[str, float]:
+    """All that a learner does at its start to the files that grow with the run; seconds, and memory of this process in MiB."""
+    began = time.monotonic()
+    found = checkpoint.newest(folder / "checkpoints")
+    assert found is not None
+    ledger = Ledger.load(RULES, found.ledger)
+    ahead = known(folder, ledger)
+    metrics = MetricsFile(folder / "metrics.jsonl", ledger.state.version)
+    records = Records(folder, ledger, SAMPLES, Stop())
+    took_s, memory = time.monotonic() - began, _memory()
+    if ahead.consumed <= ledger.state.position:
+        raise RuntimeError(f"nothing was left to cut: {ahead.consumed} records consumed, {ledger.state.position} in the checkpoint")
+    metrics.close()
+    records.close()
+    return {"resume_s": took_s, **memory}
+
+
+def _memory() -> dict[str, float]:
+    """This process's anonymous memory now, and the most memory it ever had, MiB."""
+    rows = dict(row.split(":", 1) for row in Path("/proc/self/status").read_text().splitlines())
+    return {name: int(rows[name].split()[0]) / 1024 for name in ("RssAnon", "VmHWM")}
+
+
+def _in_child(what: str, folder: Path, groups: int) -> dict[str, float]:
+    command = [sys.executable, "-m", "bench.scale.resume", what, str(folder), str(groups)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, float] = json.loads(done.stdout)
+    return found
+
+
+def measure() -> dict[str, Any]:
+    """Start after a million groups, and after a thousand."""
+    with tempfile.TemporaryDirectory(prefix="rlearner-resume-") as scratch:
+        found = {}
+        for groups in (FEW, GROUPS):
+            folder = Path(scratch) / str(groups)
+            written = _in_child("write", folder, groups)
+            found[groups] = _in_child("resume", folder, groups)
+            print(f"resume: {groups} groups: written {written}, started {found[groups]}", file=sys.stderr)
+    extra = max(found[GROUPS][name] - found[FEW][name] for name in ("RssAnon", "VmHWM"))
+    return {"resume_s": round(found[GROUPS]["resume_s"], 3), "resume_extra_mib": round(extra, 1)}
+
+
+def main(what: str, folder: Path, groups: int) -> dict[str, float]:
+    """In the child."""
+    if what == "resume":
+        return resume(folder)
+    folder.mkdir()
+    began = time.monotonic()
+    asyncio.run(write(folder, groups))
+    size = sum(os.path.getsize(path) for path in folder.rglob("*") if path.is_file())
+    return {"seconds": round(time.monotonic() - began, 1), "cpu_s": round(time.process_time(), 1), "mib": round(size / 2**20)}
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))))
