@@ -121,9 +121,9 @@ class Recovery:
                     self._keep(wanted.get(record.seq), record)
                     if record.seq >= max(there):
                         break
-        for entry in self._ledger.arrived:
-            if entry.number not in self._groups and (frame := archive.find(self._folder / archive.FOLDER, entry.seq)):
-                self._keep(entry, frame.record())
+        gone = {entry.seq: entry for entry in self._ledger.arrived if entry.number not in self._groups}
+        for frame in archive.pick(self._folder / archive.FOLDER, gone):
+            self._keep(gone[frame.seq], frame.record())
         self._missing = [entry for entry in self._ledger.arrived if entry.number not in self._groups]
 
     def _keep(self, entry: Entry | None, record: LogRecord) -> None:

@@ -89,9 +89,9 @@ class Replay:
     def _arrived(self) -> dict[int, wire.Group]:
         """The groups that had arrived and were not trained at the start."""
         groups: dict[int, wire.Group] = {}
+        frames = {frame.seq: frame for frame in archive.pick(self._folder / archive.FOLDER, [one.seq for one in self.ledger.arrived])}
         for entry in self.ledger.arrived:
-            frame = archive.find(self._folder / archive.FOLDER, entry.seq)
-            message = frame.record().message if frame else None
+            message = frames[entry.seq].record().message if entry.seq in frames else None
             if not isinstance(message, wire.Group) or message.ticket != entry.number:
                 raise self._missing(entry.seq)
             groups[entry.number] = message

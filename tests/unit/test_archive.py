@@ -10,7 +10,7 @@ import run_folder_kit as kit
 
 from broker.jetstream import LogRecord
 from learner import archive
-from learner.archive import Archive, cut, files, find, frames
+from learner.archive import Archive, cut, files, find, frames, pick
 from learner.ledgerfile import digest
 
 
@@ -108,6 +108,17 @@ def test_a_record_is_found_without_reading_those_before_it(tmp_path: Path) -> No
     assert frame is not None
     assert frame.data == bytes([6]) * 100
     assert [(frame.seq, frame.error) for frame in frames(tmp_path, 5)] == [(5, ""), (6, ""), (7, "")]
+
+
+def test_some_records_are_picked_from_several_files(tmp_path: Path) -> None:
+    write(tmp_path, *range(1, 8))
+    assert [(frame.seq, frame.data[0]) for frame in pick(tmp_path, [9, 6, 2, 7, 4, 2])] == [(2, 2), (4, 4), (6, 6), (7, 7)]
+    _, newest = files(tmp_path)[-1]
+    newest.write_bytes(newest.read_bytes()[:-1])
+    _, damaged = files(tmp_path)[1]
+    damaged.write_bytes(damaged.read_bytes().replace(bytes([4]) * 100, bytes([5]) * 100))
+    assert [frame.seq for frame in pick(tmp_path, range(1, 8))] == [1, 2, 3, 5, 6]
+    assert list(pick(tmp_path / "none", [1])) == []
 
 
 def test_half_a_frame_at_the_end_is_none(tmp_path: Path) -> None:

@@ -140,8 +140,9 @@ def frames_of(folder: Path) -> Callable[[bytes], None]:
         (folder / "samples" / "000000000001.frames").write_bytes(data)
         found = list(archive.frames(folder / "samples"))
         assert sum(len(frame.data) for frame in found) <= len(data)
-        for frame in found:
+        for frame in [*found, *archive.pick(folder / "samples", [1, 2])]:
             frame.record()
+        archive.cut(folder / "samples", 1)
 
     return call
 
