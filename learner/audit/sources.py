@@ -41,8 +41,9 @@ def check_metrics(rows: Sequence[Mapping[str, Any]], tally: Tally, report: Repor
     steps = [int(row["step"]) for row in rows]
     if len(set(steps)) != len(steps):
         report.fail_all("metrics.jsonl has more than one line for steps {}", {step for step in steps if steps.count(step) > 1})
-    wanted = {step for step in tally.boundaries if step > min(tally.boundaries)}
-    report.fail_all("metrics.jsonl has no line for steps {}", {step for step in wanted - set(steps) if step < tally.version})
+    first, version = min(tally.boundaries, default=0), tally.version
+    wanted = {step for step in tally.boundaries if first < step < version}
+    report.fail_all("metrics.jsonl has no line for steps {}", wanted - set(steps))
     report.fail_all("metrics.jsonl has lines for steps {} that the ledger file has not", set(steps) - tally.boundaries.keys())
     trained: dict[int, list[Line]] = {}
     for line in (one for lines in tally.ended.values() for one in lines if one.step):

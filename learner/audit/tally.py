@@ -214,23 +214,23 @@ class Tally:
         for line in self.trained.values():
             trained.setdefault(line.step, []).append(line)
         made_of = Counter(lines[0].step for lines in self.ended.values())
+        first = min(self.boundaries, default=0)
         most_staleness = most_groups = 0
         for step, end in sorted(self.boundaries.items()):
             most_staleness, most_groups = max(most_staleness, end.max_staleness), max(most_groups, end.groups_per_step)
-            self._check_step(step, trained.get(step, []), made_of[step], (1 + most_staleness) * most_groups)
+            self._check_step(step, trained.get(step, []), (1 + most_staleness) * most_groups)
+            sizes = [size for size, _ in self._limits[step]]
+            if step and step != first and not min(sizes) <= made_of[step] <= max(sizes):
+                self._report.fail(f"step {step} was made of {made_of[step]} groups, train.groups_per_step is {end.groups_per_step}")
 
-    def _check_step(self, step: int, trained: list[Line], made_of: int, credit: int) -> None:
+    def _check_step(self, step: int, trained: list[Line], credit: int) -> None:
         """One step.
 
         Args:
             trained: the lines of the groups that it trained.
-            made_of: groups, trained or not.
             credit: tickets that may be open behind it.
         """
         report, end = self._report, self.boundaries[step]
-        sizes = [size for size, _ in self._limits[step]]
-        if step and step != min(self.boundaries) and not min(sizes) <= made_of <= max(sizes):
-            report.fail(f"step {step} was made of {made_of} groups, train.groups_per_step is {end.groups_per_step}")
         for line in trained:
             check_staleness(report, line, line.oldest, line.newest, self.max_staleness(step), "the ledger file")
             group = self.arrived.get(line.ticket)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,10 @@ from learner.archive import files
 from learner.audit import tapped
 from learner.audit.report import Report, ranges
 from learner.audit.run import read_books, reconcile
-from learner.audit.sources import stored
+from learner.audit.sources import check_metrics, stored
+from learner.audit.tally import Tally
+from learner.ledger import Arrived, Ledger
+from learner.ledgerfile import Line, Scribe
 
 CLEAN = {"tickets": 12, "trained": 8, "filtered": 0, "dropped": 2, "dead": 2, "open": 0, "lost": 0, "trained_twice": 0, "ok": True}
 
@@ -342,6 +346,38 @@ async def test_a_run_that_began_without_a_ledger_file_is_told_so(tmp_path: Path)
     ledger_file(world).unlink()
     await world.learn()
     assert check(world).problems[0] == "the ledger file begins at step 2: what became of tickets 1-8 is not recorded"
+
+
+def lines_of(steps: int) -> list[Line]:
+    """A run of this many steps in which every group is good."""
+    ledger, scribe = Ledger(kit.rules(steps=steps)), Scribe()
+    lines = [scribe.summary(), *scribe.begin(ledger.open_credit(), ledger)]
+    for seq in range(1, 2 * steps + 1):
+        lines += scribe.record(
+            ledger.apply(Arrived(seq, ledger.state.version, (0.0, 1.0)), seq), seq=seq, bounds=(ledger.state.version,) * 2
+        )
+        if ledger.full:
+            taken = list(ledger.state.taken)
+            lines += scribe.step(taken, [entry.number for entry in taken], ledger.complete_step(), ledger)
+    return lines
+
+
+def test_a_long_run_is_audited_in_linear_time() -> None:
+    def cpu_s(steps: int) -> float:
+        lines, found, report = lines_of(steps), [], Report()
+        metrics = [{"step": step} for step in range(1, steps + 1)]
+        for _ in range(3):
+            began = time.process_time()
+            tally = Tally(lines, report)
+            check_metrics(metrics, tally, report)
+            tally.check(steps=steps)
+            found.append(time.process_time() - began)
+        assert report.problems == []
+        assert report.counts["trained"] == 2 * steps
+        return min(found)
+
+    cpu_s(100)
+    assert cpu_s(2000) < 20 * cpu_s(200)  # 10 if it is linear, 100 if each step looks at all of them
 
 
 def test_a_tap_that_is_none(tmp_path: Path) -> None:
