@@ -60,7 +60,7 @@ class Records:
     async def consumed(self, entry: LogRecord, read: Intake, actions: Sequence[Action]) -> None:
         """The ledger has applied a record."""
         found = digest(entry.data)
-        if self._archive is not None:
+        if self._archive is not None and self._file.has_name:  # else a later incarnation has taken over, and archives this record
             await self._archive_record(self._archive, entry, found)
         reason = read.record.reason if isinstance(read.record, Ended) else ""
         group = read.group or (entry.message if isinstance(entry.message, wire.Group) else None)

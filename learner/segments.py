@@ -151,6 +151,11 @@ class LedgerFile:
     def is_full(self) -> bool:
         return self._size >= self._max
 
+    @property
+    def has_name(self) -> bool:
+        """Whether this is still the run's file; False once a later incarnation of the learner has taken over."""
+        return bool(os.fstat(self._file).st_nlink)
+
     def append(self, data: bytes) -> None:
         """Write whole lines; after an error, the same call again repeats it in the same place.
 
@@ -194,7 +199,7 @@ class LedgerFile:
             while start < len(data):
                 start += os.pwrite(file, data[start:], start)
             os.fsync(file)
-            if self._file >= 0 and not os.fstat(self._file).st_nlink:
+            if self._file >= 0 and not self.has_name:
                 os.unlink(temporary)
             else:
                 os.replace(temporary, self._folder / name)

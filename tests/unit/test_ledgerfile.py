@@ -13,7 +13,7 @@ import run_folder_kit as kit
 
 from broker.errors import UserError
 from broker.process import Stop
-from learner import ledgerfile, patience, segments
+from learner import archive, checkpoint, intake, ledgerfile, patience, segments
 from learner.config import SamplesSection
 from learner.ledger import Issue, Ledger
 from learner.ledgerfile import Line, Scribe
@@ -118,6 +118,26 @@ async def test_a_full_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.Mon
     assert sorted(os.listdir(tmp_path / "run" / segments.FOLDER)) == sorted(kit.ledger_files(tmp_path / "run"))  # no remains
     for path in (tmp_path / "whole" / "samples").iterdir():
         assert (tmp_path / "run" / "samples" / path.name).read_bytes() == path.read_bytes()
+
+
+async def test_an_earlier_incarnation_no_longer_archives(tmp_path: Path) -> None:
+    """It resumed at the same record as the learner that took over, so its first archive file has the name of that learner's."""
+    world = kit.World(tmp_path)
+    with pytest.raises(kit.Killed):
+        await world.learn(die_at=10)
+    found = checkpoint.newest(tmp_path / "checkpoints")
+    assert found is not None
+    ledger = Ledger.load(world.rules, found.ledger)
+    zombie = Records(tmp_path, ledger, SamplesSection(keep=True), Stop())
+    await world.learn()
+    before = {path.name: path.read_bytes() for _, path in archive.files(tmp_path / archive.FOLDER)}
+    entry = world.log[ledger.state.position]
+    await zombie.began(ledger.open_credit())
+    await zombie.consumed(entry, read := intake.read(entry, ledger, 100), ledger.apply(read.record, entry.seq))
+    await zombie.sync()
+    zombie.close()
+    assert f"{entry.seq:012d}.frames" in before
+    assert {path.name: path.read_bytes() for _, path in archive.files(tmp_path / archive.FOLDER)} == before
 
 
 async def test_a_stop_ends_the_wait_for_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
