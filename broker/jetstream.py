@@ -31,7 +31,7 @@ MAX_IN_FLIGHT: Final = 1024  # unconfirmed publishes of one process
 HEADER_BYTES: Final = 512  # room for headers beside the largest message
 DEAD_BYTES: Final = 1 << 20
 NO_CONSUMER: Final = 10014
-NOT_THERE: Final = (10037, 10043, 10057)  # no message of that sequence, in the words of several versions
+DELETE_FAILED: Final = (10037, 10043, 10057)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,13 +175,20 @@ class Bus:
         if before_seq > 1:
             await ask(self.link, f"STREAM.PURGE.{stream.stream_name(self.run)}", {"seq": before_seq})
 
-    async def delete(self, stream: Stream, seq: int) -> None:
-        """Delete one message, whether or not it was delivered; does nothing when there is none."""
+    async def delete(self, stream: Stream, seq: int) -> bool:
+        """Delete one message by its sequence; False when it is not there (any more).
+
+        A consumer that holds it already may still acknowledge it; nobody gets it again.
+        """
+        name = stream.stream_name(self.run)
         try:
-            await ask(self.link, f"STREAM.MSG.DELETE.{stream.stream_name(self.run)}", {"seq": seq, "no_erase": True})
+            await ask(self.link, f"STREAM.MSG.DELETE.{name}", {"seq": seq, "no_erase": True})
         except ApiError as error:
-            if error.err_code not in NOT_THERE:
+            # Servers use several codes, a general one among them, for a message that is not there.
+            if error.err_code not in DELETE_FAILED or await find(self.link, name, seq=seq) is not None:
                 raise
+            return False
+        return True
 
     async def last_delivered(self, stream: Stream, key: str) -> int:
         """Return the highest sequence of a work queue's key that was ever delivered to anyone, 0 if none was."""

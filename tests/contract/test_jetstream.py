@@ -363,6 +363,20 @@ async def test_trim_keeps_what_is_asked_for_and_reading_behind_it_is_refused(bus
         await take(bus, SAMPLES, 2, 1)
 
 
+async def test_a_deleted_ticket_is_not_delivered_and_numbers_go_on(bus: Bus) -> None:
+    for number in range(1, 5):
+        await bus.publish(TICKETS, ticket(number), key="lake", ticket=number, expected_last_seq=number - 1)
+    held = (await (await bus.work_queue(TICKETS, "lake")).fetch(1, 5.0))[0]
+    assert held.message == ticket(1)
+    assert [await bus.delete(TICKETS, seq) for seq in (1, 2, 4)] == [True] * 3
+    assert [await bus.delete(TICKETS, seq) for seq in (2, 4, 99)] == [False] * 3  # deleted already, or never there
+    await held.nak()  # whoever held it may still end it; it does not come again
+    assert await bus.publish(TICKETS, ticket(5), key="lake", ticket=5, expected_last_seq=4) == 5
+    assert [one.message for one in await (await bus.work_queue(TICKETS, "lake")).fetch(9, 5.0)] == [ticket(3), ticket(5)]
+    await bus.trim(TICKETS, 4)
+    assert await bus.delete(TICKETS, 3) is False
+
+
 async def test_a_log_that_ends_too_early_is_lost_state(bus: Bus) -> None:
     await bus.publish(SAMPLES, closed(1), ticket=1)
     with pytest.raises(LostState, match="ends at 1, but 7"):
