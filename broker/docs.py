@@ -110,11 +110,11 @@ def _subject(stream: Stream) -> str:
 def _streams_table() -> str:
     rows = ["| stream | subject, or bucket/key | messages | delivery | writer | reader | kept |", "|---|---|---|---|---|---|---|"]
     for stream in STREAMS:
-        messages = ", ".join(f"[{message.__name__}](#{message.__name__.lower()})" for message in stream.messages)
+        messages = ", ".join(f"[{message.__name__}](#{message.__name__.lower()})" for message in stream.messages) or "none"
         bound = f", at most {stream.max_bytes >> 20} MiB" if stream.max_bytes else ""
         rows.append(
             f"| {stream.name} | `{_subject(stream)}` | {messages} | {stream.kind.value} | {stream.writer} | {stream.reader} "
-            f"| {stream.kept}{bound} |"
+            f"| {stream.kept}{bound}{'; stored in a full broker, too' if stream.essential else ''} |"
         )
     return "\n".join(rows) + "\n"
 

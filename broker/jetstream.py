@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from broker import wire
@@ -19,6 +20,7 @@ from broker.link import Link
 from broker.marks import Marks
 from broker.provision import REPLICAS_IN_CLUSTER, delete_stream, ensure_stream, require_safe_cluster, stream_config
 from broker.reader import follow
+from broker.reserve import release
 from broker.store import EXPECTED_LAST_SEQ, MESSAGE_ID, store
 from broker.streams import DEAD, STREAMS, Kind, Stream
 from broker.work import WorkQueue
@@ -152,7 +154,8 @@ class Bus:
         if expected_last_seq is not None:
             headers[EXPECTED_LAST_SEQ] = str(expected_last_seq)
         async with self._in_flight:
-            return await store(self.link, stream.stream_name(self.run), stream.subject(self.run, key), data, headers)
+            name, subject = stream.stream_name(self.run), stream.subject(self.run, key)
+            return await store(self.link, name, subject, data, headers, partial(release, self.link, self.run) if stream.essential else None)
 
     async def last_seq(self, stream: Stream) -> int:
         """Sequence of the newest message ever stored, 0 when none."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from functools import partial
 from typing import Any, Final
 
 from broker import wire
@@ -12,6 +13,7 @@ from broker.api import ask, find
 from broker.errors import ConfigError, WireError
 from broker.link import Link
 from broker.reader import follow
+from broker.reserve import release
 from broker.store import EXPECTED_LAST_KEY_SEQ, MESSAGE_ID, store
 from broker.streams import Stream, token
 
@@ -102,7 +104,8 @@ class KeyValue:
 
     async def _store(self, key: str, data: bytes, headers: dict[str, str]) -> int | None:
         headers[MESSAGE_ID] = f"{self._link.inbox}.{self._link.next_token()}"
-        return await store(self._link, self._stream_name, self._prefix + _checked(key, self._stream.name), data, headers)
+        make_room = partial(release, self._link, key.partition(".")[0]) if self._stream.essential else None
+        return await store(self._link, self._stream_name, self._prefix + _checked(key, self._stream.name), data, headers, make_room)
 
     async def _last(self, key: str) -> tuple[bytes, int, bool] | None:
         """(value, revision, whether it is a deletion) of the key's newest entry, from the stream's leader."""

@@ -20,6 +20,7 @@ from broker.calls import Calls
 from broker.doubts import Doubts
 from broker.errors import BrokerUnreachable
 from broker.natspy import Client, Msg, nats_errors
+from broker.refusals import Refusals
 from broker.subscribed import Callback, Subscribed
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ class Link:
         self._watching: asyncio.Task[None] | None = None
         self._moving: asyncio.Task[None] | None = None
         self._tried = 0.0  # when the client last tried anything
+        self.refusals = Refusals(self.where)
         self._doubts = Doubts()  # requests of JetStream without an answer, although connected
         self._avoid = ""  # the server that gave none, tried last
         self.has_jetstream = False  # whether it has ever answered

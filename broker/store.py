@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 import msgspec
@@ -12,7 +14,8 @@ import msgspec
 from broker.answers import Disconnected, Error, NoResponders, NoStream
 from broker.api import ask, bounds, find
 from broker.errors import LostState, RlearnerError
-from broker.link import PAUSE_S, SAY_EVERY_S, Link
+from broker.link import PAUSE_S, Link
+from broker.refusals import FIRST_PAUSE_S, FULL, Publish
 
 log = logging.getLogger(__name__)
 
@@ -35,16 +38,39 @@ class PubAck(msgspec.Struct):
 _PUB_ACK: Final = msgspec.json.Decoder(PubAck)
 
 
-async def store(link: Link, stream_name: str, subject: str, data: bytes, headers: dict[str, str]) -> int | None:
+async def store(
+    link: Link,
+    stream_name: str,
+    subject: str,
+    data: bytes,
+    headers: dict[str, str],
+    make_room: Callable[[], Awaitable[None]] | None = None,
+) -> int | None:
     """Publish to a stream until it is confirmed; its sequence, or None when an expected sequence did not match.
 
     The headers must hold a message id: a repetition within two minutes is then not stored again.
+
+    Args:
+        make_room: for what must be stored although the broker is full: awaited before each repetition.
 
     Raises:
         LostState: no stream takes that subject.
         RlearnerError: the broker refuses it for good.
         Disconnected: the link was closed meanwhile.
     """
+    with link.refusals.publish() as publish:
+        return await _store(link, stream_name, subject, data, headers, make_room, publish)
+
+
+async def _store(
+    link: Link,
+    stream_name: str,
+    subject: str,
+    data: bytes,
+    headers: dict[str, str],
+    make_room: Callable[[], Awaitable[None]] | None,
+    publish: Publish,
+) -> int | None:
     attempts, since = 0, time.monotonic()
     while True:
         await link.ready()
@@ -77,12 +103,18 @@ async def store(link: Link, stream_name: str, subject: str, data: bytes, headers
                 await asyncio.sleep(0.1)  # an earlier attempt, ours or another's, is being decided
                 continue
             return await _already_stored(link, stream_name, subject, headers) if attempts > 1 else None
-        link.doubt(subject)
-        if ack.error.code not in (429, 500, 503) and ack.error.err_code != IN_PROCESS:
+        if full := ack.error.err_code in FULL:
+            link.trust(subject)  # another server of the cluster has no more room
+        else:
+            link.doubt(subject)
+        if not full and ack.error.code not in (429, 500, 503) and ack.error.err_code != IN_PROCESS:
             raise RlearnerError(f"{subject}: the broker refuses the message: {ack.error.description} ({ack.error.err_code})")
-        if (waited := time.monotonic() - since) > SAY_EVERY_S:
-            log.warning("%s: the broker cannot store: %s; trying again after %.0f s", subject, ack.error.description, waited)
-        await asyncio.sleep(0.25)
+        pause_s = publish.refused(subject, ack.error.description, full=full)
+        if full and make_room is not None:
+            await asyncio.sleep(FIRST_PAUSE_S)
+            await make_room()  # and publish at once, before others take it
+        else:
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
 
 
 async def _require_stream(link: Link, stream_name: str, subject: str) -> None:

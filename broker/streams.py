@@ -38,6 +38,7 @@ class Stream:
         kept: until when, in words.
         ttl_s: seconds after which a key-value entry expires, 0 never.
         max_bytes: most bytes kept, 0 unbounded.
+        essential: stored although the broker is full, at the cost of the run's reserve; small and rare messages only.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Stream:
     kept: str
     ttl_s: float = 0.0
     max_bytes: int = 0
+    essential: bool = False
 
     def subject(self, run: str, key: str = "") -> str:
         """The subject for one run and key, for example ``rl.demo.tickets.lake``."""
@@ -78,7 +80,7 @@ EVALTICKETS: Final = Stream("evaltickets", Kind.WORK_QUEUE, (wire.EvalTicket,), 
 EVALS: Final = Stream(
     "evals", Kind.LOG, (wire.Group, wire.Closed), "", "rewardhub, envhub", "learner", "the run's life, bounded", max_bytes=1 << 28
 )
-WEIGHTS: Final = Stream("weights", Kind.LAST_VALUE, (wire.WeightsOffer,), "", "learner", "rollout", "last value")
+WEIGHTS: Final = Stream("weights", Kind.LAST_VALUE, (wire.WeightsOffer,), "", "learner", "rollout", "last value", essential=True)
 WEIGHTSYNC: Final = Stream("weightsync", Kind.REQUEST, (wire.WeightsJoin, wire.WeightsSession), "epoch", "rollout", "learner", "not")
 GENERATE: Final = Stream(
     "generate", Kind.REQUEST, (wire.GenerateRequest, wire.AbortRequest, wire.GenerateReply), "server", "envhub", "rollout", "not"
@@ -88,9 +90,10 @@ RERUNS: Final = Stream(
 )
 METRICS: Final = Stream("metrics", Kind.BEST_EFFORT, (wire.Metrics,), "process", "all", "whoever watches", "not")
 DEAD: Final = Stream("dead", Kind.LOG, (wire.DeadLetter,), "stream", "all", "operator", "until purged", max_bytes=1 << 26)
-CONTROL: Final = Stream("control", Kind.KV, (wire.DesiredState,), "run", "operator", "all", "last value")
+CONTROL: Final = Stream("control", Kind.KV, (wire.DesiredState,), "run", "operator", "all", "last value", essential=True)
 PRESENCE: Final = Stream("presence", Kind.KV, (wire.Presence,), "run.role.id", "all", "all", "5 s", ttl_s=5.0)
-RUNS: Final = Stream("runs", Kind.KV, (wire.RunSpec,), "run", "learner", "all who join", "last value")
+RUNS: Final = Stream("runs", Kind.KV, (wire.RunSpec,), "run", "learner", "all who join", "last value", essential=True)
+RESERVE: Final = Stream("reserve", Kind.LAST_VALUE, (), "part", "learner", "none", "until an essential message needs its room")
 
 STREAMS: Final[tuple[Stream, ...]] = (
     TICKETS,
@@ -107,6 +110,7 @@ STREAMS: Final[tuple[Stream, ...]] = (
     CONTROL,
     PRESENCE,
     RUNS,
+    RESERVE,
 )
 
 ACK_WAIT_S: Final = 4.0  # redelivery after this long without an in-progress mark

@@ -80,7 +80,7 @@ def round_trip(data: bytes) -> None:
 
 def of_each_stream(data: bytes) -> None:
     """As readers of streams and buckets take them: the types of the row, and an error as a text."""
-    for stream in STREAMS:
+    for stream in (one for one in STREAMS if one.messages):
         message, problem = decode(data, stream.messages)
         assert (message is None) == bool(problem)
         assert "\n" not in problem

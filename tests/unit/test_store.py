@@ -13,6 +13,7 @@ from broker.addresses import split, without_passwords
 from broker.answers import NoResponders
 from broker.api import NO_MESSAGE, NO_STREAM
 from broker.errors import BrokerUnreachable, LostState, RlearnerError
+from broker.refusals import Refusals
 from broker.store import EXPECTED_LAST_KEY_SEQ, EXPECTED_LAST_SEQ, MESSAGE_ID, store
 
 ID = {MESSAGE_ID: "mine"}
@@ -36,6 +37,7 @@ class Script:
     def __init__(self, *answers: Answer | Exception, api: dict[str, list[Answer]] | None = None) -> None:
         self.answers, self.asked = list(answers), api or {}
         self.doubts = self.trusts = 0
+        self.refusals = Refusals("here")
 
     async def ready(self) -> None: ...
 
