@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
@@ -63,13 +63,16 @@ class RunSection(Section):
     seed: Seed = 0
 
 
+PRIVATE_STORE_GIB: Final = 8.0  # what a private server may store unless broker.store_max_gib says otherwise
+
+
 class BrokerSection(Section):
     """How the processes talk."""
 
     channel: Literal["zmq", "nats"] = "zmq"
     bind: Annotated[str, AfterValidator(_loopback)] = "127.0.0.1"
     sync_always: bool = False  # fsync every message before it is confirmed
-    store_max_gib: PositiveFloat = 8.0
+    store_max_gib: PositiveFloat | None = None  # most that the broker may store; null: 8 where `rlearner up` starts it, else as it says
     replicas: Literal[1, 3] | None = None  # servers that hold each message; None: three in a cluster, else one
 
 

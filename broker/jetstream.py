@@ -165,6 +165,10 @@ class Bus:
         """Sequence of the oldest message kept; one past the newest when there is none."""
         return (await bounds(self.link, stream.stream_name(self.run)))[0]
 
+    async def info(self, stream: Stream) -> dict[str, Any]:
+        """JetStream's own description of a stream: its configuration and state."""
+        return await ask(self.link, f"STREAM.INFO.{stream.stream_name(self.run)}")
+
     async def depth(self, stream: Stream) -> dict[str, int]:
         """For a work queue, messages per key not yet acknowledged; for a log, {'': messages kept}."""
         body = {"subjects_filter": stream.all_subjects(self.run)} if stream.key else None

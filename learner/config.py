@@ -197,8 +197,8 @@ class EvalSection(Section):
 class CheckpointSection(Section):
     """What is left on disk."""
 
-    every_steps: NonNegativeInt = 0  # at steps that this divides; 0: only at the end
-    every_minutes: NonNegativeFloat = 0  # at the first step that ends so long after the last one was taken; 0: never
+    every_steps: NonNegativeInt = 0  # at steps that this divides; 0: never
+    every_minutes: NonNegativeFloat = 10  # at the first step that ends so long after the last one was taken; 0: never
     keep: Annotated[int, Field(ge=2)] = 2
 
 

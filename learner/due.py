@@ -34,6 +34,10 @@ class Due:
         if by_step or by_clock:
             self.due, self._due_at = True, now
 
+    def press(self) -> None:
+        """One is needed although no schedule asks for it."""
+        self.due = True
+
     def must_wait(self, *, failing: bool) -> bool:
         """Whether training has run on as far as it may while nothing can be written."""
         return failing and self.missed >= self._ahead

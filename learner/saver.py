@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from broker.errors import UserError
 from broker.jetstream import Bus
 from broker.process import Stop
 from broker.streams import SAMPLES
@@ -37,6 +38,7 @@ class Saver:
         folder: ``runs/<name>/checkpoints``.
         written: step of the newest checkpoint there, -1 if there is none.
         say: told when training has to wait, and an empty text when that is over.
+        pressed: whether the broker's store needs the log trimmed soon, whatever the schedule.
     """
 
     def __init__(
@@ -51,12 +53,13 @@ class Saver:
         stop: Stop,
         say: Callable[[str], None],
         written: int = -1,
+        pressed: Callable[[], bool] = lambda: False,
     ) -> None:
         self._folder, self._keep, self._bus, self._ledger = folder, section.keep, bus, ledger
         self._training, self._records, self._watch, self._stop = training, records, watch, stop
         self._due = Due(section.every_steps, section.every_minutes * 60, time.monotonic(), section.keep)
         self._patience = Patience(folder, stop, "no checkpoint is written and the log is not trimmed", say)
-        self._say, self._written = say, written
+        self._say, self._written, self._pressed = say, written, pressed
         self._writing: asyncio.Task[None] | None = None
         self._times: dict[str, float] = {}
 
@@ -65,6 +68,14 @@ class Saver:
         times, self._times = self._times, {}
         return {"time/checkpoint": 0.0} | times
 
+    async def open(self) -> None:
+        """Trim what an earlier life, which may have been killed before it could, has left."""
+        if kept := checkpoint.found(self._folder):
+            try:
+                await self._trim(kept)
+            except UserError as error:  # the oldest one is not what the run resumes from
+                log.warning("%s; the log is not trimmed behind it", error)
+
     async def at_boundary(self, ledger: dict[str, Any]) -> None:
         """A step was completed: take a checkpoint if one is due and none is being written.
 
@@ -72,6 +83,8 @@ class Saver:
             ledger: as it was dumped at this boundary.
         """
         self._due.completed(ledger["version"], time.monotonic(), failing=self._failing)
+        if self._pressed():
+            self._due.press()
         if self._due.must_wait(failing=self._failing):
             await self._wait_for_space()
         if self._due.due and not self._busy:
@@ -159,10 +172,13 @@ class Saver:
         self._times["time/checkpoint_write"] = time.monotonic() - began
         log.info("checkpoint %s", path)
         kept = await self._patience.in_thread(checkpoint.prune, self._folder, self._keep)
-        if len(kept) >= self._keep:
-            oldest = Ledger.load(checkpoint.read(kept[0]).ledger).first_needed
-            await self._watch.refuse_if_fenced()
-            await self._bus.trim(SAMPLES, oldest)
+        await self._trim(kept)
+
+    async def _trim(self, kept: list[Path]) -> None:
+        """Trim the log behind the oldest checkpoint that is kept, however few there are."""
+        oldest = Ledger.load(checkpoint.read(kept[0]).ledger).first_needed
+        await self._watch.refuse_if_fenced()
+        await self._bus.trim(SAMPLES, oldest)
 
     async def _try(self, snapshot: Snapshot, ledger: dict[str, Any]) -> Path:
         """Write it under a hidden name, make sure that the run is still ours, give it its name.

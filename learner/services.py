@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from broker.config import PRIVATE_STORE_GIB, BrokerSection
 from broker.process import Member
 from broker.runspec import domains, section
 from broker.streams import EVALTICKETS, TICKETS
@@ -14,6 +15,7 @@ from learner.book import Book
 from learner.config import CheckpointSection, EvalSection, SamplesSection, TrackersSection, TrainSection
 from learner.evaluation import Evaluations
 from learner.evaluator import Evaluator
+from learner.gate import Gate
 from learner.ledger import Ledger
 from learner.patience import Patience
 from learner.records import Records
@@ -63,15 +65,18 @@ async def open_services(
     records = await patience.in_thread(Records, folder, ledger, section(config, "samples", SamplesSection), *beside)
     stack.callback(records.close)
     checkpoints = section(config, "checkpoint", CheckpointSection)
-    saver = Saver(folder / "checkpoints", checkpoints, bus, ledger, training, records, watch, *beside, written)
+    gate = Gate(bus, ledger, section(config, "broker", BrokerSection).store_max_gib, PRIVATE_STORE_GIB, shown.say_waiting)
+    saver = Saver(folder / "checkpoints", checkpoints, bus, ledger, training, records, watch, *beside, written, lambda: gate.pressed)
     stack.push_async_callback(saver.close)
+    await saver.open()
+    await gate.look()
     evaluation = section(config, "eval", EvalSection)
     evaluations = Evaluations(evaluation, domains(config), config["run"]["seed"], await bus.last_seq(EVALTICKETS) + 1)
     baseline = evaluation.baseline if evaluation.every_steps else ""
     waiting = Patience(folder, stop, "evaluated episodes are not kept, and the run does not end,", shown.say_waiting)
     evaluator = Evaluator(bus, evaluations, roster, folder / "evals", baseline, waiting, evaluation.against)
-    issuer = Issuer(bus, TICKETS)
+    issuer = Issuer(bus, TICKETS, gate.wait)
     reaper = Reaper(bus, ledger, roster, section(config, "train", TrainSection).ticket_timeout_s, lambda: watch.paused)
-    for work in (*book.services(), *evaluator.services(), issuer.serve(), reaper.serve()):
+    for work in (*book.services(), *evaluator.services(), issuer.serve(), gate.serve(), reaper.serve()):
         member.spawn(work)
     return Services(book, records, saver, evaluator, issuer)

@@ -19,7 +19,7 @@ from typing import Any, Final
 from rich.progress import Progress
 
 from broker import wire
-from broker.config import BrokerSection
+from broker.config import PRIVATE_STORE_GIB, BrokerSection
 from broker.errors import UserError
 from broker.jetstream import Bus
 from broker.presence import Roster
@@ -58,7 +58,7 @@ async def evaluate(config: dict[str, Any], model: str, stop: Stop, *, gpus: str,
     write_config(folder, config)
     fleet = Fleet(folder / "logs", {})
     settings = section(config, "broker", BrokerSection)
-    with BrokerServer(str(folder / "broker"), store_max_gib=settings.store_max_gib) as broker:
+    with BrokerServer(str(folder / "broker"), store_max_gib=settings.store_max_gib or PRIVATE_STORE_GIB) as broker:
         try:
             async with _joined(config, path, broker.url, fleet, gpus, folder, stop) as (bus, evaluator, evaluations):
                 await measured(fleet, evaluator, evaluations.pending[0], stop, quiet=as_json)

@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live
 
-from broker.config import BrokerSection
+from broker.config import PRIVATE_STORE_GIB, BrokerSection
 from broker.jetstream import Bus
 from broker.keeper import Keeper
 from broker.presence import Roster
@@ -57,11 +57,11 @@ async def up(config: dict[str, Any], arguments: list[str], stop: Stop) -> None:
         return
     print(f"run {run}, logs in {logs}", flush=True)
     started = time.monotonic()
-    store, most_gib = str(folder / "broker"), settings.store_max_gib
+    store, most_gib = str(folder / "broker"), settings.store_max_gib or PRIVATE_STORE_GIB
     with BrokerServer(store, sync_always=settings.sync_always, store_max_gib=most_gib, num_procs=1) as broker:
         fleet = Fleet(logs, {"RL_BROKER": broker.url, "RL_RUN": run})
         try:
-            learner = fleet.add("learner", "learner.cli", ["start", *arguments])
+            learner = fleet.add("learner", "learner.cli", ["start", *arguments, f"broker.store_max_gib={most_gib}"])
             fleet.add("rollout-server", "rollout.cli", ["--id", "rollout-1"])
             fleet.add("envhub", "envhub.cli", ["--id", "envhub-1"])
             fleet.add("rewardhub", "rewardhub.cli", ["--id", "rewardhub-1"])

@@ -36,9 +36,21 @@ class World:
         self.gate, self.full = threading.Event(), False
         self.gate.set()
         self.stop, self.said = Stop(), list[str]()
+        self.pressed = False
         self.backend, self.epoch = self, 1
         around: Any = self
-        self.saver = Saver(folder, CheckpointSection(**section), around, Ledger(RULES), around, around, around, self.stop, self.said.append)
+        self.saver = Saver(
+            folder,
+            CheckpointSection(**section),
+            around,
+            Ledger(RULES),
+            around,
+            around,
+            around,
+            self.stop,
+            self.said.append,
+            pressed=lambda: self.pressed,
+        )
 
     # as a backend
     def snapshot(self) -> Snapshot:
@@ -87,10 +99,44 @@ async def test_training_goes_on_while_one_is_written_and_the_log_is_trimmed_afte
     await world.saver.finish(ledger_at(7))
     assert world.steps() == [6, 7]
     oldest = [Ledger.load(ledger_at(step)).first_needed for step in (2, 6)]
-    assert world.trims == [(oldest[0], [2, 6]), (oldest[1], [6, 7])]
+    assert world.trims == [(oldest[0], [2]), (oldest[0], [2, 6]), (oldest[1], [6, 7])]
     values = world.saver.values()
     assert set(values) == {"time/checkpoint", "time/checkpoint_write"}
     assert world.saver.values() == {"time/checkpoint": 0.0}
+
+
+def first_needed(step: int) -> int:
+    return Ledger.load(RULES, ledger_at(step)).first_needed
+
+
+async def test_a_store_that_fills_up_brings_checkpoints_forward_until_the_log_is_trimmed(tmp_path: Path) -> None:
+    world = World(tmp_path, every_minutes=60, keep=2)
+    await world.train_to(3)
+    await asyncio.sleep(0.05)
+    assert (world.steps(), world.trims) == ([], [])
+    world.pressed = True
+    for step in (4, 5):
+        await world.train_to(step)
+        await until(lambda: not world.saver._busy)
+    world.pressed = False
+    await world.train_to(8)
+    await asyncio.sleep(0.05)
+    assert world.steps() == [4, 5]  # one is not enough: the log is trimmed behind the oldest that is kept
+    assert world.trims == [(first_needed(4), [4]), (first_needed(4), [4, 5])]
+
+
+async def test_a_learner_that_starts_trims_what_its_earlier_life_could_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    world = World(tmp_path, every_steps=2, keep=3)
+    for step in (2, 4):
+        await world.train_to(step)
+        await until(lambda: not world.saver._busy)
+    again = World(tmp_path, every_steps=2, keep=3)
+    await again.saver.open()
+    assert again.trims == [(first_needed(2), [2, 4])]
+    (tmp_path / "step-000002" / "learner" / "learner.json").write_text("{")
+    await again.saver.open()  # it resumes from the other one
+    assert len(again.trims) == 1
+    assert "the log is not trimmed behind it" in caplog.text
 
 
 async def test_the_end_waits_for_what_is_being_written(tmp_path: Path) -> None:
@@ -109,13 +155,14 @@ async def test_who_is_fenced_while_writing_names_nothing_and_trims_nothing(tmp_p
     world = World(tmp_path, every_steps=1)
     await world.train_to(1)
     await until(lambda: not world.saver._busy)
+    trims = list(world.trims)
     world.gate.clear()
     await world.train_to(2)
     world.fenced = True
     world.gate.set()
     with pytest.raises(Fenced):
         await world.saver.finish(ledger_at(2))
-    assert (world.steps(), world.trims) == ([1], [])
+    assert (world.steps(), world.trims) == ([1], trims)
     assert os.listdir(tmp_path) == ["step-000001"]
     assert world.stop.asked.is_set()
 

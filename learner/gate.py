@@ -1,0 +1,110 @@
+"""Holds tickets back before the broker's store is full, and keeps the run's reserve in it filled."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any, Final
+
+from broker import reserve
+from broker.answers import Disconnected, NoResponders
+from broker.api import ask
+from broker.jetstream import Bus
+from broker.streams import EPISODES, RESERVE, SAMPLES, TICKETS
+from learner.ledger import Ledger
+from learner.room import Room, Usage
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S: Final = 3.0
+GIB: Final = 1 << 30
+
+
+class Gate:
+    """The service around ``Room``.
+
+    Args:
+        limit_gib: what the broker may store as far as the operator says, None if that is not said.
+        press_from_gib: stands for the limit where nobody knows it.
+        say: told that tickets wait, and an empty text when they no longer do.
+    """
+
+    def __init__(self, bus: Bus, ledger: Ledger, limit_gib: float | None, press_from_gib: float, say: Callable[[str], None]) -> None:
+        self._bus, self._ledger, self._say = bus, ledger, say
+        self._room = Room(None if limit_gib is None else int(limit_gib * GIB), int(press_from_gib * GIB))
+        self._looked = asyncio.Event()
+        self._waiting = 0
+        self._closed = False
+
+    @property
+    def pressed(self) -> bool:
+        """Whether a checkpoint should be taken soon, so that the log can be trimmed."""
+        return self._room.pressed
+
+    async def wait(self) -> None:
+        """Return when one more ticket may be published."""
+        self._waiting += 1
+        try:
+            while not self._room.admit():
+                self._close()
+                await self._looked.wait()
+        finally:
+            self._waiting -= 1
+
+    async def serve(self) -> None:
+        """Look every few seconds until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            await self.look()
+
+    async def look(self) -> None:
+        """Look at the broker now, and let tickets go on where there is room."""
+        try:
+            usage, published, reserved = await self._usage()
+            self._room.look(usage, sum(number <= published for number in self._ledger.waiting_for))
+            if not self._room.pressed:
+                await reserve.fill(self._bus.link, self._bus.run, reserved)
+        except (Disconnected, TimeoutError, NoResponders) as error:
+            log.debug("the broker does not say what it holds: %s", error)
+            return
+        if self._closed and self._room.relaxed and not self._waiting:
+            self._closed = False
+            log.warning("the broker's store has room again (%s); tickets go on", self._figures())
+            self._say("")
+        looked, self._looked = self._looked, asyncio.Event()
+        looked.set()
+
+    async def _usage(self) -> tuple[Usage, int, int]:
+        """What the broker holds, the newest ticket's number, and the bytes of the reserve."""
+        account, tickets, episodes, samples, reserved = await asyncio.gather(
+            ask(self._bus.link, "INFO"), *(self._bus.info(stream) for stream in (TICKETS, EPISODES, SAMPLES, RESERVE))
+        )
+        states = [one["state"] for one in (tickets, episodes, samples)]
+        used, limit = _of_one_replica(account, int(samples["config"]["num_replicas"]))
+        usage = Usage(
+            used,
+            sum(int(state["bytes"]) for state in states),
+            sum(int(state["messages"]) for state in states[1:]),
+            limit,
+            await reserve.has_room(self._bus.link, self._bus.run),
+        )
+        return usage, int(tickets["state"]["last_seq"]), int(reserved["state"]["bytes"])
+
+    def _close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            text = f"the broker's store is nearly full ({self._figures()}): tickets wait until a checkpoint lets the log be trimmed"
+            log.warning("%s", text)
+            self._say(text)
+
+    def _figures(self) -> str:
+        usage, limit = self._room.usage, self._room.limit
+        return f"{usage.used / GIB:.2f} of {(limit or 0) / GIB:.2f} GiB, {usage.run / GIB:.2f} of it this run's"
+
+
+def _of_one_replica(account: dict[str, Any], replicas: int) -> tuple[int, int | None]:
+    """(used, limit) of an account's answer, which counts every replica; a limit by tier is one of a single replica already."""
+    tier = (account.get("tiers") or {}).get(f"R{replicas}")
+    limit = int((tier or account)["limits"]["max_storage"])
+    return int((tier or account)["storage"]) // replicas, None if limit <= 0 else limit if tier else limit // replicas
