@@ -18,6 +18,23 @@ from learner.intake import episodes, version_bounds
 ACTOR = "actor"
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What is kept of one task: numbers only.
+
+    Attributes:
+        successes: of each episode.
+        rewards: of each episode.
+        versions: oldest and newest policy version of its sampled tokens, None when nothing was sampled.
+    """
+
+    domain: str
+    task_index: int
+    successes: tuple[bool, ...]
+    rewards: tuple[float, ...]
+    versions: tuple[int, int] | None
+
+
 @dataclass
 class Evaluation:
     """One policy measured once.
@@ -25,7 +42,8 @@ class Evaluation:
     Attributes:
         step: the optimizer step after which it was asked for.
         waiting: numbers of the tickets that have not been answered.
-        groups: what came back.
+        measured: the tasks that came back.
+        rows: what a replay shows of each, until it stands in a file.
         closed: reason -> how many tickets ended without a group.
         began_s: seconds of any monotonic clock.
     """
@@ -34,33 +52,50 @@ class Evaluation:
     policy: str
     waiting: set[int]
     began_s: float
-    groups: list[wire.Group] = field(default_factory=list)
+    measured: list[Measured] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
     closed: dict[str, int] = field(default_factory=dict)
+
+    def add(self, group: wire.Group) -> None:
+        """Take in a group that came back."""
+        own = episodes(group)
+        successes, rewards = tuple(one.success for one in own), tuple(one.reward for one in own)
+        self.measured.append(Measured(group.domain, group.task_index, successes, rewards, version_bounds([group])))
+        self.rows.append(
+            {
+                "domain": group.domain,
+                "task_index": group.task_index,
+                "success": list(successes),
+                "reward": list(rewards),
+                "response": own[0].response,
+                "frames": group.frames,
+            }
+        )
 
     def values(self) -> dict[str, float]:
         """Its line: ``eval/<name>`` for the actor, with avg@k and pass@k where a task has several episodes.
 
         For another policy ``eval/<policy>/<name>``; empty when nothing came back.
         """
-        found = [(group.domain, trajectory) for group in self.groups for trajectory in episodes(group)]
-        if not found:
+        successes = [success for task in self.tries() for success in task]
+        if not successes:
             return {}
         prefix = "eval" if self.policy == ACTOR else f"eval/{self.policy}"
         values = {
-            f"{prefix}/success_rate": sum(trajectory.success for _, trajectory in found) / len(found),
-            f"{prefix}/reward_mean": sum(trajectory.reward for _, trajectory in found) / len(found),
+            f"{prefix}/success_rate": sum(successes) / len(successes),
+            f"{prefix}/reward_mean": sum(self.rewards()) / len(successes),
         }
-        for domain in sorted({name for name, _ in found}):
-            own = [trajectory.success for name, trajectory in found if name == domain]
+        for domain in self.domains:
+            own = [success for task in self.tries(domain) for success in task]
             values[f"{prefix}/domain/{domain}/success_rate"] = sum(own) / len(own)
         if self.policy != ACTOR:
             return values
-        oldest, newest = version_bounds(self.groups) or (self.step, self.step)
+        versions = [one.versions for one in self.measured if one.versions is not None] or [(self.step, self.step)]
         values |= {
-            "eval/policy_version_min": float(oldest),
-            "eval/policy_version_max": float(newest),
+            "eval/policy_version_min": float(min(oldest for oldest, _ in versions)),
+            "eval/policy_version_max": float(max(newest for _, newest in versions)),
             "eval/step": float(self.step),
-            "eval/num_episodes": float(len(found)),
+            "eval/num_episodes": float(len(successes)),
             "eval/num_closed": float(sum(self.closed.values())),
         }
         values |= {f"eval/{name}": value for name, value in passk.values(self.tries()).items()}
@@ -79,30 +114,20 @@ class Evaluation:
 
     def _by_task(self) -> dict[tuple[str, int], float]:
         """The share of a task's episodes that succeeded."""
-        return {(one.domain, one.task_index): statistics.fmean(each.success for each in episodes(one)) for one in self.groups}
+        return {(one.domain, one.task_index): statistics.fmean(one.successes) for one in self.measured}
+
+    @property
+    def domains(self) -> list[str]:
+        """Names of those of which a task came back, sorted."""
+        return sorted({one.domain for one in self.measured})
 
     def tries(self, domain: str | None = None) -> list[list[bool]]:
         """Of each task, which of its episodes succeeded; of one domain or all."""
-        chosen = [group for group in self.groups if domain in (None, group.domain)]
-        return [[trajectory.success for trajectory in episodes(group)] for group in chosen]
+        return [list(one.successes) for one in self.measured if domain in (None, one.domain)]
 
     def rewards(self, domain: str | None = None) -> list[float]:
         """Of every episode; of one domain or all."""
-        return [one.reward for group in self.groups if domain in (None, group.domain) for one in episodes(group)]
-
-    def episode_rows(self) -> list[dict[str, Any]]:
-        """What is kept of each group for looking at: task, outcome and the replay of its first episode."""
-        return [
-            {
-                "domain": group.domain,
-                "task_index": group.task_index,
-                "success": [trajectory.success for trajectory in episodes(group)],
-                "reward": [trajectory.reward for trajectory in episodes(group)],
-                "response": episodes(group)[0].response,
-                "frames": group.frames,
-            }
-            for group in sorted(self.groups, key=lambda group: (group.domain, group.task_index))
-        ]
+        return [reward for one in self.measured if domain in (None, one.domain) for reward in one.rewards]
 
 
 class Evaluations:
@@ -155,7 +180,7 @@ class Evaluations:
         if isinstance(record, wire.Closed):
             evaluation.closed[record.reason] = evaluation.closed.get(record.reason, 0) + 1
         else:
-            evaluation.groups.append(record)
+            evaluation.add(record)
         return self._finish(evaluation) if not evaluation.waiting else None
 
     def expire(self, now_s: float) -> list[Evaluation]:

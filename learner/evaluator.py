@@ -51,6 +51,7 @@ class Evaluator:
         self._patience, self._against = patience, list(against)
         self._actors: dict[int, Evaluation] = {}  # by step, the last few
         self._unkept = 0  # evaluations whose episodes are not in the folder yet
+        self._withdrawn: set[int] = set()  # numbers of tickets that nobody waits for, and that may be in the stream
         self._issuer = Issuer(bus, EVALTICKETS)
         self.completed: list[Evaluation] = []
         self._changed = asyncio.Event()
@@ -91,6 +92,10 @@ class Evaluator:
             if other.policy in self._against and (actor := self._actors.get(other.step)) is not None:
                 values |= {f"eval/{other.policy}/actor_{name}": value for name, value in actor.ahead(other).items()}
         return values
+
+    async def open(self) -> None:
+        """Withdraw what an earlier learner has asked for: nobody waits for it, and hubs would play it first. For whoever holds the run."""
+        await self._bus.trim(EVALTICKETS, await self._bus.last_seq(EVALTICKETS) + 1)
 
     async def drain(self, stop: asyncio.Event) -> None:
         """Wait for what was asked for, ``eval.timeout_s`` at most, and for its files, or until asked to stop."""
@@ -135,7 +140,10 @@ class Evaluator:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
+            if self._withdrawn:
+                await self._withdraw()
             for evaluation in self._evaluations.expire(time.monotonic()):
+                self._withdrawn |= evaluation.waiting
                 log.warning(
                     "evaluation of %s after step %d ended with %d tasks missing",
                     evaluation.policy,
@@ -143,6 +151,14 @@ class Evaluator:
                     len(evaluation.waiting),
                 )
                 await self._finish(evaluation)
+
+    async def _withdraw(self) -> None:
+        """Delete tickets that nobody waits for, so that they are not played before the next evaluation's; those published, for now."""
+        last = await self._bus.last_seq(EVALTICKETS)
+        published = sorted(number for number in self._withdrawn if number <= last)
+        for number in published:
+            await self._bus.delete(EVALTICKETS, number)
+        self._withdrawn -= set(published)
 
     async def _finish(self, evaluation: Evaluation) -> None:
         values = evaluation.values()
@@ -162,10 +178,12 @@ class Evaluator:
             log.warning("evaluation of %s after step %d brought nothing: %s", evaluation.policy, evaluation.step, evaluation.closed)
         self._unkept += 1
         await self._patience.in_thread(self._keep, evaluation)
+        evaluation.rows.clear()
         self._unkept -= 1
         self._changed.set()
 
     def _keep(self, evaluation: Evaluation) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        rows = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in evaluation.episode_rows())
+        ordered = sorted(evaluation.rows, key=lambda row: (row["domain"], row["task_index"]))
+        rows = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ordered)
         (self._folder / f"{evaluation.policy}-step-{evaluation.step:06d}.jsonl").write_text(rows, encoding="utf-8")

@@ -75,6 +75,8 @@ async def open_services(
     baseline = evaluation.baseline if evaluation.every_steps else ""
     waiting = Patience(folder, stop, "evaluated episodes are not kept, and the run does not end,", shown.say_waiting)
     evaluator = Evaluator(bus, evaluations, roster, folder / "evals", baseline, waiting, evaluation.against)
+    await watch.refuse_if_fenced()
+    await evaluator.open()
     issuer = Issuer(bus, TICKETS, gate.wait)
     reaper = Reaper(bus, ledger, roster, section(config, "train", TrainSection).ticket_timeout_s, lambda: watch.paused)
     for work in (*book.services(), *evaluator.services(), issuer.serve(), gate.serve(), reaper.serve()):

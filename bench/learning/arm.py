@@ -90,8 +90,7 @@ class Arm:
         for group in await self.hub.play([assignment(ticket) for ticket in tickets]):
             finished = evaluations.apply(group)
         assert finished is not None
-        groups = sorted(finished.groups, key=lambda group: (group.domain, group.task_index))
-        return [sum(one.success for one in intake.episodes(group)) for group in groups]
+        return [sum(one.successes) for one in sorted(finished.measured, key=lambda one: (one.domain, one.task_index))]
 
     def _open(self) -> Training:
         build = partial(

@@ -14,12 +14,11 @@ def result_of(evaluation: Evaluation, model: str, seconds: float) -> dict[str, A
 
     Tasks whose ticket was closed are counted in ``closed`` by reason, and in nothing else.
     """
-    names = sorted({group.domain for group in evaluation.groups})
     return {
         "model": model,
         **_measured(evaluation, None),
         "closed": dict(sorted(evaluation.closed.items())),
-        "domains": {name: _measured(evaluation, name) for name in names},
+        "domains": {name: _measured(evaluation, name) for name in evaluation.domains},
         "seconds": round(seconds, 1),
     }
 
