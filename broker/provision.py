@@ -55,6 +55,8 @@ async def ensure_stream(link: Link, config: dict[str, Any]) -> None:
             if error.err_code == STREAM_EXISTS:
                 return
             if error.err_code in NO_ROOM:
+                if await _exists(link, config["name"]):
+                    return  # a store that is nearly full refuses before it looks whether there is anything to do
                 raise UserError(f"the broker at {link.where} has no room for {config['name']}: {error.description}") from None
             if error.err_code not in TOO_FEW_SERVERS:
                 raise
@@ -69,6 +71,14 @@ async def ensure_stream(link: Link, config: dict[str, Any]) -> None:
                 link.where,
             )
         await asyncio.sleep(0.5)
+
+
+async def _exists(link: Link, name: str) -> bool:
+    try:
+        await ask(link, f"STREAM.INFO.{name}")
+    except NoStream:
+        return False
+    return True
 
 
 async def delete_stream(link: Link, name: str) -> None:

@@ -35,6 +35,8 @@ class Gate:
         self._room = Room(None if limit_gib is None else int(limit_gib * GIB), int(press_from_gib * GIB))
         self._looked = asyncio.Event()
         self._waiting = 0
+        self._newest = 0  # ticket that was admitted, or published before this learner
+        self._admitted = 0  # since the newest look began
         self._closed = False
 
     @property
@@ -42,13 +44,14 @@ class Gate:
         """Whether a checkpoint should be taken soon, so that the log can be trimmed."""
         return self._room.pressed
 
-    async def wait(self) -> None:
-        """Return when one more ticket may be published."""
+    async def wait(self, number: int) -> None:
+        """Return when this ticket may be published; to be asked in the order of the tickets, for those that are published alone."""
         self._waiting += 1
         try:
             while not self._room.admit():
                 self._close()
                 await self._looked.wait()
+            self._newest, self._admitted = number, self._admitted + 1
         finally:
             self._waiting -= 1
 
@@ -61,8 +64,11 @@ class Gate:
     async def look(self) -> None:
         """Look at the broker now, and let tickets go on where there is room."""
         try:
-            usage, published, reserved = await self._usage()
-            self._room.look(usage, sum(number <= published for number in self._ledger.waiting_for))
+            self._newest = self._newest or await self._bus.last_seq(TICKETS)
+            # Before the broker is asked: a group that is stored after it has answered is still expected then.
+            under_way, self._admitted = sum(number <= self._newest for number in self._ledger.waiting_for), 0
+            usage, reserved = await self._usage()
+            self._room.look(usage, under_way + self._admitted)
             if not self._room.pressed:
                 await reserve.fill(self._bus.link, self._bus.run, reserved)
         except (Disconnected, TimeoutError, NoResponders) as error:
@@ -75,11 +81,12 @@ class Gate:
         looked, self._looked = self._looked, asyncio.Event()
         looked.set()
 
-    async def _usage(self) -> tuple[Usage, int, int]:
-        """What the broker holds, the newest ticket's number, and the bytes of the reserve."""
-        account, tickets, episodes, samples, reserved = await asyncio.gather(
-            ask(self._bus.link, "INFO"), *(self._bus.info(stream) for stream in (TICKETS, EPISODES, SAMPLES, RESERVE))
+    async def _usage(self) -> tuple[Usage, int]:
+        """What the broker holds, and the bytes of the reserve."""
+        tickets, episodes, samples, reserved = await asyncio.gather(
+            *(self._bus.info(stream) for stream in (TICKETS, EPISODES, SAMPLES, RESERVE))
         )
+        account = await ask(self._bus.link, "INFO")  # after the parts: what is stored meanwhile counts as others'
         states = [one["state"] for one in (tickets, episodes, samples)]
         used, limit = _of_one_replica(account, int(samples["config"]["num_replicas"]))
         usage = Usage(
@@ -89,7 +96,7 @@ class Gate:
             limit,
             await reserve.has_room(self._bus.link, self._bus.run),
         )
-        return usage, int(tickets["state"]["last_seq"]), int(reserved["state"]["bytes"])
+        return usage, int(reserved["state"]["bytes"])
 
     def _close(self) -> None:
         if not self._closed:

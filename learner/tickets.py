@@ -31,10 +31,10 @@ class Issuer:
 
     Args:
         stream: TICKETS or EVALTICKETS.
-        admit: awaited before each ticket is published, for example until the broker has room for what it permits.
+        admit: awaited with the number of each ticket before it is published, for example until the broker has room for what it permits.
     """
 
-    def __init__(self, bus: Bus, stream: Stream, admit: Callable[[], Awaitable[None]] | None = None) -> None:
+    def __init__(self, bus: Bus, stream: Stream, admit: Callable[[int], Awaitable[None]] | None = None) -> None:
         self._bus, self._stream, self._admit = bus, stream, admit
         self._waiting: asyncio.Queue[AnyTicket | int] = asyncio.Queue()  # tickets to publish, numbers to withdraw
         self._last = 0  # newest sequence known to be there
@@ -53,6 +53,7 @@ class Issuer:
         Raises:
             LostState: if the broker remembers fewer tickets than were issued.
         """
+        self._last = await self._bus.last_seq(self._stream)
         while True:
             batch = [await self._waiting.get()]
             while len(batch) < PIPELINED and not self._waiting.empty():
@@ -67,7 +68,7 @@ class Issuer:
             storing = []
             for ticket in missing:
                 if self._admit is not None:
-                    await self._admit()
+                    await self._admit(ticket.number)
                 storing.append(asyncio.create_task(self._store(ticket)))
             stored = await asyncio.gather(*storing)
             confirmed = max((seq for seq in stored if seq is not None), default=0)

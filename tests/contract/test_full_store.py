@@ -7,14 +7,25 @@ import json
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import learner_fleet as fleet
+import msgspec
 import pytest
+from waits import LONG_S, until
 
 from broker import reserve, wire
 from broker.examples import EXAMPLES
 from broker.jetstream import Bus
+from broker.process import Stop
 from broker.runspec import publish_runspec
 from broker.server import BrokerServer
-from broker.streams import CONTROL, RESERVE, RUNS, SAMPLES, WEIGHTS
+from broker.streams import CONTROL, RESERVE, RUNS, SAMPLES, TICKETS, WEIGHTS
+from learner import checkpoint
+from learner import gate as gate_module
+from learner.gate import Gate
+from learner.grants import DomainRule, Rules
+from learner.ledger import Ledger
+from learner.metrics import read_lines
+from learner.service import serve
 
 LIMIT_MIB = 352  # the logs of evaluations and dead letters have 320 MiB reserved, of which they use nothing here
 PIECE = b"x" * (4 << 20)
@@ -39,17 +50,27 @@ def broker_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 
 class Filler:
-    """Takes what room there is in a stream of its own, and gives it back."""
+    """Takes what room there is in a stream of its own, as other users of the broker do, and gives it back."""
 
     def __init__(self, bus: Bus) -> None:
         self._link = bus.link
 
+    async def leave(self, room_mib: int) -> None:
+        """Take all but that much of an empty store."""
+        await self._open()
+        for _ in range((LIMIT_MIB - room_mib << 20) // len(PIECE)):
+            await self._call("filler", PIECE)
+
     async def fill(self) -> None:
-        body = {"name": "filler", "subjects": ["filler"], "storage": "file", "num_replicas": 1}
-        await self._call("$JS.API.STREAM.CREATE.filler", json.dumps(body).encode())
+        """Take all there is."""
+        await self._open()
         for size in (len(PIECE), 1 << 16, 1 << 8, 0):
             while b'"error"' not in await self._call("filler", PIECE[:size]):
                 pass
+
+    async def _open(self) -> None:
+        body = {"name": "filler", "subjects": ["filler"], "storage": "file", "num_replicas": 1}
+        await self._call("$JS.API.STREAM.CREATE.filler", json.dumps(body).encode())
 
     async def free(self) -> None:
         await self._call("$JS.API.STREAM.PURGE.filler", b"")
@@ -74,7 +95,8 @@ def spec(bus: Bus) -> wire.RunSpec:
 
 
 async def held(bus: Bus) -> int:
-    return sum((await bus.depth(RESERVE)).values())
+    """Pieces of the reserve that are there."""
+    return int((await bus.info(RESERVE))["state"]["bytes"]) // reserve.PIECE_BYTES
 
 
 async def test_what_a_restart_needs_is_stored_in_a_full_broker(bus: Bus, filler: Filler) -> None:
@@ -95,6 +117,11 @@ async def test_what_a_restart_needs_is_stored_in_a_full_broker(bus: Bus, filler:
     assert found is not None
     assert isinstance(found[0], wire.RunSpec)
     assert found[0].epoch == 1
+
+
+def big_group(ticket: wire.Ticket) -> wire.Group:
+    """2 MiB on the wire, next to nothing to train on."""
+    return msgspec.structs.replace(fleet.group(ticket, ticket.min_version), frames=["x" * (1 << 21)])
 
 
 async def test_it_is_said_once_and_once_more_when_it_is_over(bus: Bus, filler: Filler, caplog: pytest.LogCaptureFixture) -> None:
@@ -123,3 +150,117 @@ async def test_who_stops_waiting_is_not_waited_for(bus: Bus, filler: Filler) -> 
     publish.cancel()
     await asyncio.gather(publish, return_exceptions=True)
     assert not bus.link.refusals.full
+
+
+# --------------------------------------------------------------------------------------- the learner holds tickets back
+
+
+def open_ledger() -> Ledger:
+    """Of which six tickets are open."""
+    lake = DomainRule("lake", 1.0, 2, 2, 9.0)
+    made = Ledger(Rules(steps=9, groups_per_step=2, max_staleness=2, on_late="wait", seed=7, domains=(lake,)))
+    made.open_credit()
+    return made
+
+
+async def tickets(bus: Bus, ledger: Ledger, count: int) -> None:
+    for number in range(1, count + 1):
+        ticket = ledger.ticket(number)
+        await bus.publish(TICKETS, ticket, key=ticket.domain, ticket=number, expected_last_seq=number - 1)
+
+
+async def test_tickets_wait_until_the_log_is_trimmed(bus: Bus, filler: Filler, caplog: pytest.LogCaptureFixture) -> None:
+    await filler.leave(48)
+    ledger, said = open_ledger(), list[str]()
+    gate = Gate(bus, ledger, LIMIT_MIB / 1024, 8.0, said.append)
+    await gate.look()
+    assert await held(bus) == reserve.PIECES  # 8 MiB of the 48, so the run may fill 40, and tickets wait above 32
+    await tickets(bus, ledger, 2)
+    for _ in range(11):
+        await bus.publish(SAMPLES, big_group(ledger.ticket(1)), ticket=1)  # 2 MiB each
+    await gate.look()
+    assert not gate.pressed
+    waiting = [asyncio.create_task(gate.wait(number)) for number in range(3, 7)]
+    await asyncio.sleep(0.3)
+    await gate.look()
+    assert [one.done() for one in waiting] == [True, True, False, False]  # 22 MiB, and 2 for each of four tickets under way
+    await bus.publish(SAMPLES, big_group(ledger.ticket(1)), ticket=1)
+    await bus.publish(SAMPLES, big_group(ledger.ticket(1)), ticket=1)
+    await gate.look()
+    assert gate.pressed
+    await bus.trim(SAMPLES, 12)
+    for _ in range(2):
+        await gate.look()
+        await asyncio.wait_for(asyncio.gather(*waiting), 5.0)
+    assert not gate.pressed
+    lines = [record.getMessage() for record in caplog.records if "store" in record.getMessage()]
+    assert len(lines) == 2
+    assert lines[0].startswith("the broker's store is nearly full (0.33 of 0.34 GiB, 0.02 of it this run's): tickets wait until")
+    assert lines[1] == "the broker's store has room again (0.31 of 0.34 GiB, 0.00 of it this run's); tickets go on"
+    assert said == [lines[0], ""]
+
+
+async def test_a_run_of_many_times_the_store_gets_through_it(
+    bus: Bus,
+    broker_url: str,
+    run_name: str,
+    tmp_path: Path,
+    filler: Filler,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """No schedule asks for a checkpoint; without one nothing is trimmed, and after two dozen groups the store would be full."""
+    monkeypatch.setattr(gate_module, "LOOK_EVERY_S", 0.3)
+    await filler.leave(64)
+    steps, groups = 40, 4
+    config = fleet.config(
+        str(tmp_path),
+        run_name,
+        train={"steps": steps, "groups_per_step": groups, "max_staleness": 1},
+        checkpoint={"every_minutes": 0},
+        broker={"store_max_gib": LIMIT_MIB / 1024},
+    )
+    async with fleet.Hub(bus, lambda ticket: [big_group(ticket)]), asyncio.timeout(2 * LONG_S):
+        learner = asyncio.create_task(serve(config, broker_url, Stop(), connect_deadline_s=60))
+        await learner
+    lines = read_lines(tmp_path / run_name / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, steps + 1))
+    ended = [lines[-1][f"ticket/{name}"] for name in ("issued", "trained", "filtered", "dropped", "dead", "open")]
+    assert ended == [steps * groups, steps * groups, 0, 0, 0, 0]
+    assert "cannot store" not in caplog.text
+    assert await bus.first_seq(SAMPLES) > (steps - 8) * groups
+
+
+async def test_a_learner_takes_a_run_over_in_a_full_store_and_trims_it(
+    bus: Bus, broker_url: str, run_name: str, tmp_path: Path, filler: Filler
+) -> None:
+    train = {"steps": 100_000, "groups_per_step": 2}
+    config = fleet.config(str(tmp_path), run_name, train=train, checkpoint={"every_steps": 1})
+    folder = tmp_path / run_name
+
+    def steps() -> list[int]:
+        return [line["step"] for line in read_lines(folder / "metrics.jsonl")]
+
+    async with fleet.Hub(bus, lambda ticket: [fleet.group(ticket, ticket.min_version)]), asyncio.timeout(2 * LONG_S):
+        stop = Stop()
+        learner = asyncio.create_task(serve(config, broker_url, stop, connect_deadline_s=60))
+        await until(lambda: len(checkpoint.found(folder / "checkpoints")) == 2)
+        stop.request("test")
+        await learner
+        assert await held(bus) == reserve.PIECES
+        before = steps()[-1]
+        await filler.fill()
+        stop = Stop()
+        learner = asyncio.create_task(serve(config, broker_url, stop, connect_deadline_s=60))
+        await until(lambda: epoch(bus, 2))
+        assert not learner.done()
+        await filler.free()
+        await until(lambda: steps()[-1] > before + 2)
+        stop.request("test")
+        await learner
+    assert steps() == list(range(1, steps()[-1] + 1))
+
+
+async def epoch(bus: Bus, wanted: int) -> bool:
+    found = await (await bus.key_value(RUNS)).get(bus.run)
+    return found is not None and isinstance(found[0], wire.RunSpec) and found[0].epoch == wanted
