@@ -107,7 +107,11 @@ class Gate:
 
     def _figures(self) -> str:
         usage, limit = self._room.usage, self._room.limit
-        return f"{usage.used / GIB:.2f} of {(limit or 0) / GIB:.2f} GiB, {usage.run / GIB:.2f} of it this run's"
+        return f"{_size(usage.used)} of {_size(limit or 0)}, {_size(usage.run)} of it this run's"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / (1 << 20):.1f} MiB"
 
 
 def _of_one_replica(account: dict[str, Any], replicas: int) -> tuple[int, int | None]:

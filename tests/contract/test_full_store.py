@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import learner_fleet as fleet
 import msgspec
 import pytest
+from store_filler import LIMIT_MIB, Filler
 from waits import LONG_S, until
 
 from broker import reserve, wire
@@ -26,9 +26,6 @@ from learner.grants import DomainRule, Rules
 from learner.ledger import Ledger
 from learner.metrics import read_lines
 from learner.service import serve
-
-LIMIT_MIB = 352  # the logs of evaluations and dead letters have 320 MiB reserved, of which they use nothing here
-PIECE = b"x" * (4 << 20)
 
 
 class Small(BrokerServer):
@@ -47,36 +44,6 @@ class Small(BrokerServer):
 def broker_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     with Small(tmp_path / "broker", account=request.param == "account") as server:
         yield server.url
-
-
-class Filler:
-    """Takes what room there is in a stream of its own, as other users of the broker do, and gives it back."""
-
-    def __init__(self, bus: Bus) -> None:
-        self._link = bus.link
-
-    async def leave(self, room_mib: int) -> None:
-        """Take all but that much of an empty store."""
-        await self._open()
-        for _ in range((LIMIT_MIB - room_mib << 20) // len(PIECE)):
-            await self._call("filler", PIECE)
-
-    async def fill(self) -> None:
-        """Take all there is."""
-        await self._open()
-        for size in (len(PIECE), 1 << 16, 1 << 8, 0):
-            while b'"error"' not in await self._call("filler", PIECE[:size]):
-                pass
-
-    async def _open(self) -> None:
-        body = {"name": "filler", "subjects": ["filler"], "storage": "file", "num_replicas": 1}
-        await self._call("$JS.API.STREAM.CREATE.filler", json.dumps(body).encode())
-
-    async def free(self) -> None:
-        await self._call("$JS.API.STREAM.PURGE.filler", b"")
-
-    async def _call(self, subject: str, data: bytes) -> bytes:
-        return bytes((await self._link.call(subject, data, timeout_s=20.0)).data)
 
 
 @pytest.fixture
@@ -195,8 +162,8 @@ async def test_tickets_wait_until_the_log_is_trimmed(bus: Bus, filler: Filler, c
     assert not gate.pressed
     lines = [record.getMessage() for record in caplog.records if "store" in record.getMessage()]
     assert len(lines) == 2
-    assert lines[0].startswith("the broker's store is nearly full (0.33 of 0.34 GiB, 0.02 of it this run's): tickets wait until")
-    assert lines[1] == "the broker's store has room again (0.31 of 0.34 GiB, 0.00 of it this run's); tickets go on"
+    assert lines[0].startswith("the broker's store is nearly full (334.0 MiB of 352.0 MiB, 22.0 MiB of it this run's): tickets wait until")
+    assert lines[1] == "the broker's store has room again (316.0 MiB of 352.0 MiB, 4.0 MiB of it this run's); tickets go on"
     assert said == [lines[0], ""]
 
 
