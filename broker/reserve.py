@@ -11,9 +11,8 @@ from typing import Final
 
 import msgspec
 
-from broker.answers import NoStream
+from broker.answers import ApiError, NoStream
 from broker.api import ask
-from broker.errors import RlearnerError
 from broker.link import Link
 from broker.refusals import FULL
 from broker.store import PubAck
@@ -39,7 +38,7 @@ async def has_room(link: Link, run: str) -> bool:
     """Whether the broker stores one small message now. Only this tells where neither the account nor the operator names a limit.
 
     Raises:
-        Disconnected, TimeoutError, NoResponders, RlearnerError: nobody can say.
+        Disconnected, TimeoutError, NoResponders, ApiError: nobody can say.
     """
     return await _put(link, run, "probe", b"")
 
@@ -48,7 +47,7 @@ async def fill(link: Link, run: str, held_bytes: int) -> bool:
     """Store what the reserve lacks, given the bytes that it holds; False when there is no room for it.
 
     Raises:
-        Disconnected, TimeoutError, NoResponders, RlearnerError: nobody can say.
+        Disconnected, TimeoutError, NoResponders, ApiError: nobody can say.
     """
     if held_bytes >= PIECES * PIECE_BYTES:
         return True
@@ -63,4 +62,4 @@ async def _put(link: Link, run: str, part: str, data: bytes) -> bool:
     error = msgspec.json.decode(answer.data, type=PubAck).error
     if error is None or error.err_code in FULL:
         return error is None
-    raise RlearnerError(f"{RESERVE.subject(run, part)}: {error.description} ({error.err_code})")
+    raise ApiError(error.code, error.err_code, error.description)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from broker import reserve
-from broker.answers import Disconnected, NoResponders
+from broker.answers import ApiError, Disconnected, NoResponders
 from broker.api import ask
 from broker.jetstream import Bus
 from broker.streams import EPISODES, RESERVE, SAMPLES, TICKETS
@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 
 LOOK_EVERY_S: Final = 3.0
 GIB: Final = 1 << 30
+GROUPS: Final = (EPISODES, SAMPLES)  # one message for each group, or for its closing
+GROWING: Final = (TICKETS, *GROUPS)  # what a run fills the store with
 
 
 class Gate:
@@ -71,7 +73,7 @@ class Gate:
             self._room.look(usage, under_way + self._admitted)
             if not self._room.pressed:
                 await reserve.fill(self._bus.link, self._bus.run, reserved)
-        except (Disconnected, TimeoutError, NoResponders) as error:
+        except (Disconnected, TimeoutError, NoResponders, ApiError) as error:
             log.debug("the broker does not say what it holds: %s", error)
             return
         if self._closed and self._room.relaxed and not self._waiting:
@@ -83,16 +85,13 @@ class Gate:
 
     async def _usage(self) -> tuple[Usage, int]:
         """What the broker holds, and the bytes of the reserve."""
-        tickets, episodes, samples, reserved = await asyncio.gather(
-            *(self._bus.info(stream) for stream in (TICKETS, EPISODES, SAMPLES, RESERVE))
-        )
+        reserved, *ours = await asyncio.gather(*(self._bus.info(stream) for stream in (RESERVE, *GROWING)))
         account = await ask(self._bus.link, "INFO")  # after the parts: what is stored meanwhile counts as others'
-        states = [one["state"] for one in (tickets, episodes, samples)]
-        used, limit = _of_one_replica(account, int(samples["config"]["num_replicas"]))
+        used, limit = of_one_replica(account, int(reserved["config"]["num_replicas"]))
         usage = Usage(
             used,
-            sum(int(state["bytes"]) for state in states),
-            sum(int(state["messages"]) for state in states[1:]),
+            sum(int(one["state"]["bytes"]) for one in ours),
+            sum(int(one["state"]["messages"]) for stream, one in zip(GROWING, ours, strict=True) if stream in GROUPS),
             limit,
             await reserve.has_room(self._bus.link, self._bus.run),
         )
@@ -114,7 +113,7 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / (1 << 20):.1f} MiB"
 
 
-def _of_one_replica(account: dict[str, Any], replicas: int) -> tuple[int, int | None]:
+def of_one_replica(account: dict[str, Any], replicas: int) -> tuple[int, int | None]:
     """(used, limit) of an account's answer, which counts every replica; a limit by tier is one of a single replica already."""
     tier = (account.get("tiers") or {}).get(f"R{replicas}")
     limit = int((tier or account)["limits"]["max_storage"])

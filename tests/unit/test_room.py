@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from learner.gate import of_one_replica
 from learner.room import ADMIT_BELOW, FIRST_GUESS_BYTES, Room, Usage
 
 MIB = 1 << 20
@@ -113,3 +114,12 @@ def test_what_is_admitted_fits(limit: int, run: int, others: int, groups: int, u
     if count > 1 or (count == 1 and under_way):
         assert run + (under_way + count) * run / groups <= ADMIT_BELOW * max(limit - others, 0) + 1e-6
     assert count >= 1 or under_way
+
+
+def test_an_account_counts_every_replica_and_a_tier_limits_one() -> None:
+    flat = {"storage": 900, "limits": {"max_storage": 3000}}
+    assert of_one_replica(flat, 1) == (900, 3000)
+    assert of_one_replica(flat, 3) == (300, 1000)
+    tiers = {"storage": 990, "limits": {"max_storage": 0}, "tiers": {"R3": {"storage": 900, "limits": {"max_storage": 1000}}}}
+    assert of_one_replica(tiers, 3) == (300, 1000)
+    assert of_one_replica({"storage": 9, "limits": {"max_storage": -1}}, 1) == (9, None)
