@@ -84,6 +84,28 @@ async def test_what_is_refused_for_good_is_raised() -> None:
         await put(Script(refusal(10054)))
 
 
+@pytest.mark.parametrize(("code", "err_code"), [(400, 10002), (503, 10023), (500, 10047), (503, 10077)])
+async def test_no_room_is_waited_for_whatever_the_server_calls_it(code: int, err_code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An account's limit, a server's in newer and older versions, a stream's."""
+    monkeypatch.setattr("broker.refusals.FIRST_PAUSE_S", 0.01)
+    script = Script(refusal(err_code, code), refusal(err_code, code), Answer(seq=8))
+    assert await put(script) == 8
+    assert script.doubts == 0  # another server of the cluster has no more room
+    assert not script.refusals.full
+
+
+async def test_what_must_be_stored_makes_room_before_each_repetition(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FIRST_PAUSE_S", 0.01)
+    script = Script(refusal(10023, 503), refusal(10023, 503), Answer(seq=8))
+    made: list[int] = []
+
+    async def make_room() -> None:
+        made.append(len(script.answers))
+
+    assert await store(script, "S", "s", b"x", ID, make_room) == 8  # type: ignore[arg-type]
+    assert made == [2, 1]
+
+
 async def test_a_wrong_last_sequence_that_is_right_waits_for_a_majority() -> None:
     """The first attempt is proposed but not stored, the second is refused for it; then the first is given up with its leader."""
     script = Script(TimeoutError(), refusal(10164), Answer(seq=5), api={"INFO": [info(4)]})
