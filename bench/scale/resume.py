@@ -91,7 +91,7 @@ def resume(folder: Path) -> dict[str, float]:
     began = time.monotonic()
     found = checkpoint.newest(folder / "checkpoints")
     assert found is not None
-    ledger = Ledger.load(RULES, found.ledger)
+    ledger = Ledger.load(found.ledger)
     ahead = known(folder, ledger)
     metrics = MetricsFile(folder / "metrics.jsonl", ledger.state.version)
     records = Records(folder, ledger, SAMPLES, Stop())

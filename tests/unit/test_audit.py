@@ -351,7 +351,7 @@ async def test_a_run_that_began_without_a_ledger_file_is_told_so(tmp_path: Path)
 def lines_of(steps: int) -> list[Line]:
     """A run of this many steps in which every group is good."""
     ledger, scribe = Ledger(kit.rules(steps=steps)), Scribe()
-    lines = [scribe.summary(), *scribe.begin(ledger.open_credit(), ledger)]
+    lines = [scribe.summary(ledger.rules), *scribe.begin(ledger.open_credit(), ledger)]
     for seq in range(1, 2 * steps + 1):
         lines += scribe.record(
             ledger.apply(Arrived(seq, ledger.state.version, (0.0, 1.0)), seq), seq=seq, bounds=(ledger.state.version,) * 2

@@ -127,7 +127,7 @@ async def test_an_earlier_incarnation_no_longer_archives(tmp_path: Path) -> None
         await world.learn(die_at=10)
     found = checkpoint.newest(tmp_path / "checkpoints")
     assert found is not None
-    ledger = Ledger.load(world.rules, found.ledger)
+    ledger = Ledger.load(found.ledger)
     zombie = Records(tmp_path, ledger, SamplesSection(keep=True), Stop())
     await world.learn()
     before = {path.name: path.read_bytes() for _, path in archive.files(tmp_path / archive.FOLDER)}

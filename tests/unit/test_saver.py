@@ -106,7 +106,7 @@ async def test_training_goes_on_while_one_is_written_and_the_log_is_trimmed_afte
 
 
 def first_needed(step: int) -> int:
-    return Ledger.load(RULES, ledger_at(step)).first_needed
+    return Ledger.load(ledger_at(step)).first_needed
 
 
 async def test_a_store_that_fills_up_brings_checkpoints_forward_until_the_log_is_trimmed(tmp_path: Path) -> None:
