@@ -120,7 +120,7 @@ class DomainSection(Section):
     thinking: Literal["keep", "drop"] = "keep"  # drop: neither the environment nor later prompts see what stands before </think>
     memory: str = "recent"  # what makes that prompt, or your own function of (opening, past, now, history_length)
     max_context_tokens: PositiveInt = 4096
-    deadline_s: PositiveFloat = 600.0  # per group
+    deadline_s: PositiveFloat | None = None  # per group; null: derived, see broker.timeouts
     sampling: Sampling = Sampling()
     rewards: list[Reward] = []
 
@@ -128,6 +128,11 @@ class DomainSection(Section):
 def takes_steps(context: str, adv_estimator: str) -> bool:
     """Whether each turn of a domain is a sample of its own; ``auto`` is so for gigpo, which compares steps."""
     return context == "steps" or (context == "auto" and adv_estimator == "gigpo")
+
+
+def num_greedy(adv_estimator: str) -> int:
+    """Baseline episodes on top of a group: remax compares with one that is sampled at temperature 0."""
+    return 1 if adv_estimator == "remax" else 0
 
 
 def check(config: dict[str, Any]) -> None:

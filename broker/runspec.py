@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from broker import wire
+from broker import timeouts, wire
 from broker.config import DomainSection, Section
 from broker.errors import ConfigError, UserError, WireError
 from broker.jetstream import Bus
@@ -74,6 +74,8 @@ CHECKS: Final[tuple[str, ...]] = (
     "rewardhub.config:check",
 )
 
+SCORING: Final = "rewardhub.config:scoring_s"  # how long rewards may take, for the timeouts
+
 S = TypeVar("S", bound=Section)
 
 SAY_EVERY_S: Final = 5.0
@@ -84,7 +86,7 @@ POLL_S: Final = 0.25
 
 
 def validate(config: dict[str, Any], sections: Mapping[str, str] | None = None, checks: Sequence[str] | None = None) -> dict[str, Any]:
-    """Check every section and every combination; the same config with all defaults filled in, JSON-able.
+    """Check every section and every combination; the same config with all defaults and timeouts filled in, JSON-able.
 
     Args:
         config: as ``load`` gives it.
@@ -104,6 +106,8 @@ def validate(config: dict[str, Any], sections: Mapping[str, str] | None = None, 
     checked = {name: _dump_section(name, config.get(name), sections[name]) for name in sections}
     for check in checks:
         _attribute(check)(checked)
+    if checks is CHECKS:
+        timeouts.derive(checked, _attribute(SCORING)(checked))
     return checked
 
 

@@ -18,8 +18,9 @@ class EnvhubSection(Section):
 
     n: PositiveInt = 64  # environments running at once
     step_timeout_s: PositiveFloat = 30.0  # one reset or step
-    episode_timeout_s: PositiveFloat = 300.0
-    generate_timeout_s: PositiveFloat = 120.0  # one turn, retries included
+    episode_timeout_s: PositiveFloat | None = None  # null: derived, see broker.timeouts
+    generate_timeout_s: PositiveFloat | None = None  # one turn, retries included; null: derived from the next one
+    min_tokens_per_s: PositiveFloat = 10.0  # that a loaded server still samples for one request
     max_retries: PositiveInt = 3  # of one turn on other servers, and of one episode after an error
     worker_memory_mib: PositiveInt | None = 2048  # of one environment in a worker process; None: no limit
     max_hung_threads: PositiveInt = 256  # a hub that has lost so many threads in environments ends

@@ -22,6 +22,7 @@ from broker.jetstream import Delivery
 from broker.process import Member, Stop, join
 from broker.runspec import section
 from broker.streams import EVALTICKETS, TICKETS, Stream
+from broker.timeouts import seconds
 from broker.workers.fault import Traces
 from envhub.assignment import assignment, task
 from envhub.calls import Calls
@@ -72,7 +73,7 @@ class Hub:
         tokenizer = Tokenizer.load(member.spec.model_path, trust_remote_code=(config.get("model") or {}).get("trust_remote_code", False))
         self.client = channel.connect(section(config, "broker", BrokerSection).channel, member.bus)
         self.generator = Generator(self.client, member.roster, name=member.id, max_retries=self.settings.max_retries)
-        limits = Limits(self.settings.episode_timeout_s, self.settings.generate_timeout_s)
+        limits = Limits(seconds(self.settings.episode_timeout_s), seconds(self.settings.generate_timeout_s))
         self.slots = Slots(n or self.settings.n, self.settings.max_retries)
         calls, nurseries = Calls(self.settings.step_timeout_s), Nurseries(self.settings.worker_memory_mib)
         self.players = Players(tokenizer, self.generator, calls, limits, nurseries, max_workers=self.slots.n)

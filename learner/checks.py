@@ -139,10 +139,6 @@ def _check_training(config: dict[str, Any]) -> None:
             )
         if domain["sampling"]["temperature"] == 0:
             raise ConfigError(f"domains.{name}.sampling.temperature", 0.0, "above 0: greedy tokens have no gradient")
-        if domain["deadline_s"] >= train["ticket_timeout_s"]:
-            raise ConfigError(
-                "train.ticket_timeout_s", train["ticket_timeout_s"], f"above domains.{name}.deadline_s, which is {domain['deadline_s']:g}"
-            )
 
 
 def check_options(train: Mapping[str, Any]) -> None:

@@ -74,7 +74,7 @@ class TrainSection(Optimization):
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: NonNegativeInt = 0
     betas: tuple[Beta, Beta] = (0.9, 0.999)
-    ticket_timeout_s: PositiveFloat = 1800.0  # the learner closes a ticket that nobody ended
+    ticket_timeout_s: PositiveFloat | None = None  # the learner closes a ticket that nobody ended; null: derived, see broker.timeouts
     weights_bucket_mib: PositiveFloat = 32.0
     weights_timeout_s: PositiveFloat = 30.0  # longest wait for one bucket
     # shared: servers of this host read them in the learner's memory, others get them by gloo; gloo: all by gloo; nccl: between GPUs, to no
@@ -191,7 +191,7 @@ class EvalSection(Section):
     baseline: str = ""  # policy measured once beside the actor, for example ``random``; empty: none
     against: list[str] = Field(default_factory=list)  # other policies, measured on the same tasks at every evaluation
     baseline_args: dict[str, Any] = Field(default_factory=dict)  # engine_args of the server of ``random`` in ``rlearner up``
-    timeout_s: PositiveFloat = 600.0  # the run waits this long for its last evaluation
+    timeout_s: PositiveFloat | None = None  # the run waits this long for its last evaluation; null: derived, see broker.timeouts
 
 
 class CheckpointSection(Section):

@@ -10,6 +10,7 @@ from typing import Any
 
 from broker import wire
 from broker.config import DomainSection
+from broker.timeouts import seconds
 from learner import passk
 from learner.config import EvalSection
 from learner.grants import task_seed
@@ -163,7 +164,7 @@ class Evaluations:
                 min_version=min_version,
                 group_size=self._section.group_size,
                 temperature=self._section.temperature,
-                deadline_s=self._domains[name].deadline_s,
+                deadline_s=seconds(self._domains[name].deadline_s),
             )
             for number, (name, index) in enumerate(self._tasks(), start=self._next)
         ]
@@ -185,7 +186,7 @@ class Evaluations:
 
     def expire(self, now_s: float) -> list[Evaluation]:
         """Evaluations that have waited longer than ``eval.timeout_s``, with what there is; they end here."""
-        late = [one for one in self.pending if now_s - one.began_s >= self._section.timeout_s]
+        late = [one for one in self.pending if now_s - one.began_s >= seconds(self._section.timeout_s)]
         for evaluation in late:
             evaluation.closed["timeout"] = evaluation.closed.get("timeout", 0) + len(evaluation.waiting)
         return [self._finish(evaluation) for evaluation in late]

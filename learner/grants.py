@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from broker.config import num_greedy
+from broker.timeouts import seconds
 from learner.config import AlgorithmSection, TrainSection
 
 _SEED_BITS = 53  # exact in every language's numbers
@@ -67,9 +69,9 @@ class Rules:
 
 def rules_of(train: TrainSection, algorithm: AlgorithmSection, domains: dict[str, Any], seed: int) -> Rules:
     """The rules that a validated configuration asks for."""
-    greedy = 1 if algorithm.adv_estimator == "remax" else 0
+    greedy = num_greedy(algorithm.adv_estimator)
     rows = tuple(
-        DomainRule(name, d.weight, d.group_size, d.min_group_size or d.group_size, d.deadline_s, greedy, d.group_size_redundancy)
+        DomainRule(name, d.weight, d.group_size, d.min_group_size or d.group_size, seconds(d.deadline_s), greedy, d.group_size_redundancy)
         for name, d in sorted(domains.items())
     )
     return Rules(

@@ -11,6 +11,7 @@ from broker.config import PRIVATE_STORE_GIB, BrokerSection
 from broker.process import Member
 from broker.runspec import domains, section
 from broker.streams import EVALTICKETS, TICKETS
+from broker.timeouts import seconds
 from learner.book import Book
 from learner.config import CheckpointSection, EvalSection, SamplesSection, TrackersSection, TrainSection
 from learner.evaluation import Evaluations
@@ -78,7 +79,7 @@ async def open_services(
     await watch.refuse_if_fenced()
     await evaluator.open()
     issuer = Issuer(bus, TICKETS, gate.wait)
-    reaper = Reaper(bus, ledger, roster, section(config, "train", TrainSection).ticket_timeout_s, lambda: watch.paused)
+    reaper = Reaper(bus, ledger, roster, seconds(section(config, "train", TrainSection).ticket_timeout_s), lambda: watch.paused)
     for work in (*book.services(), *evaluator.services(), issuer.serve(), gate.serve(), reaper.serve()):
         member.spawn(work)
     return Services(book, records, saver, evaluator, issuer)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import PositiveFloat, PositiveInt
 
-from broker.config import DomainSection, Reward, Section
+from broker.config import DomainSection, Reward, Section, num_greedy
 from broker.errors import ConfigError, UserError
 
 
@@ -39,6 +41,32 @@ def check(config: dict[str, Any]) -> None:
             if takes_s is not None and function.concurrent(reward) is None and takes_s >= waits_s:
                 allowed = f"below rewardhub.timeout_s, which is {waits_s:g}: what is late for the hub is no score but a failure"
                 raise ConfigError(f"{key}.args.timeout_s", takes_s, allowed)
+
+
+def scoring_s(config: dict[str, Any]) -> dict[str, float]:
+    """By domain, the longest time that reward hubs take for one of its groups, in seconds.
+
+    One hub at a time for each pool, busy with ``max_groups`` such groups, every try of every score at its timeout.
+    """
+    from broker.runspec import domains, section
+    from rewardhub.rewards import function
+
+    settings, greedy = section(config, "rewardhub", RewardhubSection), num_greedy(config["algorithm"]["adv_estimator"])
+    tries = 1 + settings.max_retries
+    longest: dict[str, float] = {}
+    for name, domain in domains(config).items():
+        scores = settings.max_groups * (domain.group_size + greedy + domain.group_size_redundancy)
+        singles: Counter[str] = Counter()  # rewards that the pool's workers score, one sample at a time
+        pools: dict[str, float] = {}
+        for reward in domain.rewards:
+            if (own := function.concurrent(reward)) is None:
+                singles[reward.pool] += 1
+                took_s = math.ceil(singles[reward.pool] * scores / settings.workers) * settings.timeout_s * tries
+            else:
+                took_s = math.ceil(scores / own.at_once) * own.timeout_s * tries
+            pools[reward.pool] = max(pools.get(reward.pool, 0.0), took_s)
+        longest[name] = sum(pools.values())
+    return longest
 
 
 def labels(rewards: Sequence[Reward]) -> list[str]:

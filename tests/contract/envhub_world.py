@@ -97,6 +97,7 @@ class World:
     async def publish_spec(self, domains: dict[str, Any], **fields: Any) -> None:
         sections = {"broker": {}, "model": {}, "train": {}, "eval": {}, "envhub": {"drain_timeout_s": 10}}
         config = {**sections, "domains": domains, **fields.pop("sections", {})}
+        config["envhub"] = {"episode_timeout_s": 300.0, "generate_timeout_s": 120.0, **config["envhub"]}
         spec = wire.RunSpec(run=self.bus.run, wire_version=wire.WIRE_VERSION, epoch=1, config=config, model_path=str(self.folder), **fields)
         await runspec.publish_runspec(self.bus, spec)
 

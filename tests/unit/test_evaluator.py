@@ -76,8 +76,8 @@ class Full:
 
 
 def evaluator(folder: Path, stop: Stop) -> Evaluator:
-    domains = {"lake": DomainSection(env="lake", max_turns=1)}
-    evaluations = Evaluations(EvalSection(tasks=2, every_steps=1), domains, seed=1)
+    domains = {"lake": DomainSection(env="lake", max_turns=1, deadline_s=9)}
+    evaluations = Evaluations(EvalSection(tasks=2, every_steps=1, timeout_s=600), domains, seed=1)
     patience = Patience(folder, stop, "nothing is kept")
     return Evaluator(Log(), evaluations, None, folder / "evals", "", patience)  # type: ignore[arg-type]
 
@@ -158,7 +158,7 @@ def test_two_policies_on_the_same_tasks() -> None:
 
 async def test_others_are_measured_whenever_the_actor_is_and_shown_beside_it(tmp_path: Path) -> None:
     stop = Stop()
-    evaluations = Evaluations(EvalSection(tasks=2, every_steps=5), {"lake": DomainSection(env="lake")}, seed=1)
+    evaluations = Evaluations(EvalSection(tasks=2, every_steps=5, timeout_s=600), {"lake": DomainSection(env="lake", deadline_s=9)}, seed=1)
     roster: Any = Offers("actor", "old")
     made = Evaluator(Log(), evaluations, roster, tmp_path, "", Patience(tmp_path, stop, "x"), ["old", "absent"])  # type: ignore[arg-type]
     made.step_completed(4, 20)

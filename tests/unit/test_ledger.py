@@ -76,7 +76,7 @@ def test_greedy_episodes_come_on_top_of_the_group() -> None:
     ledger = Ledger(rules(domains=(DomainRule("lake", 1.0, 4, 3, 9.0, num_greedy=1),)))
     tickets = [action.ticket for action in ledger.open_credit() if isinstance(action, Issue)]
     assert {(t.group_size, t.min_group_size, t.num_greedy) for t in tickets} == {(5, 4, 1)}
-    domains = {"lake": DomainSection(env="x", group_size=1)}
+    domains = {"lake": DomainSection(env="x", group_size=1, deadline_s=9)}
     for estimator, num_greedy in (("remax", 1), ("grpo", 0)):
         asked = rules_of(TrainSection(), AlgorithmSection(adv_estimator=estimator), domains, 0)
         assert asked.domain("lake").num_greedy == num_greedy
@@ -86,7 +86,7 @@ def test_redundant_episodes_come_on_top_of_the_group() -> None:
     ledger = Ledger(rules(domains=(DomainRule("lake", 1.0, 4, 3, 9.0, num_redundant=2),)))
     tickets = [action.ticket for action in ledger.open_credit() if isinstance(action, Issue)]
     assert {(t.group_size, t.min_group_size, t.num_redundant) for t in tickets} == {(6, 3, 2)}
-    domains = {"lake": DomainSection(env="x", group_size=4, group_size_redundancy=2)}
+    domains = {"lake": DomainSection(env="x", group_size=4, group_size_redundancy=2, deadline_s=9)}
     asked = rules_of(TrainSection(), AlgorithmSection(), domains, 0).domain("lake")
     assert (asked.group_size, asked.min_group_size, asked.num_redundant) == (4, 4, 2)
 
@@ -99,7 +99,7 @@ def test_groups_of_a_full_step_that_are_not_chosen_are_filtered_and_not_replaced
         ledger.apply(arrived(number), seq)
     assert issued(ledger.complete_step()) == [5, 6]
     assert counts(ledger) == (6, 1, 1, 0, 0, 4)
-    domains = {"lake": DomainSection(env="x")}
+    domains = {"lake": DomainSection(env="x", deadline_s=9)}
     for variant, fraction in (("starpo_s", 0.25), ("ppo", 1.0)):
         assert rules_of(TrainSection(), AlgorithmSection(pg_variant=variant), domains, 0).keep_fraction == fraction
 
