@@ -24,6 +24,7 @@ from broker.server import BrokerServer
 RESTART_AFTER_S: Final = 0.5
 LOOK_EVERY_S: Final = 0.05
 PATIENCE_S: Final = 150.0  # longest wait for processes to leave, on a busy machine
+FENCED: Final = "a newer learner took over"  # what a learner says that ends with 2 because another one has its run
 WAITS: Final = b"waiting for the learner to resume it"  # what a process says that joins a run that is stopped
 MODULES: Final = {"learner": "learner.cli", "rollout": "rollout.cli", "envhub": "envhub.cli", "rewardhub": "rewardhub.cli"}
 
@@ -43,6 +44,9 @@ class Child:
     done: bool = False  # it ended by itself with 0
     told: bool = False  # to end, since it was last started
     began: int = 0  # where in its log this life begins
+    started: float = 0.0  # this life, seconds of the monotonic clock
+    has_rival: bool = False  # another learner of the run may take over; else being fenced is a crash
+    fenced: bool = False  # it ended because its rival took over, and is not started again by itself
 
     @property
     def pid(self) -> int:
@@ -56,7 +60,8 @@ class Child:
         with self.log.open("ab") as log:
             self.began = log.tell()
             self.process = spawn(self.command, log, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        self.killed, self.told, self.not_before = False, False, 0.0
+        self.killed, self.told, self.fenced, self.not_before = False, False, False, 0.0
+        self.started = time.monotonic()
 
     def kill(self) -> None:
         """SIGKILL, the workers it has started excluded: they must notice by themselves."""
@@ -170,13 +175,13 @@ class Fleet:
             await asyncio.to_thread(self._server.stop)
 
     async def wait_done(self, children: Sequence[Child], timeout_s: float = PATIENCE_S) -> None:
-        """Until all of them have ended with 0: by themselves, or told to because they came back when the run was over.
+        """Until all of them have ended with 0: by themselves, or told to because they came back when the run was over; or were fenced.
 
         Raises:
             TimeoutError: one has not; says which.
         """
         deadline = time.monotonic() + timeout_s
-        while waiting := [child for child in children if not child.done]:
+        while waiting := [child for child in children if not (child.done or child.fenced)]:
             if time.monotonic() > deadline:
                 raise TimeoutError("\n".join(f"{child.name} does not end:\n{child.tail()}" for child in waiting))
             for child in waiting:
@@ -192,12 +197,15 @@ class Fleet:
             await asyncio.sleep(LOOK_EVERY_S)
 
     def _look_at(self, child: Child) -> None:
-        if child.running or child.done or child.process is None:
+        if child.running or child.done or child.fenced or child.process is None:
             return
         if not child.not_before:
             code = child.process.returncode
             if code == 0:
                 child.done = True
+                return
+            if code == 2 and child.has_rival and FENCED in child.tail():
+                child.fenced = True
                 return
             if not (child.killed and code == -signal.SIGKILL):
                 self.crashes.append(f"{child.name} ended by itself with {code}:\n{child.tail()}")

@@ -13,13 +13,14 @@ from learner.prepare import to_yaml
 
 ROOT = Path(__file__).parents[2]
 TINY = {"hidden_size": 16, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 16, "intermediate_size": 32}
-REWARD = '''"""A reward that takes a moment."""
+REWARD = '''"""A reward that takes as long as a file says, in seconds."""
 
 import time
+from pathlib import Path
 
 
-def length(sample, seconds=0.0):
-    time.sleep(seconds)
+def length(sample):
+    time.sleep(float((Path(__file__).parent / "pace").read_text()))
     return min(1.0, len(sample.response) / 8)
 '''
 GROUPS = 4
@@ -31,12 +32,13 @@ def config(folder: Path, run: str, *, steps: int, pace_s: float = 0.05, **sectio
     """The run's configuration, checked.
 
     Args:
-        pace_s: how long a reward takes, which keeps steps from being over too soon.
+        pace_s: how long a reward takes at first, which keeps steps from being over too soon; see ``set_pace``.
     """
     (folder / "sums.jsonl").write_text("".join(f'{{"question": "{n}+{n}=", "answer": "{2 * n}"}}\n' for n in range(200)), encoding="utf-8")
     (folder / "length_reward.py").write_text(REWARD, encoding="utf-8")
+    set_pace(folder, pace_s)
     common = {"group_size": 2, "max_context_tokens": 64, "deadline_s": 90, "sampling": {"max_tokens": 4}}
-    reward = {"name": f"{folder / 'length_reward.py'}:length", "args": {"seconds": pace_s}}
+    reward = {"name": f"{folder / 'length_reward.py'}:length"}
     merged: dict[str, Any] = {
         "run": {"name": run, "dir": str(folder / "runs"), "seed": 5},
         "model": {"path": None, "tiny": TINY},
@@ -63,6 +65,13 @@ def config(folder: Path, run: str, *, steps: int, pace_s: float = 0.05, **sectio
     for section, values in sections.items():
         merged[section] = {**merged.get(section, {}), **values}
     return validate(merged)
+
+
+def set_pace(folder: Path, pace_s: float) -> None:
+    """How long every reward takes from now on, in seconds."""
+    new = folder / "pace.new"
+    new.write_text(str(pace_s), encoding="utf-8")
+    new.rename(folder / "pace")
 
 
 def write(folder: Path, values: dict[str, Any]) -> Path:

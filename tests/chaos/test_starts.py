@@ -1,0 +1,105 @@
+"""kill -9 of every process in its first seconds, and two learners of one run at once: the run comes up and its books agree."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from collections import Counter
+from pathlib import Path
+
+import chaos_run as chaos
+import pytest
+from chaos_world import LIMIT_S, SEED, World, world
+
+from bench.fleet import Child
+
+EARLY_KILLS = int(os.environ.get("RL_CHAOS_EARLY_KILLS", "1"))  # of each process; `make chaos` has 10
+EARLY_S = 10.0  # after its start, within which a process is killed
+RIVALRIES = int(os.environ.get("RL_CHAOS_RIVALRIES", "1"))  # rounds of two learners; `make chaos` has 10
+
+
+async def kill_early(w: World, child: Child, rng: random.Random, ages: list[float]) -> None:
+    """Kill one process at a random age, each of its first lives; notes the ages in seconds."""
+    for _ in range(EARLY_KILLS):
+        await w.watch.until(lambda: child.running or child.done, LIMIT_S)
+        await asyncio.sleep(max(0.0, child.started + rng.random() * EARLY_S - time.monotonic()))
+        if not child.running:
+            return  # the run was over before its turn came
+        ages.append(time.monotonic() - child.started)
+        child.kill()
+        await asyncio.to_thread(child.process.wait)  # type: ignore[union-attr]
+
+
+async def kill_the_broker_early(w: World, rng: random.Random, ages: list[float]) -> None:
+    """The same for the broker, whose first life begins before all others."""
+    for _ in range(EARLY_KILLS):
+        age = rng.random() * EARLY_S
+        await asyncio.sleep(age)
+        ages.append(age)
+        await w.fleet.restart_broker()
+
+
+@pytest.mark.timeout(300 + 60 * EARLY_KILLS)
+async def test_every_process_is_killed_in_its_first_seconds(tmp_path: Path) -> None:
+    """All at once, while the run starts: no life of any process but the last is older than EARLY_S."""
+    rng, steps = random.Random(SEED), 6 + 10 * EARLY_KILLS
+    ages: dict[str, list[float]] = {}
+    async with world(tmp_path, "starts", steps) as w:
+        kills = [kill_early(w, child, random.Random(rng.random()), ages.setdefault(child.name, [])) for child in w.fleet.children]
+        await asyncio.gather(*kills, kill_the_broker_early(w, rng, ages.setdefault("broker", [])))
+        await w.finish()
+    print({name: [round(age, 1) for age in found] for name, found in ages.items()})
+    for name in ("broker", "learner"):  # others may find the run over before their last turn
+        assert len(ages[name]) == EARLY_KILLS, name
+
+
+class Rivals:
+    """Two learners of one run."""
+
+    def __init__(self, w: World, learners: tuple[Child, Child]) -> None:
+        self._w, self.both = w, learners
+        self.won: Counter[str] = Counter()
+
+    async def settled(self) -> Child:
+        """Wait until one of them has been fenced and the other one has made a step that was not there before; the other one."""
+        await self._w.watch.until(lambda: sum(child.fenced for child in self.both) == 1, LIMIT_S)
+        (winner,) = (child for child in self.both if not child.fenced)
+        before = self._w.watch.step()
+        await self._w.watch.until(lambda: self._w.watch.step() > before, LIMIT_S)
+        assert winner.running
+        self.won[winner.name] += 1
+        return winner
+
+    def other(self, one: Child) -> Child:
+        return next(child for child in self.both if child is not one)
+
+
+@pytest.mark.timeout(300 + 120 * RIVALRIES)
+async def test_of_two_learners_of_one_run_exactly_one_trains(tmp_path: Path) -> None:
+    """One joins the other, the winner is killed and both start together, one of them is killed while they do."""
+    rng = random.Random(SEED)
+    async with world(tmp_path, "rivals", 15 + 20 * RIVALRIES, 1.0) as w:  # slow, so that the run is not over first
+        (first,) = w.fleet.of("learner")
+        await w.reach(2)
+        second = w.fleet.add("learner", "second", "start", str(tmp_path / "run.yaml"))
+        first.has_rival = second.has_rival = True
+        rivals = Rivals(w, (first, second))
+        assert await rivals.settled() is second  # who comes later takes over
+        for number in range(RIVALRIES):
+            winner = await rivals.settled() if number else second
+            winner.kill()  # and is started again by the fleet
+            rivals.other(winner).start()
+            if number:  # both are starting: one of them once more, at any moment
+                victim = rng.choice(rivals.both)
+                await w.watch.until(lambda victim=victim: victim.running, LIMIT_S)  # type: ignore[misc]
+                await asyncio.sleep(rng.random() * EARLY_S)
+                if victim.running:
+                    victim.kill()
+            winner = await rivals.settled()
+            if number + 1 < RIVALRIES:
+                rivals.other(winner).start()
+        chaos.set_pace(tmp_path, 0.0)
+        await w.finish()
+    print(dict(rivals.won))
