@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 MAX_PAYLOAD_BYTES: Final = 8 * 1024 * 1024
+MAX_GROUP_BYTES: Final = 1 << 30  # of a group that travels in parts
 MAX_SMALL_BYTES: Final = 192 * 1024  # of messages without columns or bytes: at worst each byte is a list of 72
 COUNT_FROM_BYTES: Final = 1024 * 1024  # below, whatever stands in a message takes less than the limit
 MAX_ITEMS: Final = 80_000  # values and keys of a larger one

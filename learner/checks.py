@@ -36,8 +36,10 @@ def check(config: dict[str, Any]) -> None:
     _check_names(config)
     _check_model(config)
     _check_training(config)
+    from learner.capacity import check_groups
     from learner.combinations import check_algorithm
 
+    check_groups(config)
     check_algorithm(config)
     _check_warm_start(config)
     if config["eval"]["baseline"] == "actor":

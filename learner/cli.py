@@ -98,7 +98,9 @@ def _start(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
+    from broker import timeouts
     from broker.runspec import load, validate
+    from learner import capacity
     from learner.doctor.lacking import line, of_fleet, of_learner
     from learner.prepare import to_yaml
 
@@ -107,11 +109,13 @@ def _check(options: argparse.Namespace) -> int:
         from learner.pipelines import config as offline
 
         checked = offline.validate(offline.pipeline_of(config), config)
-        found = of_learner(checked)
+        found, notes = of_learner(checked), []
     else:
         checked = validate(config)
-        found = of_fleet(checked)
+        found, notes = of_fleet(checked), [timeouts.note(checked), *capacity.notes(checked)]
     print(to_yaml(checked), end="")
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
     for finding in found:  # no error: the processes may run on other machines
         print(f"{'missing here' if finding.status == 'missing' else 'warning'}: {line(finding)}", file=sys.stderr)
     return 0
