@@ -56,6 +56,11 @@ class Child:
     def running(self) -> bool:
         return self.process is not None and self.process.poll() is None
 
+    @property
+    def has_spoken(self) -> bool:
+        """Whether this life has written a line into the log."""
+        return self.log.stat().st_size > self.began
+
     def start(self) -> None:
         with self.log.open("ab") as log:
             self.began = log.tell()
