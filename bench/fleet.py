@@ -57,9 +57,11 @@ class Child:
         return self.process is not None and self.process.poll() is None
 
     @property
-    def has_spoken(self) -> bool:
-        """Whether this life has written a line into the log."""
-        return self.log.stat().st_size > self.began
+    def num_lines(self) -> int:
+        """Lines that this life has written into the log."""
+        with self.log.open("rb") as log:
+            log.seek(self.began)
+            return log.read().count(b"\n")
 
     def start(self) -> None:
         with self.log.open("ab") as log:

@@ -17,6 +17,8 @@ from bench.fleet import Child
 
 EARLY_KILLS = int(os.environ.get("RL_CHAOS_EARLY_KILLS", "1"))  # of each process; `make chaos` has 10
 EARLY_S = 10.0  # after its start, within which a process is killed
+LINES = 4  # a learner has written as many when it trains
+WITHIN_S = 30.0  # longest wait for such a line
 SLOW_S, QUICK_S = 3.0, 0.1  # a reward, while learners start and while they train
 RIVALRIES = int(os.environ.get("RL_CHAOS_RIVALRIES", "1"))  # rounds of two learners; `make chaos` has 10
 
@@ -24,13 +26,14 @@ RIVALRIES = int(os.environ.get("RL_CHAOS_RIVALRIES", "1"))  # rounds of two lear
 async def kill_early(w: World, child: Child, rng: random.Random, ages: list[float]) -> None:
     """Kill one process at a random moment, each of its first lives; notes its ages in seconds.
 
-    In every other life the first seconds count from its first line in the log: on a busy machine its imports alone take EARLY_S.
+    In every other life it is just behind one of its first lines in the log: on a busy machine its imports alone take EARLY_S.
     """
     for number in range(EARLY_KILLS):
         await w.watch.until(lambda: child.running or child.done, LIMIT_S)
         if number % 2 == 0:
-            await w.watch.until(lambda: child.has_spoken or child.done, LIMIT_S)
-            await asyncio.sleep(rng.random() * EARLY_S)
+            line, until = rng.randint(1, LINES), time.monotonic() + WITHIN_S
+            await w.watch.until(lambda line=line, until=until: child.num_lines >= line or time.monotonic() > until, LIMIT_S)  # type: ignore[misc]
+            await asyncio.sleep(rng.random())
         else:
             await asyncio.sleep(max(0.0, child.started + rng.random() * EARLY_S - time.monotonic()))
         if not child.running:
