@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from broker.errors import ConfigError
@@ -121,6 +121,7 @@ def test_one_short_deadline_among_several_domains_is_no_contradiction() -> None:
 maybe = st.none() | st.floats(1, 1e5).map(lambda value: round(value, 1))
 
 
+@settings(deadline=None)
 @given(turn=maybe, episode=maybe, first=maybe, second=maybe, ticket=maybe, n=st.integers(1, 64), turns=st.integers(1, 50))
 def test_the_chain_holds_and_a_resolved_configuration_resolves_to_itself(
     turn: float | None, episode: float | None, first: float | None, second: float | None, ticket: float | None, n: int, turns: int
