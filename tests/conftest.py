@@ -15,6 +15,7 @@ import pytest
 from broker.jetstream import Bus
 from broker.server import BrokerServer
 
+pytest_plugins = ["skips"]
 WHEEL_BINARY = str(Path(sysconfig.get_path("scripts")) / "nats-server")
 _numbers = itertools.count(1)
 

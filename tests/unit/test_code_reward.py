@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from rewardhub.rewards.code import Code, CodeArgs, last_block, same_output
 from rewardhub.rewards.code_tests import BadTests, Calls, Pairs, Statements, parse
 from sandbox import SandboxFailed
 
-needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is missing: apt-get install bubblewrap")
 SWAP = "class Solution:\n    def add(self, a, b): return (a, b)"
 DEEP = "import sys; sys.setrecursionlimit(10**6)\ndef f(n): return n and 1 + f(n - 1)\ndef add(a, b): return a + b + f(20000) * 0"
 FILE = "from solution import add as plus\ndef test_a(): assert plus(1, 1) == 2\ndef test_b(): assert add(1, 1) == 3"
@@ -42,7 +40,7 @@ def flags(scored: Scored) -> set[str]:
     return {name for name, value in scored.notes.items() if value}
 
 
-@needs_bubblewrap
+@pytest.mark.sandbox
 @pytest.mark.parametrize(
     ("program", "reference", "passed", "expected"),
     [
@@ -73,7 +71,7 @@ def test_outcomes(code: Code, program: str | None, reference: str, passed: float
     assert flags(scored) == expected
 
 
-@needs_bubblewrap
+@pytest.mark.sandbox
 def test_a_program_that_takes_too_long_keeps_what_it_had_passed() -> None:
     code = Code(CodeArgs(timeout_s=0.7))
     for reference in (
@@ -87,20 +85,20 @@ def test_a_program_that_takes_too_long_keeps_what_it_had_passed() -> None:
         assert flags(scored) == {"compiled", "timeout"}
 
 
-@needs_bubblewrap
+@pytest.mark.sandbox
 def test_all_or_nothing() -> None:
     code = Code(CodeArgs(all_or_nothing=True))
     assert code.score(sample(ADD, ASSERTS)).value == 0.0
     assert code.score(sample(ECHO, DOUBLE)).value == 1.0
 
 
-@needs_bubblewrap
+@pytest.mark.sandbox
 def test_bad_tests_are_the_datas_fault_and_named(code: Code) -> None:
     with pytest.raises(InvalidValue, match=r"domain 'mbpp', task 7, its tests: test 1 is no Python: .*'assertt f"):
         code.score(sample(ADD, '["assertt f(1)"]'))
 
 
-@needs_bubblewrap
+@pytest.mark.sandbox
 def test_a_sandbox_that_fails_is_no_zero(code: Code, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code._sandbox, "_bwrap", "/bin/false")
     with pytest.raises(SandboxFailed):

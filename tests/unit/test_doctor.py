@@ -362,4 +362,10 @@ def test_the_quickstart_can_run_here() -> None:
     findings = doctor.examine("configs/quickstart.yaml")
     assert exit_code(findings) == 0
     assert {finding.area for finding in findings} == set(doctor.AREAS) - {"agents", "models", "endpoints"}  # it has none
+
+
+@pytest.mark.sandbox
+def test_the_sandbox_works_here() -> None:
+    findings = sandbox_findings(Needs(sandbox=True))
+    assert exit_code(findings) == 0
     assert next(finding for finding in findings if finding.name == "bubblewrap").found.startswith("bubblewrap")

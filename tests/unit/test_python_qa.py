@@ -20,17 +20,9 @@ def asked(folder: Path, **args: object) -> PythonQA:
     return env
 
 
-def sandboxed(folder: Path, **args: object) -> PythonQA:
-    env = asked(folder, **args)
-    try:
-        PythonQA.check(env.args)
-    except UserError as error:
-        pytest.skip(str(error))
-    return env
-
-
+@pytest.mark.sandbox
 def test_a_program_runs_in_the_sandbox_and_names_stay_defined(tmp_path: Path) -> None:
-    env = sandboxed(tmp_path, format_penalty=0.5, max_programs=4)
+    env = asked(tmp_path, format_penalty=0.5, max_programs=4)
     first = env.step("Let me see. <python>```python\nx = 6\nprint('six')\n```</python>")
     assert (first.observation.text, first.reward, first.done, first.valid) == ("<output>\nsix\n</output>", 0.0, False, True)
     assert (
@@ -48,8 +40,9 @@ def test_a_program_runs_in_the_sandbox_and_names_stay_defined(tmp_path: Path) ->
     assert (last.reward, last.done, last.success) == (1.0, True, True)
 
 
+@pytest.mark.sandbox
 def test_a_program_cannot_leave_the_sandbox_nor_run_on(tmp_path: Path) -> None:
-    env = sandboxed(tmp_path, timeout_s=1.0, keep=False)
+    env = asked(tmp_path, timeout_s=1.0, keep=False)
     out = tmp_path / "written"
     assert "Error" in env.step(f"<python>open({str(out)!r}, 'w')</python>").observation.text
     assert not out.exists()

@@ -21,7 +21,6 @@ from sandbox.command import FIRST_UID, NOBODY, free_uid, mend
 
 ROOT = Path(__file__).parents[2]
 BY_NAME = {escape.name: escape for escape in ESCAPES}
-needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is missing: apt-get install bubblewrap")
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +28,7 @@ def sandbox() -> Sandbox:
     return Sandbox(LIMITS)
 
 
-@needs_bubblewrap
+@pytest.mark.sandbox
 @pytest.mark.parametrize("name", BY_NAME)
 def test_no_escape(sandbox: Sandbox, name: str) -> None:
     escape: Escape = BY_NAME[name]
@@ -39,7 +38,7 @@ def test_no_escape(sandbox: Sandbox, name: str) -> None:
         assert result.how == escape.how, result
 
 
-@needs_bubblewrap
+@pytest.mark.sandbox
 @pytest.mark.skipif(os.geteuid() != 0, reason="some of them need root to succeed without a sandbox")
 @pytest.mark.parametrize("name", [escape.name for escape in ESCAPES if escape.harmless])
 def test_it_is_the_sandbox_that_holds(name: str) -> None:
@@ -48,7 +47,7 @@ def test_it_is_the_sandbox_that_holds(name: str) -> None:
         assert BY_NAME[name].escaped(here, result), result
 
 
-@needs_bubblewrap
+@pytest.mark.sandbox
 def test_a_program_has_no_privileges(sandbox: Sandbox) -> None:
     ended = sandbox.run("print(open('/proc/self/status').read()); import os; print(os.getgroups(), sorted(os.listdir('/dev')))")
     status = dict(line.split(":\t", 1) for line in ended.stdout.decode().splitlines() if ":\t" in line)
@@ -59,7 +58,7 @@ def test_a_program_has_no_privileges(sandbox: Sandbox) -> None:
     assert ended.stdout.decode().splitlines()[-1].endswith("['null', 'shm', 'urandom']")
 
 
-@needs_bubblewrap
+@pytest.mark.sandbox
 def test_a_program_may_do_what_programs_do(sandbox: Sandbox) -> None:
     program = """
 import json, math, tempfile, threading, multiprocessing.pool, sys
@@ -77,7 +76,7 @@ exit(3)
     assert (ended.exit_code, ended.killed_for) == (3, "")
 
 
-@needs_bubblewrap
+@pytest.mark.sandbox
 def test_a_program_cannot_answer_for_its_tests(sandbox: Sandbox) -> None:
     forger = (
         "import os\nfor fd in range(3, 20):\n    try: os.write(fd, b'loaded\\nx 0 true\\n 1 true\\n0 true\\n')\n"
@@ -86,7 +85,7 @@ def test_a_program_cannot_answer_for_its_tests(sandbox: Sandbox) -> None:
     assert sandbox.run(forger, mode="asserts", tests=Checks("", ("assert True", "assert True"))).answers == {}
 
 
-@needs_bubblewrap
+@pytest.mark.sandbox
 def test_many_at_once_have_limits_of_their_own() -> None:
     code = (
         "import concurrent.futures as f\nfrom bench.escape_scene import LIMITS\nfrom sandbox import Sandbox\n"
@@ -98,7 +97,7 @@ def test_many_at_once_have_limits_of_their_own() -> None:
     assert done.stdout.split() == ["b'1\\n'"] * 3, done.stderr
 
 
-@needs_bubblewrap
+@pytest.mark.sandbox
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_an_ordinary_user_has_a_sandbox_too() -> None:
     other = shutil.which("python3.11", path="/usr/local/bin:/usr/bin")
@@ -123,7 +122,7 @@ def test_an_ordinary_user_has_a_sandbox_too() -> None:
     assert all(line.rstrip().endswith("False") for line in lines), lines
 
 
-@needs_bubblewrap
+@pytest.mark.sandbox
 def test_programs_end_with_whoever_runs_them() -> None:
     marker = f"sandbox-test-{os.getpid()}"
     program = f"import os, sys; os.execv(sys.executable, [sys.executable, '-c', 'import time; time.sleep(60)', {marker!r}])"
@@ -162,7 +161,7 @@ def test_where_bubblewrap_does_not_work_nothing_runs(monkeypatch: pytest.MonkeyP
         Sandbox()
 
 
-@needs_bubblewrap
+@pytest.mark.sandbox
 def test_no_process_is_nobodys_fault(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "_bwrap", "/nowhere/bwrap")
     with pytest.raises(SandboxFailed, match="no process can be started"):
