@@ -344,6 +344,7 @@ class Presence(Message, frozen=True, tag="Presence"):
     running: int = 0  # how much it is doing
     waiting: int = 0  # how much is queued inside it
     serves: list[str] = []  # envhub: domains; rewardhub: pools
+    problem: str = ""  # one line: why it takes no work; empty: it does
 
 
 class RunSpec(Message, frozen=True, tag="RunSpec"):
