@@ -13,11 +13,13 @@ import os
 import socket
 import time
 from collections.abc import Iterable
+from functools import partial
 from typing import Final
 
 from broker import channel, wire
 from broker.config import BrokerSection
 from broker.errors import ConfigError, RlearnerError, UserError
+from broker.health import Health
 from broker.jetstream import Delivery
 from broker.process import Member, Stop, join
 from broker.runspec import section
@@ -34,9 +36,10 @@ from envhub.nursery import Nurseries
 from envhub.outbox import InHand, Outbox
 from envhub.players import Limits, Players
 from envhub.rerun import Reruns
-from envhub.slots import Abort, Action, Close, Finish, HandBack, Slots, Start
+from envhub.slots import OF_THE_HOST, Abort, Action, Close, Finish, HandBack, Slots, Start
 from envhub.tally import Tally
 from envhub.task import EpisodeFailed
+from envhub.trial import trial
 from text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -77,6 +80,7 @@ class Hub:
         self.slots = Slots(n or self.settings.n, self.settings.max_retries)
         calls, nurseries = Calls(self.settings.step_timeout_s), Nurseries(self.settings.worker_memory_mib)
         self.players = Players(tokenizer, self.generator, calls, limits, nurseries, max_workers=self.slots.n)
+        self.health = Health("domain", self.domains, self.settings.broken_after, trial=self._trial, changed=member.poke)
         self.tally = Tally()
         self.turnstile = Turnstile(self.slots)
         self.outbox = Outbox(member, self.tally)
@@ -118,7 +122,8 @@ class Hub:
     def _feed(self, stream: Stream, domain: str) -> Feed:
         config = self.spec.config
         group_size = (config.get("eval") or {}).get("group_size", 1) if stream is EVALTICKETS else self.domains[domain].section.group_size
-        return Feed(self.member, self.turnstile, stream, domain, group_size, self.accept, self._episodes_in_hand, self._serves_someone)
+        ready = partial(self._ready, domain)
+        return Feed(self.member, self.turnstile, stream, domain, group_size, self.accept, self._episodes_in_hand, ready)
 
     def _episodes_in_hand(self, stream: Stream) -> int:
         return sum(held.asked.group_size for held in self._in_hand.values() if held.asked.stream is stream)
@@ -131,6 +136,7 @@ class Hub:
             await asyncio.sleep(TICK_S / 5)
             self._tick()
         self._perform(self.slots.expire())
+        await self.health.close()
         await self.outbox.empty(FAREWELL_S)
         await self.client.close()
         await self.players.close()
@@ -145,6 +151,8 @@ class Hub:
         versions = [one.policy_version for one in there if one.policy == "actor" and one.epoch == epoch]
         self._perform(self.slots.advanced(max(versions, default=-1)))
         self._perform(self.slots.tick(time.monotonic()))
+        if self._serves_someone(TICKETS) and not self.slots.draining:
+            self.health.start_trials()
 
     def _count_hung(self) -> None:
         """Threads cannot be stopped, so a hub that has lost too many ends in good order and leaves its work to a fresh one.
@@ -173,6 +181,7 @@ class Hub:
             domain.check()
             self._retire(name)
             self.domains[name] = domain
+            self.health.renew(name)
             if name not in self._feeds:
                 self._open_feeds(name)
         self.member.poke()
@@ -184,7 +193,7 @@ class Hub:
         for feed in self._feeds.pop(name):
             feed.cancel()
         held = [key for key, one in self._in_hand.items() if one.asked.domain == name]
-        self._perform(self.slots.give_back(held, f"the run no longer has domain {name}"))
+        self._perform(self.slots.hand_back(held, 0.0, f"the run no longer has domain {name}"))
         self._retire(name)
 
     def _retire(self, name: str) -> None:
@@ -205,6 +214,10 @@ class Hub:
         policies = {one.policy for one in self.member.roster.alive("rollout") if one.state == "serving"}
         return "actor" in policies if stream is TICKETS else bool(policies)
 
+    def _ready(self, domain: str, stream: Stream) -> bool:
+        """Whether tickets of a queue can be worked on here at present."""
+        return self.health.takes(domain) and self._serves_someone(stream)
+
     # -- tickets in
 
     def accept(self, stream: Stream, domain: str, delivery: Delivery) -> int:
@@ -218,6 +231,9 @@ class Hub:
         held = self._in_hand.get(asked.key)
         if held is not None:
             held.delivery = delivery  # the same ticket again: the newest delivery is the one to acknowledge
+            return asked.group_size
+        if not self.health.takes(domain):  # it was on its way when the domain failed once too often
+            self.outbox.hand_back(InHand(asked, delivery, self.domains[domain]), self.health.delay_s(domain), "its domain fails here")
             return asked.group_size
         drop_late = (self.spec.config.get("train") or {}).get("on_late") == "drop"
         self._in_hand[asked.key] = InHand(asked, delivery, self.domains[domain])
@@ -236,9 +252,11 @@ class Hub:
                     held.tasks.pop(episode).cancel()
                 case Finish(key, episodes):
                     del self._in_hand[key]
+                    self.health.settled(held.domain.name, key)
                     self.outbox.finish(held, [held.played[episode] for episode in episodes])
                 case Close(key, reason, detail):
                     del self._in_hand[key]
+                    self.health.settled(held.domain.name, key)
                     self.outbox.close(held, reason, detail)
                 case HandBack(key, delay_s, detail):
                     del self._in_hand[key]
@@ -262,6 +280,7 @@ class Hub:
             log.exception("%s episode %d", key, episode)  # a fault of our own: it must cost this episode only
             self._failed(key, held, episode, EpisodeFailed("env", f"{type(error).__name__}: {error}"))
             return
+        self.health.succeeded(held.domain.name)
         if self._in_hand.get(key) is held:
             self.tally.add(played)
             held.played[episode] = played
@@ -274,10 +293,18 @@ class Hub:
             return
         self.tally.failures += 1
         held.tasks.pop(episode, None)
-        actions = self.slots.failed(key, episode, error.kind, error.detail)
-        what = f"domain {held.domain.name}, {key} episode {episode} failed: {error.detail}"
+        domain, delivery = held.domain.name, held.delivery.num_delivered
+        broken = error.kind in OF_THE_HOST and self.health.failed(domain, key, delivery, error.detail)
+        actions = self.slots.failed(key, episode, error.kind, error.detail, own=self.health.blames(domain, key, delivery))
+        what = f"domain {domain}, {key} episode {episode} failed: {error.detail}"
         self._traces.say(log, "; ".join(filter(None, (what, self.slots.what_next(key, episode, actions)))), error.trace)
         self._perform(actions)
+        if broken:
+            keys = [key for key, other in self._in_hand.items() if other.domain.name == domain]
+            self._perform(self.slots.hand_back(keys, self.health.delay_s(domain), "its domain fails here"))
+
+    async def _trial(self, domain: str, number: int) -> tuple[bool | None, str]:
+        return await trial(self.players, self.domains[domain], f"{self.member.id}.trial{number}.{domain}", number)
 
     # -- what others see
 
@@ -288,11 +315,12 @@ class Hub:
             id=self.member.id,
             host=socket.gethostname(),
             pid=os.getpid(),
-            state="draining" if self.slots.draining else "serving",
+            state="draining" if self.slots.draining else self.health.state,
             slots=self.slots.n,
             running=self.slots.running,
             waiting=self.slots.waiting,
-            serves=list(self.domains),
+            serves=self.health.serves,
+            problem=self.health.problem,
         )
 
     def metrics(self) -> dict[str, float]:

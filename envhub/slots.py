@@ -8,7 +8,7 @@ than the hub runs in waves. Every accepted job ends in exactly one of ``Finish``
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -17,10 +17,11 @@ from broker.wire import ClosedReason
 
 FailureKind = Literal["env", "timeout", "generate", "machine", "fatal", "large"]
 
-# What a group that cannot reach its size is closed for. A generation failure, or a machine on which no process can be
-# started, is nobody's fault here: the ticket is handed back for another hub to try, and the number of deliveries bounds how often.
+# What a group that cannot reach its size is closed for. After a generation failure, on a machine where no process can be started, and
+# where nothing shows that the ticket is to blame, it is handed back for another hub to try.
 CLOSED_FOR: dict[FailureKind, ClosedReason] = {"env": "env_error", "timeout": "timeout", "fatal": "env_error", "large": "too_large"}
 HOPELESS: frozenset[FailureKind] = frozenset(("fatal", "large"))  # another try would end the same way
+OF_THE_HOST: frozenset[FailureKind] = frozenset(("env", "machine", "fatal", "timeout"))  # may be: a hub where all fail takes no more
 HAND_BACK_DELAY_S = 1.0
 
 
@@ -185,8 +186,16 @@ class Slots:
         group.done.add(episode)
         return self._settle(group) or self._fill()
 
-    def failed(self, key: str, episode: int, kind: FailureKind, detail: str) -> list[Action]:
-        """An episode broke: it starts again, or is lost after ``max_retries``, at once if ``kind`` is hopeless."""
+    def failed(self, key: str, episode: int, kind: FailureKind, detail: str, *, own: bool = True) -> list[Action]:
+        """An episode broke: it starts again, or is lost after ``max_retries``, at once if ``kind`` is hopeless.
+
+        Args:
+            key: of its group.
+            episode: number in the group.
+            kind: of failure.
+            detail: what happened.
+            own: whether the ticket is to blame; else the host may be, and another hub is to try. What is hopeless is always its own.
+        """
         attempt = self._groups[key].running.get(episode, 0) if key in self._groups else 0
         group = self._leave(key, episode)
         if group is None:
@@ -198,7 +207,7 @@ class Slots:
         group.lost.add(episode)
         if group.job.group_size - len(group.lost) < group.job.min_group_size:
             detail = f"episode {episode}, attempt {attempt + 1}: {detail}"
-            reason = CLOSED_FOR.get(kind)
+            reason = CLOSED_FOR.get(kind) if own or kind in HOPELESS else None
             return self._end(group, HandBack(key, HAND_BACK_DELAY_S, detail) if reason is None else Close(key, reason, detail))
         return self._settle(group) or self._fill()
 
@@ -238,14 +247,12 @@ class Slots:
     def expire(self) -> list[Action]:
         """The drain took too long: hand back every ticket in hand."""
         self.draining = True
-        return self.give_back(self.jobs, "draining")
+        return self.hand_back(self.jobs, 0.0, "draining")
 
-    def give_back(self, keys: Sequence[str], why: str) -> list[Action]:
-        """Hand back the tickets of these groups, which are in hand."""
-        actions: list[Action] = []
-        for key in keys:
-            actions += self._end(self._groups[key], HandBack(key, 0.0, why))
-        return actions
+    def hand_back(self, keys: Iterable[str], delay_s: float, detail: str) -> list[Action]:
+        """Give up groups in hand; another hub may take their tickets after ``delay_s``."""
+        ends = [action for key in keys for action in self._stop(self._groups[key], HandBack(key, delay_s, detail))]
+        return ends + self._fill()
 
     # -- inside
 
@@ -283,9 +290,12 @@ class Slots:
         return self._end(group, Close(job.key, "late", detail))
 
     def _end(self, group: _Group, ending: Action) -> list[Action]:
+        return self._stop(group, ending) + self._fill()
+
+    def _stop(self, group: _Group, ending: Action) -> list[Action]:
         key = group.job.key
         del self._groups[key]
         if group.waiting:
             self._queue = deque(entry for entry in self._queue if entry[0] != key)
         self._running -= len(group.running)
-        return [*(Abort(key, episode) for episode in group.running), ending, *self._fill()]
+        return [*(Abort(key, episode) for episode in group.running), ending]

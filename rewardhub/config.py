@@ -21,6 +21,7 @@ class RewardhubSection(Section):
     max_retries: PositiveInt = 2  # of one score after a timeout, a crash or an error
     worker_memory_mib: PositiveInt | None = 4096  # of one worker process, beyond what its rewards load at first; None: no limit
     max_groups: PositiveInt = 16  # groups in work at once
+    broken_after: PositiveInt = 5  # groups of a pool that fail in a row; then the hub takes no more of them until a trial goes well
     drain_timeout_s: PositiveFloat = 30.0
 
 

@@ -168,7 +168,7 @@ class Hosts:
             try:
                 kind = self._kind(reward)
                 await asyncio.gather(*(self._process(kind, index) for index in range(len(kind.processes))))
-            except (ScoreFailed, NoWorker) as error:
+            except NoWorker as error:
                 raise UserError(f"{key}: {error}") from None
 
     async def score(self, reward: Reward, sample: Sample) -> Scored:
@@ -236,7 +236,7 @@ class Hosts:
             try:
                 answer = await process.ask(protocol.Load(kind.reward.name, kind.reward.args), LOAD_S)
                 if isinstance(answer, protocol.Failed):
-                    raise ScoreFailed(answer.detail, retry=answer.retry)
+                    raise NoWorker(answer.detail)
             except (TimeoutError, _Gone) as error:
                 await process.close()
                 raise NoWorker(f"the process of {kind.reward.name} does not start: {error or f'nothing within {LOAD_S:g} s'}") from None

@@ -40,10 +40,15 @@ class Forward:
 
 @dataclass(frozen=True)
 class Close:
-    """End the ticket without a group, and keep the bytes for the operator."""
+    """End the ticket without a group, and keep the bytes for the operator.
+
+    Attributes:
+        own: the group is to blame for sure; else this host may be, and another hub may have more success.
+    """
 
     reason: wire.ClosedReason
     detail: str
+    own: bool = True
 
 
 Action = Ask | Forward | Close
@@ -82,6 +87,7 @@ class Scoring:
         # Of step-independent samples, which share their episode's number, the last one knows how it ended: it is scored for all.
         self._last = {trajectory.episode: index for index, trajectory in enumerate(group.trajectories)}
         self.num_retries = 0
+        self.failed_episode = group.trajectories[0].episode  # the one that ended it, if one did
         self.ended = False
 
     @property
@@ -110,8 +116,10 @@ class Scoring:
             self.num_retries += 1
             return [Ask(ask.trajectory, ask.reward, ask.attempt + 1)]
         self.ended = True
+        self.failed_episode = self.group.trajectories[ask.trajectory].episode
         tries = f" (after {ask.attempt + 1} tries)" if ask.attempt else ""
-        return [Close("reward_error", f"episode {self.group.trajectories[ask.trajectory].episode}: {detail}{tries}")]
+        works_here = any(reward == ask.reward for _, reward in self._values)
+        return [Close("reward_error", f"episode {self.failed_episode}: {detail}{tries}", own=works_here or not retry)]
 
     def _forward(self) -> list[Action]:
         self.ended = True

@@ -20,6 +20,7 @@ import msgspec
 
 from broker import gpus, wire
 from broker.errors import UserError, WireError
+from broker.health import Health
 from broker.jetstream import Delivery
 from broker.process import Member, Stop, join
 from broker.runspec import domains, section
@@ -31,11 +32,13 @@ from rewardhub.config import RewardhubSection, all_pools, pools_of_kinds
 from rewardhub.routing import Close, Forward, Scoring, log_of, refusal
 from rewardhub.scorers import Scorers
 from rewardhub.tally import Tally
+from rewardhub.trials import Trials
 from rewardhub.workers import NoWorker
 
 log = logging.getLogger(__name__)
 
 POLL_S: Final = 1.0
+TICK_S: Final = 0.25
 HAND_BACK_S: Final = 2.0  # before another hub gets a group for which no worker could be started here
 
 
@@ -45,6 +48,7 @@ class _Job:
 
     pool: str
     delivery: Delivery
+    task: asyncio.Task[None] | None = None
     began: float = field(default_factory=time.monotonic)
 
 
@@ -99,6 +103,8 @@ class Hub:
             memory_mib=self.settings.worker_memory_mib,
             gpu_numbers=gpu_numbers,
         )
+        self.trials = Trials()
+        self.health = Health("pool", self.pools, self.settings.broken_after, trial=self._trial, changed=member.poke)
         self.tally = Tally()
         self._jobs: dict[int, _Job] = {}  # by sequence in the stream
         self._tasks: set[asyncio.Task[None]] = set()
@@ -123,10 +129,12 @@ class Hub:
             reruns = await respond(self.bus, RERUNS, self.member.id, self.rerun)
             self.member.poke()
             feeds = [asyncio.create_task(self._feed(pool)) for pool in self.pools]
-            await asyncio.wait({asked, *feeds}, return_when=asyncio.FIRST_COMPLETED)
-            for feed in feeds:
-                if feed.done():
-                    feed.result()  # a feed never ends by itself: this raises what it failed with
+            while not asked.done():
+                await asyncio.wait({asked, *feeds}, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
+                for feed in feeds:
+                    if feed.done():
+                        feed.result()  # a feed never ends by itself: this raises what it failed with
+                self.health.start_trials()
         finally:
             if reruns is not None:
                 await reruns.close()
@@ -144,6 +152,7 @@ class Hub:
         for task in unfinished:
             task.cancel()
         await asyncio.gather(*unfinished, return_exceptions=True)
+        await self.health.close()
         await self.workers.close()
 
     async def _feed(self, pool: str) -> None:
@@ -152,6 +161,9 @@ class Hub:
         share = max(1, self.settings.max_groups // len(self.pools))
         while True:
             await self.member.running.wait()
+            if not self.health.takes(pool):
+                await asyncio.sleep(TICK_S)
+                continue
             free = share - sum(1 for job in self._jobs.values() if job.pool == pool)
             if free <= 0:
                 self._room.clear()
@@ -166,7 +178,7 @@ class Hub:
             return
         self._follow_spec()
         job = self._jobs[delivery.seq] = _Job(pool, delivery)
-        task = asyncio.create_task(self._work(job))
+        task = job.task = asyncio.create_task(self._work(job))
         self._tasks.add(task)
         task.add_done_callback(lambda done: self._done(delivery.seq, done))
 
@@ -192,12 +204,14 @@ class Hub:
         try:
             if not isinstance(group, wire.Group):
                 await self._refuse(job)
+            elif not self.health.takes(job.pool):  # it was on its way when the pool failed once too often
+                await self._hand_back(job, self.health.delay_s(job.pool), "its pool fails here")
             elif refused := refusal(group, job.pool, self.domains, job.delivery.num_delivered):
                 await self._close(job, group.ticket, group.domain, group.eval_step, refused)
             else:
                 await self._score(job, group)
         except asyncio.CancelledError:
-            await asyncio.shield(job.delivery.nak())
+            await asyncio.shield(job.delivery.nak(self.health.delay_s(job.pool)))
             raise
 
     async def _refuse(self, job: _Job) -> None:
@@ -212,16 +226,39 @@ class Hub:
         try:
             ending = await carry_out(scoring, rewards, self.workers)
         except NoWorker as error:
-            log.error("ticket %d handed back: %s", group.ticket, error)
-            self.tally.handed_back += 1
-            await job.delivery.nak(HAND_BACK_S)
-            return
+            ending = Close("aborted", str(error), own=False)
         self.tally.retries += scoring.num_retries
         self.tally.cost += scoring.cost
+        key = _message_id(group.ticket, group.eval_step)
+        if isinstance(ending, Forward):
+            self.health.succeeded(job.pool)
+            self.trials.forget(job.pool)
+        elif self._fails(job, key, scoring, ending):
+            await self._hand_back(job, HAND_BACK_S, ending.detail)
+            return
+        self.health.settled(job.pool, key)
         if isinstance(ending, Close):
             await self._close(job, group.ticket, group.domain, group.eval_step, ending)
         else:
             await self._forward(job, ending, time.monotonic() - started)
+
+    def _fails(self, job: _Job, key: str, scoring: Scoring, ending: Close) -> bool:
+        """Count a group that could not be scored. Return whether it is for another hub, because this host may be to blame."""
+        delivery = job.delivery.num_delivered
+        self.trials.keep(job.pool, scoring)
+        if self.health.failed(job.pool, key, delivery, ending.detail):
+            for other in self._jobs.values():
+                if other is not job and other.pool == job.pool and other.task is not None:
+                    other.task.cancel()  # which hands its group back
+        return ending.reason == "aborted" or not (ending.own or self.health.blames(job.pool, key, delivery))
+
+    async def _hand_back(self, job: _Job, delay_s: float, why: str) -> None:
+        log.warning("ticket %d handed back: %s", job.delivery.ticket, why)
+        self.tally.handed_back += 1
+        await job.delivery.nak(delay_s)
+
+    async def _trial(self, pool: str, number: int) -> tuple[bool | None, str]:
+        return await self.trials.trial(pool, self.domains, self.workers)
 
     async def rerun(self, message: wire.Message) -> wire.Message | None:
         """See ``rewardhub.carry.rerun``."""
@@ -260,10 +297,11 @@ class Hub:
             id=self.member.id,
             host=socket.gethostname(),
             pid=os.getpid(),
-            state="starting" if self._state == "starting" else "draining" if self._state == "draining" else "serving",
+            state="starting" if self._state == "starting" else "draining" if self._state == "draining" else self.health.state,
             slots=self.settings.max_groups,
             running=len(self._jobs),
-            serves=self.pools,
+            serves=self.health.serves,
+            problem=self.health.problem,
         )
 
     def metrics(self) -> dict[str, float]:

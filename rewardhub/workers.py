@@ -35,7 +35,7 @@ class ScoreFailed(RlearnerError):
 
 
 class NoWorker(RlearnerError):
-    """No worker process can be started on this machine now; nobody's fault but the machine's."""
+    """No worker process can be started on this machine now, or none loads the reward; no group is to blame."""
 
 
 class _Died(RlearnerError):
@@ -138,7 +138,7 @@ class Workers:
         for worker in started:
             self._free.put_nowait(worker if isinstance(worker, Worker) else None)
         for error in started:
-            if isinstance(error, (NoWorker, ScoreFailed)):
+            if isinstance(error, NoWorker):
                 raise UserError(str(error))
             if isinstance(error, BaseException):
                 raise error
@@ -210,7 +210,7 @@ class Workers:
             for reward in self._rewards:
                 answer = await worker.ask(protocol.Load(reward.name, reward.args), START_S)
                 if isinstance(answer, protocol.Failed):
-                    raise ScoreFailed(answer.detail, retry=answer.retry)
+                    raise NoWorker(answer.detail)
         except (TimeoutError, _Died) as error:
             await self._bury(worker)
             raise NoWorker(f"a worker process does not start: {error or f'nothing within {START_S:g} s'}") from None

@@ -21,7 +21,7 @@ from learner.ops.place import connected, find
 
 SHOWN: Final = ("reward/mean", "env/success_rate", "staleness/max", "perf/tokens_per_s", "trainer/idle_ratio", "rollouter/idle_ratio")
 TICKETS: Final = ("issued", "trained", "filtered", "dropped", "dead", "open", "duplicate")
-PROCESS: Final = ("role", "id", "host", "pid", "state", "policy", "epoch", "policy_version", "slots", "running", "waiting")
+PROCESS: Final = ("role", "id", "host", "pid", "state", "policy", "epoch", "policy_version", "slots", "running", "waiting", "problem")
 
 
 async def show_status(options: argparse.Namespace) -> int:
@@ -125,6 +125,8 @@ def text_of(found: Mapping[str, Any], now: float) -> list[str]:
         load = f"{one['running']}/{one['slots']} running, {one['waiting']} waiting"
         version = f", version {one['policy_version']}" if one["policy_version"] >= 0 else ""
         lines.append(f"  {one['role']:13}{one['id']:24}{one['state']:9} {load}{version}")
+        if one["problem"]:
+            lines.append(f"  {'':13}{one['problem']}")
     if not found["processes"]:
         lines.append("  nobody is there")
     return lines

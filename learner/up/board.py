@@ -71,9 +71,21 @@ class Board:
                 self.baselines[parts[1]] = value
         return True
 
-    def see(self, present: Iterable[wire.Presence]) -> None:
-        """Replace what is known of who is alive."""
-        self.processes = {f"{p.role}.{p.id}": p for p in present}
+    def see(self, present: Iterable[wire.Presence]) -> list[str]:
+        """Replace what is known of who is alive. Return lines about those who stopped taking work, or take it again."""
+        before, self.processes = self.processes, {f"{p.role}.{p.id}": p for p in present}
+        lines = []
+        for key, presence in self.processes.items():
+            had, has = bool(key in before and before[key].problem), bool(presence.problem)
+            if has and not had:
+                lines.append(f"{presence.role} {presence.id}: {presence.problem}")
+            elif had and not has:
+                lines.append(f"{presence.role} {presence.id} takes work again")
+        return lines
+
+    def problems(self) -> list[str]:
+        """Why processes take no work, one line each."""
+        return [f"{presence.role} {presence.id}: {presence.problem}" for presence in self.processes.values() if presence.problem]
 
     def eta_s(self) -> float | None:
         """Seconds until the last step at the pace so far, None before two steps."""

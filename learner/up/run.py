@@ -99,8 +99,8 @@ async def _show(config: dict[str, Any], broker: BrokerServer, fleet: Fleet, lear
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(stop.asked.wait(), DRAW_EVERY_S)
                 happened = fleet.watch() + await asyncio.to_thread(keeper.look)
+                happened += board.see(p for role in ("learner", "rollout", "envhub", "rewardhub") for p in roster.alive(role))
                 events += happened
-                board.see(p for role in ("learner", "rollout", "envhub", "rewardhub") for p in roster.alive(role))
                 if live is not None:
                     live.update(screen(board, events, fleet.logs))
                     continue

@@ -38,10 +38,11 @@ def progress(board: Board) -> RenderableType:
 
 
 def trouble(board: Board, logs: Path) -> list[RenderableType]:
-    """Groups that failed, as long as the run lasts: red until something is trained after the newest."""
+    """Hubs that take no work, and groups that failed, as long as the run lasts: red until something is trained after the newest."""
+    hubs = [Text(line, style="bold red") for line in board.problems()]
     if not board.failures.total:
-        return []
-    return [Text(board.failures.line(logs), style="bold red" if board.failures.stuck else "yellow")]
+        return [*hubs]
+    return [*hubs, Text(board.failures.line(logs), style="bold red" if board.failures.stuck else "yellow")]
 
 
 def figures(board: Board) -> RenderableType:

@@ -7,7 +7,7 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -178,11 +178,11 @@ class World:
             async with asyncio.timeout(LONG_S):
                 await task
 
-    def spawn(self, *arguments: str) -> subprocess.Popen[str]:
-        """A hub in a process of its own."""
+    def spawn(self, *arguments: str, program: Sequence[str] = ("-m", "envhub.cli"), **variables: str) -> subprocess.Popen[str]:
+        """A hub in a process of its own; ``variables`` are added to its environment."""
         child = subprocess.Popen(
-            [sys.executable, "-m", "envhub.cli", "--broker", self.url, "--run", self.bus.run, *arguments],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            [sys.executable, *program, "--broker", self.url, "--run", self.bus.run, *arguments],
+            env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
             stderr=subprocess.PIPE,
             text=True,
         )

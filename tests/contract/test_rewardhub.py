@@ -85,10 +85,12 @@ class HubProcess:
 
 
 @asynccontextmanager
-async def hub(url: str, run: str, name: str, *words: str) -> AsyncIterator[HubProcess]:
+async def hub(
+    url: str, run: str, name: str, *words: str, program: tuple[str, ...] = ("-m", "rewardhub.cli"), **variables: str
+) -> AsyncIterator[HubProcess]:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "rewardhub.cli", "--broker", url, "--run", run, "--id", name, *words,
-        stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        sys.executable, *program, "--broker", url, "--run", run, "--id", name, *words, stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
     )  # fmt: skip
     started = HubProcess(process, name)
     try:

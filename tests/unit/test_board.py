@@ -68,6 +68,21 @@ def test_the_screen_names_every_process() -> None:
         assert expected in shown, expected
 
 
+def hub(problem: str) -> wire.Presence:
+    return wire.Presence(role="envhub", id="e1", host="h", pid=42, state="failed" if problem else "serving", problem=problem)
+
+
+def test_a_hub_that_takes_no_work_is_shown_and_told_once() -> None:
+    board = Board("r", total_steps=4)
+    told = [board.see([hub(problem)]) for problem in ("", "domain d: no disk", "domain d: still no disk", "", "")]
+    assert told == [[], ["envhub e1: domain d: no disk"], [], ["envhub e1 takes work again"], []]
+    board.see([hub("domain d: no disk")])
+    with open("/dev/null", "w") as nowhere:
+        console = Console(width=120, record=True, file=nowhere)
+        console.print(screen(board, [], LOGS))
+    assert "envhub e1: domain d: no disk" in console.export_text()
+
+
 def failing(trained: int, **closed: int) -> wire.Metrics:
     values = {"ticket/trained": float(trained), **{f"ticket/closed_{reason}": float(count) for reason, count in closed.items()}}
     text = {"phase": "training", "failure": "reward_error: episode 0: KeyError: 'x' (bad.py:7 in f)", "failed_by": "rewardhub-1"}

@@ -123,7 +123,7 @@ def test_a_failure_is_tried_again_a_bounded_number_of_times_and_then_closes() ->
     assert scoring.start() == [Ask(0, 0, 0)]
     assert scoring.failed(Ask(0, 0, 0), "slow", retry=True) == [Ask(0, 0, 1)]
     assert scoring.failed(Ask(0, 0, 1), "slow", retry=True) == [Ask(0, 0, 2)]
-    assert scoring.failed(Ask(0, 0, 2), "slow", retry=True) == [Close("reward_error", "episode 7: slow (after 3 tries)")]
+    assert scoring.failed(Ask(0, 0, 2), "slow", retry=True) == [Close("reward_error", "episode 7: slow (after 3 tries)", own=False)]
     assert scoring.num_retries == 2
     assert scoring.scored(Ask(0, 0, 2), 1.0) == []
 

@@ -1,0 +1,166 @@
+"""A circuit breaker: when a hub stops taking one kind of work because all of it fails here, and when it tries again. Pure."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from typing import Final, Literal
+
+FIRST_PAUSE_S: Final = 2.0
+LONGEST_PAUSE_S: Final = 300.0
+MAX_CHARS: Final = 1000  # of a problem
+TRIES_ALONE: Final = 3  # deliveries of a ticket that fails while nothing else does, before it is to blame
+MAX_REMEMBERED: Final = 10_000  # tickets that failed here and may come again
+
+State = Literal["closed", "open", "probing"]
+
+
+class Breaker:
+    """One kind of work in one hub: a domain of an environment hub, a pool of a reward hub.
+
+    Closed, work is taken. It opens when ``threshold`` deliveries in a row have failed and nothing has succeeded. After a pause the hub
+    makes a trial of its own, which costs no ticket a delivery; a good one closes the breaker. Each pause is twice as long as the one
+    before, until real work succeeds. Times are seconds of any monotonic clock.
+
+    It also tells whether a failure is the ticket's own: if other work succeeded here since the ticket first failed here, or if it has
+    been tried often enough and nothing else fails here. If not, the host may as well be to blame, and the ticket is for another hub.
+
+    Args:
+        threshold: deliveries that fail in a row before it opens.
+        chance: shortens each pause by up to half, so that hubs that failed together do not return together.
+
+    Attributes:
+        state: ``probing`` while a trial runs.
+        until: end of the pause.
+    """
+
+    def __init__(self, threshold: int, chance: random.Random | None = None) -> None:
+        self.state: State = "closed"
+        self.until = 0.0
+        self._why = ""  # what failed last
+        self._num_failed = self._num_trials = 0  # deliveries that opened it, trials that failed since
+        self._threshold, self._chance = threshold, chance or random.Random()
+        self._pauses = 0  # since real work succeeded
+        self._successes = 0
+        self._failing: set[tuple[str, int]] = set()  # tickets and their deliveries since something succeeded
+        self._failed_at: dict[str, int] = {}  # ticket -> successes when it first failed here
+
+    @property
+    def closed(self) -> bool:
+        """Whether work is taken."""
+        return self.state == "closed"
+
+    @property
+    def problem(self) -> str:
+        """Why no work is taken, one line; empty if it is."""
+        if self.closed:
+            return ""
+        trials = f" and {_count(self._num_trials, 'trial')}" if self._num_trials else ""
+        return f"{_count(self._num_failed, 'ticket')} in a row{trials} failed here, the last: {self._why}"
+
+    def succeeded(self) -> bool:
+        """Real work ended as it should. Return whether this closed the breaker."""
+        self._successes += 1
+        self._pauses = 0
+        return self._close()
+
+    def failed(self, ticket: str, delivery: int, why: str, now: float) -> bool:
+        """Work on one delivery of a ticket failed. Return whether this opened the breaker."""
+        if ticket not in self._failed_at:
+            self._failed_at[ticket] = self._successes
+            if len(self._failed_at) > MAX_REMEMBERED:
+                del self._failed_at[next(iter(self._failed_at))]
+        if not self.closed:
+            return False  # of what was under way when it opened
+        self._failing.add((ticket, delivery))
+        if len(self._failing) < self._threshold:
+            return False
+        self._num_failed, self._num_trials = len(self._failing), 0
+        self._open(why, now)
+        return True
+
+    def blames(self, ticket: str, delivery: int) -> bool:
+        """Whether the failure of this delivery of a ticket is its own."""
+        if self._successes > self._failed_at.get(ticket, self._successes):
+            return True
+        return delivery >= TRIES_ALONE and {failing for failing, _ in self._failing} == {ticket}
+
+    def settled(self, ticket: str) -> None:
+        """A ticket has ended."""
+        self._failed_at.pop(ticket, None)
+
+    # -- trials
+
+    def due(self, now: float) -> bool:
+        """Whether the pause is over and a trial may start."""
+        return self.state == "open" and now >= self.until
+
+    def probe(self) -> None:
+        """A trial starts."""
+        assert self.state == "open", f"a trial starts while the breaker is {self.state}"
+        self.state = "probing"
+
+    def probed(self, good: bool | None, why: str, now: float) -> bool:
+        """A trial ended. Return whether it closed the breaker.
+
+        Args:
+            good: whether it went well; None: it does not tell, for example because no server answered.
+            why: what failed.
+        """
+        if self.state != "probing":
+            return False  # real work has closed it
+        if good:
+            return self._close()
+        if good is None:
+            self._pauses -= 1  # the same pause again
+            why = self._why
+        else:
+            self._num_trials += 1
+        self._open(why, now)
+        return False
+
+    def _close(self) -> bool:
+        self._failing.clear()
+        opened, self.state = self.state != "closed", "closed"
+        return opened
+
+    def _open(self, why: str, now: float) -> None:
+        longest = min(FIRST_PAUSE_S * 2.0 ** min(self._pauses, 30), LONGEST_PAUSE_S)
+        self._pauses += 1
+        self.state, self._why = "open", " ".join(why.split())
+        self.until = now + longest * self._chance.uniform(0.5, 1.0)
+        self._failing.clear()
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+class Breakers:
+    """The breakers of one hub, each made when it is first asked for.
+
+    Args:
+        noun: what the keys are, for the texts: ``domain`` or ``pool``.
+        threshold: see ``Breaker``.
+    """
+
+    def __init__(self, noun: str, threshold: int) -> None:
+        self._noun, self._threshold = noun, threshold
+        self._all: dict[str, Breaker] = {}
+
+    def __getitem__(self, key: str) -> Breaker:
+        if key not in self._all:
+            self._all[key] = Breaker(self._threshold)
+        return self._all[key]
+
+    def forget(self, key: str) -> None:
+        """Begin with a new breaker."""
+        self._all.pop(key, None)
+
+    def closed(self, keys: Iterable[str]) -> list[str]:
+        """Those of the keys whose work is taken."""
+        return [key for key in keys if self[key].closed]
+
+    def problem(self, keys: Iterable[str]) -> str:
+        """Why work of some of the keys is not taken, one line for ``Presence.problem``; empty if all of it is."""
+        return "; ".join(f"{self._noun} {key}: {self[key].problem}" for key in keys if not self[key].closed)[:MAX_CHARS]
