@@ -12,11 +12,11 @@ from broker.errors import TransferFailed, WireError
 from broker.weights.buffers import Arrival
 from broker.weights.cargo import Incoming
 from broker.weights.digest import combine, digest_bucket
-from broker.weights.group import PEEK_EVERY_S, Communicator, Watch, reachable
+from broker.weights.group import PEEK_EVERY_S, Communicator, PeerLost, Watch, reachable
 from broker.weights.lines import Lines
 from broker.weights.membership import parse_session
 from broker.weights.shared import Window
-from broker.weights.transfer import CHANGES, SAY_EVERY_S, Received, Settings, meet
+from broker.weights.transfer import CHANGES, PEER, SAY_EVERY_S, Received, Settings, meet
 
 
 def follow(
@@ -62,16 +62,20 @@ def follow(
         if session.shared and window is not None:
             digests = _read(lines, session, window, arrival, watch)
         else:
-            group = group or meet(store, session.session, rank, session.world_size, settings)
-            digests = _take(lines, group, arrival, watch)
+            try:
+                group = group or meet(store, session.session, rank, session.world_size, settings)
+                digests = _take(lines, group, arrival, watch)
+            except TransferFailed as error:
+                raise (TransferFailed if watch.reason else PeerLost)(str(error)) from error
         expected = digest or _wait_for_digest(lines, session.timeout_s)
         if (received := combine(digests)) != expected:
             raise TransferFailed(f"digest of version {session.version}: received {received}, offered {expected}; nothing was loaded")
     except TransferFailed as error:
         if reachable(session.host, session.port, 1.0):
             with suppress(TransferFailed):  # the store may be what failed
-                lines.say(f"ready/{rank}", str(error))
-                lines.say(f"done/{rank}", str(error))
+                reason = f"{PEER}{error}" if isinstance(error, PeerLost) else str(error)
+                lines.say(f"ready/{rank}", reason)
+                lines.say(f"done/{rank}", reason)
         if group is not None:
             group.close()
         raise
@@ -107,9 +111,9 @@ def _read(lines: Lines, session: wire.WeightsSession, window: Window, arrival: A
 def _wait_for_go(lines: Lines, timeout_s: float) -> None:
     answer = lines.wait("go", timeout_s)
     if answer is None:
-        raise TransferFailed(f"the learner did not start within {timeout_s:g} s")
+        raise PeerLost(f"the learner did not start within {timeout_s:g} s")
     if answer:
-        raise TransferFailed(f"the learner called it off: {answer}")
+        raise PeerLost(f"the learner called it off: {answer}")
 
 
 def _wait_for_digest(lines: Lines, timeout_s: float) -> str:
@@ -117,11 +121,11 @@ def _wait_for_digest(lines: Lines, timeout_s: float) -> str:
     while not (digest := lines.wait("digest", PEEK_EVERY_S)):
         _stopped(lines)
         if time.monotonic() > deadline:
-            raise TransferFailed(f"the learner did not say the digest within {timeout_s:g} s")
+            raise PeerLost(f"the learner did not say the digest within {timeout_s:g} s")
     return digest
 
 
 def _stopped(lines: Lines) -> None:
     reason = lines.heard("stop")
     if reason is not None:
-        raise TransferFailed(f"the learner stopped it: {reason}")
+        raise PeerLost(f"the learner stopped it: {reason}")

@@ -36,6 +36,10 @@ KEEP_S: Final = 3600.0  # store operations never end by the store's own timeout,
 WATCHES: Final[WeakSet[Watch]] = WeakSet()  # whatever is waiting, so that the end of the process can end it
 
 
+class PeerLost(TransferFailed):
+    """Something failed between this end and another one; which one is to blame cannot be seen from here."""
+
+
 class Buckets(Protocol):
     """What is broadcast, in order; a list of tensors will do."""
 
@@ -116,7 +120,7 @@ class Communicator:
     """One process group of the sender (rank 0) and its receivers.
 
     Raises:
-        TransferFailed: not everybody came within ``connect_timeout_s``.
+        PeerLost: not everybody came within ``connect_timeout_s``.
     """
 
     def __init__(
@@ -128,7 +132,7 @@ class Communicator:
         try:
             self._group: Any = make(PrefixStore(f"{name}/group", store), rank, size, host, connect_timeout_s)
         except RuntimeError as error:
-            raise TransferFailed(f"communicator {name} of {size}: {first_line(error)}") from None
+            raise PeerLost(f"communicator {name} of {size}: {first_line(error)}") from None
 
     def broadcast(self, buckets: Buckets, watch: Watch, *, done: Callable[[int], None], peek: Callable[[], None]) -> None:
         """Send (rank 0) or receive the buckets, several at a time, each as soon as it is there.
@@ -138,7 +142,8 @@ class Communicator:
             peek: called now and then; raises TransferFailed to end it.
 
         Raises:
-            TransferFailed: a peer is gone, one bucket took longer than ``timeout_s``, or the watch was cancelled.
+            PeerLost: a peer is gone, or a bucket was longer than ``timeout_s`` on the wire.
+            TransferFailed: a bucket was not there within that time, or the watch was cancelled.
         """
         flying: list[tuple[int, Any]] = []
         following, progress_at = 0, time.monotonic()
@@ -152,8 +157,8 @@ class Communicator:
                 peek()
             if not complete:
                 if time.monotonic() - progress_at > self.timeout_s:
-                    late = flying[0][0] if flying else following
-                    raise TransferFailed(f"bucket {late} of {len(buckets)} took longer than {self.timeout_s:g} s")
+                    late, kind = (flying[0][0], PeerLost) if flying else (following, TransferFailed)
+                    raise kind(f"bucket {late} of {len(buckets)} took longer than {self.timeout_s:g} s")
                 self._rest(flying[0][1] if len(flying) == IN_FLIGHT or following == len(buckets) else None)
                 continue
             progress_at = time.monotonic()
@@ -189,7 +194,7 @@ def _finish(work: Any, index: int) -> None:
     try:
         work.wait()
     except RuntimeError as error:
-        raise TransferFailed(f"bucket {index}: {first_line(error)}") from None
+        raise PeerLost(f"bucket {index}: {first_line(error)}") from None
 
 
 def _make_gloo(store: Store, rank: int, size: int, host: str, connect_timeout_s: float) -> Any:

@@ -252,7 +252,7 @@ class Sender:
                 self._begin(action)
 
     def _begin(self, start: Start) -> None:
-        if start.fresh and self._communicator is not None:
+        if start.fresh and not start.alone and self._communicator is not None:
             self._communicator.close()
             self._communicator = None
         self._watch = Watch()
@@ -262,14 +262,17 @@ class Sender:
 
     async def _transfer(self, start: Start) -> None:
         failed: set[str] | None = None
+        ours = False
         communicator, watch = None, self._watch
-        if start.num_sent:
+        if start.num_sent and not start.alone:
             communicator, self._communicator = self._communicator, None
         try:
             sent = await in_thread(lambda: self._send(start, communicator, watch), "weights-send")
             self._has_sent = True
-            if start.num_sent:
+            if start.num_sent and not start.alone:
                 self._communicator = sent.communicator
+            elif sent.communicator is not None:
+                sent.communicator.close()  # with the next version it is one of the others again
             self._values["weights/seconds"] = sent.seconds
             self._values["weights/gbytes_per_s"] = self.plan.size_bytes / sent.seconds / 1e9
             self._values["weights/sent_bytes"] = float(sent.size_bytes)
@@ -277,10 +280,10 @@ class Sender:
             self._values |= {"weights/receivers": float(len(start.members)), "weights/shared": float(start.num_shared)}
             self._values["weights/communicators"] += start.fresh
         except TransferFailed as error:
-            failed = set(error.servers) if isinstance(error, SessionFailed) else set()
+            failed, ours = (set(error.servers), error.ours) if isinstance(error, SessionFailed) else (set(), True)
             self._values["weights/failures"] += 1
             log.warning("weights: sending version %d to %s failed: %s", start.version, ", ".join(start.members), error)
-        self._membership.ended(time.monotonic(), failed)
+        self._membership.ended(time.monotonic(), failed, ours=ours)
         self._poke.set()
 
     def _send(self, start: Start, communicator: Communicator | None, watch: Watch) -> Sent:
@@ -288,7 +291,8 @@ class Sender:
             torch.cuda.set_device(self._device)
         try:
             with self._staging.sending(start.version) as staged:
-                return lead(self._store, start, staged, communicator, self._settings, watch, self._base)
+                base = None if start.alone else self._base  # which follows what the others hold
+                return lead(self._store, start, staged, communicator, self._settings, watch, base)
         except SessionFailed:
             raise
         except TransferFailed as error:  # overwritten before it started: the members are waiting

@@ -10,11 +10,12 @@
     ------- they are packed (broker.weights.shared), by receivers whose ranks come after the communicator's               -------
     at/r    = buckets          --->                                 read so far, now and then
                                <---   digest                        for those whose offer came before it was known
-    done/r  = "" or a reason   --->                                 bytes right, or why not
+    done/r  = "" or a reason   --->                                 bytes right, or why not; "peer: " before what another one caused
                                <---   stop = reason                 at any time: leave, ask again
 
-So the sender knows whom to blame, a member that fails ends the wait of the others, and only a peer that hangs in the middle of
-the broadcast costs its timeout. All functions block and belong in a thread. A receiver's side is in ``broker.weights.follow``.
+So the sender knows whom to blame: those with a fault of their own, else those who say nothing where the others tell of a lost peer. A
+member that fails ends the wait of the others, and only a peer that hangs in the middle of the broadcast costs its timeout. All functions
+block and belong in a thread. A receiver's side is in ``broker.weights.follow``.
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from broker.errors import TransferFailed
 from broker.weights.cargo import WHOLE, Base, Outgoing
-from broker.weights.group import Backend, Communicator, Watch
+from broker.weights.group import Backend, Communicator, PeerLost, Watch
 from broker.weights.lines import STORE_POLL_S, Lines
 from broker.weights.membership import Start, parse_session
 from broker.weights.staging import Staged
 
 CHANGES: Final = "changes"
+PEER: Final = "peer: "
+LAST_WORD_S: Final = 1.0  # for members to say what they know of a transfer that failed
 SAY_EVERY_S: Final = 1.0  # how far it has come, by a receiver that reads
 
 
@@ -52,11 +55,16 @@ class Settings:
 
 
 class SessionFailed(TransferFailed):
-    """A transfer that failed, with the servers to blame, as far as known, and why."""
+    """A transfer that failed.
 
-    def __init__(self, reason: str, servers: dict[str, str]) -> None:
+    Attributes:
+        servers: those to blame, as far as known, and why.
+        ours: no server is to blame.
+    """
+
+    def __init__(self, reason: str, servers: dict[str, str], *, ours: bool = False) -> None:
         super().__init__(reason)
-        self.servers = servers
+        self.servers, self.ours = servers, ours
 
 
 @dataclass(frozen=True)
@@ -131,7 +139,8 @@ def lead(
             group.close()
         if isinstance(error, SessionFailed):
             raise
-        raise SessionFailed(str(error), _said(lines, start)) from None
+        servers = _to_blame(lines, start) if isinstance(error, PeerLost) else {}
+        raise SessionFailed(str(error), servers, ours=not isinstance(error, PeerLost)) from None
     lines.forget(len(start.members), 0 if whole else len(staged))
     return Sent(group, seconds, size_bytes, whole)
 
@@ -161,7 +170,7 @@ def call_off(store: Store, start: Start, communicator: Communicator | None, reas
     Lines(store, start.session, Watch()).say("go", reason)
     if communicator is not None:
         communicator.close()
-    return SessionFailed(reason, {})
+    return SessionFailed(reason, {}, ours=True)
 
 
 def meet(store: Store, session: str, rank: int, size: int, settings: Settings) -> Communicator:
@@ -194,8 +203,27 @@ def _collect(lines: Lines, word: str, start: Start, timeout_s: float) -> None:
             wrong[server] = f"not {word} within {timeout_s:g} s"
         elif answer:
             wrong[server] = answer
+    _fail(wrong)
+
+
+def _fail(wrong: dict[str, str]) -> None:
+    """End a transfer in which something is wrong with members."""
+    text = "; ".join(f"{server}: {reason}" for server, reason in wrong.items())
+    if own := {server: reason for server, reason in wrong.items() if not reason.startswith(PEER)}:
+        raise SessionFailed(text, own)
     if wrong:
-        raise SessionFailed("; ".join(f"{server}: {reason}" for server, reason in wrong.items()), wrong)
+        raise PeerLost(text)
+
+
+def _to_blame(lines: Lines, start: Start) -> dict[str, str]:
+    """The members to blame for a lost peer, once all had time for a last word; empty if that does not tell."""
+    until = time.monotonic() + LAST_WORD_S
+    while len(said := _said(lines, start)) < len(start.members) and time.monotonic() < until:
+        time.sleep(10 * STORE_POLL_S)
+    if own := {server: answer for server, answer in said.items() if not answer.startswith(PEER)}:
+        return own
+    silent = [server for server in start.members if server not in said]
+    return {server: "it says nothing" for server in silent} if len(silent) < len(start.members) else {}
 
 
 def _said(lines: Lines, start: Start, first: int | None = None) -> dict[str, str]:
@@ -206,5 +234,4 @@ def _said(lines: Lines, start: Start, first: int | None = None) -> dict[str, str
 
 def _blame(lines: Lines, start: Start) -> None:
     """End a broadcast that lacks a member; one that reads by itself costs it nothing."""
-    if wrong := _said(lines, start, start.num_sent):
-        raise SessionFailed("; ".join(f"{server}: {reason}" for server, reason in wrong.items()), wrong)
+    _fail(_said(lines, start, start.num_sent))

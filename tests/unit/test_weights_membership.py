@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from broker import wire
-from broker.weights.membership import Action, Cancel, Membership, Refuse, Start, parse_session
+from broker.weights.membership import FIRST_DELAY_S, LONGEST_DELAY_S, Action, Cancel, Membership, Refuse, Start, parse_session
 
 GATHER_S, TTL_S = 0.5, 5.0
 
@@ -84,8 +84,112 @@ def test_failure_ends_the_communicator_and_the_failed_are_not_waited_for() -> No
     state.joined(join("b", 1), 1.0)
     assert state.tick(1.0, {"a", "b"}, None) == [Start("1-2.0", 1, ("b",), fresh=True)]
     state.ended(2.0, None)
-    state.joined(join("a", 1), 3.0)  # it was only slow
-    assert state.tick(3.0, {"a"}, None) == [Start("1-3.0", 1, ("a",), fresh=True)]
+    state.joined(join("a", 1), 3.0)
+    assert state.tick(3.0, {"a"}, None) == []  # not yet
+    state.joined(join("a", 1), 1.0 + FIRST_DELAY_S)  # it was only slow
+    assert state.tick(1.0 + FIRST_DELAY_S, {"a"}, None) == [Start("1-3.0", 1, ("a",), fresh=True, alone=True)]
+
+
+def test_a_server_on_probation_is_served_alone_after_growing_delays_until_it_succeeds() -> None:
+    state, now, delays = make(), 0.0, []
+    for server in "ab":
+        state.joined(join(server, 1), now)
+    state.tick(now, {"a", "b"}, None)
+    state.ended(now, {"a"})
+    state.joined(join("b", 1), now)
+    assert state.tick(now, {"a", "b"}, None) == [Start("1-2.0", 1, ("b",), fresh=True)]
+    state.ended(now, None)
+    for _ in range(8):
+        began = now
+        while True:
+            state.joined(join("a", 1), now)
+            if actions := state.tick(now, {"a"}, None):
+                break
+            now += 1.0
+        delays.append(now - began)
+        (start,) = actions
+        assert isinstance(start, Start)
+        assert (start.members, start.alone) == (("a",), True)
+        state.ended(now, set())  # nothing said who it was, but there was only one
+    assert delays == [5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 300.0, 300.0]
+    state.offered(2)
+    state.joined(join("b", 2), now)
+    assert state.tick(now, {"a", "b"}, None) == [Start("1-2.1", 2, ("b",), fresh=False)]  # nobody waits for a; the communicator is kept
+    state.ended(now, None)
+    now += LONGEST_DELAY_S
+    state.joined(join("a", 2), now)
+    (start,) = state.tick(now, {"a"}, None)
+    assert isinstance(start, Start)
+    state.ended(now, None)
+    state.offered(3)
+    for server in "ab":
+        state.joined(join(server, 3), now)
+    (start,) = state.tick(now, {"a", "b"}, None)
+    assert isinstance(start, Start)
+    assert (start.members, start.alone) == (("a", "b"), False)
+
+
+def test_where_nothing_tells_who_is_to_blame_all_are_served_alone_next() -> None:
+    state = make()
+    for server in "abc":
+        state.joined(join(server, 1), 0.0)
+    state.tick(0.0, set("abc"), None)
+    state.ended(5.0, set())
+    served = []
+    for _ in range(3):
+        for server in set("abc") - set(served):
+            state.joined(join(server, 1), 5.0)
+        (start,) = state.tick(5.0, set("abc"), None)
+        assert isinstance(start, Start)
+        (server,) = start.members
+        served.append(server)
+        state.ended(5.0, {"b"} if server == "b" else None)
+    assert sorted(served) == ["a", "b", "c"]
+    state.offered(2)
+    for server in "abc":
+        state.joined(join(server, 2), 6.0)
+    (start,) = state.tick(6.0, set("abc"), None)
+    assert isinstance(start, Start)
+    assert start.members == ("a", "c")
+
+
+def test_what_is_the_senders_own_fault_puts_nobody_on_probation() -> None:
+    state = make()
+    for server in "ab":
+        state.joined(join(server, 1), 0.0)
+    state.tick(0.0, {"a", "b"}, {"a", "b"})
+    state.ended(1.0, set(), ours=True)
+    for server in "ab":
+        state.joined(join(server, 1), 1.0)
+    assert state.tick(1.0, {"a", "b"}, {"a", "b"}) == [Start("1-2.0", 1, ("a", "b"), fresh=True)]
+    assert state.tick(2.0, set(), {"b"}) == [Cancel("a went away")]
+    state.ended(2.0, set(), ours=True)
+    for server in "ab":
+        state.joined(join(server, 1), 2.0)
+    assert state.tick(2.0, {"a", "b"}, {"a", "b"}) == [Start("1-3.0", 1, ("b",), fresh=True)]
+
+
+def test_a_transfer_on_probation_gives_way_to_other_servers_and_is_not_counted() -> None:
+    state = make()
+    for server in "ab":
+        state.joined(join(server, 1), 0.0)
+    state.tick(0.0, {"a", "b"}, None)
+    state.ended(0.0, {"a"})
+    state.joined(join("a", 1), 5.0)
+    (start,) = state.tick(5.0, None, None)
+    assert isinstance(start, Start)
+    assert start.alone
+    state.joined(join("b", 1), 5.1)
+    assert state.tick(5.1, None, None) == [Cancel("other servers wait")]
+    state.ended(5.2, set(), ours=True)
+    (start,) = state.tick(5.8, None, None)
+    assert isinstance(start, Start)
+    assert start.members == ("b",)
+    state.ended(6.0, None)
+    state.joined(join("a", 1), 6.0)
+    (start,) = state.tick(6.0, None, None)
+    assert isinstance(start, Start)
+    assert start.members == ("a",)  # at once
 
 
 def test_server_that_asks_again_for_what_it_got_gets_a_new_communicator() -> None:
@@ -174,11 +278,18 @@ class Interleavings(RuleBasedStateMachine):
         self.shared: dict[str, bool] = {}  # server -> whether it said that it reads the sender's memory
         self.known: dict[str, str] = {}  # server -> the communicator it has
         self.running: Start | None = None
+        self.gives_way = False  # the running transfer was cancelled because others wait
+        self.suspects: set[str] = set()  # were in a transfer that failed, by their fault or for all that is known
 
     def perform(self, actions: list[Action]) -> None:
         for action in actions:
             if isinstance(action, Refuse):
                 self.waiting.pop(action.server, None)
+            elif isinstance(action, Cancel):
+                assert self.running is not None
+                assert self.running.alone
+                assert self.waiting.keys() - self.suspects, "only for others"
+                self.gives_way = True
             elif isinstance(action, Start):
                 assert self.running is None, "two transfers at once"
                 assert action.version == self.version, "only the newest is started"
@@ -189,12 +300,16 @@ class Interleavings(RuleBasedStateMachine):
                 assert action.fresh == (bool(sent) and uses == 0)
                 for server in action.members:
                     assert self.waiting.pop(server) == action.version, "only those who asked and still wait"
+                    assert server not in self.suspects or len(action.members) == 1, "nobody waits twice for the same peer"
                     if server in read:
                         continue
                     if action.fresh:
                         self.known[server] = name
                     else:
                         assert self.known[server] == name, "used again only where every member has it"
+                assert action.alone == (action.members[0] in self.suspects)
+                if action.alone:
+                    assert self.waiting.keys() <= self.suspects, "only while no other server waits"
                 self.running = action
 
     @rule(server=st.sampled_from("abcd"), shared=st.booleans())
@@ -223,14 +338,19 @@ class Interleavings(RuleBasedStateMachine):
         self.perform(self.state.tick(self.now, expected, None))
 
     @precondition(lambda self: self.running is not None)
-    @rule(failed=st.none() | st.sets(st.sampled_from("abcd")))
-    def transfer_ends(self, failed: set[str] | None) -> None:
+    @rule(failed=st.none() | st.sets(st.sampled_from("abcd")), ours=st.booleans())
+    def transfer_ends(self, failed: set[str] | None, ours: bool) -> None:
         assert self.running is not None
-        if failed is not None:
-            for server in self.running.members:
+        members = set(self.running.members)
+        if failed is None:
+            self.suspects -= members
+        else:
+            for server in members:
                 self.known.pop(server, None)
-        self.state.ended(self.now, failed)
-        self.running = None
+            if not ours and not self.gives_way:
+                self.suspects |= failed & members or members
+        self.state.ended(self.now, failed, ours=ours)
+        self.running, self.gives_way = None, False
 
     @invariant()
     def nobody_waits_for_ever(self) -> None:
