@@ -291,7 +291,7 @@ class Sender:
             torch.cuda.set_device(self._device)
         try:
             with self._staging.sending(start.version) as staged:
-                base = None if start.alone else self._base  # which follows what the others hold
+                base = None if start.alone and self._communicator is not None else self._base  # which follows what the others hold
                 return lead(self._store, start, staged, communicator, self._settings, watch, base)
         except SessionFailed:
             raise
