@@ -85,6 +85,10 @@ class Breaker:
             return True
         return delivery >= TRIES_ALONE and {failing for failing, _ in self._failing} == {ticket}
 
+    def doubts(self, ticket: str) -> bool:
+        """Whether a ticket has failed here and has not ended."""
+        return ticket in self._failed_at
+
     def settled(self, ticket: str) -> None:
         """A ticket has ended."""
         self._failed_at.pop(ticket, None)

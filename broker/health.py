@@ -44,19 +44,21 @@ class Health:
         """Whether the failure of a ticket's delivery is its own: see ``Breaker``."""
         return self._breakers[key].blames(ticket, delivery)
 
+    def doubts(self, key: str, ticket: str) -> bool:
+        """Whether a ticket has failed here and has not ended."""
+        return self._breakers[key].doubts(ticket)
+
     def succeeded(self, key: str) -> None:
         """Real work ended as it should."""
         if self._breakers[key].succeeded():
             self._say_closed(key)
 
-    def failed(self, key: str, ticket: str, delivery: int, why: str) -> bool:
-        """Work on a ticket's delivery failed. Return whether its kind counts as broken from now on."""
+    def failed(self, key: str, ticket: str, delivery: int, why: str) -> None:
+        """Work on a ticket's delivery failed."""
         breaker = self._breakers[key]
-        if not breaker.failed(ticket, delivery, why, time.monotonic()):
-            return False
-        log.error("%s %s: %s; taking no more of them until a trial goes well", self._noun, key, breaker.problem)
-        self._changed()
-        return True
+        if breaker.failed(ticket, delivery, why, time.monotonic()):
+            log.error("%s %s: %s; taking no more of them until a trial goes well", self._noun, key, breaker.problem)
+            self._changed()
 
     def settled(self, key: str, ticket: str) -> None:
         """A ticket has ended here."""

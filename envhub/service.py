@@ -294,13 +294,15 @@ class Hub:
         self.tally.failures += 1
         held.tasks.pop(episode, None)
         domain, delivery = held.domain.name, held.delivery.num_delivered
-        broken = error.kind in OF_THE_HOST and self.health.failed(domain, key, delivery, error.detail)
+        if error.kind in OF_THE_HOST:
+            self.health.failed(domain, key, delivery, error.detail)
         actions = self.slots.failed(key, episode, error.kind, error.detail, own=self.health.blames(domain, key, delivery))
         what = f"domain {domain}, {key} episode {episode} failed: {error.detail}"
         self._traces.say(log, "; ".join(filter(None, (what, self.slots.what_next(key, episode, actions)))), error.trace)
         self._perform(actions)
-        if broken:
-            keys = [key for key, other in self._in_hand.items() if other.domain.name == domain]
+        if not self.health.takes(domain):  # groups in which nothing has failed go on: if one ends well, the domain works after all
+            mine = [key for key, other in self._in_hand.items() if other.domain.name == domain]
+            keys = [key for key in mine if self.health.doubts(domain, key)]
             self._perform(self.slots.hand_back(keys, self.health.delay_s(domain), "its domain fails here"))
 
     async def _trial(self, domain: str, number: int) -> tuple[bool | None, str]:

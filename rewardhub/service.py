@@ -48,7 +48,6 @@ class _Job:
 
     pool: str
     delivery: Delivery
-    task: asyncio.Task[None] | None = None
     began: float = field(default_factory=time.monotonic)
 
 
@@ -178,7 +177,7 @@ class Hub:
             return
         self._follow_spec()
         job = self._jobs[delivery.seq] = _Job(pool, delivery)
-        task = job.task = asyncio.create_task(self._work(job))
+        task = asyncio.create_task(self._work(job))
         self._tasks.add(task)
         task.add_done_callback(lambda done: self._done(delivery.seq, done))
 
@@ -246,10 +245,7 @@ class Hub:
         """Count a group that could not be scored. Return whether it is for another hub, because this host may be to blame."""
         delivery = job.delivery.num_delivered
         self.trials.keep(job.pool, scoring)
-        if self.health.failed(job.pool, key, delivery, ending.detail):
-            for other in self._jobs.values():
-                if other is not job and other.pool == job.pool and other.task is not None:
-                    other.task.cancel()  # which hands its group back
+        self.health.failed(job.pool, key, delivery, ending.detail)
         return ending.reason == "aborted" or not (ending.own or self.health.blames(job.pool, key, delivery))
 
     async def _hand_back(self, job: _Job, delay_s: float, why: str) -> None:

@@ -230,7 +230,7 @@ async def test_draining_finishes_what_it_has_and_leaves_the_rest(bus: Bus, broke
         await until(lambda: [p for p in roster.alive("rewardhub") if p.state == "serving"])
         (presence,) = roster.alive("rewardhub")
         assert (presence.id, presence.serves, presence.slots) == ("h", ["default", "style"], 4)
-        await put(bus, group(1, "x", domain="trap", pools=("default",)))
+        await put(bus, group(1, "fine", "x", domain="trap", pools=("default",)))
         await until(lambda: [p for p in roster.alive("rewardhub") if p.running])
         code, error = await one.end()
         assert code == 0, error
