@@ -29,16 +29,14 @@ class Calls:
         return str(next(self._tokens))
 
     @contextmanager
-    def expect(self, timeout_s: float) -> Iterator[tuple[str, asyncio.Future[Msg]]]:
-        """Where the answer to one request is to be sent, and the answer; it is TimeoutError when it does not come in time."""
-        token, loop = self.next_token(), asyncio.get_running_loop()
-        answer: asyncio.Future[Msg] = loop.create_future()
-        timer = loop.call_later(timeout_s, _fail, answer, TimeoutError())
+    def expect(self) -> Iterator[tuple[str, asyncio.Future[Msg]]]:
+        """The subject for the answer to one request, and the answer."""
+        token = self.next_token()
+        answer: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
         self._waiting[token] = answer
         try:
             yield f"{self.inbox}.{token}", answer
         finally:
-            timer.cancel()
             self._waiting.pop(token, None)
 
     async def answer(self, message: Msg) -> None:
@@ -50,9 +48,10 @@ class Calls:
     def drop(self, why: Disconnected) -> None:
         """None of them will be answered."""
         for answer in self._waiting.values():
-            _fail(answer, why)
+            fail(answer, why)
 
 
-def _fail(answer: asyncio.Future[Msg], error: Exception) -> None:
+def fail(answer: asyncio.Future[Msg], error: Exception) -> None:
+    """Let whoever awaits it get this error, unless it has come."""
     if not answer.done():
         answer.set_exception(error)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from functools import partial
 from typing import Final
 
 from broker import wire
 from broker.answers import Disconnected, NoResponders
+from broker.aside import aside
 from broker.errors import WireError
 from broker.link import PAUSE_S, Link
 from broker.marks import Marks
 from broker.natspy import Msg
+from broker.sizes import Buffer
 
 log = logging.getLogger(__name__)
 
@@ -40,13 +43,18 @@ class Delivery:
 
     __slots__ = ("_link", "_marks", "_subject", "data", "error", "eval_step", "message", "num_delivered", "seq", "ticket")
 
-    def __init__(self, link: Link, marks: Marks, types: tuple[type[wire.Message], ...], message: Msg) -> None:
+    @classmethod
+    async def of(cls, link: Link, marks: Marks, types: tuple[type[wire.Message], ...], message: Msg) -> Delivery:
+        """Decode one message of a queue."""
+        return cls(link, marks, message, await decode_aside(message.data, types))
+
+    def __init__(self, link: Link, marks: Marks, message: Msg, decoded: tuple[wire.Message | None, str]) -> None:
         self._link, self._marks, self._subject = link, marks, message.reply
         self.num_delivered, self.seq, _ = delivery_numbers(message.reply)
         self.ticket = ticket_of(message.headers)
         self.eval_step = number_of(message.headers, wire.EVAL_HEADER, -1)
         self.data = message.data
-        self.message, self.error = decode(message.data, types)
+        self.message, self.error = decoded
 
     async def ack(self) -> None:
         """Done for good; confirmed by the broker. Any number may be awaited at once."""
@@ -96,12 +104,17 @@ def number_of(headers: dict[str, str] | None, name: str, otherwise: int) -> int:
     return int(text) if text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS else otherwise
 
 
-def decode(data: bytes, types: tuple[type[wire.Message], ...]) -> tuple[wire.Message | None, str]:
+def decode(data: Buffer, types: tuple[type[wire.Message], ...]) -> tuple[wire.Message | None, str]:
     """The message or why it is none."""
     try:
         return wire.decode(data, *types), ""
     except WireError as error:
         return None, str(error)
+
+
+async def decode_aside(data: Buffer, types: tuple[type[wire.Message], ...]) -> tuple[wire.Message | None, str]:
+    """The same without holding up the event loop for a large one."""
+    return await aside(len(data), partial(decode, data, types))
 
 
 def nak_payload(delay_s: float) -> bytes:

@@ -16,12 +16,14 @@ from urllib.parse import urlsplit
 
 from broker import addresses
 from broker.answers import Disconnected, NoResponders
-from broker.calls import Calls
+from broker.calls import Calls, fail
 from broker.doubts import Doubts
 from broker.errors import BrokerUnreachable
 from broker.natspy import Client, Msg, nats_errors
 from broker.refusals import Refusals
+from broker.sizes import Buffer
 from broker.subscribed import Callback, Subscribed
+from broker.traffic import Traffic
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +32,8 @@ CALL_TIMEOUT_S: Final = 5.0
 CLOSE_WITHIN_S: Final = 5.0
 PAUSE_S: Final = 0.02  # before a repetition, so that a connection not yet known to be gone is not hammered
 STUCK_AFTER_S: Final = 30.0
+STALLED_AFTER_S: Final = 3.0  # without a byte in either direction, after which a link that owes us bytes counts as stuck
+LOOK_EVERY_S: Final = 2.0  # at the traffic; below the interval of the client's own pings
 
 
 class Link:
@@ -44,10 +48,12 @@ class Link:
         self._said = 0.0
         self._error = ""
         self._calls = Calls()
+        self._traffic = Traffic()
         self._subscribed: set[Subscribed] = set()
         self._reopening: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
         self._moving: asyncio.Task[None] | None = None
+        self._looking: asyncio.Task[None] | None = None
         self._tried = 0.0  # when the client last tried anything
         self.refusals = Refusals(self.where)
         self._doubts = Doubts()  # requests of JetStream without an answer, although connected
@@ -72,11 +78,12 @@ class Link:
             raise BrokerUnreachable(f"no broker answered at {self.where} within {deadline_s:g} s ({self._error})") from None
         await self.subscribe(f"{self.inbox}.*", self._calls.answer)
         self._watching = asyncio.create_task(self._watch())
+        self._looking = asyncio.create_task(self._look())
 
     async def close(self) -> None:
         """Flush and disconnect for good; outstanding calls fail with Disconnected."""
         self._closing = True
-        for task in (self._reopening, self._watching, self._moving):
+        for task in (self._reopening, self._watching, self._moving, self._looking):
             if task is not None:
                 task.cancel()
         await self._abandon()
@@ -131,6 +138,7 @@ class Link:
     async def _connect(self) -> None:
         servers = self._servers()
         self._client = Client()
+        self._traffic.watch(self._client)
         await self._client.connect(
             servers,
             dont_randomize=True,  # shuffled already
@@ -199,6 +207,15 @@ class Link:
                 log.warning("the connection to %s does not come back by itself; making a new one", self.where)
                 await self._abandon()  # calls back to reopen
 
+    async def _look(self) -> None:
+        """Keep a connection whose bytes move: behind many of them the answers to the client's own pings may take long."""
+        before = self._traffic.now()
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            if self._traffic.moved_since(before):
+                self._client._pings_outstanding = 0  # the client counts answers to pings only
+            before = self._traffic.now()
+
     def doubt(self, what: str, waited_s: float = 0.0) -> None:
         """JetStream did not answer that. When it lasts, the server may be cut off from its cluster: go to another one."""
         now = time.monotonic()
@@ -226,7 +243,7 @@ class Link:
 
     # ------------------------------------------------------------------------------------------ calls
 
-    async def send(self, subject: str, payload: bytes, *, reply: str = "", headers: dict[str, str] | None = None) -> None:
+    async def send(self, subject: str, payload: Buffer, *, reply: str = "", headers: dict[str, str] | None = None) -> None:
         """Publish without any confirmation.
 
         Raises:
@@ -235,26 +252,60 @@ class Link:
         if not self.connected.is_set():
             raise Disconnected(f"no connection to {self.where}")
         try:
-            await self._client.publish(subject, payload, reply, headers)
+            self._traffic.wrote(len(payload))
+            await self._client.publish(subject, payload, reply, headers)  # type: ignore[arg-type]  # any buffer does
         except nats_errors.MaxPayloadError:
             raise
         except (nats_errors.Error, OSError, RuntimeError) as error:  # RuntimeError: uvloop's word for a socket that is gone
             raise Disconnected(str(error)) from None
 
-    async def call(self, subject: str, payload: bytes, *, headers: dict[str, str] | None = None, timeout_s: float = CALL_TIMEOUT_S) -> Msg:
-        """Publish and wait for the one answer.
+    async def call(self, subject: str, payload: Buffer, *, headers: dict[str, str] | None = None, timeout_s: float = CALL_TIMEOUT_S) -> Msg:
+        """Publish and wait for the one answer; for ``timeout_s`` and for as long as the question or the answer may be on the wire.
 
         Raises:
             Disconnected: the connection is down, or broke before the answer came.
             NoResponders: nobody listens there.
             TimeoutError: no answer in time.
         """
-        with self._calls.expect(timeout_s) as (reply, answered):
+        loop, overdue = asyncio.get_running_loop(), list[asyncio.Task[None]]()
+        with self._calls.expect() as (reply, answered):
             await self.send(subject, payload, reply=reply, headers=headers)
-            answer = await answered
+            timer = loop.call_later(timeout_s, lambda: overdue.append(asyncio.create_task(self._expire(answered, timeout_s))))
+            try:
+                answer = await answered
+            finally:
+                timer.cancel()
+                for task in overdue:
+                    task.cancel()
         if answer.headers is not None and answer.headers.get("Status") == "503":
             raise NoResponders(subject)
         return answer
+
+    async def _expire(self, answered: asyncio.Future[Msg], timeout_s: float) -> None:
+        await self.overdue(timeout_s)
+        fail(answered, TimeoutError())
+
+    async def overdue(self, allowed_s: float) -> None:
+        """Return once what should have come within ``allowed_s`` cannot be on the wire any more.
+
+        A message to ourselves goes through the broker behind everything that was sent and comes behind everything that the broker
+        had to send. When it has come, what it waited behind gets as long again, up to ``allowed_s``. It is not waited for when the
+        connection is gone or no byte moves.
+        """
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        try:
+            with self._calls.expect() as (echo, back):
+                await self.send(echo, b"")
+                before = self._traffic.now()
+                while not (await asyncio.wait([back], timeout=STALLED_AFTER_S))[0]:
+                    if not self._traffic.moved_since(before):
+                        return
+                    before = self._traffic.now()
+                back.result()
+        except Disconnected:
+            return
+        await asyncio.sleep(min(loop.time() - began, allowed_s))
 
     def _lost(self) -> Disconnected:
         return Disconnected(f"lost the connection to {self.where}")

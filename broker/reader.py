@@ -18,9 +18,10 @@ from broker.natspy import Msg
 log = logging.getLogger(__name__)
 
 BATCH: Final = 256
-BATCH_BYTES: Final = 32 * 1024 * 1024
+BATCH_BYTES: Final = 8 << 20  # at most as much is on the wire at once; a server gives up on a client that takes more than 10 s for that
 EXPIRES_S: Final = 10.0
 HEARTBEAT_S: Final = 2.0
+PROTOCOL_BYTES: Final = 4096  # of subjects beside a message, which the broker counts too
 SILENCE_S: Final = 5.0  # without even a heartbeat: the pull is lost
 FORGET_AFTER_S: Final = 60.0
 REFUSED_PAUSE_S: Final = 0.5
@@ -142,17 +143,28 @@ class _Attachment:
         return last > known or delivered < self._pending
 
     async def _ask(self, pull: int) -> None:
-        request = {"batch": BATCH, "max_bytes": BATCH_BYTES, "expires": int(EXPIRES_S * 1e9), "idle_heartbeat": int(HEARTBEAT_S * 1e9)}
+        most = max(BATCH_BYTES, self._link.max_payload + PROTOCOL_BYTES)  # or the largest message would never come
+        request = {"batch": BATCH, "max_bytes": most, "expires": int(EXPIRES_S * 1e9), "idle_heartbeat": int(HEARTBEAT_S * 1e9)}
         await self._link.send(
             f"$JS.API.CONSUMER.MSG.NEXT.{self._stream_name}.{self._consumer}", json.dumps(request).encode(), reply=f"{self._inbox}.{pull}"
         )
 
     async def _next(self) -> Msg | None:
+        """The next message, None when the connection was lost, or when nothing comes and nothing is on its way."""
         if not self._queue.empty():
             return self._queue.get_nowait()
+        coming = asyncio.ensure_future(self._queue.get())
+        silent: asyncio.Future[None] | None = None
         try:
-            async with asyncio.timeout(SILENCE_S):
-                return await self._queue.get()
-        except TimeoutError:
-            log.warning("%s: no sign of life from the broker for %g s; reading again", self._stream_name, SILENCE_S)
-            return None
+            if (await asyncio.wait([coming], timeout=SILENCE_S))[0]:
+                return coming.result()
+            silent = asyncio.ensure_future(self._link.overdue(SILENCE_S))
+            await asyncio.wait([coming, silent], return_when=asyncio.FIRST_COMPLETED)
+            if coming.done():
+                return coming.result()
+        finally:
+            coming.cancel()
+            if silent is not None:
+                silent.cancel()
+        log.warning("%s: no sign of life from the broker for %g s; reading again", self._stream_name, SILENCE_S)
+        return None

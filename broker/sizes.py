@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Final
 
+Buffer = bytes | bytearray | memoryview
+
 MAX_PAYLOAD_BYTES: Final = 8 * 1024 * 1024
 MAX_GROUP_BYTES: Final = 1 << 30  # of a group that travels in parts
 MAX_SMALL_BYTES: Final = 192 * 1024  # of messages without columns or bytes: at worst each byte is a list of 72
@@ -22,7 +24,7 @@ _SIZED: Final = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xC7: 1, 0xC8: 2, 0xC9: 4, 0xD9: 1, 
 _COUNTED: Final = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}  # bytes of the count that follows, values for each
 
 
-def has_too_many_items(data: bytes) -> bool:
+def has_too_many_items(data: Buffer) -> bool:
     """Whether a large message holds more than MAX_ITEMS values and keys; one that is cut short or damaged is the decoder's to refuse."""
     if len(data) < COUNT_FROM_BYTES:
         return False

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from broker import sizes
 from broker.errors import WireError
-from broker.sizes import COUNT_FROM_BYTES, MAX_ITEMS, MAX_SMALL_BYTES, has_too_many_items
+from broker.sizes import COUNT_FROM_BYTES, MAX_ITEMS, MAX_SMALL_BYTES, Buffer, has_too_many_items
 
 WIRE_VERSION: Final = 8
 MAX_PAYLOAD_BYTES: Final = sizes.MAX_PAYLOAD_BYTES
@@ -374,7 +374,7 @@ MAX_BYTES: Final[dict[type[Message], int]] = {kind: MAX_SMALL_BYTES for kind in 
 
 M = TypeVar("M", bound=Message)
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODERS: dict[tuple[type[Message], ...], tuple[Callable[[bytes], Any], int]] = {}  # what decodes these types, and most bytes of any
+_DECODERS: dict[tuple[type[Message], ...], tuple[Callable[[Buffer], Any], int]] = {}  # what decodes these types, and most bytes of any
 
 
 class _Nothing(Message, frozen=True, tag=""):
@@ -400,7 +400,7 @@ def encode(message: Message) -> bytes:
     return data
 
 
-def decode(data: bytes, *types: type[M]) -> M:
+def decode(data: Buffer, *types: type[M]) -> M:
     """Decode one message of one of the given types and check it.
 
     Raises:
@@ -419,7 +419,7 @@ def decode(data: bytes, *types: type[M]) -> M:
     return message
 
 
-def _decoder(types: tuple[type[Message], ...]) -> tuple[Callable[[bytes], Any], int]:
+def _decoder(types: tuple[type[Message], ...]) -> tuple[Callable[[Buffer], Any], int]:
     union: Any = _Nothing  # one type alone would be read without its name, too
     for kind in types:
         union = union | kind
