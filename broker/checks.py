@@ -16,9 +16,11 @@ import numpy as np
 
 from broker import wire
 from broker.errors import WireError
+from broker.sizes import LEAST_PART_BYTES, MAX_GROUP_BYTES, MAX_PAYLOAD_BYTES
 
 LARGEST: Final = sys.float_info.max
 SHORT_BYTES: Final = 4096
+LONG_BYTES: Final = 256 * 1024  # from here on min() is faster than argmin, which copies what it may not write to
 FEW_BYTES: Final = 64
 SMALLEST: Final = 5e-324
 INT32_MAX: Final = 2**31 - 1
@@ -42,6 +44,8 @@ VERSION: Final = Range(0, INT32_MAX, "0 to 2^31 - 1")
 OPTIONAL: Final = Range(-1, INT32_MAX, "-1 to 2^31 - 1")
 PORT: Final = Range(0, 65535, "0 to 65535")
 FRACTION: Final = Range(0, 1, "0 to 1")
+BODY: Final = Range(1, MAX_GROUP_BYTES, "1 to 2^30")
+PART: Final = Range(LEAST_PART_BYTES, MAX_PAYLOAD_BYTES, "2^16 to 2^23")
 SHARE: Final = Range(SMALLEST, 1, "> 0 and <= 1")
 
 # Every int and float field stands here; a test sees to it.
@@ -63,6 +67,7 @@ RANGES: Final[dict[type, dict[str, Range]]] = {
     },
     wire.Closed: {"ticket": COUNT, "eval_step": OPTIONAL},
     wire.RulesChange: {"epoch": COUNT},
+    wire.Parted: {"ticket": COUNT, "size": BODY, "part_bytes": PART, "eval_step": OPTIONAL},
     wire.Probe: {"tolerance": NATURAL},
     wire.Adapter: {"rank": COUNT, "scale": POSITIVE},
     wire.WeightsOffer: {"epoch": NATURAL, "version": VERSION, "size_bytes": NATURAL},
@@ -89,6 +94,7 @@ NAMES: Final[dict[type, tuple[str, ...]]] = {
     wire.EvalTicket: ("domain",),
     wire.Group: ("domain", "pools"),
     wire.Closed: ("domain",),
+    wire.Parted: ("domain", "upload"),
     wire.Metrics: ("role", "id"),
     wire.DeadLetter: ("stream",),
     wire.Presence: ("role", "id"),
@@ -162,6 +168,11 @@ def _check_structure(trajectory: wire.Trajectory) -> None:
 
 def _check_values(trajectories: list[wire.Trajectory]) -> None:
     """The token ids and logprobs of trajectories whose structure is right."""
+    if sum(len(one.token_ids.data) for one in trajectories) >= LONG_BYTES:  # a call more costs nothing then, a copy memory
+        for one in trajectories:
+            _check_token_ids("Trajectory", one.token_ids.data)
+            _check_logprobs("Trajectory", one.logprobs.data)
+        return
     _check_token_ids("Trajectory", bytearray().join([one.token_ids.data for one in trajectories]))
     _check_logprobs("Trajectory", bytearray().join([one.logprobs.data for one in trajectories]))
 
@@ -218,7 +229,7 @@ def _check_token_ids(message: str, data: bytes | bytearray) -> None:
         return
     if data:
         tokens = np.frombuffer(data, _I4)
-        least = tokens.item(tokens.argmin())
+        least = int(tokens.min()) if len(data) >= LONG_BYTES else tokens.item(tokens.argmin())
         if least < 0:
             raise _wrong(message, "token_ids", least, NATURAL.text)
 
@@ -233,7 +244,10 @@ def _check_logprobs(message: str, data: bytes | bytearray) -> None:
             return
     if data:
         values = np.frombuffer(data, _F4)
-        least, most = values.item(values.argmin()), values.item(values.argmax())
+        if len(data) >= LONG_BYTES:
+            least, most = float(values.min()), float(values.max())
+        else:
+            least, most = values.item(values.argmin()), values.item(values.argmax())
         if not (least >= -LARGEST and most <= LOGPROB_EPS):
             bad = most if least >= -LARGEST else least
             raise _wrong(message, "logprobs", bad, f"must be finite and at most {LOGPROB_EPS}")

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from broker import wire
 from broker.answers import Disconnected, NoResponders
@@ -17,11 +17,15 @@ from broker.marks import Marks
 from broker.natspy import Msg
 from broker.sizes import Buffer
 
+if TYPE_CHECKING:
+    from broker.parts import Parts
+
 log = logging.getLogger(__name__)
 
 ACK: Final = b"+ACK"
 CONFIRM_WITHIN_S: Final = 5.0
 CONFIRM_TRIES: Final = 3
+DEAD_BYTES: Final = 1 << 20  # of a dead letter
 MAX_DIGITS: Final = 18  # of a number in a header; more do not fit into 64 bits
 
 
@@ -32,36 +36,52 @@ class Delivery:
     when the event loop has not turned for ``Bus.hang_after_s``.
 
     Attributes:
-        message: the decoded message, None when it did not decode.
+        message: the decoded message, None when it did not decode; a ``Parted`` until ``load`` was awaited.
         error: why it did not decode, else empty.
         ticket: from the TICKET_HEADER, 0 if absent or no number.
         eval_step: from the EVAL_HEADER, -1 (training) if absent or no number.
         seq: its sequence in the stream.
         num_delivered: how many times it was delivered to anyone, 1 = first.
-        data: the bytes as they came.
+        data: the bytes as they came; of a group that came in parts, no more than dead letters hold.
     """
 
-    __slots__ = ("_link", "_marks", "_subject", "data", "error", "eval_step", "message", "num_delivered", "seq", "ticket")
+    __slots__ = (
+        "_link", "_marks", "_parted", "_parts", "_subject", "data", "error", "eval_step", "message", "num_delivered", "seq", "ticket",
+    )  # fmt: skip
 
     @classmethod
-    async def of(cls, link: Link, marks: Marks, types: tuple[type[wire.Message], ...], message: Msg) -> Delivery:
+    async def of(cls, link: Link, marks: Marks, parts: Parts, types: tuple[type[wire.Message], ...], message: Msg) -> Delivery:
         """Decode one message of a queue."""
-        return cls(link, marks, message, await decode_aside(message.data, types))
+        return cls(link, marks, parts, message, await decode_aside(message.data, types))
 
-    def __init__(self, link: Link, marks: Marks, message: Msg, decoded: tuple[wire.Message | None, str]) -> None:
-        self._link, self._marks, self._subject = link, marks, message.reply
+    def __init__(self, link: Link, marks: Marks, parts: Parts, message: Msg, decoded: tuple[wire.Message | None, str]) -> None:
+        self._link, self._marks, self._parts, self._subject = link, marks, parts, message.reply
         self.num_delivered, self.seq, _ = delivery_numbers(message.reply)
         self.ticket = ticket_of(message.headers)
         self.eval_step = number_of(message.headers, wire.EVAL_HEADER, -1)
         self.data = message.data
         self.message, self.error = decoded
+        self._parted = self.message if isinstance(self.message, wire.Parted) else None
+
+    async def load(self) -> wire.Message | None:
+        """The message; a group that travels in parts is fetched first. ``error`` and ``data`` become those of the group.
+
+        Raises:
+            LostState: there is no stream for parts.
+        """
+        if isinstance(self.message, wire.Parted):
+            self.message, self.error, data = await self._parts.load(self.message)
+            self.data = bytes(data[:DEAD_BYTES]) or self.data
+        return self.message
 
     async def ack(self) -> None:
-        """Done for good; confirmed by the broker. Any number may be awaited at once."""
+        """Done for good; confirmed by the broker. Any number may be awaited at once. Parts of the message are deleted."""
         try:
             await self._settle(ACK)
         finally:
             self._marks.release(self._subject)  # after the confirmation: while the broker is away, it is still ours
+        if self._parted is not None:
+            await self._parts.drop(self._parted)
 
     async def nak(self, delay_s: float = 0.0) -> None:
         """Hand back for someone else, after a delay."""

@@ -34,6 +34,10 @@ refused, as are messages of more than {wire.MAX_PAYLOAD_BYTES // (1 << 20)} MiB 
 ({sizes.MAX_SMALL_BYTES // 1024} KiB where they hold neither columns nor bytes), NaN and infinity anywhere, and whatever lies outside the
 ranges below. A message that is refused goes to the stream `dead` with the reason.
 
+A `Group` of more than {sizes.INLINE_BYTES >> 20} MiB (or more than the broker takes in one message) travels in parts, up to
+{sizes.MAX_GROUP_BYTES >> 30} GiB and {sizes.MAX_ITEMS:,} values for every {wire.MAX_PAYLOAD_BYTES // (1 << 20)} MiB:
+a `Parted` stands in its place, and its bytes lie in the stream `parts`, cut into pieces.
+
 A `Column` is a map of `dtype` (a numpy dtype string: `<i4` 32-bit integers, `<f4` 32-bit floats, both little-endian, `|u1` bytes) and
 `data` (the values' bytes, one after the other). The examples show `data` as the list of its values.
 
@@ -104,13 +108,13 @@ def schema() -> list[str]:
 def _subject(stream: Stream) -> str:
     if stream.kind is Kind.KV:
         return f"rl_{stream.name}/{'.'.join('{' + part + '}' for part in stream.key.split('.'))}"
-    return f"rl.{{run}}.{stream.name}" + (f".{{{stream.key}}}" if stream.key else "")
+    return f"rl.{{run}}.{stream.name}" + "".join(f".{{{part}}}" for part in stream.key.split(".") if part)
 
 
 def _streams_table() -> str:
     rows = ["| stream | subject, or bucket/key | messages | delivery | writer | reader | kept |", "|---|---|---|---|---|---|---|"]
     for stream in STREAMS:
-        messages = ", ".join(f"[{message.__name__}](#{message.__name__.lower()})" for message in stream.messages) or "none"
+        messages = ", ".join(f"[{message.__name__}](#{message.__name__.lower()})" for message in stream.messages) or "bytes"
         bound = f", at most {stream.max_bytes >> 20} MiB" if stream.max_bytes else ""
         rows.append(
             f"| {stream.name} | `{_subject(stream)}` | {messages} | {stream.kind.value} | {stream.writer} | {stream.reader} "

@@ -7,6 +7,7 @@ RlearnerError
 │   ├── NotInstalled     a package or a program that a setting asks for is not on this machine
 │   └── BrokerUnreachable   the broker did not answer before the deadline the user set
 ├── WireError            bytes that are not a message: unknown field, wrong type, bad length, NaN, over the cap
+│   └── TooLarge         a message that was to be sent is over the cap
 ├── Fenced               a newer incarnation of this process owns the run
 ├── LostState            the broker remembers less than the learner: names both numbers
 ├── RequestFailed        a request/reply call that got no usable answer
@@ -50,6 +51,10 @@ class BrokerUnreachable(UserError):
 
 class WireError(RlearnerError):
     """Bytes that do not decode to a valid message."""
+
+
+class TooLarge(WireError):
+    """A message that was to be sent is larger than it may be."""
 
 
 class Fenced(RlearnerError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -13,16 +13,19 @@ from typing import Any, Final
 from broker import wire
 from broker.answers import ApiError
 from broker.api import Entry, ask, bounds, find
-from broker.delivery import Delivery, decode, ticket_of
-from broker.errors import LostState, WireError
+from broker.aside import aside
+from broker.delivery import DEAD_BYTES, Delivery, decode, decode_aside, ticket_of
+from broker.errors import LostState, TooLarge
 from broker.kv import KeyValue
 from broker.link import Link
 from broker.marks import Marks
+from broker.parts import EVALUATION, TRAINING, Parts
 from broker.provision import REPLICAS_IN_CLUSTER, delete_stream, ensure_stream, require_safe_cluster, stream_config
 from broker.reader import follow
 from broker.reserve import release
+from broker.sizes import HEADER_BYTES, Buffer
 from broker.store import EXPECTED_LAST_SEQ, MESSAGE_ID, store
-from broker.streams import DEAD, STREAMS, Kind, Stream
+from broker.streams import DEAD, EVALS, STREAMS, Kind, Stream
 from broker.work import WorkQueue
 
 __all__ = ["Bus", "Delivery", "KeyValue", "LogRecord", "WorkQueue"]
@@ -30,7 +33,6 @@ __all__ = ["Bus", "Delivery", "KeyValue", "LogRecord", "WorkQueue"]
 log = logging.getLogger(__name__)
 
 MAX_IN_FLIGHT: Final = 1024  # unconfirmed publishes of one process
-HEADER_BYTES: Final = 512  # room for headers beside the largest message
 DEAD_BYTES: Final = 1 << 20
 NO_CONSUMER: Final = 10014
 DELETE_FAILED: Final = (10037, 10043, 10057)
@@ -38,18 +40,20 @@ DELETE_FAILED: Final = (10037, 10043, 10057)
 
 @dataclass(frozen=True, slots=True)
 class LogRecord:
-    """One entry of a log; exactly one of ``message`` and ``error`` is set."""
+    """One entry of a log; exactly one of ``message`` and ``error`` is set.
+
+    Attributes:
+        message: a ``Parted`` only where the reader did not want its group.
+        error: why it did not decode.
+        ticket: from the TICKET_HEADER, 0 if absent.
+        data: the message's encoding: of a group that came in parts, the parts' bytes.
+    """
 
     seq: int
     message: wire.Message | None
-    error: str  # why it did not decode
-    ticket: int  # from the TICKET_HEADER, 0 if absent
-    data: bytes
-
-
-def _record(entry: Entry, stream: Stream) -> LogRecord:
-    message, error = decode(entry.data, stream.messages)
-    return LogRecord(entry.seq, message, error, ticket_of(entry.headers), entry.data)
+    error: str
+    ticket: int
+    data: bytes | bytearray
 
 
 class Bus:
@@ -68,6 +72,7 @@ class Bus:
         self.replicas: int | None = None
         self.hang_after_s = 30.0
         self._marks = Marks(link.url, link.name, lambda: self.hang_after_s)
+        self._parts = Parts(link, lambda: self.run)
         self._in_flight = asyncio.Semaphore(MAX_IN_FLIGHT)
         self._buckets: dict[str, KeyValue] = {}
         self._queues: dict[tuple[str, str], asyncio.Task[WorkQueue]] = {}
@@ -82,9 +87,7 @@ class Bus:
         link = Link(url, name)
         await link.open(deadline_s)
         if link.max_payload < wire.MAX_PAYLOAD_BYTES + HEADER_BYTES:
-            log.warning(
-                "the broker takes messages of %d bytes only; larger groups are closed (set max_payload: 9MB there)", link.max_payload
-            )
+            log.warning("the broker takes messages of %d bytes only; larger requests fail (set max_payload: 9MB there)", link.max_payload)
         return cls(link, run)
 
     async def close(self) -> None:
@@ -137,15 +140,19 @@ class Bus:
     ) -> int | None:
         """Store one message and return its sequence once the broker has confirmed it; retried until it has.
 
-        ``message_id`` lets the broker drop a repetition within two minutes. None: ``expected_last_seq`` did not match.
+        A group that is too large for one message is stored in parts, and then a ``Parted`` that stands for it. ``message_id`` lets the
+        broker drop a repetition within two minutes. None: ``expected_last_seq`` did not match.
 
         Raises:
+            TooLarge: the message is larger than the wire or the broker allows; nothing was sent.
             WireError: the message breaks its own rules; nothing was sent.
             LostState: the broker has no such stream.
         """
-        data = wire.encode(message)
+        data = await aside(_weight(message), partial(wire.encode, message))
+        if isinstance(message, wire.Group) and wire.Parted in stream.messages and len(data) > self._parts.inline_bytes:
+            data = wire.encode(await self._parts.put(message, data))
         if len(data) + HEADER_BYTES > self.link.max_payload:
-            raise WireError(f"{type(message).__name__} is {len(data)} bytes, the broker's limit is {self.link.max_payload}")
+            raise TooLarge(f"{type(message).__name__} is {len(data)} bytes, the broker's limit is {self.link.max_payload}")
         headers = {MESSAGE_ID: message_id or f"{self.link.inbox}.{self.link.next_token()}"}
         if ticket:
             headers[wire.TICKET_HEADER] = str(ticket)
@@ -171,7 +178,7 @@ class Bus:
 
     async def depth(self, stream: Stream) -> dict[str, int]:
         """For a work queue, messages per key not yet acknowledged; for a log, {'': messages kept}."""
-        body = {"subjects_filter": stream.all_subjects(self.run)} if stream.key else None
+        body = {"subjects_filter": stream.all_subjects(self.run)} if stream.kind is Kind.WORK_QUEUE else None
         state = (await ask(self.link, f"STREAM.INFO.{stream.stream_name(self.run)}", body))["state"]
         if stream.kind is not Kind.WORK_QUEUE:
             return {"": int(state["messages"])}
@@ -207,6 +214,15 @@ class Bus:
             raise
         return int(info["delivered"]["stream_seq"])
 
+    async def trim_parts(self, log: Stream, keep: Callable[[int], bool]) -> int:
+        """Delete the parts of all tickets of a log that are not to be kept; how many tickets had some.
+
+        Args:
+            log: SAMPLES or EVALS.
+            keep: whether a record of this ticket may still be read, or come.
+        """
+        return await self._parts.trim(EVALUATION if log is EVALS else TRAINING, keep)
+
     # ------------------------------------------------------------------------------------------- read
 
     async def work_queue(self, stream: Stream, key: str) -> WorkQueue:
@@ -217,14 +233,20 @@ class Bus:
         return await asyncio.shield(task)
 
     async def _open_queue(self, stream: Stream, key: str) -> WorkQueue:
-        queue = WorkQueue(self.link, self._marks, stream, self.run, key)
+        queue = WorkQueue(self.link, self._marks, self._parts, stream, self.run, key)
         await queue.open()
         return queue
 
-    async def read_log(self, stream: Stream, start_seq: int) -> AsyncGenerator[LogRecord, None]:
+    async def read_log(
+        self, stream: Stream, start_seq: int, *, wanted: Callable[[int], bool] = lambda _: True
+    ) -> AsyncGenerator[LogRecord, None]:
         """Every record from ``start_seq`` on, in order, without gaps, across reconnects; waits at the end.
 
         A log with a size limit may have lost its oldest records; reading then starts at the oldest kept.
+
+        Args:
+            wanted: whether to fetch the group of this ticket where it travels in parts; asked when the record's turn comes. A record
+                that is not wanted has the ``Parted`` as its message; one whose parts are gone or damaged has an error.
 
         Raises:
             LostState: the log ends before ``start_seq - 1``, or has lost records it should have kept.
@@ -248,10 +270,19 @@ class Bus:
                     log.warning("%s: %d did not come before %d; asking the stream's leader", name, seq, entry.seq)
                     if (missed := await find(self.link, name, seq=seq)) is not None:
                         following = seq + 1
-                        yield _record(missed, stream)
+                        yield await self.record(missed, stream, wanted)
                 if entry.seq >= following:
                     following = entry.seq + 1
-                    yield _record(entry, stream)
+                    yield await self.record(entry, stream, wanted)
+
+    async def record(self, entry: Entry, stream: Stream, wanted: Callable[[int], bool] = lambda _: True) -> LogRecord:
+        """Decode one entry of a log, with its parts if they are wanted."""
+        message, error = await decode_aside(entry.data, stream.messages)
+        data: bytes | bytearray = entry.data
+        if isinstance(message, wire.Parted) and wanted(message.ticket):
+            message, error, body = await self._parts.load(message)
+            data = body or data
+        return LogRecord(entry.seq, message, error, ticket_of(entry.headers), data)
 
     async def watch_last(self, stream: Stream) -> AsyncGenerator[wire.Message, None]:
         """The newest value now and every newer one; intermediate values may be skipped."""
@@ -286,9 +317,19 @@ class Bus:
         await ensure_stream(self.link, config)
         return self._buckets.setdefault(stream.name, KeyValue(self.link, stream, config["name"].removeprefix("KV_"), malformed))
 
-    async def dead_letter(self, stream: Stream, *, seq: int, ticket: int, reason: str, data: bytes) -> None:
+    async def dead_letter(self, stream: Stream, *, seq: int, ticket: int, reason: str, data: Buffer) -> None:
         """Put bytes nobody could use where the operator finds them; once, however many readers stumble over them."""
         letter = wire.DeadLetter(
-            stream=stream.name, sequence=seq, ticket=ticket, reason=" ".join(reason.split()), by=self.name, data=data[:DEAD_BYTES]
+            stream=stream.name, sequence=seq, ticket=ticket, reason=" ".join(reason.split()), by=self.name, data=bytes(data[:DEAD_BYTES])
         )
         await self.publish(DEAD, letter, key=stream.name, ticket=ticket, message_id=f"dead.{stream.name}.{seq}" if seq else "")
+
+
+def _weight(message: wire.Message) -> int:
+    """About how many bytes encoding takes through its hands; 0 for what is small, or not as it should be."""
+    if not isinstance(message, wire.Group):
+        return 0
+    try:
+        return 9 * sum(len(one.loss_mask.data) for one in message.trajectories)  # an id, a logprob and a mask for each token
+    except (TypeError, AttributeError):
+        return 0  # encoding says what is wrong

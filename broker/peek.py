@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from broker.api import find
-from broker.delivery import decode, ticket_of
 from broker.jetstream import Bus, LogRecord
 from broker.streams import Stream
 
@@ -23,5 +22,4 @@ async def peek(bus: Bus, stream: Stream, seq: int) -> Stored | None:
     found = await find(bus.link, stream.stream_name(bus.run), seq=seq)
     if found is None:
         return None
-    message, error = decode(found.data, stream.messages)
-    return Stored(LogRecord(seq, message, error, ticket_of(found.headers), found.data), found.time)
+    return Stored(await bus.record(found, stream), found.time)

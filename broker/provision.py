@@ -110,6 +110,8 @@ def stream_config(stream: Stream, run: str, replicas: int = 1) -> dict[str, Any]
     }
     if stream.kind is Kind.WORK_QUEUE:
         config["retention"] = "workqueue"
+    elif stream.kind is Kind.LOG:
+        config["allow_direct"] = True  # parts are fetched one by one, from any replica
     elif stream.kind is Kind.LAST_VALUE:
         config |= {"max_msgs_per_subject": 1, "discard": "old"}
     elif stream.kind is Kind.KV:

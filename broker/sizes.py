@@ -12,9 +12,13 @@ Buffer = bytes | bytearray | memoryview
 
 MAX_PAYLOAD_BYTES: Final = 8 * 1024 * 1024
 MAX_GROUP_BYTES: Final = 1 << 30  # of a group that travels in parts
+INLINE_BYTES: Final = 2 << 20  # of a group's encoding in one message; a larger one would hold up what is behind it on a slow link
+PART_BYTES: Final = 1 << 20
+LEAST_PART_BYTES: Final = 64 * 1024
+HEADER_BYTES: Final = 512  # room for headers beside the largest message
 MAX_SMALL_BYTES: Final = 192 * 1024  # of messages without columns or bytes: at worst each byte is a list of 72
 COUNT_FROM_BYTES: Final = 1024 * 1024  # below, whatever stands in a message takes less than the limit
-MAX_ITEMS: Final = 80_000  # values and keys of a larger one
+MAX_ITEMS: Final = 80_000  # values and keys of a larger one, for every MAX_PAYLOAD_BYTES or fewer
 
 _FIXED: Final = {  # bytes that follow the first one
     0xC0: 0, 0xC1: 0, 0xC2: 0, 0xC3: 0, 0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8,
@@ -24,12 +28,17 @@ _SIZED: Final = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xC7: 1, 0xC8: 2, 0xC9: 4, 0xD9: 1, 
 _COUNTED: Final = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}  # bytes of the count that follows, values for each
 
 
+def max_items(num_bytes: int) -> int:
+    """Most values and keys of a message of this size, so that decoding takes memory in proportion to it."""
+    return max(MAX_ITEMS, MAX_ITEMS * num_bytes // MAX_PAYLOAD_BYTES)
+
+
 def has_too_many_items(data: Buffer) -> bool:
-    """Whether a large message holds more than MAX_ITEMS values and keys; one that is cut short or damaged is the decoder's to refuse."""
+    """Whether a large message holds more than ``max_items`` values and keys; one that is cut short is the decoder's to refuse."""
     if len(data) < COUNT_FROM_BYTES:
         return False
     position, left, end = 0, 1, len(data)
-    for _ in range(MAX_ITEMS):
+    for _ in range(max_items(end)):
         if not left or position >= end:
             return False
         head = data[position]

@@ -16,6 +16,7 @@ from broker.api import ask, bounds, find
 from broker.errors import LostState, RlearnerError
 from broker.link import PAUSE_S, Link
 from broker.refusals import FIRST_PAUSE_S, FULL, Publish
+from broker.sizes import Buffer
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ async def store(
     link: Link,
     stream_name: str,
     subject: str,
-    data: bytes,
+    data: Buffer,
     headers: dict[str, str],
     make_room: Callable[[], Awaitable[None]] | None = None,
 ) -> int | None:
@@ -66,7 +67,7 @@ async def _store(
     link: Link,
     stream_name: str,
     subject: str,
-    data: bytes,
+    data: Buffer,
     headers: dict[str, str],
     make_room: Callable[[], Awaitable[None]] | None,
     publish: Publish,
@@ -90,7 +91,7 @@ async def _store(
         except NoResponders:
             link.doubt(subject)
             if time.monotonic() - since > NO_STREAM_AFTER_S:  # no stream, or one that has no leader now
-                await _require_stream(link, stream_name, subject)
+                await require_stream(link, stream_name, subject)
                 since = time.monotonic()
             await asyncio.sleep(0.1)
             continue
@@ -117,7 +118,7 @@ async def _store(
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
 
 
-async def _require_stream(link: Link, stream_name: str, subject: str) -> None:
+async def require_stream(link: Link, stream_name: str, subject: str) -> None:
     """Only the cluster as a whole knows that a stream is gone; this waits until it answers.
 
     Raises:

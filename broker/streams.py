@@ -31,8 +31,8 @@ class Stream:
     Attributes:
         name: short name, the second part of the subject.
         kind: how it delivers.
-        messages: what it carries.
-        key: what the last part of the subject means, empty when there is none.
+        messages: what it carries; empty: bytes that are a message only together.
+        key: what the last parts of the subject mean, with dots between them; empty when there are none.
         writer: who writes.
         reader: who reads.
         kept: until when, in words.
@@ -54,11 +54,17 @@ class Stream:
 
     def subject(self, run: str, key: str = "") -> str:
         """The subject for one run and key, for example ``rl.demo.tickets.lake``."""
-        return f"rl.{token(run, 'run')}.{self.name}" + (f".{token(key, self.name)}" if self.key else "")
+        tokens = key.split(".", self.key.count(".")) if self.key else []
+        return ".".join(["rl", token(run, "run"), self.name, *(token(one, self.name) for one in tokens)])
 
     def all_subjects(self, run: str) -> str:
         """The subject pattern that matches every key."""
-        return f"rl.{token(run, 'run')}.{self.name}" + (".*" if self.key else "")
+        return self.some_subjects(run)
+
+    def some_subjects(self, run: str, *first: str) -> str:
+        """The subject pattern that matches every key whose first parts are these."""
+        free = self.key.count(".") + 1 - len(first) if self.key else 0
+        return ".".join(["rl", token(run, "run"), self.name, *(token(one, self.name) for one in first), *["*"] * free])
 
     def stream_name(self, run: str) -> str:
         """JetStream's name of the stream (or of the bucket, for KV)."""
@@ -66,19 +72,31 @@ class Stream:
 
 
 TICKETS: Final = Stream("tickets", Kind.WORK_QUEUE, (wire.Ticket,), "domain", "learner", "envhub", "until acknowledged")
-EPISODES: Final = Stream("episodes", Kind.WORK_QUEUE, (wire.Group,), "pool", "envhub, rewardhub", "rewardhub", "until acknowledged")
+EPISODES: Final = Stream(
+    "episodes", Kind.WORK_QUEUE, (wire.Group, wire.Parted), "pool", "envhub, rewardhub", "rewardhub", "until acknowledged"
+)
 SAMPLES: Final = Stream(
     "samples",
     Kind.LOG,
-    (wire.Group, wire.Closed, wire.RulesChange),
+    (wire.Group, wire.Closed, wire.Parted, wire.RulesChange),
     "",
     "rewardhub, envhub, learner",
     "learner",
     "until every kept checkpoint covers it",
 )
+PARTS: Final = Stream(
+    "parts", Kind.LOG, (), "kind.ticket.upload.part", "envhub, rewardhub", "rewardhub, learner", "until their ticket has ended for good"
+)
 EVALTICKETS: Final = Stream("evaltickets", Kind.WORK_QUEUE, (wire.EvalTicket,), "domain", "learner", "envhub", "until acknowledged")
 EVALS: Final = Stream(
-    "evals", Kind.LOG, (wire.Group, wire.Closed), "", "rewardhub, envhub", "learner", "the run's life, bounded", max_bytes=1 << 28
+    "evals",
+    Kind.LOG,
+    (wire.Group, wire.Closed, wire.Parted),
+    "",
+    "rewardhub, envhub",
+    "learner",
+    "the run's life, bounded",
+    max_bytes=1 << 28,
 )
 WEIGHTS: Final = Stream("weights", Kind.LAST_VALUE, (wire.WeightsOffer,), "", "learner", "rollout", "last value", essential=True)
 WEIGHTSYNC: Final = Stream("weightsync", Kind.REQUEST, (wire.WeightsJoin, wire.WeightsSession), "epoch", "rollout", "learner", "not")
@@ -99,6 +117,7 @@ STREAMS: Final[tuple[Stream, ...]] = (
     TICKETS,
     EPISODES,
     SAMPLES,
+    PARTS,
     EVALTICKETS,
     EVALS,
     WEIGHTS,

@@ -13,7 +13,7 @@ import msgspec
 from broker import wire
 from broker.answers import Disconnected, NoResponders
 from broker.delivery import decode
-from broker.errors import RequestFailed, WireError
+from broker.errors import RequestFailed, TooLarge, WireError
 from broker.jetstream import Bus
 from broker.natspy import Msg
 from broker.streams import METRICS, Stream
@@ -61,7 +61,10 @@ async def request(
     """
     subject = stream.subject(bus.run, key)
     try:
-        answer = await bus.link.call(subject, wire.encode(message), timeout_s=timeout_s)
+        data = wire.encode(message)
+        if len(data) > bus.link.max_payload:
+            raise TooLarge(f"{type(message).__name__} is {len(data)} bytes, the broker's limit is {bus.link.max_payload}")
+        answer = await bus.link.call(subject, data, timeout_s=timeout_s)
         return wire.decode(answer.data, *(reply if isinstance(reply, tuple) else (reply,)))
     except NoResponders:
         raise RequestFailed(f"{subject}: nobody listens") from None

@@ -23,8 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from broker import sizes
-from broker.errors import WireError
-from broker.sizes import COUNT_FROM_BYTES, MAX_ITEMS, MAX_SMALL_BYTES, Buffer, has_too_many_items
+from broker.errors import TooLarge, WireError
+from broker.sizes import COUNT_FROM_BYTES, MAX_GROUP_BYTES, MAX_SMALL_BYTES, Buffer, has_too_many_items, max_items
 
 WIRE_VERSION: Final = 8
 MAX_PAYLOAD_BYTES: Final = sizes.MAX_PAYLOAD_BYTES
@@ -183,6 +183,26 @@ class RulesChange(Message, frozen=True, tag="RulesChange"):
 
     epoch: int  # incarnation of the learner that appended it
     rules: dict[str, Any]  # steps, groups_per_step, max_staleness, domains and their weights, …; see learner/grants.py
+
+
+class Parted(Message, frozen=True, tag="Parted"):
+    """Stands for a Group whose encoding is too large for one message: its parts, one after the other, are that encoding.
+
+    Part i is at `rl.{run}.parts.{kind}.{ticket}.{upload}.{i}`, from 0, kind `t` for training and `e` for an evaluation.
+    """
+
+    ticket: int  # the group's ticket
+    domain: str  # the group's domain
+    upload: str  # id of this upload; each attempt to publish a group has its own
+    size: int  # bytes of the encoding
+    part_bytes: int  # bytes of each part but the last, which has what is left
+    digest: str  # of the encoding: BLAKE2b of 8 bytes, as hex
+    eval_step: int = -1  # the group's eval_step
+
+    @property
+    def num_parts(self) -> int:
+        """How many parts there are."""
+        return -(-self.size // self.part_bytes)
 
 
 # --------------------------------------------------------------------------------------------------- weights
@@ -360,13 +380,13 @@ class RunSpec(Message, frozen=True, tag="RunSpec"):
 
 
 MESSAGES: Final[tuple[type[Message], ...]] = (
-    Ticket, EvalTicket, Group, Closed, RulesChange, WeightsOffer, WeightsJoin, WeightsSession, GenerateRequest, AbortRequest,
+    Ticket, EvalTicket, Group, Closed, RulesChange, Parted, WeightsOffer, WeightsJoin, WeightsSession, GenerateRequest, AbortRequest,
     GenerateReply, Metrics, DeadLetter, DesiredState, Presence, RunSpec,
 )  # fmt: skip
 
 # Messages that hold columns or bytes may be large; of all others whatever is larger was not made by this program.
 MAX_BYTES: Final[dict[type[Message], int]] = {kind: MAX_SMALL_BYTES for kind in MESSAGES} | {
-    Group: MAX_PAYLOAD_BYTES, GenerateRequest: MAX_PAYLOAD_BYTES, GenerateReply: MAX_PAYLOAD_BYTES,
+    Group: MAX_GROUP_BYTES, GenerateRequest: MAX_PAYLOAD_BYTES, GenerateReply: MAX_PAYLOAD_BYTES,
     DeadLetter: (1 << 20) + MAX_SMALL_BYTES,
 }  # fmt: skip
 
@@ -385,7 +405,8 @@ def encode(message: Message) -> bytes:
     """Check and encode one message.
 
     Raises:
-        WireError: it breaks a rule of ``check``, holds what MessagePack cannot, or is larger than MAX_BYTES or MAX_ITEMS say.
+        TooLarge: it is larger than MAX_BYTES or ``max_items`` say.
+        WireError: it breaks a rule of ``check``, or holds what MessagePack cannot.
     """
     checks.check(message)
     try:
@@ -394,9 +415,9 @@ def encode(message: Message) -> bytes:
         raise WireError(_one_line(f"{type(message).__name__}: {error}")) from None
     limit = MAX_BYTES.get(type(message), MAX_SMALL_BYTES)
     if len(data) > limit:
-        raise WireError(f"{type(message).__name__} is {len(data)} bytes, the limit is {limit}")
+        raise TooLarge(f"{type(message).__name__} is {len(data)} bytes, the limit is {limit}")
     if len(data) >= COUNT_FROM_BYTES and has_too_many_items(data):
-        raise WireError(f"{type(message).__name__} holds more than {MAX_ITEMS} values")
+        raise TooLarge(f"{type(message).__name__} holds more than {max_items(len(data))} values")
     return data
 
 
@@ -410,7 +431,7 @@ def decode(data: Buffer, *types: type[M]) -> M:
     if len(data) > limit:
         raise WireError(f"message is {len(data)} bytes, the limit is {limit}")
     if len(data) >= COUNT_FROM_BYTES and has_too_many_items(data):
-        raise WireError(f"message holds more than {MAX_ITEMS} values")
+        raise WireError(f"message holds more than {max_items(len(data))} values")
     try:
         message: M = decoder(data)
     except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:

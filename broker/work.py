@@ -16,7 +16,9 @@ from broker.delivery import Delivery, nak_payload
 from broker.link import PAUSE_S, Link
 from broker.marks import Marks
 from broker.natspy import Msg
+from broker.parts import Parts
 from broker.reader import PROTOCOL_BYTES
+from broker.sizes import INLINE_BYTES
 from broker.streams import ACK_WAIT_S, Stream
 from broker.subscribed import Subscribed
 
@@ -31,7 +33,7 @@ QUIET_S: Final = 0.25  # after a message, before those that have come are return
 KEPT_S: Final = 3.0  # what came for nobody waits for the next fetch, then for another process
 MAX_WAITING_PULLS: Final = 8192  # hubs that may wait at one queue
 FIRST_PULL_BYTES: Final = 4 << 20
-LEAST_PULL_BYTES: Final = (2 << 20) + (64 << 10)  # the largest message that our own publishers send here
+LEAST_PULL_BYTES: Final = INLINE_BYTES + (64 << 10)  # the largest message that our own publishers send here
 MOST_PULL_BYTES: Final = 16 << 20
 PULL_TAKES_S: Final = (0.25, 1.0)  # a pull that is full sooner asks for more bytes next time, one that takes longer for fewer
 
@@ -67,8 +69,8 @@ class WorkQueue:
     late goes to the next fetch. Messages that nobody fetches within ``KEPT_S`` are handed back.
     """
 
-    def __init__(self, link: Link, marks: Marks, stream: Stream, run: str, key: str) -> None:
-        self._link, self._marks, self._types = link, marks, stream.messages
+    def __init__(self, link: Link, marks: Marks, parts: Parts, stream: Stream, run: str, key: str) -> None:
+        self._link, self._marks, self._parts, self._types = link, marks, parts, stream.messages
         self._stream_name, self._consumer, self._filter = stream.stream_name(run), key, stream.subject(run, key)
         self._inbox = ""
         self._subscribed: Subscribed | None = None  # to the inbox; None before the first pull, and after one was given up
@@ -113,7 +115,7 @@ class WorkQueue:
             try:
                 while not (messages := await self._next(limit, deadline)) and loop.time() < deadline:
                     pass
-                return [await Delivery.of(self._link, self._marks, self._types, message) for message in messages]
+                return [await Delivery.of(self._link, self._marks, self._parts, self._types, message) for message in messages]
             except BaseException:
                 self._arrived.extendleft(reversed(messages))
                 self._give_up()

@@ -8,10 +8,8 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import msgspec
-
 from broker import wire
-from broker.errors import WireError
+from broker.errors import TooLarge, WireError
 from broker.jetstream import Delivery
 from broker.process import Member
 from broker.streams import TICKETS, Stream
@@ -22,7 +20,6 @@ from envhub.task import Played
 
 log = logging.getLogger(__name__)
 
-HEADER_BYTES: Final = 512
 DETAIL_CHARS: Final = 1000
 
 
@@ -85,13 +82,10 @@ class Outbox:
         try:
             await self._bus.publish(stream, message, key=key, ticket=asked.number, message_id=asked.key)
         except WireError as error:
-            await self._close(held, "too_large" if self._is_too_large(message) else "malformed", str(error))
+            await self._close(held, "too_large" if isinstance(error, TooLarge) else "malformed", str(error))
             return
         self._tally.groups += 1
         await held.delivery.ack()
-
-    def _is_too_large(self, message: wire.Group) -> bool:
-        return len(msgspec.msgpack.encode(message)) + HEADER_BYTES > min(wire.MAX_PAYLOAD_BYTES, self._bus.link.max_payload)
 
     async def _close(self, held: InHand, reason: wire.ClosedReason, detail: str) -> None:
         """The ticket to the operator unless it was only late, the closing to the log, then the acknowledgement."""

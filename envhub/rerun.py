@@ -6,10 +6,8 @@ import asyncio
 import logging
 from typing import Final
 
-import msgspec
-
 from broker import wire
-from broker.errors import WireError
+from broker.errors import TooLarge, WireError
 from broker.process import Member
 from broker.streams import RERUNS
 from broker.unstored import respond
@@ -92,11 +90,11 @@ class Reruns:
         pools, temperature = reward_pools(domain.section), domain.section.sampling.temperature
         found = group(asked, played, pools=pools, hub=self._member.id, deliveries=1, temperature=temperature)
         try:
-            wire.encode(found)
+            size = len(wire.encode(found))
         except WireError as error:
-            return self._closed(
-                asked, "too_large" if len(msgspec.msgpack.encode(found)) > wire.MAX_PAYLOAD_BYTES else "malformed", str(error)
-            )
+            return self._closed(asked, "too_large" if isinstance(error, TooLarge) else "malformed", str(error))
+        if size > wire.MAX_PAYLOAD_BYTES:
+            return self._closed(asked, "too_large", f"the group is {size} bytes, an answer has room for {wire.MAX_PAYLOAD_BYTES}")
         return found
 
     def _closed(self, asked: Assignment, reason: wire.ClosedReason, detail: str) -> wire.Closed:

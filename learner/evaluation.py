@@ -184,6 +184,10 @@ class Evaluations:
             evaluation.add(record)
         return self._finish(evaluation) if not evaluation.waiting else None
 
+    def may_come(self, number: int) -> bool:
+        """Whether a group of this ticket will count: it is waited for, or not asked for yet."""
+        return number >= self._next or any(number in one.waiting for one in self.pending)
+
     def expire(self, now_s: float) -> list[Evaluation]:
         """Evaluations that have waited longer than ``eval.timeout_s``, with what there is; they end here."""
         late = [one for one in self.pending if now_s - one.began_s >= seconds(self._section.timeout_s)]

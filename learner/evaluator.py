@@ -126,7 +126,7 @@ class Evaluator:
 
     async def _read(self) -> None:
         start = await self._bus.last_seq(EVALS) + 1
-        async for entry in self._bus.read_log(EVALS, start):
+        async for entry in self._bus.read_log(EVALS, start, wanted=self._evaluations.may_come):
             record: Any = entry.message
             if record is None:
                 await self._bus.dead_letter(EVALS, seq=entry.seq, ticket=entry.ticket, reason=entry.error, data=entry.data)
@@ -181,6 +181,7 @@ class Evaluator:
         evaluation.rows.clear()
         self._unkept -= 1
         self._changed.set()
+        await self._bus.trim_parts(EVALS, keep=self._evaluations.may_come)
 
     def _keep(self, evaluation: Evaluation) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)

@@ -260,6 +260,10 @@ class Ledger:
         """Sequence of the oldest record that a learner resuming from this state reads again."""
         return min([entry.seq for entry in self.arrived], default=self.state.position + 1)
 
+    def may_read(self, number: int) -> bool:
+        """Whether a learner resuming from this state may use a group of this ticket: it has not ended, or is not issued yet."""
+        return number in self.state.live or number > self.state.issued
+
     @property
     def arrived(self) -> list[Entry]:
         """Groups taken into the step under way, in that order, and then the queue."""

@@ -63,7 +63,7 @@ _ENCODER: Final = msgspec.json.Encoder()
 _DECODER: Final = msgspec.json.Decoder(Line)
 
 
-def digest(data: bytes) -> str:
+def digest(data: bytes | bytearray) -> str:
     """What tells one record's bytes from another's, 16 hex digits."""
     return blake2b(data, digest_size=8).hexdigest()
 

@@ -176,9 +176,10 @@ class Saver:
 
     async def _trim(self, kept: list[Path]) -> None:
         """Trim the log behind the oldest checkpoint that is kept, however few there are."""
-        oldest = Ledger.load(checkpoint.read(kept[0]).ledger).first_needed
+        oldest = Ledger.load(checkpoint.read(kept[0]).ledger)
         await self._watch.refuse_if_fenced()
-        await self._bus.trim(SAMPLES, oldest)
+        await self._bus.trim(SAMPLES, oldest.first_needed)
+        await self._bus.trim_parts(SAMPLES, keep=oldest.may_read)
 
     async def _try(self, snapshot: Snapshot, ledger: dict[str, Any]) -> Path:
         """Write it under a hidden name, make sure that the run is still ours, give it its name.

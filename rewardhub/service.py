@@ -19,7 +19,7 @@ from typing import Final
 import msgspec
 
 from broker import gpus, wire
-from broker.errors import UserError, WireError
+from broker.errors import TooLarge, UserError, WireError
 from broker.health import Health
 from broker.jetstream import Delivery
 from broker.process import Member, Stop, join
@@ -199,8 +199,8 @@ class Hub:
     # -- one group
 
     async def _work(self, job: _Job) -> None:
-        group = job.delivery.message
         try:
+            group = await job.delivery.load()
             if not isinstance(group, wire.Group):
                 await self._refuse(job)
             elif not self.health.takes(job.pool):  # it was on its way when the pool failed once too often
@@ -268,7 +268,8 @@ class Hub:
         try:
             await self.bus.publish(forward.stream, group, key=forward.key, ticket=group.ticket, message_id=message_id)
         except WireError as error:
-            await self._close(job, group.ticket, group.domain, group.eval_step, Close("too_large", str(error)))
+            reason: wire.ClosedReason = "too_large" if isinstance(error, TooLarge) else "malformed"
+            await self._close(job, group.ticket, group.domain, group.eval_step, Close(reason, str(error)))
             return
         self.tally.add(group, seconds)
         await job.delivery.ack()

@@ -5,36 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 
-import msgspec
-import numpy as np
 import pytest
+from large_groups import MB, group
 from slow_link import slow_link
 
 from broker import wire
 from broker.delivery import Delivery
-from broker.examples import EXAMPLES
 from broker.jetstream import Bus
 from broker.streams import EPISODES, SAMPLES, TICKETS
-
-MB = 1_000_000
-GROUP = EXAMPLES[wire.Group]
-assert isinstance(GROUP, wire.Group)
-
-
-def group(ticket: int, size: int, **changes: object) -> wire.Group:
-    """One of about ``size`` bytes, all of it sampled tokens."""
-    n = size // 9
-    rng = np.random.default_rng(ticket)
-    turn = msgspec.structs.replace(GROUP.trajectories[0].turns[0], start=0, end=n)
-    whole = msgspec.structs.replace(
-        GROUP.trajectories[0],
-        token_ids=wire.column(rng.integers(0, 1000, n), "<i4"),
-        loss_mask=wire.column(np.ones(n), "|u1"),
-        logprobs=wire.column(-rng.random(n), "<f4"),
-        version_runs=wire.column([3, n], "<i4"),
-        turns=[turn],
-    )
-    return msgspec.structs.replace(GROUP, ticket=ticket, trajectories=[whole], **changes)
 
 
 async def drained(bus: Bus, key: str, count: int, limit: int = 64) -> list[Delivery]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,9 +33,13 @@ class Log:
 
     def __init__(self) -> None:
         self.records: asyncio.Queue[LogRecord] = asyncio.Queue()
+        self.kept: list[list[int]] = []  # tickets below 20 whose parts are kept, after each evaluation
 
     async def last_seq(self, stream: object) -> int:
         return 0
+
+    async def trim_parts(self, log: object, keep: Callable[[int], bool]) -> None:
+        self.kept.append([number for number in range(1, 20) if keep(number)])
 
     async def publish(self, stream: object, asked: wire.EvalTicket, **how: Any) -> int:
         made = wire.Ticket(
@@ -52,7 +56,7 @@ class Log:
         self.records.put_nowait(LogRecord(asked.number, group(made, eval_step=0), "", asked.number, b""))
         return asked.number
 
-    async def read_log(self, stream: object, start: int) -> AsyncIterator[LogRecord]:
+    async def read_log(self, stream: object, start: int, *, wanted: Callable[[int], bool]) -> AsyncIterator[LogRecord]:
         while True:
             yield await self.records.get()
 
@@ -97,6 +101,7 @@ async def test_episodes_wait_for_space_and_so_does_the_end(tmp_path: Path, monke
     rows = [json.loads(line) for line in (tmp_path / "evals" / "actor-step-000004.jsonl").read_text().splitlines()]
     assert [(row["domain"], row["task_index"], len(row["reward"])) for row in rows] == [("lake", 0, 2), ("lake", 1, 2)]
     assert evaluating.take(last=True)["eval/num_episodes"] == 4
+    assert evaluating._bus.kept == [list(range(3, 20))]  # type: ignore[attr-defined]  # 1 and 2 have ended
 
 
 async def test_a_measurement_alone_waits_for_its_episodes_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

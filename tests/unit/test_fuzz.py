@@ -26,7 +26,7 @@ import zmq
 import zmq.asyncio
 
 from bench import tap
-from broker import sizes, wire
+from broker import parts, sizes, wire
 from broker.channel_asker import Asker
 from broker.channel_bundle import pack
 from broker.channel_zmq import ZmqClient, ZmqServer
@@ -84,6 +84,14 @@ def of_each_stream(data: bytes) -> None:
         message, problem = decode(data, stream.messages)
         assert (message is None) == bool(problem)
         assert "\n" not in problem
+
+
+def put_together(data: bytes) -> None:
+    """As the parts of a group: right in size and digest, whatever they hold."""
+    if data:
+        parted = wire.Parted(ticket=417, domain="lake", upload="u", size=len(data), part_bytes=sizes.PART_BYTES, digest=parts.digest(data))
+        wire.check(parted)
+        assert parts.put_together(parted, bytearray(data)).ticket == 417
 
 
 def header(data: bytes) -> None:
@@ -225,7 +233,8 @@ def decoders(folder: Path) -> list[Decoder]:
     plan = plans.make_plan([plans.TensorSpec("a", (3, 4), "float32"), plans.TensorSpec("b", (), "int8")], 0.01)
     spec = wire.encode(EXAMPLES[wire.RunSpec])
     return [
-        Decoder("messages", round_trip, MESSAGES, 0.3, (WireError,)),
+        Decoder("messages", round_trip, MESSAGES, 0.26, (WireError,)),
+        Decoder("parts", put_together, [wire.encode(GROUP), wire.encode(EXAMPLES[wire.Parted])], 0.04, (WireError,)),
         Decoder("streams and buckets", of_each_stream, MESSAGES, 0.12),
         Decoder("header", header, [b"417", b"0", b"9" * 5000, "٣".encode()], 0.02),
         Decoder("samples into the ledger", taken_in, groups, 0.12),

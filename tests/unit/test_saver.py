@@ -33,6 +33,7 @@ class World:
     def __init__(self, folder: Path, **section: Any) -> None:
         self.folder, self.step, self.fenced = folder, 0, False
         self.trims: list[tuple[int, list[int]]] = []  # position, checkpoints on disk then
+        self.kept: list[list[int]] = []  # tickets below 100 whose parts are kept
         self.gate, self.full = threading.Event(), False
         self.gate.set()
         self.stop, self.said = Stop(), list[str]()
@@ -75,6 +76,9 @@ class World:
     async def trim(self, _: object, before: int) -> None:
         self.trims.append((before, self.steps()))
 
+    async def trim_parts(self, _: object, keep: Callable[[int], bool]) -> None:
+        self.kept.append([number for number in range(1, 100) if keep(number)])
+
     def steps(self) -> list[int]:
         return [checkpoint.read(path).step for path in checkpoint.found(self.folder)]
 
@@ -100,6 +104,10 @@ async def test_training_goes_on_while_one_is_written_and_the_log_is_trimmed_afte
     assert world.steps() == [6, 7]
     oldest = [Ledger.load(ledger_at(step)).first_needed for step in (2, 6)]
     assert world.trims == [(oldest[0], [2]), (oldest[0], [2, 6]), (oldest[1], [6, 7])]
+    states = [Ledger.load(ledger_at(step)).state for step in (2, 6)]
+    live_or_later = [[number for number in range(1, 100) if number in state.live or number > state.issued] for state in states]
+    assert world.kept == live_or_later
+    assert live_or_later[0][0] < live_or_later[1][0]
     values = world.saver.values()
     assert set(values) == {"time/checkpoint", "time/checkpoint_write"}
     assert world.saver.values() == {"time/checkpoint": 0.0}

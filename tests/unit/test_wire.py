@@ -117,7 +117,7 @@ def test_too_large_is_refused_before_decoding_and_before_sending(monkeypatch: py
 
 def test_the_cap_comes_before_the_decoder() -> None:
     with pytest.raises(WireError, match="the limit is 8388608"):
-        wire.decode(b"\xc1" * (wire.MAX_PAYLOAD_BYTES + 1), wire.Group)
+        wire.decode(b"\xc1" * (wire.MAX_PAYLOAD_BYTES + 1), wire.GenerateRequest)
 
 
 @pytest.mark.parametrize(

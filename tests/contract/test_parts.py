@@ -1,0 +1,236 @@
+"""Groups in parts: as exactly-once as any message, whatever is missing, damaged or left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from contextlib import aclosing
+from pathlib import Path
+
+import msgspec
+import nats
+import pytest
+from large_groups import MB, group
+from waits import LONG_S, until
+
+from broker import jetstream, wire
+from broker.errors import TooLarge
+from broker.jetstream import Bus, LogRecord
+from broker.parts import ended_tickets
+from broker.peek import peek
+from broker.server import BrokerServer
+from broker.sizes import INLINE_BYTES, PART_BYTES
+from broker.store import MESSAGE_ID, store
+from broker.streams import EPISODES, EVALS, PARTS, SAMPLES
+
+SIZE = 5 * MB
+COUNT = 5  # parts of that size
+
+
+async def read(bus: Bus, count: int, wanted: object = None) -> list[LogRecord]:
+    found: list[LogRecord] = []
+    options = {} if wanted is None else {"wanted": wanted}
+    async with asyncio.timeout(LONG_S), aclosing(bus.read_log(SAMPLES, 1, **options)) as records:  # type: ignore[arg-type]
+        async for record in records:
+            found.append(record)
+            if len(found) == count:
+                break
+    return found
+
+
+async def num_parts(bus: Bus) -> int:
+    return (await bus.depth(PARTS))[""]
+
+
+async def parted(bus: Bus, seq: int = 1) -> wire.Parted:
+    (record,) = await read(bus, seq, lambda _: False)
+    assert isinstance(record.message, wire.Parted)
+    return record.message
+
+
+async def tamper(bus: Bus, of: wire.Parted, number: int, data: bytes | None) -> None:
+    """Replace one part, or delete it."""
+    client = await nats.connect(bus.link.url)
+    stream, subject = client.jetstream(), PARTS.subject(bus.run, f"t.{of.ticket}.{of.upload}.{number}")
+    await stream.purge_stream(PARTS.stream_name(bus.run), subject=subject)
+    if data is not None:
+        await stream.publish(subject, data)
+    await client.close()
+
+
+async def test_a_group_in_parts_arrives_as_it_was(bus: Bus) -> None:
+    sent = group(7, SIZE, pools=[])
+    assert await bus.publish(SAMPLES, sent, ticket=7, message_id="tickets-7") == 1
+    small = wire.Closed(ticket=8, domain="lake", reason="late", detail="", by="x")
+    await bus.publish(SAMPLES, small, ticket=8)
+    large, closed = await read(bus, 2)
+    assert (large.message, large.error, large.ticket) == (sent, "", 7)
+    assert bytes(large.data) == wire.encode(sent)
+    assert closed.message == small
+    assert await num_parts(bus) == COUNT
+    found = await peek(bus, SAMPLES, 1)
+    assert found is not None
+    assert found.record == large
+
+
+async def test_a_small_group_travels_whole(bus: Bus) -> None:
+    await bus.publish(SAMPLES, group(1, INLINE_BYTES - 2000, pools=[]), ticket=1)
+    assert await num_parts(bus) == 0
+    (record,) = await read(bus, 1)
+    assert isinstance(record.message, wire.Group)
+
+
+async def test_a_queue_gives_it_and_its_ack_deletes_the_parts(bus: Bus) -> None:
+    sent = group(7, SIZE)
+    await bus.publish(EPISODES, sent, key="judge", ticket=7)
+    (delivery,) = await (await bus.work_queue(EPISODES, "judge")).fetch(1, 5.0)
+    assert isinstance(delivery.message, wire.Parted)
+    assert (await delivery.load(), delivery.error) == (sent, "")
+    assert delivery.data == wire.encode(sent)[: 1 << 20]
+    await delivery.ack()
+    await until(lambda: _empty(bus))
+    assert await bus.depth(EPISODES) == {}
+
+
+async def _empty(bus: Bus) -> bool:
+    return await num_parts(bus) == 0
+
+
+async def test_it_is_stored_once(bus: Bus) -> None:
+    """Two hubs end the same ticket: the second record is dropped; its parts stay for the trimming."""
+    sent = group(7, SIZE, pools=[])
+    assert [await bus.publish(SAMPLES, sent, ticket=7, message_id="tickets-7") for _ in range(2)] == [1, 1]
+    assert await num_parts(bus) == 2 * COUNT
+    assert await bus.trim_parts(SAMPLES, keep=lambda ticket: ticket != 7) == 1
+    assert await num_parts(bus) == 0
+
+
+@pytest.mark.parametrize(
+    ("number", "data", "why"),
+    [
+        (3, None, "part 3 of 5 is not there"),
+        (4, b"short", "part 4 of 5 has 5 bytes; must be"),
+        (2, bytes(PART_BYTES), "its bytes are damaged: digest"),
+    ],
+)
+async def test_parts_that_are_missing_or_damaged_are_said(bus: Bus, number: int, data: bytes | None, why: str) -> None:
+    await bus.publish(SAMPLES, group(7, SIZE, pools=[]), ticket=7)
+    await tamper(bus, await parted(bus), number, data)
+    await bus.publish(SAMPLES, wire.Closed(ticket=8, domain="lake", reason="late", detail="", by="x"), ticket=8)
+    broken, after = await read(bus, 2)
+    assert (broken.message, broken.ticket) == (None, 7)
+    assert broken.error.startswith("Group in parts, ticket 7, upload ")
+    assert why in broken.error
+    assert isinstance(after.message, wire.Closed)
+
+
+async def test_a_record_that_lies_is_refused(bus: Bus) -> None:
+    """It names another ticket's group, or a body larger than any may be."""
+    await bus.publish(SAMPLES, group(7, SIZE, pools=[]), ticket=7)
+    honest = await parted(bus)
+    subject = SAMPLES.subject(bus.run)
+    name = SAMPLES.stream_name(bus.run)
+    huge = msgspec.msgpack.encode(msgspec.structs.replace(honest, size=(1 << 30) + 1))
+    await store(bus.link, name, subject, huge, {MESSAGE_ID: "huge"})
+    whole = msgspec.structs.replace(honest, domain="gsm8k")
+    await store(bus.link, name, subject, wire.encode(whole), {MESSAGE_ID: "other"})
+    _, large, other = await read(bus, 3)
+    assert large.error == "Parted.size: 1073741825; 1 to 2^30"
+    assert other.error.endswith("it holds the group of ticket 7, domain lake, evaluation step -1")
+
+
+async def test_what_is_not_wanted_is_not_fetched(bus: Bus) -> None:
+    for _ in range(2):
+        await bus.publish(SAMPLES, group(7, SIZE, pools=[]), ticket=7)
+    live, asked = {7}, []
+
+    def wanted(ticket: int) -> bool:
+        asked.append(ticket)
+        return ticket in live
+
+    async with asyncio.timeout(LONG_S), aclosing(bus.read_log(SAMPLES, 1, wanted=wanted)) as records:
+        first = await anext(records)
+        assert isinstance(first.message, wire.Group)
+        live.clear()  # it has ended: its parts may go
+        await bus.trim_parts(SAMPLES, keep=live.__contains__)
+        second = await anext(records)
+    assert isinstance(second.message, wire.Parted)
+    assert (second.message.ticket, second.error, asked) == (7, "", [7, 7])
+
+
+async def test_trimming_keeps_what_may_still_be_read(bus: Bus) -> None:
+    for ticket in (1, 2, 3):
+        await bus.publish(SAMPLES, group(ticket, SIZE, pools=[]), ticket=ticket)
+    await bus.publish(EVALS, group(2, SIZE, pools=[], eval_step=0), ticket=2)
+    assert await bus.trim_parts(SAMPLES, keep=lambda ticket: ticket >= 3) == 2
+    assert await num_parts(bus) == 2 * COUNT
+    one, two, three = await read(bus, 3)
+    assert [one.message, two.message] == [None, None]
+    assert isinstance(three.message, wire.Group)
+    assert await bus.trim_parts(EVALS, keep=lambda _: False) == 1
+    assert await num_parts(bus) == COUNT
+
+
+def test_which_tickets_have_ended() -> None:
+    subjects = [f"rl.run.parts.t.{ticket}.up.{part}" for ticket in (9, 10, 2) for part in range(3)]
+    assert ended_tickets(subjects, lambda ticket: ticket == 9) == [2, 10]
+    assert ended_tickets([], lambda _: False) == []
+
+
+async def test_many_subjects_are_listed_page_by_page(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The broker lists so many subjects at a time, 100,000 of them."""
+    for ticket in range(1, 31):
+        subject = PARTS.subject(bus.run, f"t.{ticket}.up.0")
+        await store(bus.link, PARTS.stream_name(bus.run), subject, b"x", {MESSAGE_ID: str(ticket)})
+    pages = []
+    ask = jetstream.ask
+
+    async def small_pages(link: object, request: str, body: dict[str, object] | None = None) -> dict[str, object]:
+        answer = await ask(link, request, body)  # type: ignore[arg-type]
+        if body and "offset" in body:
+            pages.append(body["offset"])
+            answer["state"]["subjects"] = dict.fromkeys(sorted(answer["state"]["subjects"])[:10], 1)
+        return answer
+
+    monkeypatch.setattr("broker.parts.ask", small_pages)
+    assert await bus.trim_parts(SAMPLES, keep=lambda ticket: ticket % 2 == 0) == 15
+    assert pages == [0, 10, 20]
+
+
+async def test_a_broker_of_small_messages_takes_any_group(tmp_path: Path) -> None:
+    """nats-server's own default is 1 MiB."""
+    with tempfile.TemporaryDirectory(prefix="rlearner-small-") as folder, BrokerServer(folder, store_max_gib=1024) as server:
+        bus = await Bus.connect(server.url, "demo", name="x", deadline_s=60)
+        await bus.ensure_streams()
+        bus.link._client._max_payload = 1 << 20
+        sent = group(1, SIZE, pools=[])
+        assert await bus.publish(SAMPLES, sent, ticket=1) == 1
+        (record,) = await read(bus, 1)
+        assert record.message == sent
+        bus.link._client._max_payload = 40_000
+        with pytest.raises(TooLarge, match="the broker takes messages of 40000 bytes only"):
+            await bus.publish(SAMPLES, sent, ticket=1)
+        await bus.close()
+
+
+async def test_the_event_loop_goes_on_while_large_groups_are_read(bus: Bus) -> None:
+    """8 MB take 10 ms and more to decode and check."""
+    count = 6
+    for ticket in range(1, count + 1):
+        await bus.publish(SAMPLES, group(ticket, 8 * MB, pools=[]), ticket=ticket)
+    loop = asyncio.get_running_loop()
+    longest, going = 0.0, True
+
+    async def beat() -> None:
+        nonlocal longest
+        while going:
+            before = loop.time()
+            await asyncio.sleep(0.001)
+            longest = max(longest, loop.time() - before)
+
+    beating = asyncio.create_task(beat())
+    records = await read(bus, count)
+    going = False
+    await beating
+    assert [record.ticket for record in records] == list(range(1, count + 1))
+    print(f"longest stall {longest * 1000:.1f} ms")
