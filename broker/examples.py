@@ -45,7 +45,8 @@ EXAMPLES: Final[dict[type[wire.Message], wire.Message]] = {
             rules={"steps": 200, "groups_per_step": 16, "max_staleness": 1, "on_late": "wait", "seed": 0, "domains": [{"name": "lake"}]},
         ),
         wire.Parted(
-            ticket=419, domain="lake", upload="5f1d9c02ab34e678", size=9_437_212, part_bytes=1_048_576, digest="8c2b41f09ad7e653",
+            ticket=419, domain="lake", upload="5f1d9c02ab34e678", size=9_437_212, part_bytes=1_048_576,
+            digest="8c2b41f09ad7e6532f60c1d7be94a058",
         ),
         wire.WeightsOffer(
             epoch=2, version=12, digest="9f86d081884c7d65", plan="60303ae22b998861", size_bytes=1_048_576, backend="gloo",

@@ -196,7 +196,7 @@ class Parted(Message, frozen=True, tag="Parted"):
     upload: str  # id of this upload; each attempt to publish a group has its own
     size: int  # bytes of the encoding
     part_bytes: int  # bytes of each part but the last, which has what is left
-    digest: str  # of the encoding: BLAKE2b of 8 bytes, as hex
+    digest: str  # of the encoding: the first 16 bytes of its SHA-256, as hex
     eval_step: int = -1  # the group's eval_step
 
     @property

@@ -91,7 +91,7 @@ def put_together(data: bytes) -> None:
     if data:
         parted = wire.Parted(ticket=417, domain="lake", upload="u", size=len(data), part_bytes=sizes.PART_BYTES, digest=parts.digest(data))
         wire.check(parted)
-        assert parts.put_together(parted, bytearray(data)).ticket == 417
+        assert parts.put_together(parted, bytearray(data), parted.digest).ticket == 417
 
 
 def header(data: bytes) -> None:
