@@ -33,6 +33,7 @@ CLOSE_WITHIN_S: Final = 5.0
 PAUSE_S: Final = 0.02  # before a repetition, so that a connection not yet known to be gone is not hammered
 STUCK_AFTER_S: Final = 30.0
 STALLED_AFTER_S: Final = 3.0  # without a byte in either direction, after which a link that owes us bytes counts as stuck
+PING_EVERY_S: Final = 5
 LOOK_EVERY_S: Final = 2.0  # at the traffic; below the interval of the client's own pings
 
 
@@ -150,7 +151,7 @@ class Link:
             max_reconnect_attempts=-1,
             reconnect_time_wait=0.25,  # type: ignore[arg-type]  # declared int, used as seconds of a sleep
             connect_timeout=3,
-            ping_interval=5,
+            ping_interval=PING_EVERY_S,
             max_outstanding_pings=2,
             flush_timeout=10.0,
             skip_subject_validation=True,

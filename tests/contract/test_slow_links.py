@@ -98,3 +98,14 @@ async def test_a_large_record_is_read_over_a_slow_link(bus: Bus, broker_url: str
         assert link.down < 9 * MB
         await far.close()
     assert not [record for record in caplog.records if "again" in record.getMessage()]
+
+
+async def test_a_connection_whose_bytes_move_is_kept(bus: Bus, broker_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answers to its pings come behind all that is on the wire; the third one that is late ends a connection."""
+    monkeypatch.setattr("broker.link.PING_EVERY_S", 1)
+    monkeypatch.setattr("broker.link.LOOK_EVERY_S", 0.4)
+    async with slow_link(broker_url, up=0.3 * MB) as link:
+        far = await Bus.connect(link.url, bus.run, name="far", deadline_s=60)
+        await far.publish(SAMPLES, group(1, int(1.9 * MB), pools=[]), ticket=1)
+        assert link.connections == 1
+        await far.close()
