@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import tempfile
 import threading
 from contextlib import aclosing
@@ -12,6 +13,7 @@ import msgspec
 import nats
 import pytest
 from large_groups import MB, group
+from slow_link import slow_link
 from waits import LONG_S, until
 
 from broker import jetstream, wire
@@ -170,6 +172,43 @@ async def test_trimming_keeps_what_may_still_be_read(bus: Bus) -> None:
     assert isinstance(three.message, wire.Group)
     assert await bus.trim_parts(EVALS, keep=lambda _: False) == 1
     assert await num_parts(bus) == COUNT
+
+
+_PUBLISH = """
+import asyncio, sys
+sys.path.insert(0, sys.argv[3])
+from large_groups import MB, group
+from broker.jetstream import Bus
+from broker.streams import SAMPLES
+async def publish():
+    bus = await Bus.connect(sys.argv[1], sys.argv[2], name="victim")
+    print("begins", flush=True)
+    await bus.publish(SAMPLES, group(7, 8 * MB, pools=[]), ticket=7, message_id="tickets-7")
+asyncio.run(publish())
+"""
+
+
+async def test_what_a_killed_publisher_left_behind_is_trimmed(bus: Bus, broker_url: str) -> None:
+    """It dies between two parts; the ticket is delivered again, and another process publishes the group."""
+    async with slow_link(broker_url, up=2 * MB) as link:
+        arguments = [sys.executable, "-c", _PUBLISH, link.url, bus.run, str(Path(__file__).parent.parent)]
+        victim = await asyncio.create_subprocess_exec(*arguments)
+        await until(lambda: _some(bus))
+        victim.kill()
+        await victim.wait()
+    left = await num_parts(bus)
+    assert 0 < left < 8
+    assert await bus.depth(SAMPLES) == {"": 0}
+    sent = group(7, SIZE, pools=[])
+    await bus.publish(SAMPLES, sent, ticket=7, message_id="tickets-7")
+    assert [record.message for record in await read(bus, 1)] == [sent]
+    assert await num_parts(bus) >= left + COUNT
+    assert await bus.trim_parts(SAMPLES, keep=lambda ticket: ticket > 7) == 1
+    assert await num_parts(bus) == 0
+
+
+async def _some(bus: Bus) -> bool:
+    return await num_parts(bus) > 0
 
 
 def test_which_tickets_have_ended() -> None:

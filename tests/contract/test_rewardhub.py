@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import large_groups
 import msgspec
 import pytest
 from aiohttp import web
@@ -20,7 +21,7 @@ from broker import runspec, wire
 from broker.jetstream import Bus, LogRecord
 from broker.presence import Roster
 from broker.store import store
-from broker.streams import CONTROL, DEAD, EPISODES, EVALS, SAMPLES, Stream
+from broker.streams import CONTROL, DEAD, EPISODES, EVALS, PARTS, SAMPLES, Stream
 from broker.unstored import watch_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -154,6 +155,24 @@ async def test_groups_visit_their_pools_and_end_in_their_log(bus: Bus, broker_ur
     assert isinstance(measured.message, wire.Group)
     assert (measured.message.eval_step, measured.message.trajectories[0].success) == (20, True)
     assert await bus.last_seq(DEAD) == 0
+
+
+async def test_a_group_in_parts_is_scored_and_leaves_one_upload(bus: Bus, broker_url: str) -> None:
+    await publish_spec(bus)
+    one = large_groups.group(1, 5 * large_groups.MB, domain="qa", pools=["default", "style"], reference="#### 42")
+    await put(bus, one)
+    async with hub(broker_url, bus.run, "math", "--pools", "default"), hub(broker_url, bus.run, "style", "--pools", "style"):
+        (record,) = await records(bus, SAMPLES, 1)
+        await until(lambda: empty(bus))
+        assert isinstance(record.message, wire.Group)
+        assert (record.message.pools, record.message.reward_hubs) == ([], ["math", "style"])
+        assert record.message.trajectories[0].token_ids == one.trajectories[0].token_ids
+
+        async def only_the_last() -> bool:
+            return (await bus.depth(PARTS))[""] == 5
+
+        await until(only_the_last)
+    assert (await records(bus, SAMPLES, 1))[0].message == record.message
 
 
 async def test_a_reward_that_hangs_closes_its_ticket_and_nothing_else(bus: Bus, broker_url: str) -> None:
