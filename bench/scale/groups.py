@@ -30,7 +30,7 @@ from broker.server import BrokerServer
 from broker.streams import EPISODES
 
 SIZES_MIB: Final = (1, 8, 64, 256)
-TOTAL_MIB: Final = {1: 96, 8: 128, 64: 256, 256: 768}  # that one round moves
+TOTAL_MIB: Final = {1: 96, 8: 192, 64: 512, 256: 1536}  # that one round moves: enough groups that both sides work at once
 ROUNDS: Final = {1: 5, 8: 4, 64: 3, 256: 2}
 IN_FLIGHT_MIB: Final = 16  # groups that are published and taken at once, at least one
 FREE_MIB: Final = 32
