@@ -33,7 +33,6 @@ __all__ = ["Bus", "Delivery", "KeyValue", "LogRecord", "WorkQueue"]
 log = logging.getLogger(__name__)
 
 MAX_IN_FLIGHT: Final = 1024  # unconfirmed publishes of one process
-DEAD_BYTES: Final = 1 << 20
 NO_CONSUMER: Final = 10014
 DELETE_FAILED: Final = (10037, 10043, 10057)
 

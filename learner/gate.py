@@ -11,7 +11,7 @@ from broker import reserve
 from broker.answers import ApiError, Disconnected, NoResponders
 from broker.api import ask
 from broker.jetstream import Bus
-from broker.streams import EPISODES, RESERVE, SAMPLES, TICKETS
+from broker.streams import EPISODES, PARTS, RESERVE, SAMPLES, TICKETS
 from learner.ledger import Ledger
 from learner.room import Room, Usage
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 LOOK_EVERY_S: Final = 3.0
 GIB: Final = 1 << 30
 GROUPS: Final = (EPISODES, SAMPLES)  # one message for each group, or for its closing
-GROWING: Final = (TICKETS, *GROUPS)  # what a run fills the store with
+GROWING: Final = (TICKETS, PARTS, *GROUPS)  # what a run fills the store with
 
 
 class Gate:

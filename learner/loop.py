@@ -87,7 +87,7 @@ class Loop:
         await self._offer_if_current()
         self._evaluator.step_completed(self._ledger.state.version, self._ledger.rules.steps)
         self._began = time.monotonic()
-        async with aclosing(self._bus.read_log(SAMPLES, self._ledger.state.position + 1)) as records:
+        async with aclosing(self._bus.read_log(SAMPLES, self._ledger.state.position + 1, wanted=self._is_wanted)) as records:
             while not self._done:
                 if self._ledger.full:
                     if not await self._end_step():
@@ -104,6 +104,10 @@ class Loop:
         return self._ledger.done and self._ledger.state.rules_epoch >= self._epoch
 
     # --------------------------------------------------------------------------------------------------- records
+
+    def _is_wanted(self, ticket: int) -> bool:
+        """Whether the body of a ticket's record matters; one of a ticket that has ended is counted without it."""
+        return ticket in self._ledger.state.live
 
     async def _next(self, records: AsyncGenerator[LogRecord, None]) -> LogRecord | None:
         """The next record, or None once a stop is asked for."""

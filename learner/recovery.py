@@ -116,7 +116,8 @@ class Recovery:
         """Read again the groups that the ledger holds, from the log, else from the archive."""
         wanted = {entry.seq: entry for entry in self._ledger.arrived}
         if there := [seq for seq in wanted if first <= seq <= last]:
-            async with aclosing(self._bus.read_log(SAMPLES, min(there))) as records:
+            held = {entry.number for entry in wanted.values()}
+            async with aclosing(self._bus.read_log(SAMPLES, min(there), wanted=held.__contains__)) as records:
                 async for record in records:
                     self._keep(wanted.get(record.seq), record)
                     if record.seq >= max(there):
