@@ -46,6 +46,7 @@ PORT: Final = Range(0, 65535, "0 to 65535")
 FRACTION: Final = Range(0, 1, "0 to 1")
 BODY: Final = Range(1, MAX_GROUP_BYTES, "1 to 2^30")
 PART: Final = Range(LEAST_PART_BYTES, MAX_PAYLOAD_BYTES, "2^16 to 2^23")
+OPTIONAL_FRACTION: Final = Range(-1, 1, "-1 to 1")
 SHARE: Final = Range(SMALLEST, 1, "> 0 and <= 1")
 
 # Every int and float field stands here; a test sees to it.
@@ -84,6 +85,7 @@ RANGES: Final[dict[type, dict[str, Range]]] = {
     wire.DesiredState: {},
     wire.Presence: {
         "pid": NATURAL, "epoch": NATURAL, "policy_version": OPTIONAL, "slots": NATURAL, "running": NATURAL, "waiting": NATURAL,
+        "speed": NATURAL, "idle_ratio": OPTIONAL_FRACTION,
     },
     wire.RunSpec: {"wire_version": NATURAL, "epoch": NATURAL, "created": NATURAL},
 }  # fmt: skip

@@ -81,7 +81,7 @@ EXAMPLES: Final[dict[type[wire.Message], wire.Message]] = {
         wire.DesiredState(state="paused", reason="disk being replaced"),
         wire.Presence(
             role="rollout", id="rollout-7c1", host="node-3", pid=4711, state="serving", address="tcp://127.0.0.1:41234", channel="zmq",
-            engine="hf", epoch=2, policy_version=12, slots=64, running=41, waiting=3,
+            engine="hf", epoch=2, policy_version=12, slots=64, running=41, waiting=3, speed=5200.0, idle_ratio=0.0,
         ),
         wire.RunSpec(
             run="demo", wire_version=wire.WIRE_VERSION, epoch=2, config={"train": {"steps": 200, "lr": 1e-6}},

@@ -364,7 +364,9 @@ class Presence(Message, frozen=True, tag="Presence"):
     running: int = 0  # how much it is doing
     waiting: int = 0  # how much is queued inside it
     serves: list[str] = []  # envhub: domains; rewardhub: pools
-    problem: str = ""  # one line: why it takes no work; empty: it does
+    speed: float = 0.0  # rollout: tokens per second it generates when busy, 0 unknown
+    idle_ratio: float = -1.0  # rollout: share of the last second without work, -1 unknown
+    problem: str = ""  # one line: why it takes no work, empty while it does
 
 
 class RunSpec(Message, frozen=True, tag="RunSpec"):
