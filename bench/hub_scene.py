@@ -23,7 +23,7 @@ from broker import runspec, wire
 from broker.children import spawn
 from broker.jetstream import Bus
 from broker.server import BrokerServer
-from broker.streams import PRESENCE, SAMPLES, TICKETS
+from broker.streams import MEMBERS, SAMPLES, TICKETS
 from envhub.envs.base import StepResult
 from envhub.envs.frozenlake import FrozenLake, FrozenLakeArgs
 from text.config import TinyModel
@@ -177,7 +177,7 @@ def _config(hanging: int | None) -> dict[str, Any]:
 
 async def _joined(bus: Bus, hub: subprocess.Popen[bytes]) -> None:
     """Wait until the hub says that it is there."""
-    bucket = await bus.key_value(PRESENCE)
+    bucket = await bus.key_value(MEMBERS)
     async with asyncio.timeout(JOIN_S):
         while not any(".envhub." in key for key in await bucket.keys()):
             if hub.poll() is not None:

@@ -12,10 +12,10 @@ import msgspec
 import zmq
 
 from broker import wire
+from broker.announce import Announcer
 from broker.channel_bundle import unpack
 from broker.channel_socket import LoopSocket
 from broker.jetstream import Bus
-from broker.presence import Announcer
 from text.tokenizer import Tokenizer
 
 JITTER: Final = 0.1  # share of the latency by which an answer may come earlier or later

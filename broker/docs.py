@@ -94,7 +94,7 @@ def schema() -> list[str]:
     lines = [f"wire version {wire.WIRE_VERSION}"]
     for stream in STREAMS:
         messages = "|".join(message.__name__ for message in stream.messages)
-        limits = f"ttl_s={stream.ttl_s:g} max_bytes={stream.max_bytes}"
+        limits = f"ttl_s={stream.ttl_s:g} max_bytes={stream.max_bytes}" + (" memory" if stream.memory else "")
         lines.append(f"stream {_subject(stream)} {stream.kind.name} {messages} {stream.stream_name('RUN')} {limits}")
     source = fields_of(inspect.getsource(wire))
     structs = list(dict.fromkeys(struct for message in wire.MESSAGES for struct in [message, *_structs_in(message)]))
@@ -106,16 +106,17 @@ def schema() -> list[str]:
 
 
 def _subject(stream: Stream) -> str:
+    key = ".".join("{" + part + "}" for part in stream.key.split(".") if part)
     if stream.kind is Kind.KV:
-        return f"rl_{stream.name}/{'.'.join('{' + part + '}' for part in stream.key.split('.'))}"
-    return f"rl.{{run}}.{stream.name}" + "".join(f".{{{part}}}" for part in stream.key.split(".") if part)
+        return f"rl_{stream.name}/{key}"
+    return ".".join(filter(None, ["rl", "{run}", stream.name, key]))
 
 
 def _streams_table() -> str:
     rows = ["| stream | subject, or bucket/key | messages | delivery | writer | reader | kept |", "|---|---|---|---|---|---|---|"]
     for stream in STREAMS:
         messages = ", ".join(f"[{message.__name__}](#{message.__name__.lower()})" for message in stream.messages) or "bytes"
-        bound = f", at most {stream.max_bytes >> 20} MiB" if stream.max_bytes else ""
+        bound = f", at most {stream.max_bytes >> 20} MiB" if stream.max_bytes else ", in memory" if stream.memory else ""
         rows.append(
             f"| {stream.name} | `{_subject(stream)}` | {messages} | {stream.kind.value} | {stream.writer} | {stream.reader} "
             f"| {stream.kept}{bound}{'; stored in a full broker, too' if stream.essential else ''} |"

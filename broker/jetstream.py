@@ -313,8 +313,9 @@ class Bus:
 
         config = self._config(stream, self.run or "any")
         assert config is not None, f"{stream.name} is not stored"
-        await ensure_stream(self.link, config)
-        return self._buckets.setdefault(stream.name, KeyValue(self.link, stream, config["name"].removeprefix("KV_"), malformed))
+        ensure = partial(ensure_stream, self.link, config)
+        await ensure()
+        return self._buckets.setdefault(stream.name, KeyValue(self.link, stream, config["name"].removeprefix("KV_"), malformed, ensure))
 
     async def dead_letter(self, stream: Stream, *, seq: int, ticket: int, reason: str, data: Buffer) -> None:
         """Put bytes nobody could use where the operator finds them; once, however many readers stumble over them."""

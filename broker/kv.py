@@ -2,36 +2,51 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import random
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from broker import wire
+from broker.answers import Disconnected
 from broker.api import ask, find
 from broker.errors import ConfigError, WireError
+from broker.latest import latest
 from broker.link import Link
-from broker.reader import follow
+from broker.natspy import Msg
 from broker.reserve import release
 from broker.store import EXPECTED_LAST_KEY_SEQ, MESSAGE_ID, store
 from broker.streams import Stream, token
+from broker.subscribed import Subscribed
 
 OPERATION: Final = "KV-Operation"
 MARKER_REASON: Final = "Nats-Marker-Reason"
 
+READ_AGAIN_S: Final = 20.0  # a plain subscription may miss a message
+AFTER_TAP_S: Final = (0.0, 0.1, 0.3, 1.0, 3.0)  # reads after a message was seen: it may come before it is stored
+
 log = logging.getLogger(__name__)
 
 Malformed = Callable[[str, int, str, bytes], Awaitable[None]]
+Told = Callable[[str, wire.Message | None], None]
 
 
 class KeyValue:
-    """One KV bucket, typed by its row in the table. Keys are full keys, for example ``demo.rollout.r1``."""
+    """One KV bucket, typed by its row in the table. Keys are full keys, for example ``demo.rollout.r1``.
 
-    def __init__(self, link: Link, stream: Stream, bucket: str, malformed: Malformed) -> None:
+    Who watches has no consumer on the broker: a put is a publish on the key's subject, which a plain subscription sees for the price of
+    one delivery. It also sees a put that is refused, and may miss one, so what counts is read.
+
+    Attributes:
+        ensure: makes the bucket where it is not there; a restart of the broker ends one that is kept in memory.
+    """
+
+    def __init__(self, link: Link, stream: Stream, bucket: str, malformed: Malformed, ensure: Callable[[], Awaitable[None]]) -> None:
         self._link, self._stream = link, stream
         self._stream_name, self._prefix = kv_stream_name(bucket), kv_prefix(bucket)
-        self._malformed = malformed
+        self._malformed, self.ensure = malformed, ensure
 
     async def get(self, key: str) -> tuple[wire.Message, int] | None:
         """Message and revision, or None.
@@ -78,29 +93,74 @@ class KeyValue:
         names = [subject.removeprefix(self._prefix) for subject in (info["state"].get("subjects") or {})]
         return sorted([name for name in names if await self.get_bytes(name) is not None])
 
-    async def watch(self, prefix: str) -> AsyncGenerator[tuple[str, wire.Message | None, int], None]:
-        """(key, message or None when deleted, revision) of every key with the prefix, now and from now on.
+    async def values(self, prefix: str) -> dict[str, wire.Message]:
+        """Every key below a prefix that ends between two parts (``demo.rollout``) that holds a value, with it, read once."""
+        entries = await latest(self._link, self._stream_name, f"{self._prefix}{prefix}.>")
+        found: dict[str, wire.Message] = {}
+        for entry in entries:
+            key = entry.subject.removeprefix(self._prefix)
+            message = None if _is_deletion(entry.headers) else await self._decoded(key, entry.seq, entry.data)
+            if message is not None:
+                found[key] = message
+        return found
+
+    async def watch(self, key: str) -> AsyncGenerator[tuple[wire.Message | None, int], None]:
+        """(message or None when deleted, revision) of one key, now and from now on, as the stream's leader has it.
 
         Intermediate values may be skipped; an expired key gives no event. What does not decode goes to the dead letters.
         """
-        parent = prefix.rpartition(".")[0]
-        pattern = f"{self._prefix}{parent}.>" if parent else f"{self._prefix}>"
-        seen: dict[str, int] = {}
-        async with aclosing(follow(self._link, self._stream_name, _last_of_each(pattern))) as entries:
-            async for entry in entries:
-                key = entry.subject.removeprefix(self._prefix)
-                if not key.startswith(prefix) or seen.get(key) == entry.seq:
-                    continue
-                seen[key] = entry.seq
-                if _is_deletion(entry.headers):
-                    yield key, None, entry.seq
-                    continue
+        tapped = asyncio.Event()
+
+        async def tap(_: Msg) -> None:
+            tapped.set()
+
+        subscribed = await self._link.subscribe(self._prefix + _checked(key, self._stream.name), tap)
+        self._link.on_disconnect.add(tapped.set)
+        seen, delays = 0, [0.0]
+        try:
+            while not self._link.closed:
+                await asyncio.sleep(delays.pop(0))
                 try:
-                    message = wire.decode(entry.data, *self._stream.messages)
-                except WireError as error:
-                    await self._malformed(key, entry.seq, str(error), entry.data)
-                    continue
-                yield key, message, entry.seq
+                    found = await self._last(key)
+                except Disconnected:
+                    return
+                if found is not None and found[1] != seen:
+                    data, seen, is_deletion = found
+                    delays.clear()
+                    message = None if is_deletion else await self._decoded(key, seen, data)
+                    if is_deletion or message is not None:
+                        yield message, seen
+                if await _heard(tapped, 0.0 if delays else READ_AGAIN_S * random.uniform(0.75, 1.25)):
+                    delays = list(AFTER_TAP_S)
+                delays = delays or [0.0]
+        finally:
+            self._link.on_disconnect.discard(tapped.set)
+            await subscribed.close()
+
+    async def tap(self, prefix: str, told: Told) -> Subscribed:
+        """Call back with (key, message or None when deleted) of every put below a prefix from now on, stored or not.
+
+        For keys that are put again and again and never compared and swapped: what is missed comes again.
+        """
+
+        async def tap(message: Msg) -> None:
+            key = message.subject.removeprefix(self._prefix)
+            if _is_deletion(message.headers):
+                told(key, None)
+                return
+            try:
+                told(key, wire.decode(message.data, *self._stream.messages))
+            except WireError as error:
+                log.warning("%s %s: %s", self._stream.name, key, error)
+
+        return await self._link.subscribe(f"{self._prefix}{prefix}.>", tap)
+
+    async def _decoded(self, key: str, seq: int, data: bytes) -> wire.Message | None:
+        try:
+            return wire.decode(data, *self._stream.messages)
+        except WireError as error:
+            await self._malformed(key, seq, str(error), data)
+            return None
 
     async def _store(self, key: str, data: bytes, headers: dict[str, str]) -> int | None:
         headers[MESSAGE_ID] = f"{self._link.inbox}.{self._link.next_token()}"
@@ -136,8 +196,13 @@ def _is_deletion(headers: dict[str, str] | None) -> bool:
     return headers is not None and (headers.get(OPERATION) in ("DEL", "PURGE") or MARKER_REASON in headers)
 
 
-def _last_of_each(pattern: str) -> Callable[[], Awaitable[dict[str, Any]]]:
-    async def start() -> dict[str, Any]:
-        return {"deliver_policy": "last_per_subject", "filter_subject": pattern}
-
-    return start
+async def _heard(event: asyncio.Event, timeout_s: float) -> bool:
+    """Whether it was set within that time; it is clear afterwards."""
+    try:
+        if not event.is_set():
+            async with asyncio.timeout(timeout_s):
+                await event.wait()
+    except TimeoutError:
+        return False
+    event.clear()
+    return True

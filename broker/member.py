@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from broker import wire
+from broker.announce import Announcer
 from broker.jetstream import Bus
-from broker.presence import Announcer, Roster
 from broker.unstored import publish_metrics
 
 log = logging.getLogger(__name__)
@@ -44,6 +44,7 @@ class Member:
     Attributes:
         spec: the newest RunSpec; replaced when the learner resumes under a new epoch.
         running: set while the operator does not want a pause; ``await member.running.wait()`` before taking new work.
+        pausing: set while the operator wants one.
         desired: what the operator wants: running, paused, draining or stopped.
     """
 
@@ -52,8 +53,8 @@ class Member:
     id: str
     role: str
     stop: Stop
-    roster: Roster
     running: asyncio.Event = field(default_factory=asyncio.Event)
+    pausing: asyncio.Event = field(default_factory=asyncio.Event)
     desired: str = "running"
     _announcer: Announcer | None = None
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -68,12 +69,12 @@ class Member:
         return not self.running.is_set()
 
     def announce(self, describe: Callable[[], wire.Presence]) -> None:
-        """Start putting presence every second."""
+        """Start telling others that this process is there."""
         self._announcer = Announcer(self.bus, describe)
         self.spawn(self._announcer.serve())
 
     def poke(self) -> None:
-        """Put presence now."""
+        """Tell others now; something has changed."""
         if self._announcer is not None:
             self._announcer.poke()
 
@@ -95,7 +96,9 @@ class Member:
         self.desired = desired
         if desired == "paused":
             self.running.clear()
+            self.pausing.set()
         else:
+            self.pausing.clear()
             self.running.set()
         if desired == "stopped" or (desired == "draining" and self.role == "envhub"):
             self.stop.request(f"the run is {desired}" + (f": {reason}" if reason else ""))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 from collections import Counter
 from typing import Any
 
@@ -10,8 +11,9 @@ from broker import wire
 from broker.answers import ApiError
 from broker.errors import UserError
 from broker.jetstream import Bus
+from broker.presence import census
 from broker.runspec import find_runs
-from broker.streams import CONTROL, PRESENCE, STREAMS, Kind
+from broker.streams import CONTROL, STREAMS, Kind
 
 
 async def choose_run(bus: Bus, options: argparse.Namespace) -> None:
@@ -39,10 +41,10 @@ async def status(bus: Bus, options: argparse.Namespace) -> None:
         await choose_run(bus, options)
         runs = {bus.run: runs[bus.run]}
     print(f"broker at {bus.link.where}: {len(runs)} run{'' if len(runs) == 1 else 's'}")
-    alive = await (await bus.key_value(PRESENCE)).keys()
-    for run, state in sorted(runs.items()):
+    heard = await asyncio.gather(*(census(bus, run) for run in sorted(runs)))
+    for (run, state), alive in zip(sorted(runs.items()), heard, strict=True):
         bus.run = run
-        roles = Counter(key.split(".")[1] for key in alive if key.startswith(f"{run}."))
+        roles = Counter(one.role for one in alive)
         print(f"{run}: {state}; {', '.join(f'{count} {role}' for role, count in sorted(roles.items())) or 'no processes'}")
         for stream in STREAMS:
             if stream.kind in (Kind.WORK_QUEUE, Kind.LOG):

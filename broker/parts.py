@@ -89,7 +89,7 @@ class Parts:
     async def drop(self, parted: wire.Parted) -> None:
         """Delete one upload that nobody needs any more; best effort, trimming finds what is left."""
         kind = EVALUATION if parted.eval_step >= 0 else TRAINING
-        purge = json.dumps({"filter": PARTS.some_subjects(self._run(), kind, str(parted.ticket), parted.upload)}).encode()
+        purge = json.dumps({"filter": PARTS.all_subjects(self._run(), kind, str(parted.ticket), parted.upload)}).encode()
         try:
             await self._link.send(f"$JS.API.STREAM.PURGE.{PARTS.stream_name(self._run())}", purge)
         except Disconnected:
@@ -100,14 +100,14 @@ class Parts:
         run = self._run()
         name, ended = PARTS.stream_name(run), ended_tickets(await self._subjects(kind), keep)
         for ticket in ended:
-            await ask(self._link, f"STREAM.PURGE.{name}", {"filter": PARTS.some_subjects(run, kind, str(ticket))})
+            await ask(self._link, f"STREAM.PURGE.{name}", {"filter": PARTS.all_subjects(run, kind, str(ticket))})
         return len(ended)
 
     async def _subjects(self, kind: str) -> list[str]:
         """Every subject of the parts of one kind of tickets."""
         run, found = self._run(), list[str]()
         while True:
-            body = {"subjects_filter": PARTS.some_subjects(run, kind), "offset": len(found)}
+            body = {"subjects_filter": PARTS.all_subjects(run, kind), "offset": len(found)}
             answer = await ask(self._link, f"STREAM.INFO.{PARTS.stream_name(run)}", body)
             page = answer["state"].get("subjects") or {}
             found += page

@@ -1,109 +1,69 @@
-"""Who is there. Each process puts its Presence every second; a reader decides by its own monotonic clock who is alive."""
+"""Who is there, as far as this process asks: servers by their beats, hubs by their entries among the members."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from broker import wire
-from broker.answers import Disconnected
-from broker.jetstream import Bus, KeyValue
-from broker.streams import PRESENCE
+from broker.delivery import decode
+from broker.jetstream import Bus
+from broker.natspy import Msg
+from broker.streams import MEMBERS, PRESENCE
+from broker.subscribed import Subscribed
 
 log = logging.getLogger(__name__)
 
+ROLES: Final = ("learner", "rollout", "envhub", "rewardhub")
 TICK_S: Final = 0.25
-FAREWELL_WITHIN_S: Final = 2.0
+SILENT_AFTER_S: Final = 5.0  # without a beat
+CENSUS_S: Final = 3.0
 
 
-def presence_key(run: str, role: str, process_id: str) -> str:
-    """The key of one process in the presence bucket."""
-    return f"{run}.{role}.{process_id}"
-
-
-class Announcer:
-    """Puts ``describe()`` into the presence bucket every second (at once on ``poke``) and deletes it on ``close``."""
-
-    def __init__(self, bus: Bus, describe: Callable[[], wire.Presence], *, every_s: float = 1.0) -> None:
-        self._bus, self._describe, self._every_s = bus, describe, every_s
-        self._poked = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
-        self._bucket: KeyValue | None = None
-        self._key = ""
-
-    async def start(self) -> None:
-        """Begin; the first one is put before this returns, once the broker is there."""
-        self._bucket = await self._bus.key_value(PRESENCE)
-        await self._put(self._bucket)
-        self._task = asyncio.create_task(self._keep_putting(self._bucket))
-
-    async def serve(self) -> None:
-        """Start, and go on until cancelled; fails when ``describe`` does."""
-        await self.start()
-        assert self._task is not None
-        await self._task
-
-    def poke(self) -> None:
-        """Put it now; something that others decide on has changed."""
-        self._poked.set()
-
-    async def close(self) -> None:
-        """Say farewell, if the broker is there to hear it."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-        if not self._key or self._bucket is None:
-            return
-        try:
-            async with asyncio.timeout(FAREWELL_WITHIN_S):
-                await self._bucket.delete(self._key)
-        except (TimeoutError, Disconnected):
-            log.debug("no farewell; presence expires by itself")
-
-    async def _keep_putting(self, bucket: KeyValue) -> None:
-        while True:
-            try:
-                async with asyncio.timeout(self._every_s):
-                    await self._poked.wait()
-            except TimeoutError:
-                pass
-            self._poked.clear()
-            await self._put(bucket)
-
-    async def _put(self, bucket: KeyValue) -> None:
-        presence = self._describe()
-        self._key = presence_key(self._bus.run, presence.role, presence.id)
-        await bucket.put(self._key, presence)
-
-
-@dataclass
+@dataclass(frozen=True)
 class _Seen:
     presence: wire.Presence
     at: float  # on the roster's own clock
+    ttl_s: float
 
 
 class Roster:
-    """Keeps the living processes of this run, by role. A process is alive while its revision changes within the TTL.
+    """Keeps the living processes of this run, by role; nothing is watched that was not asked for.
 
-    The clock stands still while this process's event loop does, and while the broker is away: then it is us who did not
-    look, and nobody else is the deader for it.
+    A process is alive while it was heard of within a time on this process's own clock: 5 s for a role that is followed by its beats,
+    60 s for one that is followed by the members bucket, which costs a message each 20 s and process instead of one a second.
+    The clock stands still while this process's event loop does, and while the broker is away: then nobody was listening here,
+    which says nothing about the others.
+
+    Args:
+        beats: roles to follow by their beats.
+        members: roles to follow by their entries among the members.
+
+    Attributes:
+        clock: seconds in which this process was listening.
     """
 
-    def __init__(self, bus: Bus, *, ttl_s: float = 5.0) -> None:
-        self._bus, self._ttl_s = bus, ttl_s
-        self._clock = 0.0
-        self._seen: dict[str, _Seen] = {}  # by key
+    def __init__(self, bus: Bus, *, beats: Sequence[str] = ROLES, members: Sequence[str] = (), ttl_s: float = SILENT_AFTER_S) -> None:
+        self._bus, self._beats, self._members, self._ttl_s = bus, beats, members, ttl_s
+        self.clock = 0.0
+        self._seen: dict[str, _Seen] = {}  # by role.id
         self._living: dict[str, list[wire.Presence]] = {}  # by role, until anyone comes, goes or changes
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+        self._subscribed: list[Subscribed] = []
+        self._followed: dict[str, Subscribed] = {}  # single processes, by role.id
 
     async def start(self) -> None:
-        """Begin to watch; who is there already is known a moment later."""
-        bucket = await self._bus.key_value(PRESENCE)
-        self._tasks = [asyncio.create_task(self._watch(bucket)), asyncio.create_task(self._tick())]
+        """Begin to listen; who is there already is known a moment later."""
+        for role in self._beats:
+            self._subscribed.append(await self._bus.link.subscribe(PRESENCE.all_subjects(self._bus.run, role), self._on_beat))
+        for role in (*self._beats, *self._members):
+            told = self.hear if role in self._beats else self._hear_member
+            self._subscribed.append(await listen(self._bus, role, told, read=role in self._members))
+        self._tasks = [asyncio.create_task(self._tick())]
 
     async def serve(self) -> None:
         """Start, and go on until cancelled."""
@@ -111,10 +71,23 @@ class Roster:
         await asyncio.gather(*self._tasks)
 
     async def close(self) -> None:
-        """Stop watching."""
+        """Stop listening."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        for subscribed in [*self._subscribed, *self._followed.values()]:
+            await subscribed.close()
+        self._subscribed.clear()
+        self._followed.clear()
+
+    async def follow(self, role: str, ids: Collection[str]) -> None:
+        """Listen to the beats of exactly these processes of a role; who is followed no more is forgotten."""
+        wanted = {f"{role}.{process_id}" for process_id in ids}
+        for key in [key for key in self._followed if key.startswith(f"{role}.") and key not in wanted]:
+            await self._followed.pop(key).close()
+            self._forget(key)
+        for key in sorted(wanted - set(self._followed)):
+            self._followed[key] = await self._bus.link.subscribe(PRESENCE.subject(self._bus.run, key), self._on_beat)
 
     def alive(self, role: str) -> list[wire.Presence]:
         """The living, newest presence each, in order of id."""
@@ -140,21 +113,41 @@ class Roster:
         except TimeoutError:
             return
 
+    def hear(self, key: str, presence: wire.Presence | None) -> None:
+        """The process ``role.id`` says this of itself now; None: it left."""
+        self._hear(key, presence, self._ttl_s)
+
+    def _hear_member(self, key: str, presence: wire.Presence | None) -> None:
+        self._hear(key, presence, MEMBERS.ttl_s)
+
+    def _hear(self, key: str, presence: wire.Presence | None, ttl_s: float) -> None:
+        if presence is None:
+            self._forget(key)
+            return
+        before = self._seen.get(key)
+        self._seen[key] = _Seen(presence, self.clock, ttl_s)
+        self._living.pop(presence.role, None)
+        if before is None or before.presence != presence or not self._lives(before):
+            self._tell()
+
+    def _forget(self, key: str) -> None:
+        if self._seen.pop(key, None) is not None:
+            self._living.clear()
+            self._tell()
+
     def _lives(self, seen: _Seen) -> bool:
-        return self._clock - seen.at < self._ttl_s
+        return self.clock - seen.at < seen.ttl_s
 
     def _tell(self) -> None:
         event, self._changed = self._changed, asyncio.Event()
         event.set()
 
-    async def _watch(self, bucket: KeyValue) -> None:
-        async for key, message, _ in bucket.watch(f"{self._bus.run}."):
-            before = self._seen.pop(key, None)
-            if isinstance(message, wire.Presence):
-                self._seen[key] = _Seen(message, self._clock)
-            self._living.clear()
-            if before is None or before.presence != message or not self._lives(before):
-                self._tell()
+    async def _on_beat(self, message: Msg) -> None:
+        presence, error = decode(message.data, PRESENCE.messages)
+        if isinstance(presence, wire.Presence):
+            self.hear(f"{presence.role}.{presence.id}", presence)
+        else:
+            log.warning("%s: %s", message.subject, error)
 
     async def _tick(self) -> None:
         loop = asyncio.get_running_loop()
@@ -163,11 +156,57 @@ class Roster:
             await asyncio.sleep(TICK_S)
             now = loop.time()
             if self._bus.link.connected.is_set():
-                self._clock += min(now - last, 2 * TICK_S)
+                self.clock += min(now - last, 2 * TICK_S)
             last = now
-            gone = [key for key, seen in self._seen.items() if not self._lives(seen)]
-            for key in gone:
-                del self._seen[key]
-            if gone:
-                self._living.clear()
-                self._tell()
+            for key in [key for key, seen in self._seen.items() if not self._lives(seen)]:
+                self._forget(key)
+
+
+async def listen(bus: Bus, role: str, told: Callable[[str, wire.Presence | None], None], *, read: bool) -> Subscribed:
+    """Call back with (role.id, presence or None when it left) for each entry of a role among the members, from now on.
+
+    Args:
+        read: call back with the entries that are there already, too; each is at most 60 s old.
+    """
+    bucket = await bus.key_value(MEMBERS)
+    tapped: set[str] = set()
+    is_reading = read
+
+    def tap(key: str, message: wire.Message | None) -> None:
+        if is_reading:
+            tapped.add(key)
+        if message is None or isinstance(message, wire.Presence):
+            told(key.removeprefix(f"{bus.run}."), message)
+
+    subscribed = await bucket.tap(f"{bus.run}.{role}", tap)
+    if read:
+        for key, message in (await bucket.values(f"{bus.run}.{role}")).items():
+            if key not in tapped and isinstance(message, wire.Presence):  # what was tapped is newer
+                told(key.removeprefix(f"{bus.run}."), message)
+    is_reading = False
+    return subscribed
+
+
+async def census(bus: Bus, run: str, within_s: float = CENSUS_S) -> list[wire.Presence]:
+    """Everyone of a run who is heard within a time, in order of role and id; returns at once when all members were heard."""
+    heard: dict[str, wire.Presence] = {}
+    news = asyncio.Event()
+
+    async def on_beat(message: Msg) -> None:
+        presence, _ = decode(message.data, PRESENCE.messages)
+        if isinstance(presence, wire.Presence):
+            heard[f"{run}.{presence.role}.{presence.id}"] = presence
+            news.set()
+
+    subscribed = await bus.link.subscribe(PRESENCE.all_subjects(run), on_beat)
+    try:
+        async with asyncio.timeout(within_s):
+            members = await (await bus.key_value(MEMBERS)).values(run)
+            while not set(members) <= set(heard):
+                await news.wait()
+                news.clear()
+    except TimeoutError:
+        log.debug("some members of %s were not heard", run)
+    finally:
+        await subscribed.close()
+    return [heard[key] for key in sorted(heard)]

@@ -7,6 +7,7 @@ import asyncio
 import gc
 import logging
 import os
+import resource
 import secrets
 import signal
 import sys
@@ -23,7 +24,6 @@ from broker.arguments import positive
 from broker.errors import ConfigError, RlearnerError, UserError
 from broker.jetstream import Bus
 from broker.member import Member, Stop
-from broker.presence import Roster
 from broker.runspec import check_digests, discover_run, wait_for_runspec
 from broker.streams import CONTROL, RUNS, token
 
@@ -38,6 +38,7 @@ EXIT_SECOND_SIGNAL: Final = 130
 DEFAULT_BROKER: Final = "nats://127.0.0.1:4222"
 SAY_EVERY_S: Final = 5.0
 POLL_S: Final = 0.5
+FEW_FILES: Final = 4096
 GARBAGE_AFTER: Final = 50_000  # objects made and not freed; see _collect_rarely
 
 
@@ -57,6 +58,7 @@ def main(role: str, body: Callable[[Stop], Coroutine[Any, Any, None]]) -> int:
     logs.configure()
     logs.identify(role=role)
     _collect_rarely()
+    raise_file_limit()
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             stop = Stop()
@@ -80,6 +82,15 @@ def _collect_rarely() -> None:
     for them took a fifth of a hub's processor time.
     """
     gc.set_threshold(GARBAGE_AFTER, 10, 10)
+
+
+def raise_file_limit() -> None:
+    """Allow this process as many open files as the machine permits; each connection is one, and 1,024 is a usual limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if hard != resource.RLIM_INFINITY and hard < FEW_FILES:
+        log.warning("at most %d files and connections may be open here, too few for a large fleet; raise the hard limit (ulimit -Hn)", hard)
 
 
 @contextmanager
@@ -163,9 +174,8 @@ async def join(
         if role == "envhub":  # who reads the data sets
             await asyncio.to_thread(check_digests, spec.data_digests)
         await bus.ensure_streams()
-        member = Member(bus, spec, process_id, role, stop, Roster(bus))
+        member = Member(bus, spec, process_id, role, stop)
         stack.push_async_callback(member.leave)
-        member.spawn(member.roster.serve())
         member.spawn(_follow_control(member))
         member.spawn(_follow_spec(member))
         log.info("joined run %s, epoch %d", bus.run, spec.epoch)
@@ -215,15 +225,15 @@ async def _wait_until_running(bus: Bus) -> wire.RunSpec:
 
 async def _follow_control(member: Member) -> None:
     control = await member.bus.key_value(CONTROL)
-    async for key, message, _ in control.watch(member.bus.run):
-        if key == member.bus.run and isinstance(message, wire.DesiredState) and message.state != member.desired:
+    async for message, _ in control.watch(member.bus.run):
+        if isinstance(message, wire.DesiredState) and message.state != member.desired:
             log.info("the run is to be %s", message.state)
             member.follow(message.state, message.reason)
 
 
 async def _follow_spec(member: Member) -> None:
     runs = await member.bus.key_value(RUNS)
-    async for key, message, _ in runs.watch(member.bus.run):
-        if key == member.bus.run and isinstance(message, wire.RunSpec) and message.epoch > member.spec.epoch:
+    async for message, _ in runs.watch(member.bus.run):
+        if isinstance(message, wire.RunSpec) and message.epoch > member.spec.epoch:
             log.info("the learner is back under epoch %d", message.epoch)
             member.spec = message

@@ -101,7 +101,7 @@ def stream_config(stream: Stream, run: str, replicas: int = 1) -> dict[str, Any]
     config: dict[str, Any] = {
         "name": name,
         "subjects": [stream.all_subjects(run)],
-        "storage": "file",
+        "storage": "memory" if stream.memory else "file",
         "retention": "limits",
         "discard": "old" if stream.max_bytes else "new",
         "max_bytes": stream.max_bytes or -1,
@@ -117,6 +117,5 @@ def stream_config(stream: Stream, run: str, replicas: int = 1) -> dict[str, Any]
     elif stream.kind is Kind.KV:
         config |= {"name": kv_stream_name(name), "subjects": [f"{kv_prefix(name)}>"], "max_msgs_per_subject": 1, "allow_rollup_hdrs": True}
         if stream.ttl_s:
-            age = int(stream.ttl_s * 1e9)
-            config |= {"max_age": age, "duplicate_window": age}
+            config |= {"max_age": int(stream.ttl_s * 1e9), "duplicate_window": int(min(stream.ttl_s, DUPLICATE_WINDOW_S) * 1e9)}
     return config

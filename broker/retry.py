@@ -12,7 +12,8 @@ from typing import Final
 from broker import wire
 from broker.errors import RequestFailed, UserError, WireError
 from broker.jetstream import Bus
-from broker.streams import PRESENCE, RERUNS
+from broker.presence import census
+from broker.streams import RERUNS
 from broker.unstored import request
 
 SHOWN_CHARS: Final = 200
@@ -54,7 +55,7 @@ async def retry(bus: Bus, letter: wire.DeadLetter, timeout_s: float) -> AsyncGen
 
 async def _ask(bus: Bus, role: str, serves: str, message: wire.Message, rather_not: str, timeout_s: float) -> Outcome:
     what = "domain" if role == "envhub" else "pool"
-    able = [one for one in await _alive(bus, role) if serves in one.serves and one.state == "serving"]
+    able = [one for one in await census(bus, bus.run) if one.role == role and serves in one.serves and one.state == "serving"]
     if not able:
         raise UserError(f"run {bus.run} has no {role} at present that serves {what} {serves!r}")
     chosen = min(able, key=lambda one: (one.id == rather_not, one.running, one.id))  # elsewhere, if there is an elsewhere
@@ -64,13 +65,6 @@ async def _ask(bus: Bus, role: str, serves: str, message: wire.Message, rather_n
         raise UserError(f"{chosen.id} did not answer: {error}") from None
     assert isinstance(answer, (wire.Group, wire.Closed))
     return answer
-
-
-async def _alive(bus: Bus, role: str) -> list[wire.Presence]:
-    """Those whose presence has not expired."""
-    bucket = await bus.key_value(PRESENCE)
-    entries = [await bucket.get(key) for key in await bucket.keys() if key.startswith(f"{bus.run}.{role}.")]
-    return [entry[0] for entry in entries if entry is not None and isinstance(entry[0], wire.Presence)]
 
 
 def described(outcome: Outcome) -> list[str]:

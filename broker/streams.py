@@ -39,6 +39,7 @@ class Stream:
         ttl_s: seconds after which a key-value entry expires, 0 never.
         max_bytes: most bytes kept, 0 unbounded.
         essential: stored although the broker is full, at the cost of the run's reserve; small and rare messages only.
+        memory: kept in the broker's memory, so that a full disk does not stop it; gone when the broker restarts.
     """
 
     name: str
@@ -51,18 +52,15 @@ class Stream:
     ttl_s: float = 0.0
     max_bytes: int = 0
     essential: bool = False
+    memory: bool = False
 
     def subject(self, run: str, key: str = "") -> str:
         """The subject for one run and key, for example ``rl.demo.tickets.lake``."""
         tokens = key.split(".", self.key.count(".")) if self.key else []
         return ".".join(["rl", token(run, "run"), self.name, *(token(one, self.name) for one in tokens)])
 
-    def all_subjects(self, run: str) -> str:
-        """The subject pattern that matches every key."""
-        return self.some_subjects(run)
-
-    def some_subjects(self, run: str, *first: str) -> str:
-        """The subject pattern that matches every key whose first parts are these."""
+    def all_subjects(self, run: str, *first: str) -> str:
+        """The subject pattern that matches every key, or every key whose first parts are these."""
         free = self.key.count(".") + 1 - len(first) if self.key else 0
         return ".".join(["rl", token(run, "run"), self.name, *(token(one, self.name) for one in first), *["*"] * free])
 
@@ -106,10 +104,11 @@ GENERATE: Final = Stream(
 RERUNS: Final = Stream(
     "reruns", Kind.REQUEST, (wire.Ticket, wire.EvalTicket, wire.Group, wire.Closed), "process", "operator", "envhub, rewardhub", "not"
 )
-METRICS: Final = Stream("metrics", Kind.BEST_EFFORT, (wire.Metrics,), "process", "all", "whoever watches", "not")
+METRICS: Final = Stream("metrics", Kind.BEST_EFFORT, (wire.Metrics,), "role.id", "all", "observers", "not")
+PRESENCE: Final = Stream("presence", Kind.BEST_EFFORT, (wire.Presence,), "role.id", "all", "those who need it", "not")
 DEAD: Final = Stream("dead", Kind.LOG, (wire.DeadLetter,), "stream", "all", "operator", "until purged", max_bytes=1 << 26)
 CONTROL: Final = Stream("control", Kind.KV, (wire.DesiredState,), "run", "operator", "all", "last value", essential=True)
-PRESENCE: Final = Stream("presence", Kind.KV, (wire.Presence,), "run.role.id", "all", "all", "5 s", ttl_s=5.0)
+MEMBERS: Final = Stream("members", Kind.KV, (wire.Presence,), "run.role.id", "all", "envhub, learner", "60 s", ttl_s=60.0, memory=True)
 RUNS: Final = Stream("runs", Kind.KV, (wire.RunSpec,), "run", "learner", "all who join", "last value", essential=True)
 RESERVE: Final = Stream("reserve", Kind.LAST_VALUE, (), "part", "learner", "none", "until an essential message needs its room")
 
@@ -125,9 +124,10 @@ STREAMS: Final[tuple[Stream, ...]] = (
     GENERATE,
     RERUNS,
     METRICS,
+    PRESENCE,
     DEAD,
     CONTROL,
-    PRESENCE,
+    MEMBERS,
     RUNS,
     RESERVE,
 )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -21,6 +22,8 @@ from broker.subscribed import Subscribed
 
 log = logging.getLogger(__name__)
 
+MAX_WAITING_METRICS: Final = 2048
+
 M = TypeVar("M", bound=wire.Message)
 
 Handler = Callable[[wire.Message], Awaitable[wire.Message | None]]
@@ -29,24 +32,34 @@ Handler = Callable[[wire.Message], Awaitable[wire.Message | None]]
 async def publish_metrics(bus: Bus, metrics: wire.Metrics) -> None:
     """Lost while disconnected or when nobody listens. Values that are no finite number are left out."""
     finite = {name: value for name, value in metrics.values.items() if math.isfinite(value)}
+    subject = METRICS.subject(bus.run, f"{metrics.role}.{metrics.id}")
     try:
-        await bus.link.send(METRICS.subject(bus.run, metrics.id), wire.encode(msgspec.structs.replace(metrics, values=finite)))
+        await bus.link.send(subject, wire.encode(msgspec.structs.replace(metrics, values=finite)))
     except Disconnected:
         log.debug("metrics not sent")
 
 
-async def watch_metrics(bus: Bus) -> AsyncGenerator[wire.Metrics, None]:
-    """Metrics of every process of the run from now on."""
-    queue: asyncio.Queue[Msg] = asyncio.Queue()
-    subscribed = await bus.link.subscribe(METRICS.all_subjects(bus.run), queue.put)
+async def watch_metrics(bus: Bus, role: str = "") -> AsyncGenerator[wire.Metrics, None]:
+    """Metrics of every process of the run, or of one role, from now on; a reader that is too slow misses the oldest."""
+    waiting: deque[Msg] = deque(maxlen=MAX_WAITING_METRICS)
+    arrived = asyncio.Event()
+
+    async def receive(message: Msg) -> None:
+        waiting.append(message)
+        arrived.set()
+
+    subscribed = await bus.link.subscribe(METRICS.all_subjects(bus.run, role), receive)
     try:
         while True:
-            message = await queue.get()
-            decoded, error = decode(message.data, METRICS.messages)
-            if isinstance(decoded, wire.Metrics):
-                yield decoded
-            else:
-                await bus.dead_letter(METRICS, seq=0, ticket=0, reason=error, data=message.data)
+            await arrived.wait()
+            arrived.clear()
+            while waiting:
+                message = waiting.popleft()
+                decoded, error = decode(message.data, METRICS.messages)
+                if isinstance(decoded, wire.Metrics):
+                    yield decoded
+                else:
+                    await bus.dead_letter(METRICS, seq=0, ticket=0, reason=error, data=message.data)
     finally:
         await subscribed.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import msgspec
@@ -15,6 +16,9 @@ class Server(msgspec.Struct, frozen=True):
     Attributes:
         load: requests in it, waiting or running, as far as known here.
         slots: requests it decodes at once.
+        speed: tokens per second when busy; only ratios between servers count.
+        weight: how often it is one of the two that are compared; only ratios count. 0: it takes new conversations only where there is
+            no other server.
     """
 
     id: str
@@ -22,19 +26,29 @@ class Server(msgspec.Struct, frozen=True):
     policy_version: int
     slots: int
     load: int
+    speed: float = 1.0
+    weight: float = 1.0
 
     @property
     def pressure(self) -> float:
         """Requests per slot; above 1 some wait."""
         return self.load / max(self.slots, 1)
 
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """Orders servers for one more request: a free slot first, then the least load for their speed."""
+        return self.load >= self.slots, (self.load + 1) / self.speed
 
-def choose(servers: Sequence[Server], *, min_version: int = 0, sticky: str = "", avoid: frozenset[str] = frozenset()) -> Server | None:
+
+def choose(
+    servers: Sequence[Server], rng: random.Random, *, min_version: int = 0, sticky: str = "", avoid: frozenset[str] = frozenset()
+) -> Server | None:
     """The server to ask, or None when there is none at all.
 
-    Servers in ``avoid`` (they just failed) and servers older than ``min_version`` (they would let the request wait) are
-    asked only when there are no others. A conversation stays with ``sticky``, which holds its prefix, until that one is
-    full and another is clearly emptier; all others go where the pressure is lowest.
+    Servers in ``avoid`` (they just failed) and servers older than ``min_version`` (they would let the request wait) are asked only when
+    there are no others. A conversation stays with ``sticky``, which holds its prefix, until that one is full and another is clearly
+    emptier. All others go to the better of two random servers: loads are a second old, so if every hub took the least loaded of all,
+    they would all take the same one.
     """
     if len(servers) == 1:
         return servers[0]
@@ -42,8 +56,20 @@ def choose(servers: Sequence[Server], *, min_version: int = 0, sticky: str = "",
     able = [server for server in able if server.policy_version >= min_version] or able
     if not able:
         return None
-    best = min(able, key=lambda server: (server.pressure, server.id))
+    best = min(_two(able, rng), key=lambda server: server.rank)
     for server in able:
         if server.id == sticky and (server.load < server.slots or server.pressure - best.pressure <= SLACK):
             return server
     return best
+
+
+def _two(servers: Sequence[Server], rng: random.Random) -> list[Server]:
+    """Two different servers where there are two, drawn by weight."""
+    first = _draw(servers, rng)
+    others = [server for server in servers if server is not first and server.weight > 0]
+    return [first, _draw(others, rng)] if others else [first]
+
+
+def _draw(servers: Sequence[Server], rng: random.Random) -> Server:
+    weights = [server.weight for server in servers]
+    return rng.choices(servers, weights if any(weights) else None)[0]

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final
 
 from broker.jetstream import Delivery, WorkQueue
 from broker.process import Member
+from broker.pulling import fetch_unless
 from broker.streams import EVALTICKETS, Stream
 from envhub.slots import Slots
 
-IDLE_POLL_S: Final = 1.0  # at a queue that was empty, while the hub has little to do
-POLL_S: Final = 0.2  # the same, while it has much to do
-BUSY_POLL_S: Final = 0.05  # at a queue that had tickets a moment ago
+LOOK_S: Final = 1.0  # at whether tickets can be worked on
 CROWDED_PAUSE_S: Final = 0.5  # before asking an empty queue again that had to make way
 EVAL_SHARE: Final = 2  # evaluations take at most one slot in so many
 
@@ -26,6 +25,7 @@ class Turnstile:
         self.slots = slots
         self._line = asyncio.Lock()
         self._waiting = 0
+        self._wanted = asyncio.Event()  # while a queue waits for room
         self._freed = asyncio.Event()
 
     def poke(self) -> None:
@@ -37,9 +37,16 @@ class Turnstile:
         """Wait until slots may have been freed."""
         await self._freed.wait()
 
+    async def wanted(self) -> None:
+        """Wait until a queue waits for room."""
+        await self._wanted.wait()
+
     async def reserve(self, group_size: int, limit: int) -> int:
         """Wait in line until there is room for at least one group; how many are reserved, at most ``limit``."""
+        if not self._line.locked() and (count := self.slots.reserve(group_size, limit)):
+            return count
         self._waiting += 1
+        self._wanted.set()
         try:
             async with self._line:
                 while not (count := self.slots.reserve(group_size, limit)):
@@ -47,6 +54,8 @@ class Turnstile:
                 return count
         finally:
             self._waiting -= 1
+            if not self._waiting:
+                self._wanted.clear()
 
     def release(self, group_size: int, count: int) -> None:
         """Give back what ``reserve`` gave."""
@@ -72,6 +81,7 @@ class Feed:
         accept: takes one delivery and tells the size of its group, 0 if it was none.
         in_hand: episodes of this stream's tickets that the hub has taken.
         ready: whether tickets of this stream can be worked on at present.
+        changed: returns when that may have changed, or after as many seconds.
     """
 
     member: Member
@@ -82,6 +92,7 @@ class Feed:
     accept: Callable[[Stream, str, Delivery], int]
     in_hand: Callable[[Stream], int]
     ready: Callable[[Stream], bool]
+    changed: Callable[[float], Awaitable[None]]
 
     def __post_init__(self) -> None:
         self._found = False
@@ -92,7 +103,7 @@ class Feed:
         while True:
             await self.member.running.wait()
             if not self.ready(self.stream):
-                await self.member.roster.changed(IDLE_POLL_S)
+                await self.changed(LOOK_S)
             elif (most := self._most()) <= 0:
                 await self.turnstile.changed()
             else:
@@ -106,23 +117,23 @@ class Feed:
         taken = self.in_hand(self.stream)
         return max((slots // EVAL_SHARE - taken) // self.group_size, 0 if taken else 1)
 
-    def _patience_s(self, crowded: bool) -> float:
-        if crowded:
-            return 0.0  # another queue wants the room: take what is there
-        slots = self.turnstile.slots
-        return BUSY_POLL_S if self._found else IDLE_POLL_S if slots.free > slots.n // 2 else POLL_S
+    async def _unready(self) -> None:
+        while self.ready(self.stream):
+            await self.changed(LOOK_S)
 
     async def _fetch(self, queue: WorkQueue, most: int) -> None:
         size = self.group_size
         # A queue that was empty gets room for one group only, and for no time at all where others want it.
         count = await self.turnstile.reserve(size, most if self._found else 1)
-        crowded = self.turnstile.crowded
         try:
-            deliveries = await queue.fetch(count, self._patience_s(crowded))
+            if self.turnstile.crowded:
+                deliveries = await queue.fetch(count, 0.0)
+            else:
+                deliveries = await fetch_unless(queue, count, self.turnstile.wanted(), self.member.pausing.wait(), self._unready())
         finally:
             self.turnstile.release(size, count)
         self._found = bool(deliveries)
         for delivery in deliveries:
             self.group_size = self.accept(self.stream, self.domain, delivery) or self.group_size
-        if crowded and not deliveries:
+        if not deliveries and self.turnstile.crowded:
             await asyncio.sleep(CROWDED_PAUSE_S)

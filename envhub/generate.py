@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import random
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -18,6 +19,7 @@ from envhub.choose import Server, choose
 
 GRACE_S: Final = 2.0  # for a reply that the server sends at its deadline
 NOTHING_PAUSE_S: Final = 0.02  # after a reply without tokens, before asking again
+KEPT_S: Final = 30.0  # a server stays followed for this long after it was asked: the conversation's prefix is there
 EXPECTED_DECAY: Final = 0.05
 _NOBODY: Final[frozenset[str]] = frozenset()
 
@@ -27,9 +29,10 @@ class TurnFailed(RlearnerError):
 
 
 class Presences(Protocol):
-    """What is used of ``broker.presence.Roster``."""
+    """What is used of ``envhub.servers.Servers``."""
 
-    def alive(self, role: str) -> list[wire.Presence]: ...
+    def alive(self, policy: str) -> list[wire.Presence]: ...
+    def weights(self, policy: str) -> Mapping[str, float]: ...
     async def changed(self, timeout_s: float) -> None: ...
 
 
@@ -78,21 +81,41 @@ class Generator:
         tokens: tokens sampled so far.
     """
 
-    def __init__(self, client: ChannelClient, roster: Presences, *, name: str, max_retries: int) -> None:
-        self._client, self._roster, self._name, self._max_retries = client, roster, name, max_retries
+    def __init__(
+        self, client: ChannelClient, followed: Presences, *, name: str, max_retries: int, rng: random.Random | None = None
+    ) -> None:
+        self._client, self._followed, self._name, self._max_retries = client, followed, name, max_retries
+        self._rng = rng or random.Random()
         self._numbers = itertools.count(1)
         self._outstanding: dict[str, int] = {}
+        self._asked: dict[str, float] = {}  # server -> when it was asked last, on the loop's clock
         self._seen: dict[str, tuple[wire.Presence, int]] = {}  # newest presence and our outstanding requests when it came
         self.retries = self.tokens = 0
 
     def servers(self, policy: str) -> list[Server]:
-        """The living servers that serve a policy."""
-        found = []
-        for presence in self._roster.alive("rollout"):
-            if presence.policy == policy and presence.state == "serving" and presence.address:
-                load = self._load(presence)
-                found.append(Server(presence.id, presence.address, presence.policy_version, presence.slots, load))
-        return found
+        """The followed servers that serve a policy."""
+        weights = self._followed.weights(policy)
+        serving = [one for one in self._followed.alive(policy) if one.state == "serving" and one.address]
+        known = [one for one in serving if one.speed > 0 and one.slots]
+        per_slot = sum(one.speed / one.slots for one in known) / len(known) if known else 1.0  # for a server that has not worked yet
+        return [
+            Server(
+                one.id,
+                one.address,
+                one.policy_version,
+                one.slots,
+                self._load(one),
+                one.speed or per_slot * max(one.slots, 1),
+                weights.get(one.id, 0.0),
+            )
+            for one in serving
+        ]
+
+    def in_use(self) -> set[str]:
+        """Servers with outstanding requests, or asked so recently that their conversations are likely to come back."""
+        recently = asyncio.get_running_loop().time() - KEPT_S
+        self._asked = {server: at for server, at in self._asked.items() if at > recently or self._outstanding.get(server)}
+        return set(self._asked)
 
     async def turn(self, ask: Ask) -> Sampled:
         """Sample one turn.
@@ -105,9 +128,9 @@ class Generator:
         attempt_s = ask.timeout_s / (self._max_retries + 1)
         done, problem, failures, avoid, sticky = None, "there is no rollout server", 0, _NOBODY, ask.sticky
         while (left_s := until - loop.time()) > 0:
-            server = choose(self.servers(ask.policy), min_version=ask.min_version, sticky=sticky, avoid=avoid)
+            server = choose(self.servers(ask.policy), self._rng, min_version=ask.min_version, sticky=sticky, avoid=avoid)
             if server is None:
-                await self._roster.changed(min(left_s, 1.0))
+                await self._followed.changed(min(left_s, 1.0))
                 continue
             try:
                 reply = await self._ask(server, self._request(ask, done, min(attempt_s, left_s)))
@@ -148,6 +171,7 @@ class Generator:
 
     async def _ask(self, server: Server, request: wire.GenerateRequest) -> wire.GenerateReply:
         self._outstanding[server.id] = self._outstanding.get(server.id, 0) + 1
+        self._asked[server.id] = asyncio.get_running_loop().time()
         try:
             reply = await self._client.generate(server.address, request, timeout_s=request.deadline_s + GRACE_S)
         except WireError as error:

@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import logging
 import os
+import random
 import socket
 import time
 from collections.abc import Iterable
@@ -36,6 +37,7 @@ from envhub.nursery import Nurseries
 from envhub.outbox import InHand, Outbox
 from envhub.players import Limits, Players
 from envhub.rerun import Reruns
+from envhub.servers import Servers
 from envhub.slots import OF_THE_HOST, Abort, Action, Close, Finish, HandBack, Slots, Start
 from envhub.tally import Tally
 from envhub.task import EpisodeFailed
@@ -75,7 +77,8 @@ class Hub:
             domain.check()
         tokenizer = Tokenizer.load(member.spec.model_path, trust_remote_code=(config.get("model") or {}).get("trust_remote_code", False))
         self.client = channel.connect(section(config, "broker", BrokerSection).channel, member.bus)
-        self.generator = Generator(self.client, member.roster, name=member.id, max_retries=self.settings.max_retries)
+        self.servers = Servers(member.bus, lambda: self.generator.in_use(), random.Random())
+        self.generator = Generator(self.client, self.servers, name=member.id, max_retries=self.settings.max_retries)
         limits = Limits(seconds(self.settings.episode_timeout_s), seconds(self.settings.generate_timeout_s))
         self.slots = Slots(n or self.settings.n, self.settings.max_retries)
         calls, nurseries = Calls(self.settings.step_timeout_s), Nurseries(self.settings.worker_memory_mib)
@@ -95,6 +98,7 @@ class Hub:
         """Work until asked to stop, then drain."""
         self.member.announce(self.presence)
         self.member.report(self.metrics)
+        self.member.spawn(self.servers.serve())
         self.member.spawn(self._watch_servers())
         self.member.spawn(Reruns(self.member, self.players, self.domains).serve())
         for name in self.domains:
@@ -122,8 +126,8 @@ class Hub:
     def _feed(self, stream: Stream, domain: str) -> Feed:
         config = self.spec.config
         group_size = (config.get("eval") or {}).get("group_size", 1) if stream is EVALTICKETS else self.domains[domain].section.group_size
-        ready = partial(self._ready, domain)
-        return Feed(self.member, self.turnstile, stream, domain, group_size, self.accept, self._episodes_in_hand, ready)
+        of_hub = (self.accept, self._episodes_in_hand, partial(self._ready, domain), self.servers.changed)
+        return Feed(self.member, self.turnstile, stream, domain, group_size, *of_hub)
 
     def _episodes_in_hand(self, stream: Stream) -> int:
         return sum(held.asked.group_size for held in self._in_hand.values() if held.asked.stream is stream)
@@ -147,7 +151,7 @@ class Hub:
         epoch = self.member.spec.epoch
         if self.member.spec is not self.spec:
             self._follow_spec()
-        there = (*self.member.roster.alive("rollout"), *self.member.roster.alive("learner"))
+        there = (*self.servers.all(), *self.servers.learners())
         versions = [one.policy_version for one in there if one.policy == "actor" and one.epoch == epoch]
         self._perform(self.slots.advanced(max(versions, default=-1)))
         self._perform(self.slots.tick(time.monotonic()))
@@ -201,17 +205,17 @@ class Hub:
             self.players.calls.retire(environment)
 
     async def _watch_servers(self) -> None:
-        """Fail at once what a vanished server was asked."""
+        """Fail at once what a vanished server was asked, and close the connection to one that is not followed any more."""
         while True:
-            await self.member.roster.changed(1.0)
-            addresses = {presence.address for presence in self.member.roster.alive("rollout")}
+            await self.servers.changed(1.0)
+            addresses = {presence.address for presence in self.servers.all()}
             for address in self._addresses - addresses:
                 await self.client.forget(address)
             self._addresses = addresses
 
     def _serves_someone(self, stream: Stream) -> bool:
         """Whether a queue's tickets can be worked on: a deadline should not run while no server is there."""
-        policies = {one.policy for one in self.member.roster.alive("rollout") if one.state == "serving"}
+        policies = {one.policy for one in self.servers.all() if one.state == "serving"}
         return "actor" in policies if stream is TICKETS else bool(policies)
 
     def _ready(self, domain: str, stream: Stream) -> bool:

@@ -14,7 +14,7 @@ from broker.jetstream import Bus
 from broker.presence import Roster
 from broker.process import Stop
 from broker.streams import EPISODES, EVALTICKETS, SAMPLES, TICKETS
-from broker.unstored import publish_metrics, watch_metrics
+from broker.unstored import publish_metrics
 from learner.evaluation import ACTOR
 from learner.ledger import Ledger
 from learner.metrics import MetricsFile, count_tickets, finite
@@ -50,14 +50,13 @@ class Book:
         self._bus, self._roster, self._ledger, self._trackers = bus, roster, ledger, trackers
         self._file = MetricsFile(path, last_step)
         self._patience = Patience(path.parent, stop, "training waits", say)
-        self._idle: dict[str, float] = {}  # rollout server -> share of the last second without work
         self._depths = {f"queue/{stream.name}/depth": 0.0 for stream in (*QUEUES, SAMPLES)}
         self.newest: dict[str, float] = {}  # the numbers of the newest line
         self.failure: dict[str, str] = {}  # of the newest group that came to nothing: what, and who gave it up
 
     def services(self) -> list[Coroutine[Any, Any, None]]:
         """What looks at the fleet, each until cancelled."""
-        return [self._listen(), self._sample()]
+        return [self._sample()]
 
     def compose(self, values: dict[str, float]) -> dict[str, float]:
         """A step's line without its evaluation."""
@@ -85,15 +84,9 @@ class Book:
         self._trackers.close()
 
     def _idle_ratio(self) -> float:
-        """Mean over the actor's servers; 1 where none has ever said what it does."""
-        ids = {server.id for server in self._roster.alive("rollout") if server.policy == ACTOR}
-        known = [idle for name, idle in self._idle.items() if name in ids]
+        """Mean over the actor's servers; 1 where none has said what it does."""
+        known = [server.idle_ratio for server in self._roster.alive("rollout") if server.policy == ACTOR and server.idle_ratio >= 0]
         return sum(known) / len(known) if known else 1.0
-
-    async def _listen(self) -> None:
-        async for metrics in watch_metrics(self._bus):
-            if metrics.role == "rollout" and "rollouter/idle_ratio" in metrics.values:
-                self._idle[metrics.id] = metrics.values["rollouter/idle_ratio"]
 
     async def _sample(self) -> None:
         while True:

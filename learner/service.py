@@ -93,12 +93,14 @@ async def _open(config: dict[str, Any], folder: Path, bus: Bus, stop: Stop, *, r
     """Everything between the broker and the loop, undone in reverse order."""
     async with AsyncExitStack() as stack:
         placeholder = wire.RunSpec(run=bus.run, wire_version=wire.WIRE_VERSION, epoch=0, config=config, model_path="")
-        member = Member(bus, placeholder, ID, "learner", stop, Roster(bus))
+        member = Member(bus, placeholder, ID, "learner", stop)
         stack.push_async_callback(member.leave)
-        learner = Learner(config, folder, member)
+        roster = Roster(bus, beats=("rollout",), members=("envhub", "rewardhub"))
+        learner = Learner(config, folder, member, roster)
         member.announce(learner.shown.presence)
         member.report(learner.shown.values, learner.shown.text)
-        member.spawn(member.roster.serve())
+        member.spawn(roster.serve())
+        stack.push_async_callback(roster.close)
         await learner.prepare(stack, rebase=rebase)
         yield learner
 
@@ -106,8 +108,8 @@ async def _open(config: dict[str, Any], folder: Path, bus: Bus, stop: Stop, *, r
 class Learner:
     """One incarnation of the learner of one run."""
 
-    def __init__(self, config: dict[str, Any], folder: Path, member: Member) -> None:
-        self.config, self.folder, self.member = config, folder, member
+    def __init__(self, config: dict[str, Any], folder: Path, member: Member, roster: Roster) -> None:
+        self.config, self.folder, self.member, self.roster = config, folder, member, roster
         self.bus, self.stop = member.bus, member.stop
         self.train = section(config, "train", TrainSection)
         self.shown = Shown(self.stop, self.train.groups_per_step, lambda: self.watch.epoch)
@@ -130,6 +132,7 @@ class Learner:
             self.config,
             self.folder,
             self.member,
+            self.roster,
             self.ledger,
             self.training,
             self.watch,
@@ -247,7 +250,7 @@ class Learner:
 
         dtype = section(self.config, "model", ModelSection).dtype
         self.offering = await self.training.call(lambda: Offering(self.training.backend, self.train, dtype))
-        sender = await self.training.call(lambda: self.offering.sender(self.bus, self.member.roster, self.watch.epoch))
+        sender = await self.training.call(lambda: self.offering.sender(self.bus, self.roster, self.watch.epoch))
         await sender.start()
         stack.push_async_callback(sender.close)
         self.member.spawn(sender.join())  # a learner that can offer no weights any more is better started anew
@@ -262,7 +265,7 @@ class Learner:
 
     async def run(self) -> None:
         """The loop, and what is left behind after it."""
-        ledger, roster, beside = self.ledger, self.member.roster, self.services
+        ledger, roster, beside = self.ledger, self.roster, self.services
         loop = Loop(
             self.bus,
             ledger,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from broker.config import PRIVATE_STORE_GIB, BrokerSection
+from broker.presence import Roster
 from broker.process import Member
 from broker.runspec import domains, section
 from broker.streams import EVALTICKETS, TICKETS
@@ -44,6 +45,7 @@ async def open_services(
     config: dict[str, Any],
     folder: Path,
     member: Member,
+    roster: Roster,
     ledger: Ledger,
     training: Training,
     watch: Watch,
@@ -56,7 +58,7 @@ async def open_services(
         folder: the run's.
         written: step of the newest checkpoint, -1 if there is none.
     """
-    bus, roster, stop = member.bus, member.roster, member.stop
+    bus, stop = member.bus, member.stop
     beside = (stop, shown.say_waiting)
     patience = Patience(folder, stop, "the learner does not start", shown.say_waiting)
     trackers = await patience.in_thread(Trackers, section(config, "trackers", TrackersSection), folder, bus.run, config)

@@ -95,14 +95,14 @@ class Watch:
     async def _follow_epoch(self) -> None:
         """Leave the run to a newer incarnation."""
         runs = await self._bus.key_value(RUNS)
-        async for key, message, _ in runs.watch(self._bus.run):
-            if key == self._bus.run and isinstance(message, wire.RunSpec):
+        async for message, _ in runs.watch(self._bus.run):
+            if isinstance(message, wire.RunSpec):
                 self._check(message.epoch)
 
     async def _follow_control(self) -> None:
         control = await self._bus.key_value(CONTROL)
-        async for key, message, _ in control.watch(self._bus.run):
-            if key != self._bus.run or not isinstance(message, wire.DesiredState):
+        async for message, _ in control.watch(self._bus.run):
+            if not isinstance(message, wire.DesiredState):
                 continue
             if message.state in ENDINGS:
                 self._stop.request(f"the run is {message.state}")

@@ -23,6 +23,7 @@ from broker.errors import TooLarge, UserError, WireError
 from broker.health import Health
 from broker.jetstream import Delivery
 from broker.process import Member, Stop, join
+from broker.pulling import fetch_unless
 from broker.runspec import domains, section
 from broker.streams import EPISODES, RERUNS
 from broker.subscribed import Subscribed
@@ -37,7 +38,6 @@ from rewardhub.workers import NoWorker
 
 log = logging.getLogger(__name__)
 
-POLL_S: Final = 1.0
 TICK_S: Final = 0.25
 HAND_BACK_S: Final = 2.0  # before another hub gets a group for which no worker could be started here
 
@@ -168,7 +168,7 @@ class Hub:
                 self._room.clear()
                 await self._room.wait()
                 continue
-            for delivery in await queue.fetch(free, POLL_S):
+            for delivery in await fetch_unless(queue, free, self.member.pausing.wait()):
                 self._accept(pool, delivery)
 
     def _accept(self, pool: str, delivery: Delivery) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from rollout.engines.base import Stats
+
+SPEED_HALVES_S: Final = 300.0  # seconds of work
 
 
 class Meter:
@@ -10,6 +14,10 @@ class Meter:
 
     Args:
         now: seconds on any monotonic clock.
+
+    Attributes:
+        speed: most tokens per second generated lately, 0 before any; it falls only while there is work, by half in five minutes.
+        idle_ratio: share of the last interval without work, -1 before the first reading.
     """
 
     def __init__(self, now: float) -> None:
@@ -17,6 +25,7 @@ class Meter:
         self._before = Stats()
         self._requests = 0
         self._request_s = 0.0
+        self.speed, self.idle_ratio = 0.0, -1.0
 
     def answered(self, seconds: float) -> None:
         """A request took this long, waiting included."""
@@ -29,9 +38,13 @@ class Meter:
         before, self._before, self._at = self._before, stats, now
         context = stats.prefill_tokens - before.prefill_tokens
         hits = stats.prefix_hit_tokens - before.prefix_hit_tokens
+        busy_s = min(seconds, max(0.0, stats.busy_s - before.busy_s))
+        tokens_per_s = (stats.generated_tokens - before.generated_tokens) / seconds
+        self.idle_ratio = 1.0 - busy_s / seconds
+        self.speed = max(tokens_per_s, self.speed * 0.5 ** (busy_s / SPEED_HALVES_S))
         values = {
-            "rollouter/idle_ratio": min(1.0, max(0.0, 1.0 - (stats.busy_s - before.busy_s) / seconds)),
-            "perf/tokens_per_s": (stats.generated_tokens - before.generated_tokens) / seconds,
+            "rollouter/idle_ratio": self.idle_ratio,
+            "perf/tokens_per_s": tokens_per_s,
             "rollout/running": float(stats.running),
             "rollout/waiting": float(stats.waiting),
             "rollout/slots": float(stats.slots),

@@ -188,6 +188,8 @@ class Service:
             slots=stats.slots,
             running=stats.running,
             waiting=stats.waiting,
+            speed=self._meter.speed,
+            idle_ratio=self._meter.idle_ratio,
         )
 
     def metrics(self) -> dict[str, float]:

@@ -103,7 +103,7 @@ async def _joined(
         fleet.add("rollout-server", "rollout.cli", ["--policy", POLICY, "--model", model, "--gpus", gpus, "--id", "rollout-1"])
         fleet.add("envhub", "envhub.cli", ["--id", "envhub-1"])
         fleet.add("rewardhub", "rewardhub.cli", ["--id", "rewardhub-1"])
-        roster = Roster(bus)
+        roster = Roster(bus, beats=("rollout",))
         await roster.start()
         stack.push_async_callback(roster.close)
         evaluations = Evaluations(section(config, "eval", EvalSection), domains(config), config["run"]["seed"])

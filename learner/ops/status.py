@@ -14,7 +14,8 @@ from broker import wire
 from broker.answers import ApiError
 from broker.errors import UserError
 from broker.jetstream import Bus
-from broker.streams import CONTROL, PRESENCE, RUNS, STREAMS, WEIGHTS, Kind
+from broker.presence import census
+from broker.streams import CONTROL, RUNS, STREAMS, WEIGHTS, Kind
 from learner import checkpoint, ledgerfile, segments
 from learner.metrics import read_lines
 from learner.ops.place import connected, find
@@ -63,9 +64,7 @@ async def on_broker(bus: Bus) -> dict[str, Any]:
     """What the broker says: the state asked for, who is there, what is in the streams, the weights on offer."""
     spec = await (await bus.key_value(RUNS)).get(bus.run)
     desired = await (await bus.key_value(CONTROL)).get(bus.run)
-    presence = await bus.key_value(PRESENCE)
-    here = [await presence.get(key) for key in await presence.keys() if key.startswith(f"{bus.run}.")]
-    processes = [{name: getattr(one[0], name) for name in PROCESS} for one in here if one and isinstance(one[0], wire.Presence)]
+    processes = [{name: getattr(one, name) for name in PROCESS} for one in await census(bus, bus.run)]
     queues: dict[str, Any] = {}
     for stream in STREAMS:
         if stream.kind in (Kind.WORK_QUEUE, Kind.LOG):

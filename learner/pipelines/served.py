@@ -105,7 +105,7 @@ async def _open(job: Job, distill: DistillSection, path: str) -> _Asker:
     config = {"rollout": rollout, "broker": job.config["broker"], "model": job.config["model"]}
     await publish_runspec(bus, wire.RunSpec(run=run, wire_version=wire.WIRE_VERSION, epoch=0, config=config, model_path=path))
     await (await bus.key_value(CONTROL)).put(run, wire.DesiredState(state="running"))
-    roster = Roster(bus)
+    roster = Roster(bus, beats=("rollout",))
     await roster.start()
     return _Asker(bus, roster, distill, section(job.config, "broker", BrokerSection).channel)
 

@@ -17,7 +17,7 @@ from chaos_world import KEEP_ALL, LIMIT_S, World, world
 from bench.netns import network, why_not
 from bench.partitioned import PartitionedFleet
 from broker import wire
-from broker.streams import PRESENCE
+from broker.streams import MEMBERS
 
 # Seconds of each partition. `make chaos` has 1, 30 and 180; nothing in the system remembers a message id for longer than 120 s.
 PARTITION_S = [float(number) for number in os.environ.get("RL_CHAOS_PARTITION_S", "1").split(",")]
@@ -33,7 +33,7 @@ pytestmark = [
 
 async def server_port(w: World, name: str) -> int:
     """Where a rollout server takes requests."""
-    found = await (await w.bus.key_value(PRESENCE)).get(f"{w.bus.run}.rollout.{name}")
+    found = await (await w.bus.key_value(MEMBERS)).get(f"{w.bus.run}.rollout.{name}")
     assert found is not None
     assert isinstance(found[0], wire.Presence)
     return int(found[0].address.rpartition(":")[2])

@@ -15,8 +15,8 @@ from typing import Any
 from waits import LONG_S
 
 from broker import channel, runspec, wire
+from broker.announce import Announcer
 from broker.jetstream import Bus
-from broker.presence import Announcer
 from broker.process import Stop, add_join_options
 from broker.store import MESSAGE_ID, store
 from broker.streams import EVALTICKETS, SAMPLES, TICKETS, Stream

@@ -18,6 +18,7 @@ from waits import LONG_S, until
 from broker import runspec, wire
 from broker.errors import BrokerUnreachable, UserError
 from broker.jetstream import Bus
+from broker.presence import Roster
 from broker.process import Member, Stop, Stopped, add_join_options, join
 from broker.server import BrokerServer
 from broker.store import MESSAGE_ID, store
@@ -120,13 +121,14 @@ async def test_presence_and_metrics_of_a_member(bus: Bus, broker_url: str) -> No
     async with join("rollout", options(broker_url, "--run", bus.run, "--id", "r1"), Stop()) as member:
         member.announce(lambda: wire.Presence(role="rollout", id="r1", host="h", pid=1, state="serving"))
         member.report(lambda: {"time/generate": 1.5}, lambda: {"state": "fine"})
-        await until(lambda: member.roster.get("r1") is not None)
+        roster = Roster(bus)
+        await roster.start()
+        await until(lambda: roster.get("r1") is not None)
         member.poke()
         await until(lambda: bool(seen))
         assert (seen[0].id, seen[0].values, seen[0].text) == ("r1", {"time/generate": 1.5}, {"state": "fine"})
-        other = Stop()
-        async with join("envhub", options(broker_url, "--run", bus.run), other) as second:
-            await until(lambda: second.roster.get("r1") is not None)
+    await until(lambda: roster.get("r1") is None)  # it said farewell
+    await roster.close()
     watching.cancel()
     await asyncio.gather(watching, return_exceptions=True)
 

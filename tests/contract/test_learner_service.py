@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from broker import wire
+from broker.announce import Announcer
 from broker.errors import UserError
 from broker.jetstream import Bus
 from broker.process import Stop, Stopped
-from broker.streams import CONTROL, DEAD, PRESENCE, RUNS, SAMPLES, TICKETS, WEIGHTS
+from broker.streams import CONTROL, DEAD, MEMBERS, RUNS, SAMPLES, TICKETS, WEIGHTS
 from broker.weights.group import Watch
 from broker.weights.source import Source
 from broker.weights.staging import Flat
@@ -127,7 +128,7 @@ async def test_what_is_left_behind(bus: Bus, broker_url: str, run_name: str, tmp
     assert spec is not None
     assert isinstance(spec[0], wire.RunSpec)
     assert (spec[0].epoch, spec[0].config) == (1, config)
-    assert await (await bus.key_value(PRESENCE)).get(f"{run_name}.learner.learner") is None  # it said farewell
+    assert await (await bus.key_value(MEMBERS)).get(f"{run_name}.learner.learner") is None  # it said farewell
     async for offer in bus.watch_last(WEIGHTS):
         assert isinstance(offer, wire.WeightsOffer)
         assert (offer.epoch, offer.version) == (1, 3)
@@ -230,17 +231,11 @@ async def test_tickets_that_nobody_ends_are_closed(bus: Bus, broker_url: str, ru
     lake = {"env": "frozenlake", "group_size": 2, "max_turns": 4, "max_context_tokens": 64, "deadline_s": 1, "sampling": {"max_tokens": 4}}
     train = {"ticket_timeout_s": 1.5, "steps": 1, "groups_per_step": 1}
     config = fleet.config(str(tmp_path), run_name, train=train, domains={"lake": lake})
-    presence = await bus.key_value(PRESENCE)
     here = wire.Presence(role="envhub", id="hub", host="here", pid=1, state="serving", serves=["lake"])
-
-    async def stay() -> None:
-        while True:
-            await presence.put(f"{run_name}.envhub.hub", here)
-            await asyncio.sleep(0.5)
-
-    staying = asyncio.create_task(stay())
+    announcer = Announcer(bus, lambda: here)
+    await announcer.start()
     await run(bus, broker_url, config, lambda ticket: [] if ticket.number == 1 else plain(ticket))
-    staying.cancel()
+    await announcer.close()
     last = lines(config)[-1]
     assert tickets_of(last) == (2, 1, 0, 0, 1, 0)
     assert last["ticket/closed_timeout"] == 1

@@ -16,11 +16,12 @@ import pytest
 from waits import LONG_S
 
 from broker import wire
+from broker.announce import Announcer
 from broker.answers import ApiError
 from broker.api import ask
 from broker.jetstream import Bus
 from broker.process import Stop
-from broker.streams import CONTROL, PRESENCE, SAMPLES
+from broker.streams import CONTROL, SAMPLES
 from learner.archive import files
 from learner.service import serve
 
@@ -149,7 +150,8 @@ async def test_trace_and_status(bus: Bus, broker_url: str, run_name: str, tmp_pa
     code, out, _ = await command("trace", str(tmp_path / run_name), "2", *where)
     assert "record      4, the archive" in out
     here = wire.Presence(role="envhub", id="hub-7", host="here", pid=1, state="serving", slots=4, running=1, serves=["lake"])
-    await (await bus.key_value(PRESENCE)).put(f"{run_name}.envhub.hub-7", here)
+    announcer = Announcer(bus, lambda: here)
+    await announcer.start()
     code, out, err = await command("status", run_name, *where, "--json")
     assert (code, err) == (0, "")
     status = json.loads(out)
@@ -161,6 +163,7 @@ async def test_trace_and_status(bus: Bus, broker_url: str, run_name: str, tmp_pa
     code, out, _ = await command("status", run_name, *where)
     assert f"run {run_name}: step 2 of 2" in out
     assert "envhub       hub-7" in out
+    await announcer.close()
     code, out, err = await command("status", run_name, *where, "--broker", "nats://127.0.0.1:1", "--connect-deadline", "0.5")
     assert code == 2  # a broker that the user named must answer
     assert err.startswith("error: ")

@@ -15,10 +15,11 @@ import uvloop
 from waits import LONG_S
 
 from broker import wire
+from broker.announce import Announcer
 from broker.jetstream import Bus
-from broker.presence import Announcer, Roster
+from broker.presence import Roster, census
 from broker.server import BrokerServer
-from broker.streams import PRESENCE, TICKETS
+from broker.streams import MEMBERS, PRESENCE, SAMPLES, TICKETS
 
 
 class Process:
@@ -40,6 +41,12 @@ async def roster(bus: Bus) -> AsyncIterator[Roster]:
     await watching.start()
     yield watching
     await watching.close()
+
+
+async def beat(bus: Bus, presence: wire.Presence) -> None:
+    """As an Announcer does each second."""
+    await bus.last_seq(SAMPLES)  # a round trip: subscriptions made before are there
+    await bus.link.send(PRESENCE.subject(bus.run, f"{presence.role}.{presence.id}"), wire.encode(presence))
 
 
 async def until_alive(roster: Roster, role: str, ids: list[str], within_s: float = LONG_S) -> None:
@@ -72,8 +79,7 @@ async def test_processes_come_change_and_say_farewell(bus: Bus) -> None:
 
 
 async def test_who_falls_silent_expires(bus: Bus, roster: Roster) -> None:
-    bucket = await bus.key_value(PRESENCE)
-    await bucket.put(f"{bus.run}.rollout.r1", Process("rollout", "r1").presence)
+    await beat(bus, Process("rollout", "r1").presence)
     await until_alive(roster, "rollout", ["r1"])
     started = time.monotonic()
     await until_alive(roster, "rollout", [])
@@ -92,8 +98,7 @@ async def test_who_repeats_itself_lives_on_though_nothing_changes(bus: Bus, rost
 
 
 async def test_our_own_stall_kills_nobody(bus: Bus, roster: Roster) -> None:
-    bucket = await bus.key_value(PRESENCE)
-    await bucket.put(f"{bus.run}.rollout.r1", Process("rollout", "r1").presence)
+    await beat(bus, Process("rollout", "r1").presence)
     await until_alive(roster, "rollout", ["r1"])
     time.sleep(3.0)  # noqa: ASYNC251 - the point of the test
     await asyncio.sleep(0.3)
@@ -101,27 +106,125 @@ async def test_our_own_stall_kills_nobody(bus: Bus, roster: Roster) -> None:
 
 
 async def test_other_runs_are_not_seen(bus: Bus, roster: Roster) -> None:
-    bucket = await bus.key_value(PRESENCE)
-    await bucket.put(f"{bus.run}x.rollout.stranger", Process("rollout", "stranger").presence)
-    await bucket.put(f"{bus.run}.rollout.r1", Process("rollout", "r1").presence)
+    await bus.link.send(PRESENCE.subject(f"{bus.run}x", "rollout.stranger"), wire.encode(Process("rollout", "stranger").presence))
+    await beat(bus, Process("rollout", "r1").presence)
     await until_alive(roster, "rollout", ["r1"])
     assert roster.get("stranger") is None
 
 
-async def test_the_broker_forgets_the_silent_too(bus: Bus) -> None:
-    bucket = await bus.key_value(PRESENCE)
-    key = f"{bus.run}.rollout.r1"
-    await bucket.put(key, Process("rollout", "r1").presence)
-    assert await bucket.get(key) is not None
+async def test_a_role_that_is_not_asked_for_costs_no_message(bus: Bus) -> None:
+    roster = Roster(bus, beats=("rollout",), members=("envhub",))
+    await roster.start()
+    processes = [Process(role, f"{role}-1") for role in ("rollout", "envhub", "rewardhub", "learner")]
+    announcers = [Announcer(bus, process.describe, every_s=0.1) for process in processes]
+    for announcer in announcers:
+        await announcer.start()
+    await until_alive(roster, "rollout", ["rollout-1"])
+    await until_alive(roster, "envhub", ["envhub-1"])
+    assert (roster.alive("rewardhub"), roster.alive("learner")) == ([], [])
+    processes[1].change(running=5)  # nobody decides on that, so it is not told to those who follow members only
+    processes[0].change(running=5)
     async with asyncio.timeout(LONG_S):
-        while await bucket.get(key) is not None:  # noqa: ASYNC110 - expiry gives no event
-            await asyncio.sleep(0.25)
+        while (found := roster.get("rollout-1")) is None or found.running != 5:
+            await roster.changed(1.0)
+    hub = roster.get("envhub-1")
+    assert hub is not None
+    assert hub.running == 0
+    processes[1].change(problem="no worker starts here")  # this they do decide on
+    async with asyncio.timeout(LONG_S):
+        while (hub := roster.get("envhub-1")) is None or not hub.problem:
+            await roster.changed(1.0)
+    for announcer in announcers:
+        await announcer.close()
+    await until_alive(roster, "envhub", [])
+    await roster.close()
+
+
+async def test_members_are_known_to_who_comes_later(bus: Bus) -> None:
+    announcers = [Announcer(bus, Process("envhub", f"e{n}").describe, every_s=LONG_S) for n in range(300)]
+    await asyncio.gather(*(announcer.start() for announcer in announcers))
+    await announcers[0].close()
+    roster = Roster(bus, beats=(), members=("envhub",))
+    await roster.start()
+    assert len(roster.alive("envhub")) == 299
+    await roster.close()
+    for announcer in announcers[1:]:
+        await announcer.close()
+
+
+async def test_single_processes_can_be_followed(bus: Bus) -> None:
+    roster = Roster(bus, beats=())
+    await roster.start()
+    announcers = [Announcer(bus, Process("rollout", f"r{n}").describe, every_s=0.1) for n in range(4)]
+    for announcer in announcers:
+        await announcer.start()
+    await roster.follow("rollout", {"r1", "r3"})
+    await until_alive(roster, "rollout", ["r1", "r3"])
+    await roster.follow("rollout", {"r3", "r0"})
+    await until_alive(roster, "rollout", ["r0", "r3"])
+    for announcer in announcers:
+        await announcer.close()
+    await roster.close()
+
+
+async def test_the_entry_is_put_again_before_it_expires(bus: Bus) -> None:
+    bucket = await bus.key_value(MEMBERS)
+    announcer = Announcer(bus, Process("rollout", "r1").describe, refresh_s=0.3)
+    await announcer.start()
+    found = await bucket.get(f"{bus.run}.rollout.r1")
+    assert found is not None
+    async with asyncio.timeout(LONG_S):
+        while (newer := await bucket.get(f"{bus.run}.rollout.r1")) is None or newer[1] <= found[1] + 1:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    await announcer.close()
+    assert await bucket.get(f"{bus.run}.rollout.r1") is None
+
+
+async def test_a_census_counts_who_is_heard_and_waits_no_longer_than_needed(bus: Bus) -> None:
+    announcers = [Announcer(bus, Process(role, f"{role}-1").describe) for role in ("rollout", "envhub")]
+    for announcer in announcers:
+        await announcer.start()
+    assert [one.id for one in await census(bus, bus.run, LONG_S)] == ["envhub-1", "rollout-1"]
+    bucket = await bus.key_value(MEMBERS)
+    await bucket.put(f"{bus.run}.envhub.killed", Process("envhub", "killed").presence)
+    started = time.monotonic()
+    assert [one.id for one in await census(bus, bus.run, 2.5)] == ["envhub-1", "rollout-1"]
+    assert time.monotonic() - started > 2.0
+    for announcer in announcers:
+        await announcer.close()
 
 
 async def test_changed_returns_after_its_timeout(roster: Roster) -> None:
     started = time.monotonic()
     await roster.changed(0.2)
     assert time.monotonic() - started > 0.15
+
+
+async def test_members_come_back_after_a_broker_that_is_restarted(tmp_path: Path) -> None:
+    """Their bucket is in memory, so the restart ends it."""
+    server = BrokerServer(str(tmp_path))
+    server.start()
+    port = int(server.url.rpartition(":")[2])
+    bus = await Bus.connect(server.url, "demo", name="x", deadline_s=60)
+    announcer, roster = Announcer(bus, Process("envhub", "e1").describe), Roster(bus, beats=(), members=("envhub",))
+    await announcer.start()
+    await roster.start()
+    await until_alive(roster, "envhub", ["e1"])
+    os.kill(server.pid, signal.SIGKILL)
+    server.stop()
+    server = BrokerServer(str(tmp_path), port=port)
+    server.start()
+    other = await Bus.connect(server.url, "demo", name="y", deadline_s=60)
+    late = Roster(other, beats=(), members=("envhub",))
+    await late.start()
+    started = time.monotonic()
+    await until_alive(late, "envhub", ["e1"])
+    assert time.monotonic() - started < 15.0  # and not only when the entry would have been put again
+    for one in (late, roster, announcer):
+        await one.close()
+    await other.close()
+    await bus.close()
+    server.stop()
 
 
 async def test_nobody_dies_of_a_broker_that_is_restarted(tmp_path: Path) -> None:

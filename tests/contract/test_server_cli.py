@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -14,10 +15,11 @@ import psutil
 import pytest
 
 from broker import cli, wire
+from broker.announce import Announcer
 from broker.errors import UserError
 from broker.examples import EXAMPLES
 from broker.jetstream import Bus
-from broker.streams import CONTROL, EPISODES, PRESENCE, RUNS, SAMPLES, TICKETS
+from broker.streams import CONTROL, EPISODES, RUNS, SAMPLES, TICKETS
 
 
 def command(*arguments: str) -> list[str]:
@@ -105,16 +107,19 @@ def test_serve_refuses_a_taken_port_and_other_addresses(tmp_path: Path) -> None:
 
 
 async def test_status_shows_runs_processes_and_depths(run: Bus, broker_url: str) -> None:
-    presence = EXAMPLES[wire.Presence]
-    await (await run.key_value(PRESENCE)).put(f"{run.run}.rollout.r1", presence)
-    await (await run.key_value(PRESENCE)).put(f"{run.run}.envhub.e1", presence)
+    there = [wire.Presence(role=role, id=f"{role}-1", host="h", pid=1, state="serving") for role in ("rollout", "envhub")]
+    announcers = [Announcer(run, lambda one=one: one) for one in there]  # type: ignore[misc]
+    for announcer in announcers:
+        await announcer.start()
     for _ in range(3):
         await run.publish(TICKETS, EXAMPLES[wire.Ticket], key="lake")
     await run.publish(EPISODES, EXAMPLES[wire.Group], key="judge")
     for _ in range(4):
         await run.publish(SAMPLES, EXAMPLES[wire.Closed])
     await run.trim(SAMPLES, 3)
-    result = broker("status", "--broker", broker_url, "--run", run.run)
+    result = await asyncio.to_thread(broker, "status", "--broker", broker_url, "--run", run.run)
+    for announcer in announcers:
+        await announcer.close()
     assert result.returncode == 0, result.stderr
     lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
     assert lines[1] == f"{run.run}: running; 1 envhub, 1 rollout"

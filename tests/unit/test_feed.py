@@ -10,8 +10,9 @@ from waits import LONG_S
 
 from broker.jetstream import Delivery
 from broker.process import Member
+from broker.pulling import LONG_PULL_S
 from broker.streams import EVALTICKETS, TICKETS, Stream
-from envhub.feed import BUSY_POLL_S, Feed, Turnstile
+from envhub.feed import Feed, Turnstile
 from envhub.slots import Slots
 
 
@@ -35,10 +36,10 @@ def feed(queue: Queue, turnstile: Turnstile, stream: Stream, group_size: int) ->
     async def work_queue(*_: Any) -> Queue:
         return queue
 
-    running = asyncio.Event()
+    running, pausing = asyncio.Event(), asyncio.Event()
     running.set()
-    member = cast(Member, SimpleNamespace(bus=SimpleNamespace(work_queue=work_queue), running=running))
-    return Feed(member, turnstile, stream, "lake", group_size, lambda *_: group_size, lambda _: 0, lambda _: True)
+    member = cast(Member, SimpleNamespace(bus=SimpleNamespace(work_queue=work_queue), running=running, pausing=pausing))
+    return Feed(member, turnstile, stream, "lake", group_size, lambda *_: group_size, lambda _: 0, lambda _: True, asyncio.sleep)
 
 
 async def test_a_queue_waits_for_nothing_while_another_wants_the_room() -> None:
@@ -74,7 +75,7 @@ async def test_a_queue_that_had_tickets_is_asked_again_for_as_many_as_there_is_r
             while len(queue.asked) < 2:  # noqa: ASYNC110 - nor does it
                 await asyncio.sleep(0)
         assert queue.asked[0][0] == 1  # nobody knows yet whether it has any
-        assert queue.asked[1] == (4, BUSY_POLL_S)
+        assert queue.asked[1] == (4, LONG_PULL_S)
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

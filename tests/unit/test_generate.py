@@ -19,13 +19,16 @@ def presence(name: str, **kwargs: object) -> wire.Presence:
     return wire.Presence(role="rollout", id=name, host="h", pid=1, **values)  # type: ignore[arg-type]
 
 
-class Roster:
+class Servers:
     def __init__(self, *presences: wire.Presence) -> None:
         self.presences = list(presences)
         self.news = asyncio.Event()
 
-    def alive(self, role: str) -> list[wire.Presence]:
-        return [one for one in self.presences if one.role == role]
+    def alive(self, policy: str) -> list[wire.Presence]:
+        return [one for one in self.presences if one.policy == policy]
+
+    def weights(self, policy: str) -> dict[str, float]:
+        return {one.id: 1.0 for one in self.alive(policy)}
 
     async def changed(self, timeout_s: float) -> None:
         await asyncio.wait({asyncio.create_task(self.news.wait())}, timeout=timeout_s)
@@ -69,7 +72,7 @@ def ask(**kwargs: object) -> Ask:
 
 
 def generator(client: Client, *presences: wire.Presence) -> Generator:
-    return Generator(client, Roster(*presences), name="hub", max_retries=2)
+    return Generator(client, Servers(*presences), name="hub", max_retries=2)
 
 
 def fails(request: wire.GenerateRequest) -> wire.GenerateReply:
@@ -89,7 +92,7 @@ async def test_one_answer_is_one_turn() -> None:
 
 async def test_a_failure_is_asked_elsewhere() -> None:
     client = Client(a=fails, b=lambda request: reply(request, [7], server="b"))
-    asking = generator(client, presence("a"), presence("b"))
+    asking = generator(client, presence("a"), presence("b", running=1))
     assert (await asking.turn(ask())).server == "b"
     assert [address for address, _ in client.asked] == ["a", "b"]
     assert asking.retries == 1
@@ -110,7 +113,7 @@ async def test_a_partial_output_is_continued_not_thrown_away(reason: str) -> Non
         return reply(request, [7, 8], reason, version=1)
 
     client = Client(a=first, b=lambda request: reply(request, [9], version=2, server="b"))
-    sampled = await generator(client, presence("a"), presence("b")).turn(ask())
+    sampled = await generator(client, presence("a"), presence("b", running=1)).turn(ask())
     assert (list(sampled.token_ids), list(sampled.version_runs), sampled.finish_reason) == ([7, 8, 9], [1, 2, 2, 1], "stop")
     again = client.asked[1][1]
     assert again.token_ids.array().tolist() == [1, 2, 3, 7, 8]
@@ -133,13 +136,13 @@ async def test_more_tokens_than_asked_for_are_refused() -> None:
 
 async def test_only_serving_servers_of_the_policy_are_asked_and_waited_for() -> None:
     client = Client(c=lambda request: reply(request, [7], server="c"))
-    roster = Roster(presence("a", policy="random"), presence("b", state="draining"))
-    asking = Generator(client, roster, name="hub", max_retries=2)
+    servers = Servers(presence("a", policy="random"), presence("b", state="draining"))
+    asking = Generator(client, servers, name="hub", max_retries=2)
     turn = asyncio.create_task(asking.turn(ask()))
     await asyncio.sleep(0.05)
     assert not client.asked
-    roster.presences.append(presence("c"))
-    roster.news.set()
+    servers.presences.append(presence("c"))
+    servers.news.set()
     assert (await turn).server == "c"
     with pytest.raises(TurnFailed, match="there is no rollout server"):
         await asking.turn(ask(policy="nobody", timeout_s=0.05))
@@ -158,7 +161,7 @@ async def test_load_counts_what_was_sent_since_presence_spoke() -> None:
     turns = [asyncio.create_task(asking.turn(ask())) for _ in range(2)]
     await asyncio.sleep(0)
     assert asking.servers("actor")[0].load == 6
-    asking._roster.presences = [presence("a", running=5)]  # type: ignore[attr-defined]
+    asking._followed.presences = [presence("a", running=5)]  # type: ignore[attr-defined]
     assert asking.servers("actor")[0].load == 5
     release.set()
     await asyncio.gather(*turns)

@@ -31,6 +31,9 @@ def test_subjects() -> None:
     assert streams.SAMPLES.all_subjects("demo") == "rl.demo.samples"
     assert streams.SAMPLES.stream_name("demo") == "rl_demo_samples"
     assert streams.RUNS.stream_name("demo") == "rl_runs"
+    assert streams.PRESENCE.subject("demo", "rollout.r1") == "rl.demo.presence.rollout.r1"
+    assert streams.PRESENCE.all_subjects("demo") == "rl.demo.presence.*.*"
+    assert streams.PRESENCE.all_subjects("demo", "rollout") == "rl.demo.presence.rollout.*"
 
 
 def test_names_are_distinct_and_every_message_travels() -> None:
@@ -50,6 +53,16 @@ def test_what_is_no_part_of_a_subject_is_refused(bad: str) -> None:
         streams.TICKETS.subject("demo", bad)
     with pytest.raises(ConfigError, match="1-64 letters, digits"):
         streams.SAMPLES.subject(bad)
+    with pytest.raises(ConfigError, match="1-64 letters, digits"):
+        streams.PRESENCE.subject("demo", f"rollout.{bad}")
+    with pytest.raises(ConfigError, match="1-64 letters, digits"):
+        streams.PRESENCE.all_subjects("demo", bad or ".")
+
+
+def test_a_stream_in_memory_is_one_that_every_process_writes_again() -> None:
+    """It is gone when the broker restarts, so nothing may depend on it being kept."""
+    assert [stream.name for stream in STREAMS if stream.memory] == ["members"]
+    assert all(stream.ttl_s for stream in STREAMS if stream.memory)
 
 
 @given(st.from_regex(wire.NAME, fullmatch=True), st.from_regex(wire.NAME, fullmatch=True))

@@ -1,0 +1,43 @@
+"""A long pull that ends early when there is a reason to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, Final
+
+from broker.delivery import Delivery
+from broker.work import WorkQueue
+
+LONG_PULL_S: Final = 30.0  # an idle process asks each of its queues this often
+
+
+async def fetch_unless(queue: WorkQueue, limit: int, *reasons: Coroutine[Any, Any, object]) -> list[Delivery]:
+    """Up to ``limit`` messages; an empty list after 30 s, or as soon as one of the reasons not to take any returns.
+
+    What arrives too late is handed back, also when this is cancelled.
+
+    Raises:
+        LostState: the queue's stream is gone.
+        Disconnected: the bus was closed.
+    """
+    pull = asyncio.create_task(queue.fetch(limit, LONG_PULL_S))
+    others = [asyncio.create_task(reason) for reason in reasons]
+    try:
+        await asyncio.wait([pull, *others], return_when=asyncio.FIRST_COMPLETED)
+    except asyncio.CancelledError:
+        pull.cancel()
+        if isinstance(found := (await asyncio.gather(pull, return_exceptions=True))[0], list):
+            await asyncio.gather(*(delivery.nak() for delivery in found))
+        raise
+    finally:
+        for other in others:
+            other.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+    pull.cancel()  # does nothing when it is done
+    try:
+        return await pull
+    except asyncio.CancelledError:
+        if (task := asyncio.current_task()) is not None and task.cancelling():
+            raise
+        return []

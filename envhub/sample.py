@@ -1,0 +1,145 @@
+"""Which servers a hub follows: a rotating sample of those that exist, drawn in proportion to their speed. Pure."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Mapping, Sequence
+from typing import Final
+
+SIZE: Final = 8  # servers that new conversations choose from
+MOST: Final = 16  # followed at once, those included that conversations are still with
+ROTATE_S: Final = 20.0  # between two exchanges of one server; each costs the conversations that come back later their prefix cache
+
+
+class Sample:
+    """The followed servers of one policy.
+
+    New requests go to ``drawn``. A server that is exchanged while conversations are with it stays followed until it is not used any
+    more; while there are as many as can be followed, none is exchanged.
+
+    Args:
+        rng: makes every draw.
+
+    Attributes:
+        drawn: followed, oldest first.
+        kept: followed as long as they are in use.
+    """
+
+    def __init__(self, rng: random.Random, *, size: int = SIZE, most: int = MOST, rotate_s: float = ROTATE_S) -> None:
+        self._rng, self._size, self._most, self._rotate_s = rng, size, most, rotate_s
+        self._speeds: dict[str, float] = {}  # of every server that exists; 0 unknown
+        self._silent: set[str] = set()
+        self._new: set[str] = set()  # since the last tick
+        self._rotate_at: float | None = None
+        self.drawn: list[str] = []
+        self.kept: set[str] = set()
+
+    @property
+    def followed(self) -> set[str]:
+        """Ids of all that are followed."""
+        return self.kept.union(self.drawn)
+
+    def exists(self, server: str, speed: float) -> None:
+        """A server has joined, or says this of its speed (tokens/s, 0 unknown) now."""
+        if server not in self._speeds or server in self._silent:
+            self._new.add(server)
+        self._speeds[server] = speed
+        self._silent.discard(server)
+
+    def gone(self, server: str) -> None:
+        """A server has left."""
+        self._speeds.pop(server, None)
+        self._silent.discard(server)
+        self._new.discard(server)
+        self._leave(server)
+
+    def silent(self, server: str) -> None:
+        """A followed server gives no sign of life; it is not drawn until ``exists`` is told of it again."""
+        if server in self._speeds:
+            self._silent.add(server)
+            self._leave(server)
+
+    def tick(self, now: float, in_use: Collection[str]) -> None:
+        """Fill the sample, let go of what is used no more, and exchange a server if it is time.
+
+        A server that has just joined enters a full sample as often as if the sample were drawn now, so that it gets its share at once.
+
+        Args:
+            now: seconds on a monotonic clock.
+            in_use: servers with outstanding requests, or with conversations that may come back soon.
+        """
+        self.kept.intersection_update(in_use)
+        is_full = len(self.drawn) >= self._size
+        while len(self.drawn) < self._size and (others := self._others()):
+            self._draw(self._pick(others))
+        shares = self._shares() if is_full and self._new else {}
+        for server in sorted(self._new & shares.keys() - set(self.drawn)):
+            if self._rng.random() < shares[server]:
+                self._exchange(self._rng.choice(self.drawn), server, in_use)
+        self._new.clear()
+        if self._rotate_at is None or now >= self._rotate_at:
+            if self._rotate_at is not None and (others := self._others()):
+                self._exchange(self.drawn[0], self._pick(others), in_use)
+            self._rotate_at = now + self._rotate_s * self._rng.uniform(0.5, 1.5)
+
+    def speeds(self) -> dict[str, float]:
+        """Tokens/s of each server that can be asked; one whose speed is unknown counts as the mean of the others."""
+        living = {server: speed for server, speed in self._speeds.items() if server not in self._silent}
+        known = [speed for speed in living.values() if speed > 0]
+        mean = sum(known) / len(known) if known else 1.0
+        return {server: speed if speed > 0 else mean for server, speed in living.items()}
+
+    def weights(self) -> Mapping[str, float]:
+        """How often to choose each drawn server, so that over all hubs the choices are in proportion to speed.
+
+        A server that is in few samples must be chosen more often there: speed divided by the share of samples that it is in.
+        """
+        shares, speeds = self._shares(), self.speeds()
+        return {server: speeds[server] / shares[server] for server in self.drawn if server in speeds}
+
+    def _shares(self) -> dict[str, float]:
+        """The probability of each server to be in a sample."""
+        speeds = self.speeds()
+        return dict(zip(speeds, inclusion(list(speeds.values()), self._size), strict=True))
+
+    def _others(self) -> list[str]:
+        return [server for server in self._speeds if server not in self._silent and server not in self.drawn]
+
+    def _pick(self, servers: Sequence[str]) -> str:
+        speeds = self.speeds()
+        return self._rng.choices(servers, [speeds[server] for server in servers])[0]
+
+    def _draw(self, server: str) -> None:
+        self.kept.discard(server)
+        self.drawn.append(server)
+
+    def _exchange(self, old: str, new: str, in_use: Collection[str]) -> None:
+        if old in in_use:
+            if len(self.kept) >= self._most - self._size:
+                return
+            self.kept.add(old)
+        self.drawn.remove(old)
+        self._draw(new)
+
+    def _leave(self, server: str) -> None:
+        self.kept.discard(server)
+        if server in self.drawn:
+            self.drawn.remove(server)
+
+
+def inclusion(speeds: Sequence[float], size: int) -> list[float]:
+    """The probability of each to be among ``size`` drawn, in proportion to speed, and 1 for those that this makes certain.
+
+    Args:
+        speeds: all above 0.
+    """
+    if len(speeds) <= size:
+        return [1.0] * len(speeds)
+    left, room = sum(speeds), float(size)
+    scale = room / left
+    for speed in sorted(speeds, reverse=True):
+        if speed * scale < 1:
+            break
+        left, room = left - speed, room - 1
+        scale = room / left if left > 0 else 0.0
+    return [min(1.0, speed * scale) for speed in speeds]
