@@ -45,7 +45,7 @@ class Announcer:
         self._tasks: list[asyncio.Task[None]] = []
         self._put: tuple[object, ...] | None = None  # what the entry says
         self._key = ""
-        self._is_made = False  # the bucket, as far as known
+        self._is_made = True  # the bucket, as far as known
 
     async def start(self) -> None:
         """Begin; the entry is put before this returns, once the broker is there."""

@@ -20,7 +20,7 @@ from broker.kv import KeyValue
 from broker.link import Link
 from broker.marks import Marks
 from broker.parts import EVALUATION, TRAINING, Parts
-from broker.provision import REPLICAS_IN_CLUSTER, delete_stream, ensure_stream, require_safe_cluster, stream_config
+from broker.provision import REPLICAS_IN_CLUSTER, delete_stream, ensure_stream, require_safe_cluster, stream_config, stream_names
 from broker.reader import follow
 from broker.reserve import release
 from broker.sizes import HEADER_BYTES, Buffer
@@ -73,6 +73,7 @@ class Bus:
         self._marks = Marks(link.url, link.name, lambda: self.hang_after_s)
         self._parts = Parts(link, lambda: self.run)
         self._in_flight = asyncio.Semaphore(MAX_IN_FLIGHT)
+        self._made: set[str] = set()  # streams that were there when this bus asked for all of them
         self._buckets: dict[str, KeyValue] = {}
         self._queues: dict[tuple[str, str], asyncio.Task[WorkQueue]] = {}
 
@@ -106,7 +107,9 @@ class Bus:
         """
         require_safe_cluster(self.link)
         configs = [config for stream in STREAMS if (config := self._config(stream, self.run))]
-        await asyncio.gather(*(ensure_stream(self.link, config) for config in configs))
+        there = await stream_names(self.link, f"rl.{self.run}.>") | await stream_names(self.link, "$KV.>")
+        await asyncio.gather(*(ensure_stream(self.link, config) for config in configs if config["name"] not in there))
+        self._made = {config["name"] for config in configs}
 
     def _config(self, stream: Stream, run: str) -> dict[str, Any] | None:
         return stream_config(stream, run, self.replicas or (REPLICAS_IN_CLUSTER if self.link.clustered else 1))
@@ -314,7 +317,8 @@ class Bus:
         config = self._config(stream, self.run or "any")
         assert config is not None, f"{stream.name} is not stored"
         ensure = partial(ensure_stream, self.link, config)
-        await ensure()
+        if config["name"] not in self._made:
+            await ensure()
         return self._buckets.setdefault(stream.name, KeyValue(self.link, stream, config["name"].removeprefix("KV_"), malformed, ensure))
 
     async def dead_letter(self, stream: Stream, *, seq: int, ticket: int, reason: str, data: Buffer) -> None:

@@ -81,6 +81,17 @@ async def _exists(link: Link, name: str) -> bool:
     return True
 
 
+async def stream_names(link: Link, pattern: str) -> set[str]:
+    """The names of the streams that take subjects of a pattern: one request, where asking for each to be made costs one for each."""
+    names: set[str] = set()
+    while True:
+        answer = await ask(link, "STREAM.NAMES", {"subject": pattern, "offset": len(names)})
+        page = answer.get("streams") or []
+        names.update(page)
+        if not page or len(names) >= int(answer.get("total", 0)):
+            return names
+
+
 async def delete_stream(link: Link, name: str) -> None:
     """Delete a stream with all that is in it, if it is there."""
     try:

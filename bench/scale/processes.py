@@ -1,0 +1,202 @@
+"""What idle processes cost the broker, by their number: real buses, presence, watches and pulls over one nats-server.
+
+Each simulated process is a member of the run with the code that a real one runs while it has nothing to do; only its engines,
+environments and threads are left out. Many share one OS process, so that a small machine can hold a thousand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack
+from typing import Any, Final
+
+import uvloop
+
+from broker import wire
+from broker.jetstream import Bus
+from broker.link import Link
+from broker.presence import Roster
+from broker.process import Member, Stop, join, raise_file_limit
+from broker.pulling import fetch_unless
+from broker.runspec import publish_runspec
+from broker.server import BrokerServer
+from broker.streams import CONTROL, EPISODES, EVALTICKETS, RERUNS, TICKETS, WEIGHTS
+from broker.unstored import respond
+from envhub.feed import Feed, Turnstile
+from envhub.servers import Servers
+from envhub.slots import Slots
+
+SIZES: Final = (60, 250, 1000)
+CHILDREN: Final = 4
+JOINING: Final = 8  # at once, in each child
+SETTLE_S: Final = 8.0
+WINDOW_S: Final = 20.0
+JOIN_S: Final = 240.0
+RUN: Final = "scale"
+METRICS: Final = {f"envhub/measured_{number}": 0.5 for number in range(15)}
+TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
+
+
+def measure() -> dict[str, Any]:
+    """Rows of (processes, broker_cores, per_process_ms): CPU seconds of the broker per second, and milliseconds of it per process."""
+    logging.getLogger().setLevel("ERROR")
+    raise_file_limit()
+    return {"processes": [_measure(size) for size in SIZES]}
+
+
+def roles(size: int) -> list[str]:
+    """10 % servers, 85 % hubs, the rest reward hubs."""
+    servers, hubs = size // 10, size * 85 // 100
+    return ["rollout"] * servers + ["envhub"] * hubs + ["rewardhub"] * (size - servers - hubs)
+
+
+def _measure(size: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="rlearner-scale-") as folder, BrokerServer(folder) as server:
+        asyncio.run(_publish_spec(server.url))
+        command = [sys.executable, "-m", "bench.scale.processes", server.url, str(size)]
+        children = [subprocess.Popen([*command, str(number)], stdin=subprocess.PIPE, stdout=subprocess.PIPE) for number in range(CHILDREN)]
+        try:
+            for child in children:
+                if child.stdout is None or child.stdout.readline() != b"joined\n":
+                    raise RuntimeError("a simulated process did not join")
+            time.sleep(SETTLE_S)
+            began, before = time.monotonic(), cpu_s(server.pid)
+            time.sleep(WINDOW_S)
+            cores = (cpu_s(server.pid) - before) / (time.monotonic() - began)
+        finally:
+            for child in children:
+                child.kill()
+                child.wait()
+    return {"processes": size, "broker_cores": round(cores, 4), "per_process_ms": round(1000 * cores / size, 4)}
+
+
+def cpu_s(pid: int) -> float:
+    """Seconds of processor time that a process has used, user and system."""
+    with open(f"/proc/{pid}/stat", encoding="ascii") as file:
+        fields = file.read().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+
+
+async def _publish_spec(url: str) -> None:
+    bus = await Bus.connect(url, RUN, name="learner", deadline_s=30)
+    await bus.ensure_streams()
+    await publish_runspec(bus, wire.RunSpec(run=RUN, wire_version=wire.WIRE_VERSION, epoch=1, config={}, model_path="m"))
+    await (await bus.key_value(CONTROL)).put(RUN, wire.DesiredState(state="running"))
+    await bus.close()
+
+
+# ------------------------------------------------------------------------------------------ one child: many processes
+
+
+class MarksConnection:
+    """The connection that a process's in-progress marks have, without their thread: there is nothing to mark."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._link = Link(bus.link.url, f"{bus.name} marks")
+        self._opening: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Connect."""
+        self._opening = self._opening or asyncio.create_task(self._link.open())
+
+    async def close(self) -> None:
+        """Disconnect."""
+        await self._link.close()
+
+
+async def _child(url: str, size: int, number: int) -> None:
+    async with AsyncExitStack() as stack:
+        several = asyncio.Semaphore(JOINING)
+
+        async def enter(role: str, index: int) -> None:
+            async with several:
+                options = argparse.Namespace(broker=url, run=RUN, id=f"{role}-{index}", connect_deadline=JOIN_S, log_level="ERROR")
+                member = await stack.enter_async_context(join(role, options, Stop()))
+                member.bus._marks = MarksConnection(member.bus)  # type: ignore[assignment]
+                await _live(member, index)
+
+        mine = list(enumerate(roles(size)))[number::CHILDREN]
+        async with asyncio.timeout(JOIN_S):
+            await asyncio.gather(*(enter(role, index) for index, role in mine))
+        if number == 0:
+            await _learner(stack, url)
+        print("joined", flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+
+
+async def _live(member: Member, index: int) -> None:
+    """Do what an idle process of its role does."""
+    await asyncio.sleep(random.random())  # processes do not start in step
+    address = f"tcp://127.0.0.1:{20000 + index}" if member.role == "rollout" else ""
+    presence = wire.Presence(
+        role=member.role, id=member.id, host="node-1", pid=index, state="serving", address=address, channel="zmq", engine="vllm",
+        policy_version=0, slots=64, serves=["lake"],
+    )  # fmt: skip
+    member.announce(lambda: presence)
+    member.report(lambda: METRICS)
+    for work in {"rollout": _rollout, "envhub": _envhub, "rewardhub": _rewardhub}[member.role](member):
+        member.spawn(work)
+
+
+def _rollout(member: Member) -> list[Coroutine[Any, Any, None]]:
+    async def follow_weights() -> None:
+        async for _ in member.bus.watch_last(WEIGHTS):
+            pass
+
+    return [follow_weights()]
+
+
+def _envhub(member: Member) -> list[Coroutine[Any, Any, None]]:
+    slots = Slots(64, max_retries=2)
+    turnstile = Turnstile(slots)
+    servers = Servers(member.bus, set, random.Random(member.id))
+
+    def feed(stream: Any) -> Coroutine[Any, Any, None]:
+        return Feed(
+            member, turnstile, stream, "lake", 8, lambda *_: 8, lambda _: 0, lambda _: bool(servers.alive("actor")), servers.changed
+        ).run()
+
+    return [servers.serve(), feed(TICKETS), feed(EVALTICKETS), _answer_reruns(member)]
+
+
+def _rewardhub(member: Member) -> list[Coroutine[Any, Any, None]]:
+    async def feed() -> None:
+        queue = await member.bus.work_queue(EPISODES, "rules")
+        while True:
+            await fetch_unless(queue, 8, member.pausing.wait())
+
+    return [feed(), _answer_reruns(member)]
+
+
+async def _answer_reruns(member: Member) -> None:
+    async def nothing(_: wire.Message) -> None:
+        return None
+
+    await respond(member.bus, RERUNS, member.id, nothing)
+
+
+async def _learner(stack: AsyncExitStack, url: str) -> None:
+    """What the learner hears of the fleet."""
+    bus = await Bus.connect(url, RUN, name="learner", deadline_s=JOIN_S)
+    roster = Roster(bus, beats=("rollout",), members=("envhub", "rewardhub"))
+    await roster.start()
+    stack.push_async_callback(bus.close)
+    member = Member(
+        bus, wire.RunSpec(run=RUN, wire_version=wire.WIRE_VERSION, epoch=1, config={}, model_path="m"), "learner", "learner", Stop()
+    )
+    member.announce(lambda: wire.Presence(role="learner", id="learner", host="node-1", pid=1, state="serving", epoch=1, policy_version=0))
+    member.report(lambda: METRICS)
+
+
+if __name__ == "__main__":
+    logging.getLogger().setLevel("ERROR")
+    uvloop.run(_child(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
