@@ -1,4 +1,4 @@
-"""Tells others that a process is there: a beat every second for those who listen, an entry among the members for all."""
+"""Tells others that a process is there: a beat every second or two for those who listen, an entry among the members for all."""
 
 from __future__ import annotations
 
@@ -35,14 +35,15 @@ def decides(presence: wire.Presence) -> tuple[object, ...]:
 class Announcer:
     """Publishes ``describe()`` every second (at once on ``poke``) and keeps the process's entry among the members.
 
-    A beat costs the broker one message, and nothing more when nobody listens. The entry is put when something that others decide on
-    has changed, and again every 20 seconds or so; ``close`` deletes it.
+    While nothing changes, every other beat is left out. A beat costs the broker one message, and nothing more when nobody listens.
+    The entry is put when something that others decide on has changed, and again every 20 seconds or so; ``close`` deletes it.
     """
 
     def __init__(self, bus: Bus, describe: Callable[[], wire.Presence], *, every_s: float = BEAT_S, refresh_s: float = REFRESH_S) -> None:
         self._bus, self._describe, self._every_s, self._refresh_s = bus, describe, every_s, refresh_s
         self._poked, self._due = asyncio.Event(), asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+        self._beaten: wire.Presence | None = None  # by the last beat; None: it was left out, or did not leave
         self._put: tuple[object, ...] | None = None  # what the entry says
         self._key = ""
         self._is_made = True  # the bucket, as far as known
@@ -85,7 +86,10 @@ class Announcer:
     async def _keep_beating(self) -> None:
         while True:
             await _wait(self._poked, self._every_s)
-            await self._beat()
+            if self._describe() == self._beaten:
+                self._beaten = None
+            else:
+                await self._beat()
 
     async def _beat(self) -> None:
         presence = self._describe()
@@ -95,6 +99,8 @@ class Announcer:
             await self._bus.link.send(PRESENCE.subject(self._bus.run, f"{presence.role}.{presence.id}"), wire.encode(presence))
         except Disconnected:
             log.debug("no beat without a connection")
+        else:
+            self._beaten = presence
 
     async def _keep_entered(self) -> None:
         while True:

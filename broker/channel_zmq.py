@@ -107,6 +107,7 @@ class ZmqClient:
 
     def __init__(self, bus: Bus) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))  # a line takes three, and the default is 1,023
         self._lines: dict[str, _Line] = {}
         self._asker = Asker(bus, self)
         self._closed = False
@@ -146,10 +147,17 @@ class ZmqClient:
     def _connect(self, address: str) -> _Line:
         if self._closed:
             raise RequestFailed(f"{address}: the client was closed")
-        socket = _socket(self._context, zmq.DEALER)
-        socket.setsockopt(zmq.IMMEDIATE, 1)  # send only where someone is, instead of queueing for a server that is gone
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        monitor = socket.get_monitor_socket(LOST)
+        try:
+            socket = _socket(self._context, zmq.DEALER)
+        except zmq.ZMQError as error:
+            raise RequestFailed(f"{address}: no connection can be opened: {error}") from None
+        try:
+            socket.setsockopt(zmq.IMMEDIATE, 1)  # send only where someone is, instead of queueing for a server that is gone
+            socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+            monitor = socket.get_monitor_socket(LOST)
+        except zmq.ZMQError as error:
+            socket.close(0)
+            raise RequestFailed(f"{address}: no connection can be opened: {error}") from None
         try:
             socket.connect(address)
         except zmq.ZMQError as error:

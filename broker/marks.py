@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +20,7 @@ CONFIRM_WITHIN_S = 3.0
 
 
 class Marks:
-    """Marks held deliveries as in progress every second.
+    """Marks held deliveries as in progress every two seconds, those that are due together in one write.
 
     The thread has its own event loop and its own connection. It watches the process's event loop turn; when that stands
     still for ``hang_after_s()``, the process counts as dead although its thread lives, and its work goes to others.
@@ -45,9 +46,9 @@ class Marks:
             self._thread.start()
 
     def hold(self, ack_subject: str) -> None:
-        """Mark this delivery every second, the first time in a second from now."""
+        """Mark this delivery every two seconds, the first time in one to two: what came together is not marked together for ever."""
         with self._lock:
-            self._held[ack_subject] = time.monotonic() + IN_PROGRESS_EVERY_S
+            self._held[ack_subject] = time.monotonic() + IN_PROGRESS_EVERY_S * random.uniform(0.5, 1.0)
 
     def release(self, ack_subject: str) -> None:
         """No more marks for this delivery."""
@@ -114,7 +115,7 @@ async def _ask(link: Link, subject: str) -> None:
     try:
         await link.call(subject, IN_PROGRESS, timeout_s=CONFIRM_WITHIN_S)
     except Disconnected:
-        log.debug("the mark is repeated in a second")
+        log.debug("the mark is repeated")
     except NoResponders:
         link.doubt("marks")
     except TimeoutError:

@@ -132,8 +132,8 @@ STREAMS: Final[tuple[Stream, ...]] = (
     RESERVE,
 )
 
-ACK_WAIT_S: Final = 4.0  # redelivery after this long without an in-progress mark
-IN_PROGRESS_EVERY_S: Final = 1.0
+ACK_WAIT_S: Final = 6.0  # redelivery after this long without an in-progress mark
+IN_PROGRESS_EVERY_S: Final = 2.0
 MAX_DELIVERIES: Final = 20  # a hub that sees a ticket for this many times closes it
 
 

@@ -18,6 +18,7 @@ from waits import LONG_S, until
 from broker import channel, wire
 from broker.channel import ChannelClient, ChannelServer
 from broker.channel_bundle import pack, unpack
+from broker.channel_zmq import ZmqClient
 from broker.errors import ConfigError, RequestFailed, WireError
 from broker.jetstream import Bus
 from broker.registry import known
@@ -412,3 +413,36 @@ async def test_a_killed_zmq_server_fails_its_requests_at_once(bus: Bus) -> None:
         finally:
             process.kill()
             await client.close()
+
+
+# ----------------------------------------------------------------------------------------- many servers, few sockets
+
+
+async def ask_closed_ports(client: ChannelClient, ports: range) -> list[BaseException | wire.GenerateReply]:
+    """What becomes of one request to each of many addresses at which nobody listens."""
+    asking = (client.generate(f"tcp://127.0.0.1:{port}", request(f"r{port}"), timeout_s=LONG_S) for port in ports)
+    return await asyncio.gather(*asking, return_exceptions=True)
+
+
+async def test_a_client_asks_more_servers_than_a_context_has_sockets_by_default(bus: Bus) -> None:
+    """ZeroMQ's default of 1,023 sockets is enough for 341 servers."""
+    client = channel.connect("zmq", bus)
+    outcomes = await ask_closed_ports(client, range(1, 501))
+    await client.close()
+    assert {type(outcome) for outcome in outcomes} == {RequestFailed}
+    assert {str(outcome).partition(": ")[2] for outcome in outcomes} == {"nobody listens there"}
+
+
+async def test_a_client_without_sockets_left_fails_the_request_and_goes_on(bus: Bus) -> None:
+    """The asker then tries another server; it is no error of an environment."""
+    client = ZmqClient(bus)
+    client._context.set(zmq.MAX_SOCKETS, 30)
+    outcomes = await ask_closed_ports(client, range(1, 21))
+    assert {type(outcome) for outcome in outcomes} == {RequestFailed}
+    assert "no connection can be opened: Too many open files" in {str(outcome).partition(": ")[2] for outcome in outcomes}
+    for port in range(1, 21):
+        await client.forget(f"tcp://127.0.0.1:{port}")
+    async with asyncio.timeout(LONG_S):  # sockets are freed by a thread of ZeroMQ's
+        while "nobody listens there" not in str((await ask_closed_ports(client, range(30, 31)))[0]):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    await client.close()

@@ -28,7 +28,7 @@ from broker.jetstream import Bus, LogRecord
 from broker.reader import follow
 from broker.server import BrokerServer
 from broker.store import MESSAGE_ID, store
-from broker.streams import CONTROL, DEAD, EPISODES, EVALS, METRICS, SAMPLES, TICKETS, WEIGHTS, WEIGHTSYNC, Stream
+from broker.streams import ACK_WAIT_S, CONTROL, DEAD, EPISODES, EVALS, METRICS, SAMPLES, TICKETS, WEIGHTS, WEIGHTSYNC, Stream
 from broker.unstored import publish_metrics, request, respond, watch_metrics
 
 WHEEL_BINARY = str(Path(sysconfig.get_path("scripts")) / "nats-server")
@@ -233,7 +233,7 @@ async def test_what_a_killed_process_held_is_delivered_again(bus: Bus, broker_ur
         try:
             assert (await asyncio.to_thread(victim.stdout.readline)).strip() == b"held"
             queue = await bus.work_queue(TICKETS, "lake")
-            assert await queue.fetch(1, 5.5) == []  # longer than ack_wait: the marks hold it
+            assert await queue.fetch(1, ACK_WAIT_S + 2.0) == []  # longer than ack_wait: the marks hold it
         finally:
             victim.send_signal(signal.SIGKILL)
         (delivery,) = await queue.fetch(1, 30.0)
@@ -244,7 +244,7 @@ async def test_marks_hold_off_redelivery_while_the_loop_is_busy(bus: Bus, other:
     await bus.publish(TICKETS, ticket(1), key="lake")
     (mine,) = await (await bus.work_queue(TICKETS, "lake")).fetch(1, 5.0)
     theirs = await other.work_queue(TICKETS, "lake")
-    time.sleep(6)  # noqa: ASYNC251 - the point of the test
+    time.sleep(ACK_WAIT_S + 2.0)  # noqa: ASYNC251 - the point of the test
     assert await theirs.fetch(1, 1.0) == []
     await mine.ack()
     assert await bus.depth(TICKETS) == {}
@@ -255,7 +255,7 @@ async def test_marks_stop_when_the_loop_hangs(bus: Bus, other: Bus) -> None:
     await bus.publish(TICKETS, ticket(1), key="lake")
     await (await bus.work_queue(TICKETS, "lake")).fetch(1, 5.0)
     theirs = await other.work_queue(TICKETS, "lake")
-    time.sleep(6.5)  # noqa: ASYNC251 - the point of the test
+    time.sleep(ACK_WAIT_S + 3.0)  # noqa: ASYNC251 - the point of the test
     (delivery,) = await theirs.fetch(1, 1.0)
     assert delivery.num_delivered == 2
 

@@ -12,11 +12,12 @@ from pathlib import Path
 import msgspec
 import pytest
 import uvloop
-from waits import LONG_S
+from waits import LONG_S, until
 
 from broker import wire
 from broker.announce import Announcer
 from broker.jetstream import Bus
+from broker.natspy import Msg
 from broker.presence import Roster, census
 from broker.server import BrokerServer
 from broker.streams import MEMBERS, PRESENCE, SAMPLES, TICKETS
@@ -178,6 +179,26 @@ async def test_the_entry_is_put_again_before_it_expires(bus: Bus) -> None:
             await asyncio.sleep(0.05)
     await announcer.close()
     assert await bucket.get(f"{bus.run}.rollout.r1") is None
+
+
+async def test_what_does_not_change_is_beaten_half_as_often(bus: Bus) -> None:
+    beats: list[int] = []
+
+    async def count(message: Msg) -> None:
+        found = wire.decode(message.data, wire.Presence)
+        assert isinstance(found, wire.Presence)
+        beats.append(found.running)
+
+    subscribed = await bus.link.subscribe(PRESENCE.all_subjects(bus.run), count)
+    process = Process("rollout", "r1")
+    announcer = Announcer(bus, process.describe, every_s=0.1)
+    await announcer.start()
+    await asyncio.sleep(2.05)
+    assert 4 <= len(beats) <= 12
+    process.change(running=1)
+    await until(lambda: 1 in beats)
+    await announcer.close()
+    await subscribed.close()
 
 
 async def test_a_census_counts_who_is_heard_and_waits_no_longer_than_needed(bus: Bus) -> None:
