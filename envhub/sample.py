@@ -31,6 +31,7 @@ class Sample:
         self._silent: set[str] = set()
         self._new: set[str] = set()  # since the last tick
         self._rotate_at: float | None = None
+        self._weights: dict[str, float] | None = None  # until anything changes
         self.drawn: list[str] = []
         self.kept: set[str] = set()
 
@@ -43,8 +44,11 @@ class Sample:
         """A server has joined, or says this of its speed (tokens/s, 0 unknown) now."""
         if server not in self._speeds or server in self._silent:
             self._new.add(server)
+        elif self._speeds[server] == speed:
+            return
         self._speeds[server] = speed
         self._silent.discard(server)
+        self._weights = None
 
     def gone(self, server: str) -> None:
         """A server has left."""
@@ -94,8 +98,10 @@ class Sample:
 
         A server that is in few samples must be chosen more often there: speed divided by the share of samples that it is in.
         """
-        shares, speeds = self._shares(), self.speeds()
-        return {server: speeds[server] / shares[server] for server in self.drawn if server in speeds}
+        if self._weights is None:
+            shares, speeds = self._shares(), self.speeds()
+            self._weights = {server: speeds[server] / shares[server] for server in self.drawn}
+        return self._weights
 
     def _shares(self) -> dict[str, float]:
         """The probability of each server to be in a sample."""
@@ -112,6 +118,7 @@ class Sample:
     def _draw(self, server: str) -> None:
         self.kept.discard(server)
         self.drawn.append(server)
+        self._weights = None
 
     def _exchange(self, old: str, new: str, in_use: Collection[str]) -> None:
         if old in in_use:
@@ -123,6 +130,7 @@ class Sample:
 
     def _leave(self, server: str) -> None:
         self.kept.discard(server)
+        self._weights = None
         if server in self.drawn:
             self.drawn.remove(server)
 
