@@ -18,7 +18,7 @@ from broker.subscribed import Subscribed
 log = logging.getLogger(__name__)
 
 ROLES: Final = ("learner", "rollout", "envhub", "rewardhub")
-TICK_S: Final = 0.25
+TICK_S: Final = 0.5
 SILENT_AFTER_S: Final = 5.0  # without a beat
 CENSUS_S: Final = 3.0
 
@@ -41,13 +41,22 @@ class Roster:
     Args:
         beats: roles to follow by their beats.
         members: roles to follow by their entries among the members.
+        told: called with each process that is heard, and False when it is gone.
 
     Attributes:
         clock: seconds in which this process was listening.
     """
 
-    def __init__(self, bus: Bus, *, beats: Sequence[str] = ROLES, members: Sequence[str] = (), ttl_s: float = SILENT_AFTER_S) -> None:
-        self._bus, self._beats, self._members, self._ttl_s = bus, beats, members, ttl_s
+    def __init__(
+        self,
+        bus: Bus,
+        *,
+        beats: Sequence[str] = ROLES,
+        members: Sequence[str] = (),
+        ttl_s: float = SILENT_AFTER_S,
+        told: Callable[[wire.Presence, bool], None] = lambda presence, is_there: None,
+    ) -> None:
+        self._bus, self._beats, self._members, self._ttl_s, self._told = bus, beats, members, ttl_s, told
         self.clock = 0.0
         self._seen: dict[str, _Seen] = {}  # by role.id
         self._living: dict[str, list[wire.Presence]] = {}  # by role, until anyone comes, goes or changes
@@ -127,12 +136,15 @@ class Roster:
         before = self._seen.get(key)
         self._seen[key] = _Seen(presence, self.clock, ttl_s)
         self._living.pop(presence.role, None)
+        self._told(presence, True)
         if before is None or before.presence != presence or not self._lives(before):
             self._tell()
 
     def _forget(self, key: str) -> None:
-        if self._seen.pop(key, None) is not None:
+        seen = self._seen.pop(key, None)
+        if seen is not None:
             self._living.clear()
+            self._told(seen.presence, False)
             self._tell()
 
     def _lives(self, seen: _Seen) -> bool:

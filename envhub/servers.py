@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Callable, Collection, Mapping
 from typing import Final
@@ -25,10 +26,11 @@ class Servers:
 
     def __init__(self, bus: Bus, in_use: Callable[[], Collection[str]], rng: random.Random) -> None:
         self._in_use, self._rng = in_use, rng
-        self._joined = Roster(bus, beats=("learner",), members=("rollout",))
+        self._joined = Roster(bus, beats=("learner",), members=("rollout",), told=self._hear_member)
         self._heard = Roster(bus, beats=())
         self._samples: dict[str, Sample] = {}  # by policy
-        self._known: dict[str, wire.Presence] = {}  # what each that exists said of itself among the members
+        self._policies: dict[str, str] = {}  # of every server that exists
+        self._news = asyncio.Event()  # a server has joined or left
         self._since: dict[str, float] = {}  # followed, on the roster's clock
 
     async def serve(self) -> None:
@@ -38,7 +40,9 @@ class Servers:
         try:
             while True:
                 await self._update()
-                await self._joined.changed(TICK_S)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._news.wait(), TICK_S)
+                self._news.clear()
         finally:
             await self._heard.close()
             await self._joined.close()
@@ -64,26 +68,26 @@ class Servers:
         await self._heard.changed(timeout_s)
 
     async def _update(self) -> None:
-        self._look_at_members()
+        """What does not depend on how many servers there are, but only on how many are followed."""
         now, in_use = asyncio.get_running_loop().time(), self._in_use()
         for server, since in self._since.items():
-            if server in self._known and self._heard.get(server) is None and self._heard.clock - since > SILENT_AFTER_S:
-                self._samples[self._known[server].policy].silent(server)
+            if server in self._policies and self._heard.get(server) is None and self._heard.clock - since > SILENT_AFTER_S:
+                self._samples[self._policies[server]].silent(server)
         for sample in self._samples.values():
             sample.tick(now, in_use)
         followed = {server for sample in self._samples.values() for server in sample.followed}
         await self._heard.follow("rollout", followed)
         self._since = {server: self._since.get(server, self._heard.clock) for server in followed}
 
-    def _look_at_members(self) -> None:
-        """Tell the samples what has changed since the last look."""
-        joined = {one.id: one for one in self._joined.alive("rollout")}
-        for server, before in list(self._known.items()):
-            if server not in joined or joined[server].policy != before.policy:
-                del self._known[server]
-                self._samples[before.policy].gone(server)
-        for server, presence in joined.items():
-            if presence is not self._known.get(server):
-                sample = self._samples.setdefault(presence.policy, Sample(self._rng))
-                sample.exists(server, presence.speed)
-                self._known[server] = presence
+    def _hear_member(self, presence: wire.Presence, is_there: bool) -> None:
+        """Tell the samples of one server that put its entry, or is gone."""
+        if presence.role != "rollout":
+            return
+        before = self._policies.pop(presence.id, None)
+        if before is not None and (before != presence.policy or not is_there):
+            self._samples[before].gone(presence.id)
+        if is_there:
+            self._policies[presence.id] = presence.policy
+            self._samples.setdefault(presence.policy, Sample(self._rng)).exists(presence.id, presence.speed)
+        if before is None or not is_there:
+            self._news.set()
