@@ -13,7 +13,7 @@ from broker.jetstream import Bus
 from broker.presence import SILENT_AFTER_S, Roster
 from envhub.sample import Sample
 
-TICK_S: Final = 0.5
+TICK_S: Final = 1.0
 
 
 class Servers:

@@ -122,7 +122,7 @@ async def _child(url: str, size: int, number: int) -> None:
                 options = argparse.Namespace(broker=url, run=RUN, id=f"{role}-{index}", connect_deadline=JOIN_S, log_level="ERROR")
                 member = await stack.enter_async_context(join(role, options, Stop()))
                 member.bus._marks = MarksConnection(member.bus)  # type: ignore[assignment]
-                await _live(member, index)
+            await _live(member, index)
 
         mine = list(enumerate(roles(size)))[number::CHILDREN]
         async with asyncio.timeout(JOIN_S):

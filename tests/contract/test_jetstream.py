@@ -736,3 +736,41 @@ async def test_a_log_is_read_on_when_the_broker_refuses_for_a_moment(bus: Bus, m
     async with asyncio.timeout(LONG_S), aclosing(bus.read_log(SAMPLES, 1)) as records:
         record = await anext(records)
     assert (record.seq, record.message, len(refused)) == (1, closed(1), 2)
+
+
+async def test_a_watcher_reads_what_its_subscription_missed_and_nothing_that_was_refused(
+    bus: Bus, other: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plain subscription sees a put that is refused, and may miss one that is not."""
+    monkeypatch.setattr("broker.kv.READ_AGAIN_S", 0.5)
+    control, theirs = await bus.key_value(CONTROL), await other.key_value(CONTROL)
+    first = await control.put(bus.run, wire.DesiredState(state="running"))
+    seen: list[tuple[str, int]] = []
+
+    async def watch() -> None:
+        async for message, revision in control.watch(bus.run):
+            assert isinstance(message, wire.DesiredState)
+            seen.append((message.state, revision))
+
+    watching = asyncio.create_task(watch())
+    await until(lambda: len(seen) == 1)
+    assert await theirs.update(bus.run, wire.DesiredState(state="stopped"), first + 100) is None  # refused
+    subscribed = next(one for one in bus.link._subscribed if one.subject == f"$KV.rl_control.{bus.run}")
+    inner = subscribed._inner
+    assert inner is not None
+    await inner.unsubscribe()  # from here on it sees nothing
+    await bus.last_seq(SAMPLES)
+    second = await theirs.put(bus.run, wire.DesiredState(state="paused"))
+    await until(lambda: len(seen) == 2)
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    assert seen == [("running", first), ("paused", second)]
+
+
+async def test_a_watcher_has_no_consumer(bus: Bus) -> None:
+    control = await bus.key_value(CONTROL)
+    await control.put(bus.run, wire.DesiredState(state="running"))
+    async with aclosing(control.watch(bus.run)) as changes:
+        await anext(changes)
+        before = (await ask(bus.link, "STREAM.INFO.KV_rl_control"))["state"]["consumer_count"]
+    assert before == 0
