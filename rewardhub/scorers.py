@@ -25,10 +25,14 @@ class Scorers:
     def __init__(
         self, rewards: Mapping[str, Reward], *, num_workers: int, timeout_s: float, memory_mib: int | None, gpu_numbers: Sequence[int]
     ) -> None:
-        self._many = {key: reward for key, reward in rewards.items() if function.concurrent(reward) is not None}
-        self._single = [reward for key, reward in rewards.items() if key not in self._many]
+        self._many, self._single = _divided(rewards)
         self._workers = Workers(num_workers, timeout_s, self._single, memory_mib=memory_mib)
         self._hosts = Hosts(gpu_numbers)
+
+    def adopt(self, rewards: Mapping[str, Reward]) -> None:
+        """Score by these rewards from now on; what they need is started with the first sample."""
+        self._many, self._single = _divided(rewards)
+        self._workers.adopt(self._single)
 
     async def start(self) -> None:
         """Start what the rewards need; a hub of judges alone needs no workers.
@@ -68,3 +72,9 @@ class Scorers:
     def num_killed(self) -> int:
         """Processes that ended before they should."""
         return self._workers.num_killed + self._hosts.num_killed
+
+
+def _divided(rewards: Mapping[str, Reward]) -> tuple[dict[str, Reward], list[Reward]]:
+    """Those that take many samples at once, by key, and those that take one."""
+    many = {key: reward for key, reward in rewards.items() if function.concurrent(reward) is not None}
+    return many, [reward for key, reward in rewards.items() if key not in many]

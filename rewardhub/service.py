@@ -19,6 +19,7 @@ from typing import Final
 import msgspec
 
 from broker import gpus, wire
+from broker.config import Reward
 from broker.errors import TooLarge, UserError, WireError
 from broker.health import Health
 from broker.jetstream import Delivery
@@ -88,15 +89,10 @@ class Hub:
         self.domains = domains(self.spec.config)
         if pools and kinds:
             raise UserError("--pools and --rewards: give one of the two")
+        self._chosen = list(pools), list(kinds)
         self.pools = _serving(all_pools(self.domains), pools or pools_of_kinds(self.domains, kinds))
-        rewards = {
-            f"domains.{name}.rewards.{index}": reward
-            for name, domain in self.domains.items()
-            for index, reward in enumerate(domain.rewards)
-            if reward.pool in self.pools
-        }
         self.workers = Scorers(
-            rewards,
+            self._rewards(),
             num_workers=num_workers or self.settings.workers,
             timeout_s=self.settings.timeout_s,
             memory_mib=self.settings.worker_memory_mib,
@@ -109,6 +105,16 @@ class Hub:
         self._tasks: set[asyncio.Task[None]] = set()
         self._room = asyncio.Event()
         self._state: str = "starting"
+        self._feeds: dict[str, asyncio.Task[None]] = {}  # by pool
+
+    def _rewards(self) -> dict[str, Reward]:
+        """Those of the pools that are served, by their keys in the configuration."""
+        return {
+            f"domains.{name}.rewards.{index}": reward
+            for name, domain in self.domains.items()
+            for index, reward in enumerate(domain.rewards)
+            if reward.pool in self.pools
+        }
 
     # -- life
 
@@ -117,7 +123,6 @@ class Hub:
         self.member.announce(self.presence)
         self.member.report(self.metrics)
         asked = asyncio.create_task(self.member.stop.asked.wait())
-        feeds: list[asyncio.Task[None]] = []
         reruns: Subscribed | None = None
         try:
             if self.pools:
@@ -127,20 +132,26 @@ class Hub:
             self._state = "serving"
             reruns = await respond(self.bus, RERUNS, self.member.id, self.rerun)
             self.member.poke()
-            feeds = [asyncio.create_task(self._feed(pool)) for pool in self.pools]
+            self._open_feeds()
             while not asked.done():
-                await asyncio.wait({asked, *feeds}, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
-                for feed in feeds:
+                await asyncio.wait({asked, *self._feeds.values()}, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
+                for feed in self._feeds.values():
                     if feed.done():
                         feed.result()  # a feed never ends by itself: this raises what it failed with
+                self._follow_spec()
                 self.health.start_trials()
         finally:
             if reruns is not None:
                 await reruns.close()
-            for task in (asked, *feeds):
+            for task in (asked, *self._feeds.values()):
                 task.cancel()
-            await asyncio.gather(asked, *feeds, return_exceptions=True)
+            await asyncio.gather(asked, *self._feeds.values(), return_exceptions=True)
             await self._drain()
+
+    def _open_feeds(self) -> None:
+        for pool in self.pools:
+            if pool not in self._feeds:
+                self._feeds[pool] = asyncio.create_task(self._feed(pool))
 
     async def _drain(self) -> None:
         self._state = "draining"
@@ -157,13 +168,12 @@ class Hub:
     async def _feed(self, pool: str) -> None:
         """Fetch groups of one pool while there is room; what had arrived is handed back when cancelled."""
         queue = await self.bus.work_queue(EPISODES, pool)
-        share = max(1, self.settings.max_groups // len(self.pools))
         while True:
             await self.member.running.wait()
             if not self.health.takes(pool):
                 await asyncio.sleep(TICK_S)
                 continue
-            free = share - sum(1 for job in self._jobs.values() if job.pool == pool)
+            free = max(1, self.settings.max_groups // max(len(self.pools), 1)) - sum(1 for job in self._jobs.values() if job.pool == pool)
             if free <= 0:
                 self._room.clear()
                 await self._room.wait()
@@ -191,10 +201,24 @@ class Hub:
             self.member.stop.request(f"{type(error).__name__}: {error}")
 
     def _follow_spec(self) -> None:
-        """The learner resumed under a new epoch: rewards may have changed, workers load what they do not know."""
-        if self.member.spec is not self.spec:
-            self.spec = self.member.spec
-            self.domains = domains(self.spec.config)
+        """The learner resumed under a new epoch: rewards and pools may have changed; workers load what they do not know."""
+        if self.member.spec is self.spec:
+            return
+        self.spec = self.member.spec
+        self.domains = domains(self.spec.config)
+        there, (pools, kinds) = all_pools(self.domains), self._chosen
+        chosen = [pool for pool in pools if pool in there] if pools else pools_of_kinds(self.domains, kinds) if kinds else there
+        for pool in set(self.pools) - set(chosen):
+            log.info("pool %s is no longer part of the run", pool)
+            self._feeds.pop(pool).cancel()
+        for pool in set(chosen) - set(self.pools):
+            log.info("pool %s is new", pool)
+        self.pools[:] = chosen  # in place: the breakers look at it, too
+        self.workers.adopt(self._rewards())
+        for pool in chosen:
+            self.health.renew(pool)
+        self._open_feeds()
+        self.member.poke()
 
     # -- one group
 

@@ -48,11 +48,13 @@ class Worker:
     Attributes:
         base_mib: what it and its children took when its rewards had been loaded.
         killed_for: why it was killed, empty when it was not.
+        loaded: the rewards that it was made ready for.
     """
 
     def __init__(self, child: subprocess.Popen[bytes], speech: line.Line) -> None:
         self.child, self._line = child, speech
         self.base_mib, self.killed_for = 0.0, ""
+        self.loaded: Sequence[Reward] = ()
 
     @classmethod
     async def start(cls, output: Output, memory_mib: int | None) -> Worker:
@@ -127,6 +129,11 @@ class Workers:
         self.num_killed = 0  # after a timeout or a crash
         self.num_busy = 0
 
+    def adopt(self, rewards: Sequence[Reward]) -> None:
+        """Make workers ready for these rewards from now on; each is replaced before its next score."""
+        if list(rewards) != self._rewards:
+            self._rewards = list(rewards)
+
     async def start(self) -> None:
         """Start all of them.
 
@@ -153,6 +160,9 @@ class Workers:
         worker = await self._free.get()
         self.num_busy += 1
         try:
+            if worker is not None and worker.loaded is not self._rewards:
+                await self._bury(worker)  # it was started for other rewards, and loading one takes longer than a score may
+                worker = None
             worker = worker or await self._start_one()
             healthy = worker
             worker = None  # until it has answered
@@ -206,8 +216,9 @@ class Workers:
         except OSError as error:
             raise NoWorker(f"no worker process can be started: {error}") from None
         self._living.add(worker)
+        rewards = self._rewards
         try:
-            for reward in self._rewards:
+            for reward in rewards:
                 answer = await worker.ask(protocol.Load(reward.name, reward.args), START_S)
                 if isinstance(answer, protocol.Failed):
                     raise NoWorker(answer.detail)
@@ -217,7 +228,7 @@ class Workers:
         except BaseException:
             await self._bury(worker)
             raise
-        worker.base_mib = limits.resident_mib(limits.tree(worker.child.pid))
+        worker.base_mib, worker.loaded = limits.resident_mib(limits.tree(worker.child.pid)), rewards
         return worker
 
     async def _bury(self, worker: Worker) -> None:

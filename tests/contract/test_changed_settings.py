@@ -13,8 +13,8 @@ import pytest
 from waits import until
 
 from broker import wire
+from broker.announce import Announcer
 from broker.jetstream import Bus
-from broker.presence import Announcer
 from broker.process import Stop
 from broker.streams import SAMPLES, TICKETS, Stream
 from learner import segments

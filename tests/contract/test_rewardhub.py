@@ -19,7 +19,7 @@ from waits import LONG_S, until
 
 from broker import runspec, wire
 from broker.jetstream import Bus, LogRecord
-from broker.presence import Roster
+from broker.presence import Roster, census
 from broker.store import store
 from broker.streams import CONTROL, DEAD, EPISODES, EVALS, PARTS, SAMPLES, Stream
 from broker.unstored import watch_metrics
@@ -372,3 +372,34 @@ async def test_dedicated_hubs_for_each_kind_of_reward(bus: Bus, broker_url: str)
     refused = f"episode 0: judge: domain 'qa', task 0: {judge['base_url']}: the endpoint answered 400: the policy of this house"
     assert (closed.reason, closed.by, closed.detail) == ("reward_error", "judging", refused)
     assert sorted(asked) == ["6 * 7? #### 42", "6 * 7? no", "6 * 7? nonsense"]
+
+
+async def served_by(bus: Bus, name: str) -> list[str] | None:
+    """The pools that a hub says it serves, None before it has said anything."""
+    return next((one.serves for one in await census(bus, bus.run) if one.id == name and one.state == "serving"), None)
+
+
+async def test_a_running_hub_follows_the_pools_of_a_new_epoch(bus: Bus, broker_url: str) -> None:
+    """It had nothing to do; the next epoch brings a pool, and the one after takes it away again."""
+
+    async def serves(*pools: str) -> None:
+        async def holds() -> bool:
+            return await served_by(bus, "h1") == list(pools)
+
+        await until(holds)
+
+    nothing = {**CONFIG, "domains": {"lake": {"env": "frozenlake"}}}
+    await publish_spec(bus, nothing)
+    async with hub(broker_url, bus.run, "h1"):
+        await serves()
+        await publish_spec(bus, {**CONFIG, "domains": {"qa": {"env": "qa", "rewards": [{"name": "math_answer", "pool": "late"}]}}})
+        await serves("late")
+        await put(bus, group(1, "#### 42", "#### 41", pools=("late",)))
+        (record,) = await records(bus, SAMPLES, 1)
+        assert isinstance(record.message, wire.Group)
+        assert [one.reward for one in record.message.trajectories] == [1.0, 0.0]
+        await publish_spec(bus, nothing)
+        await serves()
+        await put(bus, group(2, "#### 42", pools=("late",)))
+        await asyncio.sleep(1.5)
+        assert not await empty(bus)
