@@ -60,7 +60,8 @@ class Stream:
         return ".".join(["rl", token(run, "run"), self.name, *(token(one, self.name) for one in tokens)])
 
     def all_subjects(self, run: str, *first: str) -> str:
-        """The subject pattern that matches every key, or every key whose first parts are these."""
+        """The subject pattern that matches every key, or every key whose first parts are these; an empty one is left out."""
+        first = tuple(filter(None, first))
         free = self.key.count(".") + 1 - len(first) if self.key else 0
         return ".".join(["rl", token(run, "run"), self.name, *(token(one, self.name) for one in first), *["*"] * free])
 
