@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import time
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -32,6 +31,7 @@ class Evaluator:
         baseline: a policy to measure once, as soon as a server offers it; empty: none.
         patience: with a folder that cannot be written for a while.
         against: policies to measure whenever the actor is, on the same tasks.
+        every_s: seconds between two looks at the clock.
 
     Attributes:
         completed: evaluations that no line has shown yet, oldest first.
@@ -46,9 +46,11 @@ class Evaluator:
         baseline: str,
         patience: Patience,
         against: Sequence[str] = (),
+        *,
+        every_s: float = TICK_S,
     ) -> None:
         self._bus, self._evaluations, self._roster, self._folder, self._baseline = bus, evaluations, roster, folder, baseline
-        self._patience, self._against = patience, list(against)
+        self._patience, self._against, self._every_s = patience, list(against), every_s
         self._actors: dict[int, Evaluation] = {}  # by step, the last few
         self._unkept = 0  # evaluations whose episodes are not in the folder yet
         self._withdrawn: set[int] = set()  # numbers of tickets that nobody waits for, and that may be in the stream
@@ -104,7 +106,7 @@ class Evaluator:
         while self.busy and not stop.is_set():
             self._changed.clear()
             try:
-                async with asyncio.timeout(TICK_S):
+                async with asyncio.timeout(self._every_s):
                     await self._changed.wait()
             except TimeoutError:
                 continue
@@ -119,7 +121,7 @@ class Evaluator:
 
     def start(self, step: int, policy: str, min_version: int) -> None:
         """Ask for one evaluation now."""
-        tickets = self._evaluations.start(step, policy, min_version, time.monotonic())
+        tickets = self._evaluations.start(step, policy, min_version, asyncio.get_running_loop().time())
         log.info("evaluating %s after step %d on %d tasks", policy, step, len(tickets))
         for ticket in tickets:
             self._issuer.put(ticket)
@@ -139,10 +141,10 @@ class Evaluator:
 
     async def _tick(self) -> None:
         while True:
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(self._every_s)
             if self._withdrawn:
                 await self._withdraw()
-            for evaluation in self._evaluations.expire(time.monotonic()):
+            for evaluation in self._evaluations.expire(asyncio.get_running_loop().time()):
                 self._withdrawn |= evaluation.waiting
                 log.warning(
                     "evaluation of %s after step %d ended with %d tasks missing",

@@ -20,7 +20,7 @@ from broker.config import DomainSection
 from broker.process import Stop
 from broker.streams import EVALS, EVALTICKETS, SAMPLES, TICKETS
 from learner import intake
-from learner.config import EvalSection, TrainSection
+from learner.config import EvalSection
 from learner.evaluation import Evaluations
 from learner.evaluator import Evaluator
 from learner.grants import DomainRule, Rules
@@ -31,14 +31,15 @@ from learner.tickets import Issuer, Reaper
 STEPS: Final = 1_000
 STEP_S: Final = 1_200.0
 GROUPS: Final = 64
-AT_ONCE: Final = 96  # groups that the fleet plays at once
+STALENESS: Final = 4
+AT_ONCE: Final = 15  # groups that the fleet plays at once: a little slower than the learner, so that tickets queue for an hour
 GROUP_S: Final = (60.0, 540.0)
 HOUR_S: Final = 3_600.0
 PAUSE_AT: Final = (100, 101, 400, 800)  # steps behind which the operator pauses the run for 8 hours
 AWAY_AT: Final = (250, 700)  # steps behind which every hub is away for a day
 RENAME_AT: Final = 500
-LOOK_S: Final = 10.0
-TIMEOUT_S: Final = TrainSection().ticket_timeout_s or 1_800.0
+LOOK_S: Final = 15.0
+TIMEOUT_S: Final = 1_800.0  # of a ticket
 
 
 class Fleet:
@@ -79,7 +80,10 @@ class Fleet:
                         task.add_done_callback(lambda done: self._working.pop(done, None))
 
     async def _play(self, ticket: wire.Ticket | wire.EvalTicket, version: int) -> None:
-        await asyncio.sleep(self._random.uniform(*GROUP_S))
+        left_s = self._random.uniform(*GROUP_S)
+        while left_s > 0:  # during a pause the servers are away, too, and what is in hand stands still
+            await asyncio.sleep(min(left_s, 2 * LOOK_S))
+            left_s -= 0.0 if self.paused else 2 * LOOK_S
         is_eval = isinstance(ticket, wire.EvalTicket)
         self.num_played += not is_eval
         runs = wire.column([version, 1], "<i4")
@@ -119,10 +123,10 @@ class Learner:
         self.issuer = Issuer(around, TICKETS)
         roster: Any = fleet
         self.reaper = Reaper(around, ledger, roster, TIMEOUT_S, lambda: self.paused, every_s=LOOK_S)
-        domains = {rule.name: DomainSection(env="frozenlake") for rule in rules.domains}
-        section = EvalSection(every_steps=50, tasks=16, at_start=False)
+        domains = {rule.name: DomainSection(env="frozenlake", deadline_s=600.0) for rule in rules.domains}
+        section = EvalSection(every_steps=50, tasks=16, at_start=False, timeout_s=3_600.0)
         evaluations = Evaluations(section, domains, 0, first_number=bus._last.get(EVALTICKETS.name, 0) + 1)
-        self.evaluator = Evaluator(around, evaluations, roster, folder, "", Patience(folder, Stop(), "the soak"))
+        self.evaluator = Evaluator(around, evaluations, roster, folder, "", Patience(folder, Stop(), "the soak"), every_s=LOOK_S)
         self.boundary = ledger.dump()
 
     async def run(self, until: int) -> None:
@@ -174,7 +178,7 @@ class Learner:
 
 async def _soak(folder: Path) -> dict[str, Any]:
     lake, maze, mine = (DomainRule(name, 1.0, 8, 8, 600.0) for name in ("lake", "maze", "mine"))
-    rules = Rules(STEPS, GROUPS, 1, "wait", 0, (lake, maze))
+    rules = Rules(STEPS, GROUPS, STALENESS, "wait", 0, (lake, maze))
     bus = MemoryBus("soak", "learner")
     fleet = Fleet(bus, {"lake", "maze"})
     serving = asyncio.create_task(fleet.serve())

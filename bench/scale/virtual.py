@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import selectors
 from collections import deque
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
 from broker import wire
@@ -88,8 +88,12 @@ class MemoryBus:
     async def last_delivered(self, stream: Stream, key: str) -> int:
         return self._delivered.get((stream.name, key), 0)
 
-    async def delete(self, stream: Stream, seq: int) -> None:
+    async def delete(self, stream: Stream, seq: int) -> bool:
         self._deleted.setdefault(stream.name, set()).add(seq)
+        return True
+
+    async def trim_parts(self, log: Stream, keep: Callable[[int], bool]) -> int:
+        return 0
 
     async def trim(self, stream: Stream, before_seq: int) -> None:
         self._deleted.setdefault(stream.name, set()).update(range(1, before_seq))
