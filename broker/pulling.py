@@ -25,19 +25,18 @@ async def fetch_unless(queue: WorkQueue, limit: int, *reasons: Coroutine[Any, An
     others = [asyncio.create_task(reason) for reason in reasons]
     try:
         await asyncio.wait([pull, *others], return_when=asyncio.FIRST_COMPLETED)
+        pull.cancel()  # does nothing when it is done
+        (found,) = await asyncio.gather(pull, return_exceptions=True)
     except asyncio.CancelledError:
         pull.cancel()
-        if isinstance(found := (await asyncio.gather(pull, return_exceptions=True))[0], list):
-            await asyncio.gather(*(delivery.nak() for delivery in found))
+        if isinstance(late := (await asyncio.gather(pull, return_exceptions=True))[0], list):
+            await asyncio.gather(*(delivery.nak() for delivery in late))
         raise
     finally:
         for other in others:
             other.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
-    pull.cancel()  # does nothing when it is done
-    try:
-        return await pull
-    except asyncio.CancelledError:
-        if (task := asyncio.current_task()) is not None and task.cancelling():
-            raise
+    if isinstance(found, asyncio.CancelledError):
         return []
+    if isinstance(found, BaseException):
+        raise found
+    return found

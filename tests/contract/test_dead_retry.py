@@ -14,6 +14,7 @@ from broker import cli, wire
 from broker.errors import UserError
 from broker.examples import EXAMPLES
 from broker.jetstream import Bus
+from broker.presence import census
 from broker.streams import DEAD, EPISODES, EVALS, EVALTICKETS, SAMPLES, TICKETS
 
 RAISED = "ValueError: broken in two lines (envhub_bad.py:94 in _raises)"
@@ -97,9 +98,7 @@ async def test_a_dead_ticket_is_played_again_and_nothing_is_stored(world: World,
 
 
 async def served(bus: Bus, name: str) -> bool:
-    from broker.retry import _alive
-
-    return any(one.id == name and one.state == "serving" for one in await _alive(bus, "rewardhub"))
+    return any(one.id == name and one.state == "serving" for one in await census(bus, bus.run))
 
 
 async def test_a_dead_group_is_scored_again_elsewhere_if_there_is_an_elsewhere(world: World, capsys: pytest.CaptureFixture[str]) -> None:
