@@ -22,8 +22,9 @@ class Breaker:
     makes a trial of its own, which costs no ticket a delivery; a good one closes the breaker. Each pause is twice as long as the one
     before, until real work succeeds. Times are seconds of any monotonic clock.
 
-    It also tells whether a failure is the ticket's own: if other work succeeded here since the ticket first failed here, or if it has
-    been tried often enough and nothing else fails here. If not, the host may as well be to blame, and the ticket is for another hub.
+    It also tells whether a failure is the ticket's own: if other work or a trial succeeded here since the ticket first failed here, or
+    if it has been tried often enough and nothing else fails here. Such a failure says nothing about the host. Any other may as well be
+    the host's, and the ticket is for another hub.
 
     Args:
         threshold: deliveries that fail in a row before it opens.
@@ -70,8 +71,8 @@ class Breaker:
             self._failed_at[ticket] = self._successes
             if len(self._failed_at) > MAX_REMEMBERED:
                 del self._failed_at[next(iter(self._failed_at))]
-        if not self.closed:
-            return False  # of what was under way when it opened
+        if not self.closed or self._successes > self._failed_at[ticket]:
+            return False  # of what was under way when it opened, or the ticket's own
         self._failing.add((ticket, delivery))
         if len(self._failing) < self._threshold:
             return False
@@ -114,6 +115,7 @@ class Breaker:
         if self.state != "probing":
             return False  # real work has closed it
         if good:
+            self._successes += 1  # a ticket that fails again now fails by itself
             return self._close()
         if good is None:
             self._pauses -= 1  # the same pause again

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import psutil
 
-from broker.config import num_greedy, takes_steps
+from broker.config import PRIVATE_STORE_GIB, num_greedy, takes_steps
 from broker.errors import ConfigError
 from broker.sizes import MAX_GROUP_BYTES
 
@@ -80,7 +80,7 @@ def notes(config: dict[str, Any]) -> list[str]:
     weights = sum(domain["weight"] for domain in domains.values())
     step = math.ceil(sum(group.size_bytes * domains[group.domain]["weight"] for group in groups) / weights * train["groups_per_step"])
     alive = min(1 + train["max_staleness"], train["steps"])
-    store = config["broker"]["store_max_gib"] * (1 << 30)
+    store_gib = config["broker"]["store_max_gib"] or PRIVATE_STORE_GIB
     memory = psutil.virtual_memory().total
     lines = [
         f"domains.{group.domain}: a group takes at most {_size(group.size_bytes)}: {_shape(group)} of {group.tokens:,} tokens"
@@ -90,9 +90,9 @@ def notes(config: dict[str, Any]) -> list[str]:
         f"a step takes at most {_size(step)}, the open tickets {_size(alive * step)} ({alive} x train.groups_per_step), "
         "in the broker's store and in the learner's memory"
     )
-    if alive * step > store:
+    if alive * step > store_gib * (1 << 30):
         lines.append(
-            f"that is more than broker.store_max_gib, which is {config['broker']['store_max_gib']:g}: "
+            f"that is more than broker.store_max_gib, which is {store_gib:g}: "
             "where groups become so large tickets wait for room; raise it, or lower train.groups_per_step or train.max_staleness"
         )
     if alive * step > memory:

@@ -96,8 +96,8 @@ class Load:
 
     async def watch(self) -> None:
         control = await self.watcher.key_value(CONTROL)
-        async for key, message, _ in control.watch("swap"):
-            if key == "swap" and isinstance(message, wire.DesiredState):
+        async for message, _ in control.watch("swap"):
+            if isinstance(message, wire.DesiredState):
                 self.seen = int(message.reason)
 
 

@@ -28,7 +28,7 @@ TASKS = 6
 async def evaluating(bus: Bus, folder: Path, timeout_s: float) -> AsyncIterator[Evaluator]:
     """As the learner opens it."""
     section = EvalSection(tasks=TASKS, every_steps=1, timeout_s=timeout_s)
-    evaluations = Evaluations(section, {"lake": DomainSection(env="lake")}, 1, await bus.last_seq(EVALTICKETS) + 1)
+    evaluations = Evaluations(section, {"lake": DomainSection(env="lake", deadline_s=60)}, 1, await bus.last_seq(EVALTICKETS) + 1)
     made = Evaluator(bus, evaluations, None, folder / "evals", "", Patience(folder, Stop(), "nothing is kept"))  # type: ignore[arg-type]
     await made.open()
     tasks = [asyncio.create_task(work) for work in made.services()]
@@ -74,7 +74,7 @@ async def test_what_an_evaluation_leaves_is_not_played_before_the_next(bus: Bus,
             await answer(bus, one)
         await until(lambda: len(made.completed) == 2)
         assert made.take(last=True)["eval/num_episodes"] == TASKS
-        assert not made.busy
+        await until(lambda: not made.busy)
 
 
 async def test_a_learner_that_starts_withdraws_what_an_earlier_one_has_asked_for(bus: Bus, tmp_path: Path) -> None:

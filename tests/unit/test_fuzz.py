@@ -161,7 +161,7 @@ def ledger_lines(folder: Path) -> Callable[[bytes], None]:
     def call(data: bytes) -> None:
         (folder / segments.FOLDER / "step-000000.jsonl").write_bytes(data)
         lines = segments.Lines(folder / segments.FOLDER)
-        ledgerfile.Scribe(lines).summary()
+        ledgerfile.Scribe(lines).summary(RULES)
         assert ledgerfile.tally(lines)[0] or lines.problem
 
     return call
