@@ -164,7 +164,8 @@ class Bus:
             headers[EXPECTED_LAST_SEQ] = str(expected_last_seq)
         async with self._in_flight:
             name, subject = stream.stream_name(self.run), stream.subject(self.run, key)
-            return await store(self.link, name, subject, data, headers, partial(release, self.link, self.run) if stream.essential else None)
+            essential = stream.essential or isinstance(message, wire.RulesChange)
+            return await store(self.link, name, subject, data, headers, partial(release, self.link, self.run) if essential else None)
 
     async def last_seq(self, stream: Stream) -> int:
         """Sequence of the newest message ever stored, 0 when none."""

@@ -124,7 +124,11 @@ class Learner:
         model_path = await self._model_path()
         recovery = await self._take_over(stack, model_path, rebase=rebase)
         self.resumed = await recovery.mend()
-        await self._append_rules()
+        appending = self._append_rules()
+        if self.ledger.state.position or await self.bus.last_seq(SAMPLES):
+            self.member.spawn(appending)  # where the store is full, the log must be trimmed first
+        else:
+            await appending  # the log's first record
         await asyncio.to_thread(checkpoint.tidy, self.checkpoints)
         self.sender = await self._open_sender(stack)
         self.services = await open_services(
