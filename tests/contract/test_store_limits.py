@@ -151,11 +151,12 @@ async def test_tickets_wait_until_the_log_is_trimmed(bus: Bus, filler: Filler, c
     await asyncio.sleep(0.3)
     await gate.look()
     assert [one.done() for one in waiting] == [True, True, False, False]  # 22 MiB, and 2 for each of four tickets under way
-    await bus.publish(SAMPLES, big_group(ledger.ticket(1)), ticket=1)
-    await bus.publish(SAMPLES, big_group(ledger.ticket(1)), ticket=1)
+    await bus.publish(SAMPLES, big_group(ledger.ticket(2)), ticket=2)
+    await bus.publish(SAMPLES, big_group(ledger.ticket(2)), ticket=2)
     await gate.look()
     assert gate.pressed
     await bus.trim(SAMPLES, 12)
+    await bus.trim_parts(SAMPLES, keep=lambda number: number == 2)
     for _ in range(2):
         await gate.look()
         await asyncio.wait_for(asyncio.gather(*waiting), 5.0)
