@@ -40,7 +40,7 @@ class Fleet(RuleBasedStateMachine):
         self.ledger = Ledger(self.rules_)
         self.log: list[Record] = []
         self.num_changes = 0
-        self.num_by_rules = 0  # tickets that a change of the rules ended
+        self.num_by_rules = 0  # tickets without a record of their own that a change of the rules ended
         self.origin = 0  # first-time tickets before the shares last changed
         self.issued: list[wire.Ticket] = []
         self.skipped: list[int] = []  # numbers that count as issued and dead
@@ -75,10 +75,10 @@ class Fleet(RuleBasedStateMachine):
                     assert self.oldest[number] >= self.ledger.state.version - self.rules_.max_staleness, "staleness bound"
                     self.now.append(number)
                 case Forget(number, outcome, reason):
+                    self.num_by_rules += reason != "" and number not in self.held
                     self.held.discard(number)
                     assert number not in self.ended
                     self.ended[number] = outcome
-                    self.num_by_rules += reason != ""
                     if not self.changes and self.honest and self.on_late == "wait" and outcome == "dropped":
                         assert number not in self.oldest, "wait discards nobody"
 
