@@ -1,4 +1,4 @@
-"""Encoding and decoding of large messages in a thread, so that the event loop goes on meanwhile."""
+"""Encoding and decoding of large messages in a thread, so that the event loop goes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Says once when the broker begins to refuse what is to be stored, and once when it takes all of it again."""
+"""Logs once when the broker begins to refuse messages, and once when it accepts them again."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class Evaluator:
         return values
 
     async def open(self) -> None:
-        """Withdraw what an earlier learner has asked for: nobody waits for it, and hubs would play it first. For whoever holds the run."""
+        """Withdraw the tickets of an earlier learner, which hubs would play first. Only the learner that holds the run may call this."""
         await self._bus.trim(EVALTICKETS, await self._bus.last_seq(EVALTICKETS) + 1)
 
     async def drain(self, stop: asyncio.Event) -> None:

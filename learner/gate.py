@@ -86,7 +86,7 @@ class Gate:
     async def _usage(self) -> tuple[Usage, int]:
         """What the broker holds, and the bytes of the reserve."""
         reserved, *ours = await asyncio.gather(*(self._bus.info(stream) for stream in (RESERVE, *GROWING)))
-        account = await ask(self._bus.link, "INFO")  # after the parts: what is stored meanwhile counts as others'
+        account = await ask(self._bus.link, "INFO")  # after the parts: what is stored in between counts as others'
         used, limit = of_one_replica(account, int(reserved["config"]["num_replicas"]))
         usage = Usage(
             used,
