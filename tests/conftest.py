@@ -10,10 +10,14 @@ import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from broker.jetstream import Bus
 from broker.server import BrokerServer
+
+hypothesis.settings.register_profile("rlearner", deadline=None)  # a busy machine is no failure of what is tested
+hypothesis.settings.load_profile("rlearner")
 
 pytest_plugins = ["skips"]
 WHEEL_BINARY = str(Path(sysconfig.get_path("scripts")) / "nats-server")
