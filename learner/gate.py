@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 from broker import reserve
@@ -30,10 +30,19 @@ class Gate:
         limit_gib: what the broker may store as far as the operator says, None if that is not said.
         press_from_gib: stands for the limit where nobody knows it.
         say: told that tickets wait, and an empty text when they no longer do.
+        relieve: trims whatever can be spared, at each look while tickets wait or nothing is stored.
     """
 
-    def __init__(self, bus: Bus, ledger: Ledger, limit_gib: float | None, press_from_gib: float, say: Callable[[str], None]) -> None:
-        self._bus, self._ledger, self._say = bus, ledger, say
+    def __init__(
+        self,
+        bus: Bus,
+        ledger: Ledger,
+        limit_gib: float | None,
+        press_from_gib: float,
+        say: Callable[[str], None],
+        relieve: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._bus, self._ledger, self._say, self._relieve = bus, ledger, say, relieve
         self._room = Room(None if limit_gib is None else int(limit_gib * GIB), int(press_from_gib * GIB))
         self._looked = asyncio.Event()
         self._waiting = 0
@@ -50,7 +59,7 @@ class Gate:
         """Return when this ticket may be published; to be asked in the order of the tickets, for those that are published alone."""
         self._waiting += 1
         try:
-            while not self._room.admit():
+            while not self._room.admit(needed=not self._ledger.full):
                 self._close()
                 await self._looked.wait()
             self._newest, self._admitted = number, self._admitted + 1
@@ -73,6 +82,8 @@ class Gate:
             self._room.look(usage, under_way + self._admitted)
             if not self._room.pressed:
                 await reserve.fill(self._bus.link, self._bus.run, reserved)
+            if self._closed or not usage.stores:
+                await self._relieve()
         except (Disconnected, TimeoutError, NoResponders, ApiError) as error:
             log.debug("the broker does not say what it holds: %s", error)
             return

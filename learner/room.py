@@ -86,12 +86,16 @@ class Room:
         """Whether tickets need not be held back, by a margin."""
         return self._fits(0, OPEN_BELOW)
 
-    def admit(self) -> bool:
+    def admit(self, *, needed: bool = True) -> bool:
         """Whether one more ticket may be published now; it counts as published then.
 
-        One is always under way: a run whose steps do not fit gets on slowly until the store itself refuses, and does not stop here.
+        While a step needs groups, one is always under way: a run whose steps do not fit gets on slowly until the store itself refuses, and
+        does not stop here.
+
+        Args:
+            needed: whether the step under way still lacks groups.
         """
-        if self._under_way and not self._fits(1, ADMIT_BELOW):
+        if (self._under_way or not needed) and not self._fits(1, ADMIT_BELOW):
             return False
         self._under_way += 1
         return True

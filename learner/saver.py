@@ -60,6 +60,7 @@ class Saver:
         self._due = Due(section.every_steps, section.every_minutes * 60, time.monotonic(), section.keep)
         self._patience = Patience(folder, stop, "no checkpoint is written and the log is not trimmed", say)
         self._say, self._written, self._pressed = say, written, pressed
+        self._relieved = -1  # step of the checkpoint behind which the log was trimmed for lack of room
         self._writing: asyncio.Task[None] | None = None
         self._times: dict[str, float] = {}
 
@@ -72,9 +73,22 @@ class Saver:
         """Trim what an earlier life, which may have been killed before it could, has left."""
         if kept := checkpoint.found(self._folder):
             try:
-                await self._trim(kept)
+                await self._trim(kept[0])
             except UserError as error:  # the oldest one is not what the run resumes from
                 log.warning("%s; the log is not trimmed behind it", error)
+
+    async def relieve(self) -> None:
+        """Trim the log behind the newest checkpoint, once for each; nothing is left for resuming from the older ones.
+
+        Raises:
+            Fenced: a newer learner holds the run.
+        """
+        if self._written > self._relieved and len(kept := checkpoint.found(self._folder)) > 1:
+            self._relieved = self._written
+            log.warning(
+                "to make room in the broker's store, the log is trimmed behind %s; the run can be resumed from there only", kept[-1]
+            )
+            await self._trim(kept[-1])
 
     async def at_boundary(self, ledger: dict[str, Any]) -> None:
         """A step was completed: take a checkpoint if one is due and none is being written.
@@ -172,14 +186,14 @@ class Saver:
         self._times["time/checkpoint_write"] = time.monotonic() - began
         log.info("checkpoint %s", path)
         kept = await self._patience.in_thread(checkpoint.prune, self._folder, self._keep)
-        await self._trim(kept)
+        await self._trim(kept[0])  # the oldest one, however few there are
 
-    async def _trim(self, kept: list[Path]) -> None:
-        """Trim the log behind the oldest checkpoint that is kept, however few there are."""
-        oldest = Ledger.load(checkpoint.read(kept[0]).ledger)
+    async def _trim(self, path: Path) -> None:
+        """Trim the log behind a checkpoint."""
+        ledger = Ledger.load(checkpoint.read(path).ledger)
         await self._watch.refuse_if_fenced()
-        await self._bus.trim(SAMPLES, oldest.first_needed)
-        await self._bus.trim_parts(SAMPLES, keep=oldest.may_read)
+        await self._bus.trim(SAMPLES, ledger.first_needed)
+        await self._bus.trim_parts(SAMPLES, keep=ledger.may_read)
 
     async def _try(self, snapshot: Snapshot, ledger: dict[str, Any]) -> Path:
         """Write it under a hidden name, make sure that the run is still ours, give it its name.

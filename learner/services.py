@@ -68,8 +68,9 @@ async def open_services(
     records = await patience.in_thread(Records, folder, ledger, section(config, "samples", SamplesSection), *beside)
     stack.callback(records.close)
     checkpoints = section(config, "checkpoint", CheckpointSection)
-    gate = Gate(bus, ledger, section(config, "broker", BrokerSection).store_max_gib, PRIVATE_STORE_GIB, shown.say_waiting)
     saver = Saver(folder / "checkpoints", checkpoints, bus, ledger, training, records, watch, *beside, written, lambda: gate.pressed)
+    limit_gib = section(config, "broker", BrokerSection).store_max_gib
+    gate = Gate(bus, ledger, limit_gib, PRIVATE_STORE_GIB, shown.say_waiting, saver.relieve)
     stack.push_async_callback(saver.close)
     await saver.open()
     await gate.look()

@@ -138,8 +138,12 @@ async def tickets(bus: Bus, ledger: Ledger, count: int) -> None:
 
 async def test_tickets_wait_until_the_log_is_trimmed(bus: Bus, filler: Filler, caplog: pytest.LogCaptureFixture) -> None:
     await filler.leave(48)
-    ledger, said = open_ledger(), list[str]()
-    gate = Gate(bus, ledger, LIMIT_MIB / 1024, 8.0, said.append)
+    ledger, said, relieved = open_ledger(), list[str](), list[bool]()
+
+    async def relieve() -> None:
+        relieved.append(gate.pressed)
+
+    gate = Gate(bus, ledger, LIMIT_MIB / 1024, 8.0, said.append, relieve)
     await gate.look()
     assert await held(bus) == reserve.PIECES  # 8 MiB of the 48, so the run may fill 40, and tickets wait above 32
     await tickets(bus, ledger, 2)
@@ -153,14 +157,19 @@ async def test_tickets_wait_until_the_log_is_trimmed(bus: Bus, filler: Filler, c
     assert [one.done() for one in waiting] == [True, True, False, False]  # 22 MiB, and 2 for each of four tickets under way
     await bus.publish(SAMPLES, big_group(ledger.ticket(2)), ticket=2)
     await bus.publish(SAMPLES, big_group(ledger.ticket(2)), ticket=2)
+    relieved.clear()
     await gate.look()
     assert gate.pressed
+    assert relieved == [True]
     await bus.trim(SAMPLES, 12)
     await bus.trim_parts(SAMPLES, keep=lambda number: number == 2)
     for _ in range(2):
         await gate.look()
         await asyncio.wait_for(asyncio.gather(*waiting), 5.0)
     assert not gate.pressed
+    relieved.clear()
+    await gate.look()
+    assert relieved == []
     lines = [record.getMessage() for record in caplog.records if "store" in record.getMessage()]
     assert len(lines) == 2
     assert lines[0].startswith("the broker's store is nearly full (334.0 MiB of 352.0 MiB, 22.0 MiB of it this run's): tickets wait until")

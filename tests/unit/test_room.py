@@ -70,6 +70,14 @@ def test_one_is_always_under_way() -> None:
     assert admitted(one) == 0
 
 
+def test_none_is_under_way_while_a_full_step_is_trained() -> None:
+    one = room(100)
+    one.look(usage(run=99, groups=3), under_way=0)
+    assert not one.admit(needed=False)
+    one.look(usage(run=40, groups=20), under_way=0)
+    assert one.admit(needed=False)
+
+
 def test_without_any_limit_no_ticket_waits_but_checkpoints_come() -> None:
     one = room(None, press_from=100)
     one.look(usage(run=59, groups=59), under_way=10**6)

@@ -133,6 +133,27 @@ async def test_a_store_that_fills_up_brings_checkpoints_forward_until_the_log_is
     assert world.trims == [(first_needed(4), [4]), (first_needed(4), [4, 5])]
 
 
+async def test_where_tickets_wait_for_room_the_log_is_trimmed_behind_the_newest_checkpoint(tmp_path: Path) -> None:
+    world = World(tmp_path, every_steps=2, keep=2)
+    await world.train_to(2)
+    await until(lambda: not world.saver._busy)
+    await world.saver.relieve()
+    assert world.trims == [(first_needed(2), [2])]  # there is nothing more to gain
+    await world.train_to(5)
+    await until(lambda: not world.saver._busy)
+    for _ in range(3):
+        await world.saver.relieve()
+    assert world.trims[1:] == [(first_needed(2), [2, 4]), (first_needed(4), [2, 4])]
+    assert world.kept[2] == [number for number in range(1, 100) if Ledger.load(ledger_at(4)).may_read(number)]
+    world.fenced = True
+    await world.train_to(5)
+    await world.saver.relieve()
+    world.saver._relieved = -1
+    with pytest.raises(Fenced):
+        await world.saver.relieve()
+    assert len(world.trims) == 3
+
+
 async def test_a_learner_that_starts_trims_what_its_earlier_life_could_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     world = World(tmp_path, every_steps=2, keep=3)
     for step in (2, 4):
