@@ -62,7 +62,7 @@ class World:
 
     async def check(self) -> None:
         """To be called when the tap has ended."""
-        assert self.fleet.crashes == []
+        assert not self.fleet.crashes, "\n".join(self.fleet.crashes)
         for log in sorted(self.fleet.folder.glob("*.log")):
             assert "Traceback" not in log.read_text(), log
         issued = await self.bus.last_seq(TICKETS)

@@ -96,12 +96,15 @@ class Windows:
         def size_of_ledger() -> int:
             return sum(path.stat().st_size for path in ledger.glob("step-*.jsonl"))
 
-        names, line, books = set(os.listdir(checkpoints)), metrics.stat().st_size, size_of_ledger()
+        def listed() -> set[str]:
+            return set(os.listdir(checkpoints)) if checkpoints.exists() else set()
+
+        names, line, books = listed(), metrics.stat().st_size, size_of_ledger()
         opened: dict[str, Callable[[], bool]] = {
             "ledger": lambda: size_of_ledger() != books,
             "line": lambda: metrics.stat().st_size != line,
-            "checkpoint": lambda: any(not name.startswith("step-") for name in set(os.listdir(checkpoints)) - names),
-            "trim": lambda: any(name.startswith("step-") for name in set(os.listdir(checkpoints)) - names),
+            "checkpoint": lambda: any(not name.startswith("step-") for name in listed() - names),
+            "trim": lambda: any(name.startswith("step-") for name in listed() - names),
         }
         try:
             await self._watch.until(opened[window], WITHIN_S, every_s=0.001)
