@@ -179,12 +179,13 @@ async def test_a_reward_hub_that_can_score_nothing_costs_no_group(
         if other:
             async with reward_world.hub(broker_url, bus.run, "healthy"):
                 found = await groups(bus, 8)
+                await until(lambda: reward_world.empty(bus))
         else:
             await until(lambda: "1 trial failed here" in getattr(roster.get("broken"), "problem", ""))
             flag.unlink()
             found = await groups(bus, 8)
             await seen(roster, "broken", "serving", serves=["default"])
-        await until(lambda: reward_world.empty(bus))
+            await until(lambda: reward_world.empty(bus))
         code, log = await broken.end()
     assert code == 0
     assert sorted(found) == list(range(1, 9))

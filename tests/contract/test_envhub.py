@@ -240,6 +240,17 @@ async def test_bad_environments_cost_only_their_own_tickets(world: World, caplog
     assert [vars(record).get("traceback", "").count("Traceback") for record in failures] == [1, 0, 0, 0, 0, 0]  # each only once
 
 
+async def test_a_hub_with_fewer_slots_than_queues_hands_nothing_back(world: World) -> None:
+    await world.publish_spec({name: LAKE for name in "abcd"})
+    await world.server()
+    for number in range(12):
+        await world.ticket("abcd"[number % 4])
+    async with world.hub("--n", "2"):
+        groups = await world.groups(12)
+        await world.settled()
+    assert {ticket: group.deliveries for ticket, group in groups.items()} == dict.fromkeys(range(1, 13), 1)
+
+
 async def test_a_server_that_goes_is_replaced_and_costs_nothing(world: World) -> None:
     await world.publish_spec({"lake": LAKE})
     holding = await world.server("s1", lambda *_: asyncio.Event().wait())  # type: ignore[arg-type,return-value]
