@@ -13,7 +13,7 @@ import msgspec
 
 from broker import timeouts, wire
 from broker.config import DomainSection, Section
-from broker.errors import ConfigError, UserError, WireError
+from broker.errors import ConfigError, Fenced, UserError, WireError
 from broker.jetstream import Bus
 from broker.sections import parse, unknown
 from broker.streams import CONTROL, RUNS, token
@@ -27,6 +27,7 @@ __all__ = [
     "domains",
     "find_runs",
     "load",
+    "newest_epoch",
     "publish_runspec",
     "section",
     "validate",
@@ -140,18 +141,35 @@ def _attribute(target: str) -> Any:
 # --------------------------------------------------------------------------------------------- publish, wait
 
 
-async def publish_runspec(bus: Bus, spec: wire.RunSpec, *, above: int = 0) -> int:
+async def newest_epoch(bus: Bus, run: str) -> int:
+    """Return the newest epoch of a run, 0 if the broker does not know the run.
+
+    Raises:
+        UserError: written by another wire version, or it does not decode.
+    """
+    found = await (await bus.key_value(RUNS)).get_bytes(run)
+    return 0 if found is None else _decode(run, found[0]).epoch
+
+
+async def publish_runspec(bus: Bus, spec: wire.RunSpec, *, above: int = 0, seen: int | None = None) -> int:
     """Write the RunSpec under the next epoch by compare-and-swap; that epoch, larger than ``above``.
 
     Whoever held the run before is fenced by it. The ``epoch`` in ``spec`` is replaced.
 
+    Args:
+        seen: newest epoch that the caller knows of; a newer one is left alone. None: take over from any.
+
     Raises:
+        Fenced: there is a newer epoch than ``seen``.
         UserError: the run exists and was written by another wire version.
     """
     runs = await bus.key_value(RUNS)
     while True:
         found = await runs.get_bytes(spec.run)
-        epoch = max(above, 0 if found is None else _decode(spec.run, found[0]).epoch) + 1
+        newest = 0 if found is None else _decode(spec.run, found[0]).epoch
+        if seen is not None and newest > seen:
+            raise Fenced(f"run {spec.run}: another learner took epoch {newest}")
+        epoch = max(above, newest) + 1
         mine = msgspec.structs.replace(spec, epoch=epoch)
         revision = await (runs.create(spec.run, mine) if found is None else runs.update(spec.run, mine, found[1]))
         if revision is not None:

@@ -367,6 +367,7 @@ class Presence(Message, frozen=True, tag="Presence"):
     speed: float = 0.0  # rollout: tokens per second it generates when busy, 0 unknown
     idle_ratio: float = -1.0  # rollout: share of the last second without work, -1 unknown
     problem: str = ""  # one line: why it takes no work, empty while it does
+    process: str = ""  # learner: boot id, PID namespace, process id and start time; see broker/process_identity.py
 
 
 class RunSpec(Message, frozen=True, tag="RunSpec"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
@@ -17,6 +17,7 @@ from broker.jetstream import Bus
 from broker.peek import peek
 from broker.presence import Roster
 from broker.process import Member, Stop, Stopped, unless_stopped
+from broker.process_identity import this_process
 from broker.runspec import domains, section
 from broker.streams import RUNS, SAMPLES
 from learner import checkpoint
@@ -30,6 +31,7 @@ from learner.opening import begin_imports, open_training
 from learner.ops.place import note_broker, note_epoch, noted_epoch
 from learner.prepare import Interrupted, Preparation, data_digests, nothing_left, refuse_fewer_steps, run_folder, write_config
 from learner.recovery import Recovery
+from learner.rivals import Rivals
 from learner.services import open_services
 from learner.shown import ID, Shown
 from learner.watch import Watch
@@ -43,16 +45,25 @@ log = logging.getLogger(__name__)
 ALL_DONE: Final = wire.DesiredState(state="stopped", reason="all steps are done")
 
 
-async def serve(config: dict[str, Any], url: str, stop: Stop, *, connect_deadline_s: float | None = None, rebase: bool = False) -> None:
+async def serve(
+    config: dict[str, Any],
+    url: str,
+    stop: Stop,
+    *,
+    connect_deadline_s: float | None = None,
+    rebase: bool = False,
+    take_over: bool = False,
+) -> None:
     """Run the learner until all steps are done or a stop is asked for.
 
     Args:
         config: validated, with ``run.name`` set.
         url: of the broker.
         rebase: go on although the broker has lost its store, see ``learner/recovery.py``.
+        take_over: start although another learner of the run is alive, which is fenced once this one has loaded.
 
     Raises:
-        UserError: whatever the user can mend, the broker's loss of state and another learner's takeover among it.
+        UserError: whatever the user can mend, another living learner, the broker's loss of state and a takeover among it.
     """
     run, folder = config["run"]["name"], run_folder(config)
     logs.identify(run=run, role="learner", process_id=ID)
@@ -65,11 +76,12 @@ async def serve(config: dict[str, Any], url: str, stop: Stop, *, connect_deadlin
             begin_imports(config)  # while the broker answers and files are read
             bus.replicas = section(config, "broker", BrokerSection).replicas
             await _refuse_a_stranger(bus, folder, is_new)
+            rivals = await _refuse_rivals(stack, bus, folder, stop) if not take_over else None
             if is_new:
                 write_config(folder, config)  # demonstrations are played by it; settings of a later life take its place when it has the run
             await bus.ensure_streams()
             note_broker(folder, url)
-            learner = await stack.enter_async_context(_open(config, folder, bus, stop, rebase=rebase))
+            learner = await stack.enter_async_context(_open(config, folder, bus, stop, rivals, rebase=rebase))
             await learner.run()
     except (LostState, Fenced) as error:
         raise UserError(str(error)) from None
@@ -88,15 +100,30 @@ async def _refuse_a_stranger(bus: Bus, folder: Path, is_new: bool) -> None:
         raise UserError(f"run.name: the broker already has a run {bus.run}, and {folder} does not come from it; choose another run.name")
 
 
+async def _refuse_rivals(stack: AsyncExitStack, bus: Bus, folder: Path, stop: Stop) -> Rivals:
+    """Listen to other learners of the run from now on.
+
+    Raises:
+        UserError: one is alive.
+    """
+    rivals = Rivals(bus, folder)
+    stack.push_async_callback(rivals.close)
+    await rivals.start()
+    await unless_stopped(stop, rivals.refuse())
+    return rivals
+
+
 @asynccontextmanager
-async def _open(config: dict[str, Any], folder: Path, bus: Bus, stop: Stop, *, rebase: bool) -> AsyncIterator[Learner]:
+async def _open(
+    config: dict[str, Any], folder: Path, bus: Bus, stop: Stop, rivals: Rivals | None, *, rebase: bool
+) -> AsyncIterator[Learner]:
     """Everything between the broker and the loop, undone in reverse order."""
     async with AsyncExitStack() as stack:
         placeholder = wire.RunSpec(run=bus.run, wire_version=wire.WIRE_VERSION, epoch=0, config=config, model_path="")
         member = Member(bus, placeholder, ID, "learner", stop)
         stack.push_async_callback(member.leave)
         roster = Roster(bus, beats=("rollout",), members=("envhub", "rewardhub"))
-        learner = Learner(config, folder, member, roster)
+        learner = Learner(config, folder, member, roster, rivals)
         member.announce(learner.shown.presence)
         member.report(learner.shown.values, learner.shown.text)
         member.spawn(roster.serve())
@@ -106,10 +133,14 @@ async def _open(config: dict[str, Any], folder: Path, bus: Bus, stop: Stop, *, r
 
 
 class Learner:
-    """One incarnation of the learner of one run."""
+    """One incarnation of the learner of one run.
 
-    def __init__(self, config: dict[str, Any], folder: Path, member: Member, roster: Roster) -> None:
-        self.config, self.folder, self.member, self.roster = config, folder, member, roster
+    Args:
+        rivals: asked before the run is taken; None: take it over from any.
+    """
+
+    def __init__(self, config: dict[str, Any], folder: Path, member: Member, roster: Roster, rivals: Rivals | None) -> None:
+        self.config, self.folder, self.member, self.roster, self.rivals = config, folder, member, roster, rivals
         self.bus, self.stop = member.bus, member.stop
         self.train = section(config, "train", TrainSection)
         self.shown = Shown(self.stop, self.train.groups_per_step, lambda: self.watch.epoch)
@@ -119,8 +150,12 @@ class Learner:
     # ------------------------------------------------------------------------------------------------------ prepare
 
     async def prepare(self, stack: AsyncExitStack, *, rebase: bool = False) -> None:
-        """Model, backend, epoch, weights on offer, everything that runs beside the loop."""
+        """Model, backend, epoch, weights on offer, everything that runs beside the loop.
+
+        What can fail for a reason of the user's comes before the epoch where it can: then a healthy learner keeps the run.
+        """
         await self.watch.open()
+        self.digests = await asyncio.to_thread(data_digests, self.config)
         model_path = await self._model_path()
         recovery = await self._take_over(stack, model_path, rebase=rebase)
         self.resumed = await recovery.mend()
@@ -234,17 +269,19 @@ class Learner:
 
     async def _take_epoch(self, model_path: str) -> None:
         """From here on whoever held the run before is fenced, and everyone else may join."""
-        digests = await asyncio.to_thread(data_digests, self.config)
         spec = wire.RunSpec(
             run=self.bus.run,
             wire_version=wire.WIRE_VERSION,
             epoch=0,
             config=self.config,
             model_path=model_path,
-            data_digests=digests,
+            data_digests=self.digests,
         )
-        await self.watch.take_epoch(spec, above=noted_epoch(self.folder))
-        note_epoch(self.folder, self.watch.epoch)
+        while not self.watch.epoch:
+            seen = await unless_stopped(self.stop, self.rivals.refuse()) if self.rivals is not None else None
+            with suppress(Fenced):  # another one was faster: look at that one
+                await self.watch.take_epoch(spec, above=noted_epoch(self.folder), seen=seen)
+        note_epoch(self.folder, self.watch.epoch, this_process())
         write_config(self.folder, self.config)
         for work in self.watch.services():
             self.member.spawn(work)

@@ -10,6 +10,7 @@ from typing import Final, Literal
 
 from broker import wire
 from broker.process import Stop
+from broker.process_identity import this_process
 from learner.book import Book
 from learner.ledger import Ledger
 from learner.metrics import count_tickets
@@ -54,6 +55,7 @@ class Shown:
             running=len(self.ledger.state.taken) if self.ledger else 0,
             waiting=len(self.ledger.waiting_for) if self.ledger else 0,
             slots=self._slots,
+            process=this_process(),
         )
 
     def values(self) -> dict[str, float]:

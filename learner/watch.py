@@ -40,13 +40,15 @@ class Watch:
         """Remember what the operator said last: to begin is to go on in spite of it, but not of what is said from here on."""
         _, self._said = await self._word()
 
-    async def take_epoch(self, spec: wire.RunSpec, *, above: int = 0) -> None:
+    async def take_epoch(self, spec: wire.RunSpec, *, above: int = 0, seen: int | None = None) -> None:
         """From here on whoever held the run before is fenced, and everyone else may join.
 
         Args:
             above: newest epoch that was ever taken as far as the run's folder knows; the broker may have lost it.
+            seen: newest epoch whose holder is known to be gone; None: take over from any.
 
         Raises:
+            Fenced: another learner took an epoch above ``seen``.
             Stopped: it is to end; the run stays with whoever has it.
         """
         state, said = await self._word()
@@ -54,7 +56,7 @@ class Watch:
             self._stop.request(f"the run is {state}")
         if self._stop.asked.is_set():
             raise Stopped(self._stop.reason)
-        self.epoch = await publish_runspec(self._bus, spec, above=above)
+        self.epoch = await publish_runspec(self._bus, spec, above=above, seen=seen)
         if said == self._said:
             control, running = await self._bus.key_value(CONTROL), wire.DesiredState(state="running")
             await (control.update(self._bus.run, running, said) if said else control.create(self._bus.run, running))

@@ -78,11 +78,15 @@ def note_broker(folder: Path, url: str) -> None:
         (folder / ADDRESS).write_text(url + "\n", encoding="utf-8")
 
 
-def note_epoch(folder: Path, epoch: int) -> None:
-    """Leave the newest epoch in the run's folder: the broker may lose its own note of it, and survivors of that know better."""
+def note_epoch(folder: Path, epoch: int, holder: str) -> None:
+    """Leave the newest epoch in the run's folder: the broker may lose its own note of it, and survivors of that know better.
+
+    Args:
+        holder: the process that took it, see ``broker/process_identity.py``.
+    """
     temporary = folder / f"{EPOCH}.new"
     with temporary.open("w", encoding="utf-8") as file:
-        file.write(f"{epoch}\n")
+        file.write(f"{epoch}\n{holder}\n")
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(folder / EPOCH)
@@ -90,9 +94,20 @@ def note_epoch(folder: Path, epoch: int) -> None:
 
 def noted_epoch(folder: Path) -> int:
     """The newest epoch that a learner of this folder has taken, 0 when none is noted."""
+    epoch = _epoch_note(folder)[0]
+    return int(epoch) if epoch.isdecimal() else 0
+
+
+def noted_holder(folder: Path) -> str:
+    """The process that took the newest epoch of this folder, empty when none is noted."""
+    return _epoch_note(folder)[1]
+
+
+def _epoch_note(folder: Path) -> tuple[str, str]:
     note = folder / EPOCH
-    text = note.read_text(encoding="utf-8").strip() if note.is_file() else ""
-    return int(text) if text.isdecimal() else 0
+    lines = note.read_text(encoding="utf-8").splitlines() if note.is_file() else []
+    epoch, holder = [*lines, "", ""][:2]
+    return epoch.strip(), holder.strip()
 
 
 @asynccontextmanager

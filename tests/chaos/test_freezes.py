@@ -43,7 +43,7 @@ async def test_others_leave_and_join_and_a_learner_that_wakes_up_behind_another_
         late = [w.fleet.add(child.role, f"{child.role}-late", *chaos.OPTIONS.get(child.role, ())) for child in leaving]
         await w.fleet.wait_done(leaving)
         w.fleet.children.remove(zombie)
-        w.fleet.add("learner", "second", "start", str(tmp_path / "run.yaml"))
+        w.fleet.add("learner", "second", "start", str(tmp_path / "run.yaml"), "--take-over")
         await w.watch.until(lambda: all("joined run elastic" in one.log.read_text() for one in late), LIMIT_S)
         await w.reach(24)
         zombie.thaw()

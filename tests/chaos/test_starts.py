@@ -99,7 +99,8 @@ async def test_of_two_learners_of_one_run_exactly_one_trains(tmp_path: Path) -> 
     async with world(tmp_path, "rivals", 15 + 20 * RIVALRIES, QUICK_S) as w:
         (first,) = w.fleet.of("learner")
         await w.reach(2)
-        second = w.fleet.add("learner", "second", "start", str(tmp_path / "run.yaml"))
+        second = w.fleet.add("learner", "second", "start", str(tmp_path / "run.yaml"), "--take-over")
+        first.command.append("--take-over")  # in its next lives
         first.has_rival = second.has_rival = True
         rivals = Rivals(w, (first, second))
         assert await rivals.settled() is second  # who comes later takes over

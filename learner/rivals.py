@@ -1,0 +1,94 @@
+"""Refuse to start while another learner of the run is alive.
+
+Every learner beats (``broker/announce.py``) from before it loads anything. One that starts looks for a holder twice: before it loads
+anything, and right before it takes the epoch. Who held the run last stands in the members bucket and in the run's folder; if that process
+is known to have ended, or there never was one, there is nothing to wait for. Otherwise its beats are waited for, at most one presence TTL.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from broker import wire
+from broker.announce import member_key
+from broker.errors import UserError
+from broker.jetstream import Bus
+from broker.presence import SILENT_AFTER_S, TICK_S, Roster
+from broker.process_identity import has_ended, this_process
+from broker.runspec import newest_epoch
+from broker.streams import MEMBERS
+from learner.ops.place import noted_epoch, noted_holder
+from learner.shown import ID
+
+SOMEONE = ""  # a holder of whom nothing but an epoch is known
+
+
+class Rivals:
+    """Listens to the other learners of a run.
+
+    Args:
+        folder: of the run.
+    """
+
+    def __init__(self, bus: Bus, folder: Path) -> None:
+        self._bus, self._folder, self._me = bus, folder, this_process()
+        self._roster = Roster(bus, beats=("learner",), told=self._told)
+        self._heard: dict[str, tuple[wire.Presence, float]] = {}  # by process: the newest beat, and when on the roster's clock
+        self._cleared = -1  # newest epoch whose holder is known to be gone
+
+    async def start(self) -> None:
+        """Begin to listen."""
+        await self._roster.start()
+
+    async def close(self) -> None:
+        """Stop listening."""
+        await self._roster.close()
+
+    async def refuse(self) -> int:
+        """Return the newest epoch, once no other learner holds the run; waits for at most one presence TTL.
+
+        The first call refuses also while another learner is still starting. A later one refuses only who has taken the epoch: of two
+        that start at the same moment one does.
+
+        Raises:
+            UserError: another learner is alive; names its host and process.
+        """
+        epoch, is_first = await newest_epoch(self._bus, self._bus.run), self._cleared < 0
+        if epoch > self._cleared:
+            holders = await self._holders(epoch)
+            began = self._roster.clock
+            while holders and self._roster.clock - began < SILENT_AFTER_S and not self._alive(is_first):
+                holders = {holder for holder in holders if not has_ended(holder)}
+                if holders:
+                    await self._roster.changed(TICK_S)
+        if found := self._alive(is_first):
+            raise UserError(
+                f"run {self._bus.run} is being trained by a learner on {found.host}, process {found.pid}; --take-over takes it over"
+            )
+        self._cleared = epoch
+        return epoch
+
+    async def _holders(self, epoch: int) -> set[str]:
+        """The processes that may hold the run under an epoch."""
+        entry = await (await self._bus.key_value(MEMBERS)).get(member_key(self._bus.run, "learner", ID))
+        noted = noted_epoch(self._folder)
+        found = {entry[0].process} if entry is not None and isinstance(entry[0], wire.Presence) else set()
+        if noted:
+            found.add(noted_holder(self._folder))
+        if epoch > noted:  # taken by a learner of another folder, or this very moment
+            found.add(SOMEONE)
+        return found - {self._me}
+
+    def _alive(self, is_first: bool) -> wire.Presence | None:
+        """A learner that was heard within one presence TTL and counts as a holder."""
+        now = self._roster.clock
+        for process, (presence, at) in self._heard.items():
+            if now - at < SILENT_AFTER_S and (is_first or presence.epoch) and not has_ended(process):
+                return presence
+        return None
+
+    def _told(self, presence: wire.Presence, is_there: bool) -> None:
+        if not is_there:
+            self._heard.clear()  # one of them left; who did not beats again within two seconds
+        elif presence.process != self._me:
+            self._heard[presence.process] = (presence, self._roster.clock)
