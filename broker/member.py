@@ -43,6 +43,7 @@ class Member:
 
     Attributes:
         spec: the newest RunSpec; replaced when the learner resumes under a new epoch.
+        renewed: set when it was replaced; cleared by whoever waits for that.
         running: set while the operator does not want a pause; ``await member.running.wait()`` before taking new work.
         pausing: set while the operator wants one.
         desired: what the operator wants: running, paused, draining or stopped.
@@ -55,8 +56,11 @@ class Member:
     stop: Stop
     running: asyncio.Event = field(default_factory=asyncio.Event)
     pausing: asyncio.Event = field(default_factory=asyncio.Event)
+    renewed: asyncio.Event = field(default_factory=asyncio.Event)
     desired: str = "running"
     _announcer: Announcer | None = None
+    _describe: Callable[[], wire.Presence] = field(init=False)
+    _reporting: asyncio.Task[None] | None = None
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _failure: BaseException | None = None
 
@@ -69,9 +73,13 @@ class Member:
         return not self.running.is_set()
 
     def announce(self, describe: Callable[[], wire.Presence]) -> None:
-        """Start telling others that this process is there."""
-        self._announcer = Announcer(self.bus, describe)
-        self.spawn(self._announcer.serve())
+        """Start telling others that this process is there; called again, tell them this instead."""
+        self._describe = describe
+        if self._announcer is None:
+            self._announcer = Announcer(self.bus, lambda: self._describe())
+            self.spawn(self._announcer.serve())
+        else:
+            self._announcer.poke()
 
     def poke(self) -> None:
         """Tell others now; something has changed."""
@@ -79,14 +87,22 @@ class Member:
             self._announcer.poke()
 
     def report(self, values: Callable[[], dict[str, float]], text: Callable[[], dict[str, str]] | None = None) -> None:
-        """Publish metrics every second from now on."""
-        self.spawn(self._keep_reporting(values, text))
+        """Publish metrics every second from now on; called again, publish these instead."""
+        if self._reporting is not None:
+            self._reporting.cancel()
+        self._reporting = self.spawn(self._keep_reporting(values, text))
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def renew(self, spec: wire.RunSpec) -> None:
+        """The learner resumed under a new epoch."""
+        self.spec = spec
+        self.renewed.set()
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run beside the process until it leaves; a failure asks it to stop and is raised when it does."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)
+        return task
 
     def follow(self, desired: str, reason: str) -> None:
         """Take over what the operator wants.

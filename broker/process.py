@@ -236,4 +236,4 @@ async def _follow_spec(member: Member) -> None:
     async for message, _ in runs.watch(member.bus.run):
         if isinstance(message, wire.RunSpec) and message.epoch > member.spec.epoch:
             log.info("the learner is back under epoch %d", message.epoch)
-            member.spec = message
+            member.renew(message)

@@ -53,32 +53,43 @@ async def run(options: argparse.Namespace, stop: process.Stop) -> None:
     importing = _Importing(options.engine or RolloutSection().engine)
     async with process.join("rollout", options, stop, connected=importing.begin) as member:
         importing.end()
-        section = own_section(member.spec.config, options)
-        parts = replicas.shares(options.gpus, section)
+        while True:
+            section = own_section(member.spec.config, options)
+            parts = replicas.shares(options.gpus, section)
+            if len(parts) > 1:
+                break
+            await _serve(member, member.spec, section, device)
+            if stop.asked.is_set():
+                return
+            log.info("epoch %d has other settings for servers: starting again with those", member.spec.epoch)
         command = replicas.command_of(options, member.bus.run, section)
-        if len(parts) == 1:
-            await _serve(member, section, device)
-    if len(parts) > 1:
-        await replicas.run(parts, command, stop, drain_s=section.drain_timeout_s)
+    await replicas.run(parts, command, stop, drain_s=section.drain_timeout_s)
 
 
-async def _serve(member: process.Member, section: RolloutSection, device: gpus.Device) -> None:
-    """One engine on all GPUs that this process may see."""
+async def _serve(member: process.Member, spec: wire.RunSpec, section: RolloutSection, device: gpus.Device) -> None:
+    """One engine on all GPUs that this process may see, until a stop is asked for or a RunSpec needs another one."""
     if section.model_path is not None:
         await asyncio.to_thread(check_model_path, section.model_path, "rollout.model_path")
-    config = replace(_engine_config(member, section), device=device)
+    config = replace(_engine_config(spec, section), device=device)
     engine_class: type[Engine] = await asyncio.to_thread(registry.resolve, "engines", section.engine, ENGINES)
-    service = Service(member, section, engine_class(config))
+    service = Service(member, spec, section, engine_class(config))
     try:
         await service.serve()
     finally:
         await service.close()
 
 
-def _engine_config(member: process.Member, section: RolloutSection) -> EngineConfig:
-    model = member.spec.config.get("model") or {}
+def _built_from(spec: wire.RunSpec) -> tuple[object, ...]:
+    """What a server takes from a RunSpec when it starts: where these differ it must start again."""
+    broker, train = (spec.config.get(name) or {} for name in ("broker", "train"))
+    weights = [train.get(name) for name in ("weights_bucket_mib", "weights_dtype")]
+    return spec.model_path, spec.config.get("model"), spec.config.get("rollout"), broker.get("channel"), broker.get("bind"), weights
+
+
+def _engine_config(spec: wire.RunSpec, section: RolloutSection) -> EngineConfig:
+    model = spec.config.get("model") or {}
     return EngineConfig(
-        model_path=section.model_path or member.spec.model_path,
+        model_path=section.model_path or spec.model_path,
         section=section,
         dtype=model.get("dtype", "float32"),
         trust_remote_code=model.get("trust_remote_code", False),
@@ -107,11 +118,15 @@ class _Importing:
 
 
 class Service:
-    """One engine behind one request channel, kept at the newest weights."""
+    """One engine behind one request channel, kept at the newest weights.
 
-    def __init__(self, member: process.Member, section: RolloutSection, engine: Engine) -> None:
-        self._member, self._section, self._engine = member, section, engine
-        self._broker = runspec.section(member.spec.config, "broker", BrokerSection)
+    Args:
+        spec: the RunSpec that it is built from; the member's may be a newer one.
+    """
+
+    def __init__(self, member: process.Member, spec: wire.RunSpec, section: RolloutSection, engine: Engine) -> None:
+        self._member, self._spec, self._section, self._engine = member, spec, section, engine
+        self._broker = runspec.section(spec.config, "broker", BrokerSection)
         self._channel = channel.serve(self._broker.channel, member.bus, member.id, bind=self._broker.bind)
         self._receiver: Receiver | None = None
         self._snapshots: Source | None = None
@@ -124,7 +139,7 @@ class Service:
         self._address = ""
 
     async def serve(self) -> None:
-        """Until a stop is asked for and everything in flight is answered.
+        """Until a stop is asked for, or the run goes on with other settings, and everything in flight is answered.
 
         Raises:
             UserError: the model cannot be served.
@@ -137,7 +152,7 @@ class Service:
         member.report(self.metrics, self.texts)
         if self._section.http_port is not None:
             self._http = await self._take_http(self._section.http_port)
-        log.info("loading %s for engine %s", self._section.model_path or member.spec.model_path, self._section.engine)
+        log.info("loading %s for engine %s", self._section.model_path or self._spec.model_path, self._section.engine)
         await self._engine.start()
         member.spawn(self._watch_engine())
         await self._channel.start(self.handle, self._answering.abort)
@@ -150,8 +165,18 @@ class Service:
             await self._engine.adopt(FROZEN)
         member.poke()
         log.info("answering at %s, %d slots", self._address, self._engine.stats().slots)
-        await member.stop.asked.wait()
+        await self._over()
         await self.drain()
+
+    async def _over(self) -> None:
+        """Return when a stop is asked for, or the newest RunSpec needs a server that is built from it."""
+        asked = asyncio.create_task(self._member.stop.asked.wait())
+        while not asked.done() and _built_from(self._member.spec) == _built_from(self._spec):
+            renewed = asyncio.create_task(self._member.renewed.wait())
+            await asyncio.wait({asked, renewed}, return_when=asyncio.FIRST_COMPLETED)
+            self._member.renewed.clear()
+            renewed.cancel()
+        asked.cancel()
 
     async def drain(self) -> None:
         """No new requests; finish what runs, and hand back the rest as it is."""
@@ -209,15 +234,14 @@ class Service:
     async def _take_http(self, port: int) -> HttpApi:
         from rollout.http import served_by, take_http  # off by default, so not imported by all
 
-        spec = self._member.spec
-        served = served_by(self._engine, self._section, spec.model_path, self._state)
-        trust = (spec.config.get("model") or {}).get("trust_remote_code", False)
+        served = served_by(self._engine, self._section, self._spec.model_path, self._state)
+        trust = (self._spec.config.get("model") or {}).get("trust_remote_code", False)
         return await take_http(self.handle, served, bind=self._broker.bind, port=port, trust_remote_code=trust)
 
     async def _follow_weights(self) -> None:
         from broker.weights.receive import Receiver  # imports torch, which an engine without weights does without
 
-        train = self._member.spec.config.get("train") or {}
+        train = self._spec.config.get("train") or {}
         self._receiver = Receiver(
             self._member.bus,
             self._member.id,
@@ -259,7 +283,7 @@ class Service:
         from rollout.engines.hf_model import load
         from rollout.engines.hf_weights import HeldWeights
 
-        return HeldWeights(load(_engine_config(self._member, self._section), device("cpu"))).tensors(), True
+        return HeldWeights(load(_engine_config(self._spec, self._section), device("cpu"))).tensors(), True
 
     async def _load(self, tensors: Mapping[str, Tensor], offer: wire.WeightsOffer) -> None:
         """Bring in an offer; an empty mapping says that the engine holds these bytes already.

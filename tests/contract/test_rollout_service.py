@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -25,6 +26,7 @@ from broker.channel import ChannelClient
 from broker.errors import RequestFailed
 from broker.jetstream import Bus
 from broker.presence import Roster
+from broker.streams import RUNS
 from broker.unstored import watch_metrics
 from broker.weights.probe import make_probe
 from broker.weights.send import Sender
@@ -237,6 +239,75 @@ async def test_what_does_not_finish_in_time_is_handed_back_as_it_is(fleet: Fleet
     assert 0 < len(reply.token_ids.array()) < 120
     code, said = await server.ended()
     assert code == 0, said
+
+
+async def renew(bus: Bus, **changes: Any) -> None:
+    """The learner is back under a new epoch, with these fields of the RunSpec."""
+    found = await (await bus.key_value(RUNS)).get(bus.run)
+    assert found is not None
+    assert isinstance(found[0], wire.RunSpec)
+    await runspec.publish_runspec(bus, msgspec.structs.replace(found[0], **changes))
+
+
+@pytest.fixture(scope="module")
+def other_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model of another shape."""
+    tiny = TinyModel(hidden_size=16, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=16, intermediate_size=32)
+    return str(build_tiny(tmp_path_factory.mktemp("other") / "model", tiny))
+
+
+async def test_a_new_epoch_with_another_model_has_the_server_start_again_with_that(fleet: Fleet, model_path: str, other_model: str) -> None:
+    """As after a start with a wrong model: it could never take the weights of the run, and does once the epoch says which."""
+    await renew(fleet.bus, model_path=other_model)
+    server = await fleet.start("h1")
+    before = await fleet.seen("h1", lambda p: p is not None and p.address != "")
+    model = load(model_path)
+    sender = Sender(fleet.bus, plan_of(dict(model.named_parameters()), 32.0), epoch=3, roster=fleet.roster)
+    await sender.start()
+    try:
+        sender.offer(0, dict(model.named_parameters()), probe_of(model))
+        await fleet.seen("h1", lambda p: p is not None and p.state == "failed")
+        await renew(fleet.bus, model_path=model_path)
+        presence = await fleet.serving("h1")
+        assert (presence.pid, presence.policy_version, presence.epoch) == (before.pid, 0, 3)
+        check(model, await fleet.client.generate(presence.address, ask("a"), timeout_s=100))
+    finally:
+        await sender.close()
+    stop(server)
+    code, said = await server.ended()
+    assert code == 0, said
+    assert "Traceback" not in said
+    assert said.count("loading ") == 2
+
+
+async def test_a_new_epoch_answers_what_runs_and_the_same_settings_change_nothing(fleet: Fleet) -> None:
+    server = await fleet.start("r1", "--engine", "random", "engine_args.delay_s=0.05")
+    first = await fleet.serving("r1")
+    running = asyncio.create_task(fleet.client.generate(first.address, ask("runs", max_tokens=40), timeout_s=100))
+    await fleet.seen("r1", lambda p: p is not None and p.running == 1)
+    await renew(fleet.bus, data_digests={"unread": "0"})
+    config = runspec.validate({"rollout": {"max_running": 7, "max_context_tokens": 128}, "domains": DOMAINS})
+    await renew(fleet.bus, config=config)
+    reply = await running
+    assert (reply.finish_reason, len(reply.token_ids.array())) == ("length", 40)
+    second = await fleet.seen("r1", lambda p: p is not None and p.state == "serving" and p.slots == 7)
+    again = await fleet.client.generate(second.address, ask("again"), timeout_s=100)
+    assert (again.finish_reason, again.server) == ("length", "r1")
+    stop(server)
+    code, said = await server.ended()
+    assert code == 0, said
+    assert "Traceback" not in said
+    assert said.count("starting again with those") == 1
+
+
+async def test_a_new_epoch_that_cannot_be_served_ends_the_server_as_at_its_start(fleet: Fleet, tmp_path: Path) -> None:
+    server = await fleet.start("h1", "--policy", "judge")
+    await fleet.serving("h1")
+    await renew(fleet.bus, model_path=str(tmp_path))
+    code, said = await server.ended()
+    assert code == 2, said
+    assert said.splitlines()[-1].startswith(f"error: model path '{tmp_path}': no model there")
+    assert "Traceback" not in said
 
 
 async def test_the_run_stopped_by_the_operator_ends_it(fleet: Fleet) -> None:
