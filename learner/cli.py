@@ -59,6 +59,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"], help="least level logged (%(default)s)"
     )
     start.add_argument("--take-over", action="store_true", help="start although another learner of the run is alive, and end that one")
+    up_cli.add_force(start)
     start.add_argument("--rebase", action="store_true", help="go on with the open tickets counted dead where the broker has lost its store")
     start.add_argument(
         "--gpus", default="auto", metavar="LIST", help="train on these, a rank on each: 0-3, or 0,2, or cpu, or auto (%(default)s)"
@@ -100,6 +101,7 @@ def _start(options: argparse.Namespace) -> int:
             connect_deadline_s=options.connect_deadline,
             rebase=options.rebase,
             take_over=options.take_over,
+            force=options.force,
         )
 
     return process.main("learner", body)

@@ -129,10 +129,11 @@ class Preparation:
         config: validated.
         folder: of the run; ``config.yaml`` is written already.
         say: told what is happening, for people.
+        make_warm_start: make the warm start where it is missing; not for a run whose checkpoint replaces its weights.
     """
 
-    def __init__(self, config: dict[str, Any], folder: Path, say: Say) -> None:
-        self._config, self._folder, self._say = config, folder, say
+    def __init__(self, config: dict[str, Any], folder: Path, say: Say, *, make_warm_start: bool = True) -> None:
+        self._config, self._folder, self._say, self._make_warm_start = config, folder, say, make_warm_start
         self._model = section(config, "model", ModelSection)
         self._warm = section(config, "warm_start", WarmStartSection)
         self._run = section(config, "run", RunSection)
@@ -149,17 +150,21 @@ class Preparation:
             UserError: no such model, no demonstrations to be had, or a warm start that diverged.
             Interrupted: asked to stop.
         """
+        out = self._folder / "warm_start"
+        if (out / "config.json").exists() and (self._warm.steps or not self._make_warm_start):
+            return str(out)
         path = self._base_model()
         if not self._warm.steps:
             return path
-        out = self._folder / "warm_start"
-        if not (out / "config.json").exists():
-            # Importing torch takes seconds; they pass while the demonstrations are played in a process of their own.
-            importing = threading.Thread(target=import_module, args=("learner.pipelines.sft",), name="import-sft", daemon=True)
-            importing.start()
-            data = self._demonstrations()
-            importing.join()  # two threads that import transformers at once may find half of it
-            self._train(path, data, out)
+        if not self._make_warm_start:
+            log.info("no warm start: the checkpoint that the run goes on from would replace its weights")
+            return path
+        # Importing torch takes seconds; they pass while the demonstrations are played in a process of their own.
+        importing = threading.Thread(target=import_module, args=("learner.pipelines.sft",), name="import-sft", daemon=True)
+        importing.start()
+        data = self._demonstrations()
+        importing.join()  # two threads that import transformers at once may find half of it
+        self._train(path, data, out)
         return str(out)
 
     def _base_model(self) -> str:

@@ -23,6 +23,7 @@ from broker.streams import RUNS, SAMPLES
 from learner import checkpoint
 from learner.company import roles, watch_company
 from learner.config import AlgorithmSection, TrainSection
+from learner.continuing import refuse, settings_of
 from learner.grants import Rules, rules_of
 from learner.intake import rules_change
 from learner.ledger import Changed, Ledger
@@ -53,6 +54,7 @@ async def serve(
     connect_deadline_s: float | None = None,
     rebase: bool = False,
     take_over: bool = False,
+    force: bool = False,
 ) -> None:
     """Run the learner until all steps are done or a stop is asked for.
 
@@ -61,6 +63,7 @@ async def serve(
         url: of the broker.
         rebase: go on although the broker has lost its store, see ``learner/recovery.py``.
         take_over: start although another learner of the run is alive, which is fenced once this one has loaded.
+        force: go on with settings that a run should not change, see ``learner/continuing.py``.
 
     Raises:
         UserError: whatever the user can mend, another living learner, the broker's loss of state and a takeover among it.
@@ -69,6 +72,8 @@ async def serve(
     logs.identify(run=run, role="learner", process_id=ID)
     is_new = not (folder / "config.yaml").exists()
     refuse_fewer_steps(folder, run, section(config, "train", TrainSection).steps)
+    for change in await asyncio.to_thread(refuse, folder, config, force=force):
+        log.info("changed since the last start: %s", change)
     try:
         async with AsyncExitStack() as stack:
             bus = await unless_stopped(stop, Bus.connect(url, run, name=ID, deadline_s=connect_deadline_s))
@@ -256,7 +261,7 @@ class Learner:
         raise Stopped(ALL_DONE.reason)
 
     async def _model_path(self) -> str:
-        preparation = Preparation(self.config, self.folder, self.shown.say)
+        preparation = Preparation(self.config, self.folder, self.shown.say, make_warm_start=self._needs_warm_start())
         work = asyncio.create_task(asyncio.to_thread(preparation.model_path))
         stopping = asyncio.create_task(self.stop.asked.wait())
         try:
@@ -266,6 +271,14 @@ class Learner:
                 preparation.stop()
             stopping.cancel()
         return await work
+
+    def _needs_warm_start(self) -> bool:
+        """Whether the first weights are used: by a run that begins with them, as a reference, or below adapters."""
+        if self._newest() is None:
+            return True
+        began_with = ((settings_of(self.folder) or {}).get("warm_start") or {}).get("steps")
+        has_reference = section(self.config, "algorithm", AlgorithmSection).kl_coef > 0 or self.train.lora is not None
+        return bool(began_with) and has_reference
 
     async def _take_epoch(self, model_path: str) -> None:
         """From here on whoever held the run before is fenced, and everyone else may join."""

@@ -15,7 +15,14 @@ def add_parser(subparsers: Any) -> None:
     text = "start a whole single-machine fleet, show it live, stop it cleanly"
     parser = subparsers.add_parser("up", help=text, description=text)
     add_config(parser)
+    add_force(parser)
     parser.set_defaults(run=run)
+
+
+def add_force(parser: argparse.ArgumentParser) -> None:
+    """--force, of ``up`` and of ``start``."""
+    text = "go on with a run although its model comes from elsewhere now (of the same shapes and tokenizer), or none of its domains is left"
+    parser.add_argument("--force", action="store_true", help=text)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -38,6 +45,6 @@ def run(arguments: argparse.Namespace) -> int:
         from learner.up.run import up
 
         overrides = [o for o in arguments.overrides if not o.startswith("run.name=")]
-        await up(config, [arguments.config, *overrides, f"run.name={config['run']['name']}"], stop)
+        await up(config, [arguments.config, *overrides, f"run.name={config['run']['name']}"], stop, force=arguments.force)
 
     return main("up", body)

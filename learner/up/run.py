@@ -26,6 +26,7 @@ from broker.server import BrokerServer
 from broker.unstored import watch_metrics
 from learner.checkpoint import newest
 from learner.config import EvalSection, TrainSection
+from learner.continuing import refuse
 from learner.prepare import make_folder, nothing_left, run_folder
 from learner.up.artifacts import finish
 from learner.up.board import Board
@@ -36,32 +37,35 @@ DRAW_EVERY_S = 0.25
 LEARNER_PATIENCE_S = 30.0  # for its last checkpoint
 
 
-async def up(config: dict[str, Any], arguments: list[str], stop: Stop) -> None:
+async def up(config: dict[str, Any], arguments: list[str], stop: Stop, *, force: bool = False) -> None:
     """Start everything, show it, and stop it when the learner is done, on a signal, or when a child cannot run.
 
     Args:
         config: the validated configuration, with ``run.name`` set.
         arguments: what ``rlearner start`` gets: the file and the overrides.
+        force: see ``learner/continuing.py``.
 
     Raises:
-        UserError: a child ended with exit code 2; its own line.
+        UserError: a run cannot go on with these settings, or a child ended with exit code 2; its own line.
     """
     run_folder(config)  # refuses what can be none
     run, folder = config["run"]["name"], Path(config["run"]["dir"]) / config["run"]["name"]
     settings = section(config, "broker", BrokerSection)
+    most_gib = settings.store_max_gib or PRIVATE_STORE_GIB
+    changed = await asyncio.to_thread(refuse, folder, {**config, "broker": {**config["broker"], "store_max_gib": most_gib}}, force=force)
     make_folder(folder)
     logs = folder / "logs"
     made, steps = newest(folder / "checkpoints"), section(config, "train", TrainSection).steps
     if made is not None and made.step == steps:
         print(nothing_left(run, steps), flush=True)
         return
-    print(f"run {run}, logs in {logs}", flush=True)
+    print(f"run {run}, logs in {logs}", *(f"changed since the last start: {change}" for change in changed), sep="\n", flush=True)
     started = time.monotonic()
-    store, most_gib = str(folder / "broker"), settings.store_max_gib or PRIVATE_STORE_GIB
+    store = str(folder / "broker")
     with BrokerServer(store, sync_always=settings.sync_always, store_max_gib=most_gib, num_procs=1) as broker:
         fleet = Fleet(logs, {"RL_BROKER": broker.url, "RL_RUN": run})
         try:
-            learner = fleet.add("learner", "learner.cli", ["start", *arguments, f"broker.store_max_gib={most_gib}"])
+            learner = fleet.add("learner", "learner.cli", ["start", *arguments, f"broker.store_max_gib={most_gib}", *["--force"] * force])
             fleet.add("rollout-server", "rollout.cli", ["--id", "rollout-1"])
             fleet.add("envhub", "envhub.cli", ["--id", "envhub-1"])
             fleet.add("rewardhub", "rewardhub.cli", ["--id", "rewardhub-1"])
