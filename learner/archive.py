@@ -1,7 +1,8 @@
 """``runs/<name>/samples/``: the records that the learner consumed, byte for byte as they stood in the log (``samples.keep``).
 
 From it ``rlearner trace``, ``rlearner audit`` and a replay work without a broker. A file is named by its first record's sequence and
-holds frames: magic, sequence, ticket header, length, digest, then the record's bytes. Records of the log never change, so whoever
+holds frames: magic, sequence, ticket header, length, digest, then the record's bytes. ``<sequence>.paused`` says that from there
+on, and up to the next file, nothing was archived (``samples.keep`` was off). Records of the log never change, so whoever
 writes a frame twice writes the same one; a reader leaves a file where the next one begins. A file is bounded in bytes and in frames,
 so that finding a record in it costs no more in an old run than in a young one.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import os
 import struct
+import sys
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ from learner.ledgerfile import digest
 
 FOLDER: Final = "samples"
 SUFFIX: Final = ".frames"
+PAUSED: Final = ".paused"
 MAGIC: Final = b"RLS1"
 MAX_FRAMES: Final = 2**14  # in one file: to find a record, the headers before it are read, about 20 ms
 _HEADER: Final = struct.Struct("<4sQqI8s")  # magic, sequence, ticket, bytes of the record, its digest
@@ -105,12 +108,43 @@ def files(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(path.stem), path) for path in folder.glob(f"*{SUFFIX}") if path.stem.isdecimal())
 
 
+def pause(folder: Path, position: int) -> None:
+    """Note that a learner without ``samples.keep`` consumes what follows; does nothing where there is no archive.
+
+    Args:
+        position: of the resumed ledger; records up to there that are missing were lost, not left out.
+
+    Raises:
+        OSError: no space, for example.
+    """
+    found = files(folder)
+    if not found or any(first > found[-1][0] for first in _pauses(folder)):
+        return
+    with found[-1][1].open("rb") as file:
+        end, last = _skip(file, sys.maxsize)
+    os.truncate(found[-1][1], end)  # half a frame of a crash
+    (folder / f"{max(last, position) + 1:012d}{PAUSED}").touch()
+
+
+def paused(folder: Path) -> list[tuple[int, int]]:
+    """(first, last) sequence of each stretch that was not archived; open at the end: a very large number."""
+    begins = [first for first, _ in files(folder)]
+    return [(first, min((begin for begin in begins if begin >= first), default=sys.maxsize) - 1) for first in sorted(_pauses(folder))]
+
+
+def _pauses(folder: Path) -> dict[int, Path]:
+    return {int(path.stem): path for path in folder.glob(f"*{PAUSED}") if path.stem.isdecimal()}
+
+
 def cut(folder: Path, position: int) -> None:
     """Remove every record beyond ``position``.
 
     Of the files that begin at or before it, only the newest is read: where an older one goes on behind the beginning of the next,
     nobody reads that.
     """
+    for first, path in _pauses(folder).items():
+        if first > position:
+            path.unlink()
     for first, path in reversed(files(folder)):
         if first > position:
             path.unlink()

@@ -50,6 +50,8 @@ class Records:
         self._archive: Archive | None = None
         if samples.keep:
             self._archive = Archive(folder / archive.FOLDER, ledger.state.position, int(samples.max_file_mib * 2**20))
+        else:
+            archive.pause(folder / archive.FOLDER, ledger.state.position)
 
     async def began(self, actions: Sequence[Action], lost: Sequence[Entry] = ()) -> None:
         """The learner has opened its credit; ``lost`` are the groups that had arrived and are gone from the log."""

@@ -15,9 +15,10 @@ class Report:
 
     Attributes:
         counts: tickets by what became of them, from the ledger file's own lines.
-        lost: tickets that were granted, or had a record, and are in no state.
+        lost: tickets that were granted, or had a record, and neither have an end nor a record that could give them one.
         lost_records: records that nobody can tell the ticket of.
         trained_twice: tickets that were trained more than once.
+        not_archived: records that the learner consumed while ``samples.keep`` was off, after it had been on.
         problems: one line each; the audit fails when there is one.
         notes: what was compared with what, and what could not be.
     """
@@ -26,6 +27,7 @@ class Report:
     lost: set[int] = field(default_factory=set)
     lost_records: int = 0
     trained_twice: set[int] = field(default_factory=set)
+    not_archived: int = 0
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -45,8 +47,8 @@ class Report:
         """The published keys, and the lines for people."""
         names = ("tickets", "trained", "filtered", "dropped", "dead", "open")
         figures: dict[str, Any] = {name: self.counts.get(name, 0) for name in names}
-        figures |= {"lost": len(self.lost) + self.lost_records, "trained_twice": len(self.trained_twice), "ok": self.ok}
-        return figures | {"problems": self.problems, "notes": self.notes}
+        figures |= {"lost": len(self.lost) + self.lost_records, "trained_twice": len(self.trained_twice)}
+        return figures | {"not_archived": self.not_archived, "ok": self.ok, "problems": self.problems, "notes": self.notes}
 
 
 def ranges(numbers: Iterable[int]) -> str:

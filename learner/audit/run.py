@@ -10,8 +10,8 @@ from typing import Any
 from broker.errors import UserError
 from learner import archive, checkpoint, ledgerfile, segments
 from learner.audit import sources, tapped
-from learner.audit.report import Report
-from learner.audit.sources import Stored, check_metrics, check_source, stored
+from learner.audit.report import Report, ranges
+from learner.audit.sources import Held, Stored, check_lost, check_metrics, check_source, stored
 from learner.audit.tally import Tally
 from learner.metrics import read_lines
 
@@ -54,7 +54,6 @@ def read_books(folder: Path) -> Books:
 
 def reconcile(
     books: Books,
-    config: Mapping[str, Any],
     *,
     log: tuple[int, Sequence[Stored]] | None = None,
     tap: Sequence[Mapping[str, Any]] | None = None,
@@ -62,21 +61,20 @@ def reconcile(
     """All that a run left behind, held against each other.
 
     Args:
-        config: the run's resolved configuration.
         log: the broker's samples log, if it can be reached: the first sequence kept, and what is there.
         tap: lines of an independent record of the wire.
     """
     report = Report(problems=list(books.problems))
     tally = Tally(books.lines, report, books.checkpoints)
-    steps = int(config["train"]["steps"])
     check_metrics(_rows(books, tally.version), tally, report)
     report.notes.append(f"checkpoints: {len(books.checkpoints)} compared")
-    _check_archive(books.folder / archive.FOLDER, tally, report)
+    held = _check_archive(books.folder / archive.FOLDER, tally, report)
     if log is not None:
-        check_source(log[1], tally, report, "the broker's log", first=log[0] if log[0] <= tally.position else None)
+        held.append(check_source(log[1], tally, report, "the broker's log", first=log[0] if log[0] <= tally.position else None))
+    check_lost(held, tally, report)
     if tap is not None:
-        tapped.check_tap(tap, tally, report, done=tally.version >= steps)
-    tally.check(steps=steps)
+        tapped.check_tap(tap, tally, report, done=tally.done)
+    tally.check()
     return report
 
 
@@ -99,13 +97,17 @@ def _checkpoints(folder: Path, problems: list[str]) -> dict[int, dict[str, Any]]
     return states
 
 
-def _check_archive(folder: Path, tally: Tally, report: Report) -> None:
+def _check_archive(folder: Path, tally: Tally, report: Report) -> list[Held]:
     if not archive.files(folder):
-        return
+        return []
     found: list[sources.Stored] = []
     for frame in archive.frames(folder):
         if frame.error:
             report.fail(f"the archive: {frame.error}")
         else:
             found.append(stored(frame.record()))
-    check_source(found, tally, report, "the archive")
+    held = check_source(found, tally, report, "the archive", left_out=archive.paused(folder))
+    if held.left_out:
+        report.not_archived = len(held.left_out)
+        report.notes.append(f"not archived: {len(held.left_out)} records ({ranges(held.left_out)}), consumed while samples.keep was off")
+    return [held]

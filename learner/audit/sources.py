@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -26,6 +26,15 @@ class Stored:
     is_group: bool
     oldest: int = -1
     newest: int = -1
+
+
+@dataclass(frozen=True)
+class Held:
+    """Sequences of consumed records that a source holds, lacks, and was not meant to hold."""
+
+    seqs: Set[int]
+    missing: Set[int]
+    left_out: Set[int]
 
 
 def stored(record: LogRecord) -> Stored:
@@ -64,12 +73,21 @@ def check_metrics(rows: Sequence[Mapping[str, Any]], tally: Tally, report: Repor
     report.notes.append(f"metrics.jsonl: {len(rows)} steps compared")
 
 
-def check_source(records: Iterable[Stored], tally: Tally, report: Report, name: str, *, first: int | None = None) -> None:
+def check_source(
+    records: Iterable[Stored],
+    tally: Tally,
+    report: Report,
+    name: str,
+    *,
+    first: int | None = None,
+    left_out: Iterable[tuple[int, int]] = (),
+) -> Held:
     """The records of the log, or of its archive, with the ledger file.
 
     Args:
         name: of the source, for people.
         first: sequence that it should begin with, None: with whatever it begins.
+        left_out: (first, last) sequence of stretches that it was not meant to hold.
     """
     seen: dict[int, Stored] = {}
     beyond = 0
@@ -82,18 +100,23 @@ def check_source(records: Iterable[Stored], tally: Tally, report: Report, name: 
             seen[record.seq] = record
             _compare(record, tally, report, name)
     begin = min(seen, default=tally.position + 1) if first is None else first
-    _check_gaps(set(range(begin, tally.position + 1)) - seen.keys(), tally, report, name)
+    missing = set(range(begin, tally.position + 1)) - seen.keys()
+    excused = {seq for seq in missing if any(low <= seq <= high for low, high in left_out)}
+    missing -= excused
+    report.fail_all(f"{name}: records {{}} are missing", missing)
     if first is None and begin > tally.position >= 1 and not beyond:
         report.notes.append(f"{name}: holds none of the {tally.position} records that were consumed")
     else:
         report.notes.append(f"{name}: {len(seen)} records compared ({ranges(seen) or 'none'}), {beyond} not consumed yet")
+    return Held(seen.keys(), missing, excused)
 
 
-def _check_gaps(missing: set[int], tally: Tally, report: Report, name: str) -> None:
-    report.fail_all(f"{name}: records {{}} are missing", missing)
-    for seq in missing:
+def check_lost(sources: Sequence[Held], tally: Tally, report: Report) -> None:
+    """Count as lost what no source holds: records of unknown tickets, and tickets that still wait for theirs to be trained."""
+    held = {seq for source in sources for seq in source.seqs}
+    for seq in {seq for source in sources for seq in source.missing} - held:
         if seq in tally.records:
-            report.lost.update(line.ticket for line in tally.records[seq] if line.state not in ("duplicate", "unknown"))
+            report.lost.update(line.ticket for line in tally.records[seq] if line.ticket in tally.open)
         else:
             report.lost_records += 1
 

@@ -44,6 +44,7 @@ class Tally:
         self._matched: set[int] = set()
         self._shortfall = 0
         self._first_step = 0
+        self._shortened = False  # fewer steps than before: the groups of a step under way then stay where they are
         self._in_force: list[tuple[int, int]] = []  # (groups_per_step, max_staleness) since the last boundary
         self._limits: dict[int, list[tuple[int, int]]] = {}  # by step, all that were in force while it was made
         for line in lines:
@@ -65,6 +66,11 @@ class Tally:
                     found.setdefault(number, line)
         return found
 
+    @property
+    def done(self) -> bool:
+        """Whether every step of the rules in force at the end of the file is made."""
+        return bool(self._rules) and self.version >= self._rules["steps"]
+
     def max_staleness(self, step: int) -> int:
         """The loosest bound that ``step`` ran under, -1 where the file does not say."""
         return max((staleness for _, staleness in self._limits.get(step, ())), default=-1)
@@ -76,7 +82,7 @@ class Tally:
         if line.state == "summary":
             self._summary(line)
             return
-        self._rules = line.rules or self._rules
+        before, self._rules = self._rules, line.rules or self._rules
         if line.state == "unrecorded":
             self._first_step = line.step
             fail(f"the ledger file begins at step {line.step}: what became of tickets 1-{line.counts.get('issued', 0)} is not recorded")
@@ -87,6 +93,7 @@ class Tally:
             self._held.pop(line.ticket, None)
         elif line.state == "rules":
             self._in_force.append((line.rules["groups_per_step"], line.rules["max_staleness"]))
+            self._shortened |= line.rules["steps"] < before.get("steps", 0)
             self.records.setdefault(line.seq, []).append(line)
         elif line.state == "issued":
             self._sums["issued"] += 1
@@ -165,13 +172,9 @@ class Tally:
 
     # ----------------------------------------------------------------------------------------------- checking
 
-    def check(self, *, steps: int | None = None) -> None:
-        """All that the file says about itself.
-
-        Args:
-            steps: that the run was to make; once they are made, no ticket may be open.
-        """
-        self._check_tickets(steps)
+    def check(self) -> None:
+        """All that the file says about itself; once all steps are made, no ticket may be open."""
+        self._check_tickets()
         self._check_records()
         self._check_steps()
         for step in self._checkpoints.keys() - self._matched:
@@ -184,7 +187,7 @@ class Tally:
         if (unexplained := self._shortfall - len(self._report.lost) - self._report.lost_records) > 0:
             self._report.lost_records += unexplained
 
-    def _check_tickets(self, steps: int | None) -> None:
+    def _check_tickets(self) -> None:
         report = self._report
         newest = max([*self.issued, *self.ended], default=0)
         if missing := set(range(1, newest + 1)) - self.issued.keys():
@@ -195,9 +198,10 @@ class Tally:
                 report.fail(f"ticket {number} ended {len(lines)} times: {', '.join(line.state for line in lines)}")
             if sum(line.state == "trained" for line in lines) > 1:
                 report.trained_twice.add(number)
-        if steps is not None and self.version >= steps and self.open:
-            report.lost |= self.open
-            report.fail_all(f"all {steps} steps are made, but tickets {{}} have no final state", self.open)
+        unfinished = self.open - (self._held.keys() if self._shortened else set())
+        if self.done and unfinished:
+            report.lost |= unfinished
+            report.fail_all(f"all {self.version} steps are made, but tickets {{}} have no final state", unfinished)
 
     def _check_records(self) -> None:
         report = self._report

@@ -29,7 +29,7 @@ async def audit_run(options: argparse.Namespace) -> int:
         books = read_books(place.folder)
         log = await read_log(bus) if bus else None
     tap = tapped.read(Path(options.tap)) if options.tap else None
-    report = reconcile(books, place.config, log=log, tap=tap)
+    report = reconcile(books, log=log, tap=tap)
     if not bus:
         report.notes.append(f"the broker's log was not compared: {why}")
     _print(report, place.name, as_json=options.json)
@@ -71,7 +71,7 @@ def _print(report: Report, run: str, *, as_json: bool) -> None:
         print(json.dumps(figures))
         return
     print(f"run {run}")
-    for name in ("tickets", "trained", "filtered", "dropped", "dead", "open", "lost", "trained_twice"):
+    for name in ("tickets", "trained", "filtered", "dropped", "dead", "open", "lost", "trained_twice", "not_archived"):
         print(f"  {name:14}{figures[name]}")
     for note in report.notes:
         print(f"  {note}")

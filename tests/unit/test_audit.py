@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +16,7 @@ import run_folder_kit as kit
 
 from broker import wire
 from broker.errors import DataError, UserError
-from learner import segments
+from learner import archive, segments
 from learner.archive import files
 from learner.audit import tapped
 from learner.audit.report import Report, ranges
@@ -25,7 +26,13 @@ from learner.audit.tally import Tally
 from learner.ledger import Arrived, Ledger
 from learner.ledgerfile import Line, Scribe
 
-CLEAN = {"tickets": 12, "trained": 8, "filtered": 0, "dropped": 2, "dead": 2, "open": 0, "lost": 0, "trained_twice": 0, "ok": True}
+CLEAN = {"tickets": 12, "trained": 8, "filtered": 0, "dropped": 2, "dead": 2, "open": 0, "lost": 0, "trained_twice": 0}
+CLEAN |= {"not_archived": 0, "ok": True}
+
+
+def consumed(world: kit.World) -> int:
+    """Sequence of the last record that the learner has consumed."""
+    return max(line.seq for line in kit.ledger_lines(world.folder))
 
 
 async def a_run(folder: Path, **more: Any) -> kit.World:
@@ -37,7 +44,7 @@ async def a_run(folder: Path, **more: Any) -> kit.World:
 
 def check(world: kit.World, *, log: bool = False, tap: bool = False) -> Report:
     broker = (1, [stored(record) for record in world.log]) if log else None
-    return reconcile(read_books(world.folder), world.config, log=broker, tap=world.tap if tap else None)
+    return reconcile(read_books(world.folder), log=broker, tap=world.tap if tap else None)
 
 
 def figures(report: Report) -> dict[str, Any]:
@@ -98,6 +105,68 @@ async def test_a_completed_run_that_goes_further_is_right(tmp_path: Path) -> Non
     wrong = json.loads(lines[3]) | {"ticket/issued": 13, "ticket/open": 1}  # neither before nor after the credit was opened again
     put(world.folder / "metrics.jsonl", [*lines[:3], json.dumps(wrong), *lines[4:]])
     assert check(world).problems == ["step 4: metrics.jsonl and the ledger file disagree on issued, open"]
+
+
+@SIZES
+@pytest.mark.parametrize("again", [False, True])
+async def test_records_that_were_not_archived_are_not_lost(tmp_path: Path, segment_bytes: int, again: bool) -> None:
+    """The archive is on, then off, then perhaps on again; groups per step and the configuration on disk change with it."""
+    world = await a_run(tmp_path, segment_bytes=segment_bytes)
+    archived = consumed(world)
+    world.keep, world.rules = False, replace(world.rules, steps=6, groups_per_step=4)
+    await world.learn()
+    without = consumed(world) - archived
+    if again:
+        world.keep, world.rules = True, replace(world.rules, steps=9, groups_per_step=3)
+        with pytest.raises(kit.Killed):
+            await world.learn(die_at=world.log[-1].seq + 3)
+        await world.learn()
+    world.config["train"] = {"steps": 1}
+    (world.folder / "config.yaml").write_text(json.dumps(world.config))
+    report = check(world)
+    assert report.problems == []
+    found = figures(report)
+    assert (found["lost"], found["open"], found["ok"], found["not_archived"]) == (0, 0, True, without)
+    assert any(note.startswith(f"not archived: {without} records ({archived + 1}-") for note in report.notes), report.notes
+
+
+async def test_an_archive_that_is_off_keeps_what_an_earlier_life_wrote(tmp_path: Path) -> None:
+    """Killed behind its checkpoint, then off: records that were archived stay; a life that archives again takes the place of the rest."""
+    world = kit.World(tmp_path / "run")
+    with pytest.raises(kit.Killed):
+        await world.learn(die_at=11)
+    world.keep = False
+    with pytest.raises(kit.Killed):
+        await world.learn(die_at=14)
+    archived = archive.paused(world.folder / "samples")
+    assert archived == [(11, sys.maxsize - 1)]
+    assert [frame.seq for frame in archive.frames(world.folder / "samples")] == list(range(1, 11))
+    assert figures(check(world))["not_archived"] == 3
+    world.keep = True
+    await world.learn()
+    report = check(world)
+    assert (report.problems, report.not_archived) == ([], 0)
+
+
+async def test_a_damaged_archive_loses_no_ticket(tmp_path: Path) -> None:
+    """Its gap is a problem, but the tickets of the missing records have ended."""
+    world = await a_run(tmp_path)
+    _, path = files(world.folder / "samples")[1]
+    whole = path.read_bytes()
+    path.write_bytes(whole[: whole.index(b"RLS1", 4)])
+    report = check(world)
+    assert report.problems[0].startswith("the archive: records ")
+    assert figures(report)["lost"] == 0
+
+
+async def test_a_ticket_whose_record_is_gone_before_its_step_is_lost(tmp_path: Path) -> None:
+    world = kit.World(tmp_path / "run", kit.group_only, keep=False)
+    with pytest.raises(kit.Killed):
+        await world.learn(die_at=4)
+    broker = [stored(record) for record in world.log if record.seq != 3]
+    report = reconcile(read_books(world.folder), log=(1, broker))
+    assert report.problems == ["the broker's log: records 3 are missing"]
+    assert report.lost == {3}
 
 
 @SIZES
@@ -187,11 +256,11 @@ async def test_each_record_removed_from_the_log_fails(tmp_path: Path) -> None:
     world = await a_run(tmp_path, keep=False)
     whole = [stored(record) for record in world.log]
     for i, record in enumerate(whole):
-        report = reconcile(read_books(world.folder), world.config, log=(1, whole[:i] + whole[i + 1 :]))
+        report = reconcile(read_books(world.folder), log=(1, whole[:i] + whole[i + 1 :]))
         if record.seq > 15:  # after the last step nothing was consumed
             continue
         assert f"the broker's log: records {record.seq} are missing" in report.problems
-    trimmed = reconcile(read_books(world.folder), world.config, log=(9, whole[8:]))
+    trimmed = reconcile(read_books(world.folder), log=(9, whole[8:]))
     assert trimmed.ok
     assert any("records compared (9-" in note for note in trimmed.notes)
 
@@ -208,7 +277,7 @@ async def test_another_record_in_the_log_fails(tmp_path: Path) -> None:
     other = world.log.pop()
     forged = [stored(r) for r in world.log]
     forged.insert(2, stored(other).__class__(3, 2, stored(other).digest, True, 0, 0))
-    report = reconcile(read_books(world.folder), world.config, log=(1, forged))
+    report = reconcile(read_books(world.folder), log=(1, forged))
     assert len(report.problems) == 1
     assert report.problems[0].startswith("the broker's log: record 3 is of ticket 2 (")
 
@@ -274,7 +343,7 @@ async def test_tokens_beyond_the_bound_fail(tmp_path: Path) -> None:
     forged = [stored(record) for record in world.log]
     last = forged[7]
     forged[7] = last.__class__(last.seq, last.ticket, last.digest, True, 0, 2)
-    report = reconcile(read_books(world.folder), world.config, log=(1, forged))
+    report = reconcile(read_books(world.folder), log=(1, forged))
     assert report.problems == ["ticket 8, trained in step 4: the broker's log says that a token is of version 0, the bound is 1"]
 
 
@@ -370,7 +439,7 @@ def test_a_long_run_is_audited_in_linear_time() -> None:
             began = time.process_time()
             tally = Tally(lines, report)
             check_metrics(metrics, tally, report)
-            tally.check(steps=steps)
+            tally.check()
             found.append(time.process_time() - began)
         assert report.problems == []
         assert report.counts["trained"] == 2 * steps
