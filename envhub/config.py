@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import PositiveFloat, PositiveInt
 
@@ -11,6 +11,8 @@ from broker.errors import ConfigError
 
 if TYPE_CHECKING:
     from envhub.domain import Domain
+
+EVAL_TASKS: Final = 256  # per domain, where `eval.tasks` is null and every domain has as many
 
 
 class EnvhubSection(Section):
@@ -41,7 +43,8 @@ def check(config: dict[str, Any]) -> None:
     for domain in domains.values():
         _check_numbers(domain, config)
         domain.check()
-        _check_eval(domain, config.get("eval") or {})
+    if (section := config.get("eval") or {}).get("every_steps"):
+        section["tasks"] = num_eval_tasks(config)
     _check_demonstrations(domains, config.get("warm_start") or {})
 
 
@@ -58,16 +61,28 @@ def data_digests(config: dict[str, Any]) -> dict[str, str]:
     return {file: digest_file(file) for file in sorted(files)}
 
 
-def held_out(config: dict[str, Any]) -> dict[str, int]:
-    """How many held-out tasks each domain has, without those that never run out; for ``rlearner eval``.
+def num_eval_tasks(config: dict[str, Any]) -> int:
+    """Return how many tasks of each domain an evaluation measures: ``eval.tasks``, by default 256 or as many as every domain has.
+
+    No task is measured twice, since it would count as another one.
 
     Raises:
+        ConfigError: a domain has no held-out tasks, or fewer than ``eval.tasks``.
         UserError: as ``check``.
     """
     from envhub.domain import load_domains
 
-    counts = {name: domain.num_tasks("eval") for name, domain in load_domains(config).items()}
-    return {name: count for name, count in counts.items() if count is not None}
+    wanted, least = config["eval"]["tasks"], EVAL_TASKS
+    for name, domain in load_domains(config).items():
+        there = domain.num_tasks("eval")
+        if there is None:
+            continue
+        if not there:
+            raise ConfigError("eval.tasks", wanted or EVAL_TASKS, f"domain {name} has no held-out tasks; eval.every_steps=0 measures none")
+        if wanted is not None and wanted > there:
+            raise ConfigError("eval.tasks", wanted, f"at most {there}, the held-out tasks of domain {name}")
+        least = min(least, there)
+    return least if wanted is None else int(wanted)
 
 
 def _check_numbers(domain: Domain, config: dict[str, Any]) -> None:
@@ -89,14 +104,6 @@ def _check_numbers(domain: Domain, config: dict[str, Any]) -> None:
         check_section(domain.name, section, domain.args)
     if not domain.environment.has_reward and not section.rewards:
         raise ConfigError(f"{key}.rewards", [], f"environment {section.env} gives no reward of its own; name at least one reward")
-
-
-def _check_eval(domain: Domain, section: dict[str, Any]) -> None:
-    if not section.get("every_steps"):
-        return
-    there = domain.num_tasks("eval")
-    if there is not None and section["tasks"] > there:
-        raise ConfigError("eval.tasks", section["tasks"], f"at most {there}, the held-out tasks of domain {domain.name}")
 
 
 def _check_demonstrations(domains: dict[str, Domain], section: dict[str, Any]) -> None:

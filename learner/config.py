@@ -184,7 +184,7 @@ class EvalSection(Section):
     """Held-out tasks, measured without stopping training."""
 
     every_steps: NonNegativeInt = 0  # 0: never
-    tasks: PositiveInt = 256  # per domain
+    tasks: PositiveInt | None = None  # per domain; null: 256, or as many as the domain with the fewest has
     group_size: PositiveInt = 1  # episodes per task
     temperature: NonNegativeFloat = 1.0
     at_start: bool = True

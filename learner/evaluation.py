@@ -201,4 +201,5 @@ class Evaluations:
 
     def _tasks(self) -> list[tuple[str, int]]:
         """Domains take turns, so that none is measured at much newer weights than another."""
+        assert self._section.tasks is not None, "validation fills it in wherever tasks are measured"
         return [(name, index) for index in range(self._section.tasks) for name in self._domains]

@@ -36,8 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
         from learner.evaluate.tasks import fitted
         from learner.prepare import name_run
 
-        named = name_run(load(arguments.config, arguments.overrides), f"eval-{Path(arguments.config).stem}")
-        config = fitted(validate(named), named)
+        asked = name_run(load(arguments.config, arguments.overrides), f"eval-{Path(arguments.config).stem}")
+        config = fitted(validate(asked))
         await asyncio.to_thread(refuse_fleet, config)
         await evaluate(config, arguments.model, stop, gpus=arguments.gpus, as_json=arguments.json)
 

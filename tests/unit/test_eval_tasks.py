@@ -1,4 +1,4 @@
-"""``rlearner eval`` measures each held-out task once, and says so where more are asked for."""
+"""A run and ``rlearner eval`` measure each held-out task once: fewer by default, and an error where more are asked for."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def questions(folder: Path, rows: int, **env_args: Any) -> dict[str, Any]:
 
 
 def tasks(**asked: Any) -> int:
-    found: int = fitted(validate(asked), asked)["eval"]["tasks"]
+    found: int = fitted(validate(asked))["eval"]["tasks"]
     return found
 
 
@@ -41,5 +41,22 @@ def test_more_than_there_are_is_refused_as_in_a_run(tmp_path: Path) -> None:
         tasks(domains=domains, eval={"tasks": 3})
     with pytest.raises(ConfigError, match=line):
         validate({"domains": domains, "eval": {"tasks": 3, "every_steps": 1}})
-    with pytest.raises(ConfigError, match=r"^eval\.tasks: 256 is not allowed; domain none has no held-out tasks$"):
+    with pytest.raises(
+        ConfigError, match=r"^eval\.tasks: 256 is not allowed; domain none has no held-out tasks; eval\.every_steps=0 measures none$"
+    ):
         tasks(domains={"none": questions(tmp_path, 8, eval_share=0)})
+
+
+def test_a_run_lowers_the_default_by_itself(tmp_path: Path) -> None:
+    """Nobody asked for 256 of them."""
+    domains = {"few": questions(tmp_path, 1000, eval_share=0.05)}
+    assert validate({"domains": domains, "eval": {"every_steps": 1}})["eval"]["tasks"] == 50
+    assert validate({"domains": {**domains, "lake": LAKE}, "eval": {"every_steps": 1}})["eval"]["tasks"] == 50
+    assert validate({"domains": {"lake": LAKE}, "eval": {"every_steps": 1}})["eval"]["tasks"] == 256
+    with pytest.raises(ConfigError, match=r"^eval\.tasks: 51 is not allowed; at most 50, the held-out tasks of domain few$"):
+        validate({"domains": domains, "eval": {"every_steps": 1, "tasks": 51}})
+
+
+def test_a_run_that_measures_nothing_needs_no_held_out_tasks(tmp_path: Path) -> None:
+    config = validate({"domains": {"none": questions(tmp_path, 8, eval_share=0)}})
+    assert config["eval"]["tasks"] is None

@@ -17,7 +17,7 @@ from broker import wire
 from broker.config import Reward
 from broker.runspec import load, validate
 from envhub.calls import Calls
-from envhub.config import held_out
+from envhub.config import num_eval_tasks
 from envhub.domain import Domain, load_domains
 from envhub.players import Limits, Players
 from envhub.task import Played, Task
@@ -144,7 +144,7 @@ async def test_a_policy_by_chance_meets_both_ends(crew: Players) -> None:
 
 async def test_a_question_is_a_success_where_the_first_reward_is_one(crew: Players) -> None:
     config: dict[str, Any] = validate(load("sums.yaml"))
-    assert held_out(config) == {"sums": 1}
+    assert num_eval_tasks(config) == 1
     domain = load_domains(config)["sums"]
     reference = (await play(crew, domain, {0: "?"})).reference
     for said, reward in ((reference, 1.0), ("x", 0.0)):
