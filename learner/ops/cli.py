@@ -43,7 +43,7 @@ def add_parsers(subparsers: Any) -> None:
         metavar="STEP",
         type=natural,
         required=True,
-        help="begin at this step's checkpoint, 0: at the beginning",
+        help="begin at the checkpoint of this step, which must still exist; 0: at the beginning",
     )
     replay.add_argument("--to", dest="last", metavar="STEP", type=natural, required=True, help="last step to make")
     replay.add_argument(

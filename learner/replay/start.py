@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,20 +37,33 @@ class Start:
 
 
 def find_start(folder: Path, config: Mapping[str, Any], step: int) -> Start:
-    """The newest checkpoint that is not behind ``step``, else the beginning.
+    """Return the checkpoint of ``step``, or for 0 the beginning of the run.
 
     Args:
         config: of the run.
 
     Raises:
-        UserError: the run kept no records, or what it began with is gone.
+        UserError: the run kept no records, has no checkpoint of that step, or what it began with is gone.
     """
     if not archive.files(folder / archive.FOLDER):
         raise UserError(f"{folder / archive.FOLDER}: no records to replay; the run must be made with samples.keep=true")
-    kept = [checkpoint.read(path) for path in checkpoint.found(folder / "checkpoints")]
-    resumed = next((one for one in reversed(kept) if one.step <= step), None)
-    ledger = Ledger.load(resumed.ledger) if resumed else Ledger(_first_rules(folder / archive.FOLDER))
-    return Start(first_weights(folder, config), resumed, ledger)
+    kept = {one.step: one for one in map(checkpoint.read, checkpoint.found(folder / "checkpoints"))}
+    if step and step not in kept:
+        raise UserError(f"--from {step}: no checkpoint of step {step} is kept; {_starts(folder, config, sorted(kept))}")
+    ledger = Ledger.load(kept[step].ledger) if step else Ledger(_first_rules(folder / archive.FOLDER))
+    return Start(first_weights(folder, config), kept[step] if step else None, ledger)
+
+
+def _starts(folder: Path, config: Mapping[str, Any], kept: Sequence[int]) -> str:
+    """Where the run can be replayed from, in words."""
+    try:
+        _first_rules(folder / archive.FOLDER)
+        first_weights(folder, config)
+    except UserError as error:
+        beginning = f"the beginning cannot be replayed ({error})"
+    else:
+        beginning = "the run can be replayed from its beginning (--from 0)"
+    return f"there are checkpoints of steps {', '.join(map(str, kept)) or 'none'}; {beginning}"
 
 
 def first_weights(folder: Path, config: Mapping[str, Any]) -> str:

@@ -61,9 +61,20 @@ def test_from_the_checkpoint_before(killed: Path, capsys: pytest.CaptureFixture[
     assert lines[0].endswith("checkpoints/step-000006 (step 6) to step 7")
     assert lines[1].startswith("step 7: identical: ")
     assert lines[-1] == "identical: 1 steps, and all tensors of checkpoint 7"
-    code, out, _ = replay(capsys, killed, "--from", "2", "--to", "3")
+    code, out, _ = replay(capsys, killed, "--from", "0", "--to", "1")
     assert code == 0
-    assert out.splitlines()[0].endswith("model (step 0) to step 3")
+    assert out.splitlines()[0].endswith("model (step 0) to step 1")
+
+
+def test_from_a_checkpoint_that_was_pruned(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Refused, with what exists; the beginning is named only while the run can be replayed from there."""
+    pruned = "error: --from 4: no checkpoint of step 4 is kept; there are checkpoints of steps 6, 7; "
+    code, out, err = replay(capsys, copied, "--from", "4", "--to", "7")
+    assert (code, out, err) == (2, "", pruned + "the run can be replayed from its beginning (--from 0)\n")
+    shutil.rmtree(copied / "model")
+    code, _, err = replay(capsys, copied, "--from", "4", "--to", "7", "--json")
+    gone = f"{copied / 'model'}: the weights that the run began with are not there"
+    assert (code, err) == (2, f"{pruned}the beginning cannot be replayed ({gone})\n")
 
 
 def test_the_first_difference_is_named(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
