@@ -34,9 +34,9 @@ from bench.server_http import KEY, Streamed, add_tokenizer
 from broker import channel, runspec, wire
 from broker.channel import ChannelClient
 from broker.children import spawn
+from broker.entry import EXIT_USER_ERROR
 from broker.jetstream import Bus
 from broker.presence import Roster
-from broker.process import EXIT_USER_ERROR
 from broker.server import BrokerServer
 
 START_S: Final = 600.0

@@ -12,6 +12,7 @@ from typing import Any, Final, get_args, get_type_hints
 
 from broker import letters, operations, process, wire
 from broker.arguments import natural, port, positive
+from broker.entry import enter
 from broker.errors import UserError
 from broker.jetstream import Bus
 from broker.keeper import Keeper
@@ -26,10 +27,14 @@ Operation = Callable[[Bus, argparse.Namespace], Awaitable[None]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; its exit code: 0 done, 2 bad input (one line says what), 1 anything else."""
-    options = parser().parse_args(argv)
-    body: Callable[[argparse.Namespace, Stop], Any] = options.body
-    return process.main("broker", lambda stop: body(options, stop))
+    """Run the command; its exit code."""
+
+    def run() -> int:
+        options = parser().parse_args(argv)
+        body: Callable[[argparse.Namespace, Stop], Any] = options.body
+        return process.main("broker", lambda stop: body(options, stop))
+
+    return enter(run)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -10,7 +10,6 @@ import os
 import resource
 import secrets
 import signal
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
@@ -21,6 +20,7 @@ import uvloop
 
 from broker import logs, wire
 from broker.arguments import positive
+from broker.entry import EXIT_FAULT, EXIT_STOPPED, output_is_closed, refuse
 from broker.errors import ConfigError, RlearnerError, UserError
 from broker.jetstream import Bus
 from broker.member import Member, Stop
@@ -33,8 +33,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-EXIT_USER_ERROR: Final = 2
-EXIT_SECOND_SIGNAL: Final = 130
 DEFAULT_BROKER: Final = "nats://127.0.0.1:4222"
 SAY_EVERY_S: Final = 5.0
 POLL_S: Final = 0.5
@@ -50,7 +48,7 @@ class Stopped(RlearnerError):
 
 
 def main(role: str, body: Callable[[Stop], Coroutine[Any, Any, None]]) -> int:
-    """Run a process's coroutine on uvloop until it returns; the exit code.
+    """Run a process's coroutine on uvloop until it returns; the exit code. To be called inside ``broker.entry.enter``.
 
     0: done or drained. 2: UserError, printed as one line ``error: …`` on stderr without a traceback.
     1: anything else, with a traceback. Logs go to stderr, one line each: time, level, run, role, id, message, key=value.
@@ -67,11 +65,12 @@ def main(role: str, body: Callable[[Stop], Coroutine[Any, Any, None]]) -> int:
     except Exception as error:
         if _find(error, Stopped):
             return 0
+        if (broken := _find(error, BrokenPipeError)) and output_is_closed():
+            raise broken from None
         if user_error := _find(error, UserError):
-            print(f"error: {' '.join(str(user_error).split())}", file=sys.stderr)
-            return EXIT_USER_ERROR
+            return refuse(user_error)
         log.exception("%s: %s", type(error).__name__, error)
-        return 1
+        return EXIT_FAULT
     return 0
 
 
@@ -106,7 +105,7 @@ def _signals(stop: Stop, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
         count += 1
         if count > 1:
             os.write(2, b"second signal, stopped at once\n")
-            os._exit(EXIT_SECOND_SIGNAL)
+            os._exit(EXIT_STOPPED)
         loop.call_soon_threadsafe(stop.request, signal.Signals(number).name)
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from broker.arguments import add_config, count, natural, share, tokens
-from broker.errors import UserError
+from broker.entry import enter
 
 EPILOG = """also:
   envhub demos CONFIG    write demonstrations of an imperfect solver for a warm start
@@ -20,15 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = _COMMANDS.get(arguments[0]) if arguments else None
-    if command is None:
-        return _serve(arguments)
-    try:
-        return command(arguments[1:])
-    except UserError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    return enter(lambda: _serve(arguments) if command is None else command(arguments[1:]))
 
 
 def parser() -> argparse.ArgumentParser:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from broker.arguments import add_config, positive
-from broker.errors import UserError
+from broker.entry import enter
 from learner.doctor import cli as doctor_cli
 from learner.evaluate import cli as eval_cli
 from learner.ops import cli as ops_cli
@@ -19,15 +19,13 @@ from learner.up import cli as up_cli
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; its exit code: 0 done, 2 bad input (one line says what), 1 anything else."""
-    options = _parse(list(sys.argv[1:] if argv is None else argv))
-    try:
+    """Run the command; its exit code."""
+
+    def run() -> int:
+        options = _parse(list(sys.argv[1:] if argv is None else argv))
         return int(options.run(options))
-    except UserError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+
+    return enter(run)
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:

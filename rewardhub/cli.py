@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from broker import process
 from broker.arguments import count, names, tokens
+from broker.entry import enter
 
 
 def parser() -> argparse.ArgumentParser:
@@ -29,8 +30,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the hub; the exit code."""
     from rewardhub.service import serve
 
-    options = parser().parse_args(argv)
-    return process.main("rewardhub", lambda stop: serve(options, stop))
+    def run() -> int:
+        options = parser().parse_args(argv)
+        return process.main("rewardhub", lambda stop: serve(options, stop))
+
+    return enter(run)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from typing import Final
 
 from broker import process
 from broker.arguments import port
+from broker.entry import enter
 from rollout import service
 
 HTTP_PORT: Final = 8000
@@ -54,8 +55,12 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the server; the exit code."""
-    options = parser().parse_args(arguments)
-    return process.main("rollout", lambda stop: service.run(options, stop))
+
+    def run() -> int:
+        options = parser().parse_args(arguments)
+        return process.main("rollout", lambda stop: service.run(options, stop))
+
+    return enter(run)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,9 @@ from typing import Final
 
 from broker import gpus
 from broker.children import spawn
+from broker.entry import EXIT_USER_ERROR
 from broker.errors import UserError
-from broker.process import EXIT_USER_ERROR, Stop
+from broker.process import Stop
 from broker.registry import resolve
 from rollout.config import RolloutSection
 from rollout.engines import ENGINE_ARGS

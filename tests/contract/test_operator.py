@@ -187,6 +187,36 @@ async def test_trace_and_status(bus: Bus, broker_url: str, run_name: str, tmp_pa
     assert "broker       no broker answered at nats://127.0.0.1:1" in out
 
 
+async def test_a_closed_pipe_ends_a_command_without_a_word(bus: Bus, broker_url: str, run_name: str, tmp_path: Path) -> None:
+    """Into `head`, which has left: with output written as it comes, and with output written at the end."""
+    config = fleet.config(str(tmp_path), run_name, train={"steps": 1, "max_staleness": 0}, samples={"keep": True})
+    async with fleet.Hub(bus, eventful), asyncio.timeout(120):
+        await serve(config, broker_url, Stop(), connect_deadline_s=60)
+    run = (run_name, "--dir", str(tmp_path))
+    file = str(tmp_path / run_name / "config.yaml")
+    commands = [
+        ("status", *run),
+        ("audit", *run),
+        ("trace", run_name, "1", *run[1:]),
+        ("show", run_name, "2", *run[1:]),
+        ("replay", *run, "--from", "0", "--to", "1"),
+        ("doctor",),
+        ("check", file),
+    ]
+    for number, arguments in enumerate(commands):
+        read, write = os.pipe()
+        os.close(read)
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1" if number % 2 else ""}
+        child = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "learner.cli", *arguments, stdout=write, stderr=asyncio.subprocess.PIPE, env=environment
+        )
+        os.close(write)
+        _, err = await asyncio.wait_for(child.communicate(), LONG_S)
+        assert b"BrokenPipeError" not in err, arguments
+        assert b"Traceback" not in err, arguments
+        assert child.returncode == 141, (arguments, err)
+
+
 async def test_pause_resume_drain_stop(bus: Bus, broker_url: str, run_name: str, tmp_path: Path) -> None:
     config = fleet.config(str(tmp_path), run_name)
     pausing = asyncio.Event()
