@@ -31,6 +31,7 @@ from broker.jetstream import Bus, LogRecord
 from broker.streams import SAMPLES, TICKETS, Stream
 from learner import archive, intake, segments
 from learner.ledger import LOST, Entry, Ledger
+from learner.ops.place import moved_from
 from learner.tickets import REBASE
 
 log = logging.getLogger(__name__)
@@ -100,7 +101,16 @@ class Recovery:
             problems.append(f"samples no longer hold record {gone[0].seq}, the group of ticket {gone[0].number}")
         self._lost = "; ".join(problems)
         if self._lost and not rebase:
-            raise LostState(f"the broker's {self._lost}; {REBASE}")
+            raise LostState(f"the broker's {self._lost}; {self._advice()}")
+
+    def _advice(self) -> str:
+        """How to go on after a loss; on the broker that the run was last trained with, if that is another one, nothing may be lost."""
+        if not (other := moved_from(self._folder, self._bus.link.url)):
+            return REBASE
+        return (
+            f"the run was last trained with the broker at {other}: `rlearner start {self._folder} --broker {other}` goes on there; "
+            "if that has lost its store, --rebase goes on with the open tickets counted dead"
+        )
 
     async def mend(self) -> Resumed:
         """Go on, by a rebase where ``look`` has found a loss; only for whoever holds the run."""

@@ -84,9 +84,10 @@ async def serve(
             rivals = await _refuse_rivals(stack, bus, folder, stop) if not take_over else None
             if is_new:
                 write_config(folder, config)  # demonstrations are played by it; settings of a later life take its place when it has the run
+                note_broker(folder, url)
             await bus.ensure_streams()
-            note_broker(folder, url)
             learner = await stack.enter_async_context(_open(config, folder, bus, stop, rivals, rebase=rebase))
+            note_broker(folder, url)  # only now: until this learner holds the run, another one may, on another broker
             await learner.run()
     except (LostState, Fenced) as error:
         raise UserError(str(error)) from None

@@ -20,6 +20,7 @@ from broker.runspec import find_runs
 
 ADDRESS: Final = "broker.url"
 EPOCH: Final = "epoch"
+UP_LOCK: Final = ".lock"  # held by `rlearner up`; a line with its process id, then one with the address of its private broker
 DEADLINE_S: Final = 2.0
 
 
@@ -67,9 +68,27 @@ def find(run: str, folder: str) -> Place:
 
 
 def address(named: str | None, folder: Path) -> str:
-    """The broker that the user named, else the one that the run's learner was last connected to, else the usual one."""
+    """The broker that the user named, else the one that the run was last trained with, else the usual one."""
+    return named or noted_address(folder) or process.DEFAULT_BROKER
+
+
+def noted_address(folder: Path) -> str:
+    """The broker that the run was last trained with, empty when none is noted."""
     note = folder / ADDRESS
-    return named or (note.read_text(encoding="utf-8").strip() if note.is_file() else "") or process.DEFAULT_BROKER
+    return note.read_text(encoding="utf-8").strip() if note.is_file() else ""
+
+
+def private_addresses(folder: Path) -> list[str]:
+    """Addresses that private brokers of this folder have had, oldest first; each ended with the ``rlearner up`` that started it."""
+    file = folder / UP_LOCK
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    return [line for line in lines if "://" in line]
+
+
+def moved_from(folder: Path, url: str) -> str:
+    """The address of another broker than ``url`` that the run was last trained with; empty when there is none, or it has ended."""
+    noted = noted_address(folder)
+    return "" if noted in (url, *private_addresses(folder)) else noted
 
 
 def note_broker(folder: Path, url: str) -> None:

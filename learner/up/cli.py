@@ -36,14 +36,16 @@ def run(arguments: argparse.Namespace) -> int:
         def read(overrides: list[str]) -> dict[str, Any]:
             return validate(name_run(load(arguments.config, overrides), arguments.config))
 
+        from learner.up.run import is_completed, up
+
         config = read(arguments.overrides)
+        if await is_completed(config):
+            return
         if found := await asyncio.to_thread(settled, config):
             print(f"on this machine: {' '.join(found)}", flush=True)
             arguments.overrides += found
             config = read(arguments.overrides)
         await asyncio.to_thread(refuse_fleet, config)
-        from learner.up.run import up
-
         overrides = [o for o in arguments.overrides if not o.startswith("run.name=")]
         await up(config, [arguments.config, *overrides, f"run.name={config['run']['name']}"], stop, force=arguments.force)
 

@@ -30,11 +30,33 @@ from learner.continuing import refuse
 from learner.prepare import make_folder, nothing_left, run_folder
 from learner.up.artifacts import finish
 from learner.up.board import Board
+from learner.up.claim import STORE, Claim, refuse_elsewhere
 from learner.up.fleet import Child, Fleet, cpu_seconds
 from learner.up.view import screen
 
 DRAW_EVERY_S = 0.25
 LEARNER_PATIENCE_S = 30.0  # for its last checkpoint
+
+
+async def is_completed(config: dict[str, Any]) -> bool:
+    """Whether all steps of the run are made, which is said then; to be asked before anything is written.
+
+    Raises:
+        UserError: the run is live, or only another broker has its streams.
+    """
+    run_folder(config)  # refuses what can be none
+    run, folder = _where(config)
+    made, steps = newest(folder / "checkpoints"), section(config, "train", TrainSection).steps
+    if made is not None and made.step == steps:
+        print(nothing_left(run, steps), flush=True)
+        return True
+    await refuse_elsewhere(folder, run)
+    return False
+
+
+def _where(config: dict[str, Any]) -> tuple[str, Path]:
+    """The run's name, and its folder as the user would write it."""
+    return config["run"]["name"], Path(config["run"]["dir"]) / config["run"]["name"]
 
 
 async def up(config: dict[str, Any], arguments: list[str], stop: Stop, *, force: bool = False) -> None:
@@ -46,23 +68,28 @@ async def up(config: dict[str, Any], arguments: list[str], stop: Stop, *, force:
         force: see ``learner/continuing.py``.
 
     Raises:
-        UserError: a run cannot go on with these settings, or a child ended with exit code 2; its own line.
+        UserError: a run cannot go on with these settings, or a child ended with exit code 2; its own line. Or another ``rlearner up``
+            holds the folder.
     """
-    run_folder(config)  # refuses what can be none
-    run, folder = config["run"]["name"], Path(config["run"]["dir"]) / config["run"]["name"]
+    run, folder = _where(config)
     settings = section(config, "broker", BrokerSection)
-    most_gib = settings.store_max_gib or PRIVATE_STORE_GIB
-    changed = await asyncio.to_thread(refuse, folder, {**config, "broker": {**config["broker"], "store_max_gib": most_gib}}, force=force)
+    config = {**config, "broker": {**config["broker"], "store_max_gib": settings.store_max_gib or PRIVATE_STORE_GIB}}
+    changed = await asyncio.to_thread(refuse, folder, config, force=force)
     make_folder(folder)
+    with Claim(folder, run) as claim:
+        await _up(config, run, folder, arguments, stop, claim, changed, force=force)
+
+
+async def _up(
+    config: dict[str, Any], run: str, folder: Path, arguments: list[str], stop: Stop, claim: Claim, changed: list[str], *, force: bool
+) -> None:
+    settings, steps = section(config, "broker", BrokerSection), section(config, "train", TrainSection).steps
     logs = folder / "logs"
-    made, steps = newest(folder / "checkpoints"), section(config, "train", TrainSection).steps
-    if made is not None and made.step == steps:
-        print(nothing_left(run, steps), flush=True)
-        return
     print(f"run {run}, logs in {logs}", *(f"changed since the last start: {change}" for change in changed), sep="\n", flush=True)
     started = time.monotonic()
-    store = str(folder / "broker")
+    store, most_gib = str(folder / STORE), settings.store_max_gib
     with BrokerServer(store, sync_always=settings.sync_always, store_max_gib=most_gib, num_procs=1) as broker:
+        claim.note(broker.url)
         fleet = Fleet(logs, {"RL_BROKER": broker.url, "RL_RUN": run})
         try:
             learner = fleet.add("learner", "learner.cli", ["start", *arguments, f"broker.store_max_gib={most_gib}", *["--force"] * force])

@@ -8,14 +8,11 @@ from typing import Any
 import pytest
 import run_folder_kit as kit
 
-from broker.process import Stop
-from broker.runspec import load, validate
 from learner import checkpoint
+from learner.cli import main
 from learner.ledger import Ledger
-from learner.prepare import name_run
 from learner.up import artifacts
 from learner.up.artifacts import finish
-from learner.up.run import up
 
 ARGUMENTS = ["configs/quickstart.yaml", "train.steps=9", "run.name=a"]
 
@@ -31,8 +28,7 @@ def written(folder: Path, step: int) -> None:
 def test_a_completed_run_is_told_so_and_nothing_is_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written(tmp_path / "a", 3)
     given = ["train.steps=3", f"run.dir={tmp_path}", "run.name=a"]
-    config = validate(name_run(load("configs/quickstart.yaml", given), "configs/quickstart.yaml"))
-    asyncio.run(up(config, ["configs/quickstart.yaml", *given], Stop()))
+    assert main(["up", "configs/quickstart.yaml", *given]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "run a has completed its 3 steps: nothing is left to do; raise train.steps to go on, or choose another run.name"
     ]

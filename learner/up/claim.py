@@ -1,0 +1,92 @@
+"""Whether ``rlearner up`` may have a run: one at a time, and only where no other broker holds the run's streams."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import IO, Final
+
+from broker import addresses, wire
+from broker.errors import BrokerUnreachable, UserError
+from broker.jetstream import Bus
+from broker.locks import lock
+from broker.presence import census
+from broker.runspec import find_runs
+from learner.doctor.broker_side import ask
+from learner.ops.place import DEADLINE_S, UP_LOCK, moved_from, noted_epoch, private_addresses
+
+STORE: Final = "broker"  # the private broker's folder in that of the run
+
+
+async def refuse_elsewhere(folder: Path, run: str) -> None:
+    """Ask the broker that the run was last trained with, if that is not a private one of this folder. Writes nothing.
+
+    Raises:
+        UserError: a learner trains the run there, or only that broker can have the run's streams.
+    """
+    url = moved_from(folder, "")
+    if not url:
+        return
+    learners, problem = await _ask(url, run)
+    if learners:
+        one = learners[0]
+        raise UserError(f"run {run} is live at {url} (learner on {one.host}, process {one.pid}); `rlearner status {folder}` shows it")
+    trained_by_up = not private_addresses(folder) and (folder / STORE / "jetstream").exists()  # by a version that kept no list of addresses
+    if noted_epoch(folder) and not trained_by_up:
+        last = "; if that has lost its store, --rebase goes on with the open tickets counted dead" if problem else ""
+        raise UserError(
+            f"run {run} was last trained with the broker at {url}{problem}: "
+            f"go on with `rlearner start {folder} --broker {url}` and the other processes by hand{last}"
+        )
+
+
+async def _ask(url: str, run: str) -> tuple[list[wire.Presence], str]:
+    """The run's learners that are heard there, and what is wrong with that broker."""
+    answers = [await asyncio.to_thread(ask, server) for server in addresses.split(url)]
+    if not any(info for info, _ in answers):
+        return [], f", which does not answer ({answers[0][1]})"
+    try:
+        bus = await Bus.connect(url, run, name=f"up-{os.getpid()}", deadline_s=DEADLINE_S)
+    except BrokerUnreachable as error:
+        return [], f", where {error}"
+    try:
+        problem = "" if run in await find_runs(bus) else ", which does not know it any more"
+        return [one for one in await census(bus, run) if one.role == "learner"], problem
+    finally:
+        await bus.close()
+
+
+class Claim:
+    """A run's folder, held by this ``rlearner up`` until it is closed or the process ends, however it ends.
+
+    Raises:
+        UserError: another one holds it.
+    """
+
+    def __init__(self, folder: Path, run: str) -> None:
+        self._file: IO[bytes] = lock(folder / UP_LOCK, _held(folder, run))
+        self._write(str(os.getpid()))
+
+    def note(self, url: str) -> None:
+        """Remember the address of the private broker: what is noted there is not another broker's run."""
+        self._write(url)
+
+    def _write(self, line: str) -> None:
+        self._file.write(f"{line}\n".encode())
+        self._file.flush()
+
+    def __enter__(self) -> Claim:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+def _held(folder: Path, run: str) -> str:
+    """What is said where another ``rlearner up`` holds the folder."""
+    file = folder / UP_LOCK
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    pid = next((line for line in reversed(lines) if line.isdecimal()), "unknown")
+    at = f" at {lines[-1]}" if lines and "://" in lines[-1] else ""
+    return f"run {run} is live{at} (`rlearner up`, process {pid}); `rlearner status {folder}` shows it"

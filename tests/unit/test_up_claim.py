@@ -1,0 +1,53 @@
+"""Which runs `rlearner up` refuses before it writes or starts anything."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from learner.cli import main
+from learner.ops.place import note_broker, note_epoch, private_addresses
+from learner.up.claim import Claim
+
+DEAD = "nats://127.0.0.1:9"
+
+
+def refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """What `up` says of that run; it leaves the folder as it is."""
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert main(["up", "configs/quickstart.yaml", f"run.dir={folder.parent}", f"run.name={folder.name}"]) == 2
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+    return said.err
+
+
+def test_a_folder_has_one_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "a"
+    folder.mkdir()
+    shows = f"(`rlearner up`, process {os.getpid()}); `rlearner status {folder}` shows it\n"
+    with Claim(folder, "a") as claim:
+        assert refused(folder, capsys) == f"error: run a is live {shows}"
+        claim.note(DEAD)
+        assert refused(folder, capsys) == f"error: run a is live at {DEAD} {shows}"
+    with Claim(folder, "a") as claim:
+        claim.note("nats://127.0.0.1:10")
+    assert private_addresses(folder) == [DEAD, "nats://127.0.0.1:10"]
+
+
+@pytest.mark.parametrize("up_before", [False, True])
+def test_a_run_of_another_broker_that_does_not_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str], up_before: bool) -> None:
+    folder = tmp_path / "a"
+    folder.mkdir()
+    note_broker(folder, DEAD)
+    note_epoch(folder, 3)
+    if up_before:  # then it was moved to that broker
+        (folder / "broker" / "jetstream").mkdir(parents=True)
+        with Claim(folder, "a") as claim:
+            claim.note("nats://127.0.0.1:10")
+    assert refused(folder, capsys) == (
+        f"error: run a was last trained with the broker at {DEAD}, which does not answer (Connection refused): "
+        f"go on with `rlearner start {folder} --broker {DEAD}` and the other processes by hand; "
+        "if that has lost its store, --rebase goes on with the open tickets counted dead\n"
+    )
