@@ -66,7 +66,12 @@ def tokens(text: str) -> list[str]:
 def add_config(parser: argparse.ArgumentParser, *, file: str = "quickstart", setting: str = "train.steps=50", needed: bool = True) -> None:
     """CONFIG and any number of key=value."""
     rest = "" if needed else "; without one, only the machine is looked at"
-    parser.add_argument("config", metavar="CONFIG", nargs=None if needed else "?", help=f"YAML file, for example configs/{file}.yaml{rest}")
+    parser.add_argument(
+        "config",
+        metavar="CONFIG",
+        nargs=None if needed else "?",
+        help=f"YAML file, for example configs/{file}.yaml, or a run's folder{rest}",
+    )
     text = f"settings that win over the file, for example {setting}"
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=text)
 

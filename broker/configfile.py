@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, Final
@@ -15,13 +15,17 @@ from yaml import YAMLError
 from broker.errors import ConfigError, UserError
 
 HERE: Final = "${here}"
+RUN_CONFIG: Final = "config.yaml"  # in the folder of a run: resolved, every value in it
+Config = dict[str, Any]
 _PRESET = re.compile(r"[A-Za-z][\w+-]*")
 _KEY = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*")
 
 
-def load(path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+def load(path: str, overrides: Sequence[str] = (), *, of_run: Callable[[Config], Config] = lambda config: config) -> Config:
     """Read a YAML file with what it inherits (key ``inherit``: file name or list, relative to it), apply ``key=value`` overrides.
 
+    The folder of a run stands for its ``config.yaml``, with ``run.name`` and ``run.dir`` as the folder is called now; ``of_run`` gets
+    that before the overrides are applied.
     Later files win over earlier ones, the file over what it inherits, overrides over all. Mappings are merged, lists replaced.
     ``null`` takes a domain out. ``${here}`` in a file stands for its folder, wherever a process is started.
     ``algorithm=<name>`` puts the preset ``configs/algorithm/<name>.yaml`` in the section's place; overrides after it change the preset.
@@ -30,6 +34,8 @@ def load(path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
         UserError: missing or malformed file, override that is no key=value.
     """
     config = _read(_find(path), ())
+    if (Path(path) / RUN_CONFIG).is_file():
+        config = OmegaConf.create(of_run(_renamed(config, Path(path).resolve())))
     for override in overrides:
         _override(config, override)
     try:
@@ -39,10 +45,20 @@ def load(path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
     return {str(key): value for key, value in plain.items()} if isinstance(plain, dict) else {}
 
 
+def _renamed(config: DictConfig, folder: Path) -> Config:
+    """A run's settings under the name of its folder, which is relative to the working folder where it is below that."""
+    settings: Config = OmegaConf.to_container(config, resolve=False)  # type: ignore[assignment]  # of a mapping
+    parent, here = folder.parent, Path.cwd()
+    if isinstance(run := settings.get("run"), dict):
+        run |= {"name": folder.name, "dir": str(parent.relative_to(here) if parent.is_relative_to(here) else parent)}
+    return settings
+
+
 def _find(path: str) -> Path:
-    """The file relative to the working folder, else the one of that name among the configurations that come with the package."""
-    if Path(path).is_file():
-        return Path(path)
+    """The file relative to the working folder, that of a run's folder, else the one of that name that comes with the package."""
+    for candidate in (Path(path), Path(path) / RUN_CONFIG):
+        if candidate.is_file():
+            return candidate
     if "=" in path:
         raise UserError(f"{path!r} stands where a YAML file is expected: name that first, settings after it")
     shipped = Path(str(resources.files("configs")))
@@ -50,6 +66,8 @@ def _find(path: str) -> Path:
     for candidate in (shipped / name, shipped / f"{name}.yaml"):
         if not Path(path).is_absolute() and candidate.is_file():
             return candidate
+    if Path(path).is_dir():
+        raise UserError(f"{path}: a folder without {RUN_CONFIG}; give a YAML file, or the folder of a run")
     names = sorted(str(file.relative_to(shipped)) for file in shipped.glob("*.yaml"))
     raise UserError(f"{path}: no such file; the package brings {', '.join(names)}")
 

@@ -41,7 +41,16 @@ def load(path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """See ``broker.configfile.load``; imported when called, for who only joins a run reads no YAML."""
     from broker.configfile import load as read
 
-    return read(path, overrides)
+    return read(path, overrides, of_run=_as_configured)
+
+
+def _as_configured(config: dict[str, Any]) -> dict[str, Any]:
+    """A run's resolved settings with derived timeouts null, so that they follow what is changed."""
+    try:
+        checked = validate(config)
+    except UserError:  # an override may put it right; else it is said when the whole is validated
+        return config
+    return timeouts.release(checked, _attribute(SCORING)(checked))
 
 
 # Section -> "module:attribute" of its pydantic model. Resolved lazily, so that no role imports another's code to run.

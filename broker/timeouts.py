@@ -17,6 +17,7 @@ The sections envhub, train and eval hold one value for all domains: the longest.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from typing import Any, Final
@@ -65,6 +66,24 @@ def derive(config: dict[str, Any], scoring_s: Mapping[str, float]) -> None:
         train["ticket_timeout_s"] = TRIES * max(groups, default=envhub["episode_timeout_s"])
     if config["eval"]["timeout_s"] is None:
         config["eval"]["timeout_s"] = max(EVALUATION_S, train["ticket_timeout_s"])
+
+
+def release(config: dict[str, Any], scoring_s: Mapping[str, float]) -> dict[str, Any]:
+    """A resolved configuration with each timeout null again that ``derive`` would fill in just so.
+
+    They follow what is changed afterwards, as they did when the run was first configured.
+    """
+    released = copy.deepcopy(config)
+    places = [(domain, "deadline_s") for domain in released["domains"].values()]
+    places += [(released["envhub"], "episode_timeout_s"), (released["envhub"], "generate_timeout_s")]
+    places += [(released["train"], "ticket_timeout_s"), (released["eval"], "timeout_s")]
+    for section, key in places:
+        value, section[key] = section[key], None
+        derived = copy.deepcopy(released)
+        derive(derived, scoring_s)
+        if derived != config:
+            section[key] = value
+    return released
 
 
 def seconds(value: float | None) -> float:

@@ -82,25 +82,29 @@ def _start(options: argparse.Namespace) -> int:
     from broker import process
     from broker.runspec import load, validate
     from learner.doctor.lacking import of_learner, refuse
-    from learner.gpus import settle
+    from learner.gpus import forget, settle
     from learner.prepare import name_run
 
     async def body(stop: process.Stop) -> None:
         logging.getLogger().setLevel(options.log_level)
-        asked = name_run(load(options.config, options.overrides), options.config)
+        asked = name_run(forget(load(options.config, options.overrides), options), options.config)
         config = validate(await asyncio.to_thread(settle, asked, options.gpus, share=options.share_gpus))
         refuse(of_learner(config))
+        from learner.ops.going_on import going_on
         from learner.service import serve
 
-        await serve(
-            config,
-            options.broker,
-            stop,
-            connect_deadline_s=options.connect_deadline,
-            rebase=options.rebase,
-            take_over=options.take_over,
-            force=options.force,
-        )
+        try:
+            await serve(
+                config,
+                options.broker,
+                stop,
+                connect_deadline_s=options.connect_deadline,
+                rebase=options.rebase,
+                take_over=options.take_over,
+                force=options.force,
+            )
+        finally:
+            print(going_on(config, options.broker), end="", flush=True)
 
     return process.main("learner", body)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import subprocess
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 from broker import gpus
@@ -71,6 +73,15 @@ def with_ranks(config: dict[str, Any], spec: str, num_gpus: int) -> dict[str, An
     if num_gpus and train.get("ranks", num_gpus) != num_gpus:
         raise ConfigError("train.ranks", train["ranks"], f"{num_gpus} with --gpus {spec}, or nothing: each GPU gets a rank")
     return {**config, "train": {**train, "device": device, **({"ranks": num_gpus} if num_gpus else {})}}
+
+
+def forget(config: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    """A run's settings without the ranks and the device that its last GPUs gave it, where --gpus names others; overrides stay."""
+    if options.gpus == "auto" or not Path(options.config).is_dir():
+        return config
+    kept = {override.partition("=")[0] for override in options.overrides}
+    train = {key: value for key, value in config["train"].items() if key not in ("device", "ranks") or f"train.{key}" in kept}
+    return {**config, "train": train}
 
 
 def settle(config: dict[str, Any], spec: str, *, share: bool) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -18,22 +17,19 @@ from learner.up.failures import NO_FAULT, by_reason
 Row = dict[str, Any]
 
 
-def finish(folder: Path, seconds: float, cpu_s: dict[str, float], arguments: list[str], steps: int) -> None:
+def finish(folder: Path, seconds: float, cpu_s: dict[str, float], resume: str) -> None:
     """Draw what can be drawn from a run's folder, and say what happened and what to do next.
 
     Args:
-        arguments: with which ``rlearner up`` goes on with the run: the file and the overrides, ``run.name`` among them.
-        steps: of the whole run.
+        resume: how to go on with the run.
     """
-    resume = f"  go on with this run: rlearner up {shlex.join(arguments)}"
     failed = failures_of(folder)
     lines = read_lines(folder / "metrics.jsonl")
     if not lines:
-        print("\n".join([f"stopped before the first step; logs are in {folder / 'logs'}", *failed, "", "next:", resume]))
+        print("\n".join([f"stopped before the first step; logs are in {folder / 'logs'}", *failed, "", "next:", f"  {resume}"]))
         return
     made = [draw_rewards(lines, folder / "reward.png"), *render_before_and_after(folder)]
-    after = [resume] if lines[-1]["step"] < steps else []
-    print("\n".join(summary(folder, lines, [path for path in made if path], seconds, cpu_s, failed, after)))
+    print("\n".join(summary(folder, lines, [path for path in made if path], seconds, cpu_s, failed, resume)))
 
 
 def failures_of(folder: Path) -> list[str]:
@@ -50,7 +46,7 @@ def summary(
     seconds: float,
     cpu_s: dict[str, float],
     failed: list[str],
-    resume: list[str],
+    resume: str,
 ) -> list[str]:
     """The closing words.
 
@@ -59,7 +55,7 @@ def summary(
         seconds: from the start of the broker on.
         cpu_s: processor seconds by process.
         failed: what ``failures_of`` says.
-        resume: how to go on, of a run that is not done.
+        resume: how to go on.
     """
     last = lines[-1]
     measured = [(line.get("eval/step", line["step"]), line["eval/success_rate"]) for line in lines if "eval/success_rate" in line]
@@ -73,7 +69,7 @@ def summary(
     words += [f"tickets: {last.get('ticket/issued', 0):.0f} issued = {counts}", *failed, ""]
     newest = max((folder / "checkpoints").glob("step-*"), default=None)
     words += [f"  {path}" for path in [folder / "metrics.jsonl", *made, *([newest] if newest else [])]]
-    words += ["", "next:", *resume, f"  tensorboard --logdir {folder / 'tensorboard'}"]
+    words += ["", "next:", f"  {resume}", f"  tensorboard --logdir {folder / 'tensorboard'}"]
     if newest:
         words.append(f"  python -c \"from transformers import AutoModelForCausalLM as M; print(M.from_pretrained('{newest}'))\"")
     words.append("  change a setting: rlearner up <the same file> algorithm.clip_high=0.28 train.max_staleness=4")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -17,6 +18,7 @@ from rich.console import Console
 from rich.live import Live
 
 from broker.config import PRIVATE_STORE_GIB, BrokerSection
+from broker.errors import UserError
 from broker.jetstream import Bus
 from broker.keeper import Keeper
 from broker.presence import Roster
@@ -27,6 +29,7 @@ from broker.unstored import watch_metrics
 from learner.checkpoint import newest
 from learner.config import EvalSection, TrainSection
 from learner.continuing import refuse
+from learner.ops.going_on import going_on
 from learner.prepare import make_folder, nothing_left, run_folder
 from learner.up.artifacts import finish
 from learner.up.board import Board
@@ -48,7 +51,7 @@ async def is_completed(config: dict[str, Any]) -> bool:
     run, folder = _where(config)
     made, steps = newest(folder / "checkpoints"), section(config, "train", TrainSection).steps
     if made is not None and made.step == steps:
-        print(nothing_left(run, steps), flush=True)
+        print(f"{nothing_left(run, steps)}\n{going_on(config)}", end="", flush=True)
         return True
     await refuse_elsewhere(folder, run)
     return False
@@ -77,22 +80,20 @@ async def up(config: dict[str, Any], arguments: list[str], stop: Stop, *, force:
     changed = await asyncio.to_thread(refuse, folder, config, force=force)
     make_folder(folder)
     with Claim(folder, run) as claim:
-        await _up(config, run, folder, arguments, stop, claim, changed, force=force)
+        print(f"run {run}, logs in {folder / 'logs'}", *(f"changed since the last start: {change}" for change in changed), sep="\n", flush=True)
+        await _up(config, run, folder, [*arguments, *["--force"] * force], stop, claim)
 
 
-async def _up(
-    config: dict[str, Any], run: str, folder: Path, arguments: list[str], stop: Stop, claim: Claim, changed: list[str], *, force: bool
-) -> None:
-    settings, steps = section(config, "broker", BrokerSection), section(config, "train", TrainSection).steps
+async def _up(config: dict[str, Any], run: str, folder: Path, arguments: list[str], stop: Stop, claim: Claim) -> None:
+    settings = section(config, "broker", BrokerSection)
     logs = folder / "logs"
-    print(f"run {run}, logs in {logs}", *(f"changed since the last start: {change}" for change in changed), sep="\n", flush=True)
     started = time.monotonic()
     store, most_gib = str(folder / STORE), settings.store_max_gib
     with BrokerServer(store, sync_always=settings.sync_always, store_max_gib=most_gib, num_procs=1) as broker:
         claim.note(broker.url)
         fleet = Fleet(logs, {"RL_BROKER": broker.url, "RL_RUN": run})
         try:
-            learner = fleet.add("learner", "learner.cli", ["start", *arguments, f"broker.store_max_gib={most_gib}", *["--force"] * force])
+            learner = fleet.add("learner", "learner.cli", ["start", *arguments, f"broker.store_max_gib={most_gib}"])
             fleet.add("rollout-server", "rollout.cli", ["--id", "rollout-1"])
             fleet.add("envhub", "envhub.cli", ["--id", "envhub-1"])
             fleet.add("rewardhub", "rewardhub.cli", ["--id", "rewardhub-1"])
@@ -107,8 +108,12 @@ async def _up(
             }
         finally:
             await asyncio.to_thread(fleet.stop, ("learner",), patience_s=LEARNER_PATIENCE_S if stop.asked.is_set() else 10.0)
-    fleet.raise_for_failures()
-    finish(folder, time.monotonic() - started, used, arguments, steps)
+    try:
+        fleet.raise_for_failures()
+    except UserError:
+        print(going_on(config), end="", flush=True)
+        raise
+    finish(folder, time.monotonic() - started, used, going_on(config).strip() or f"again: rlearner up {shlex.join(arguments)}")
 
 
 async def _show(config: dict[str, Any], broker: BrokerServer, fleet: Fleet, learner: Child, stop: Stop) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from broker.errors import ConfigError
 from broker.runspec import validate
-from broker.timeouts import derive, note
+from broker.timeouts import derive, note, release
 from learner.prepare import to_yaml
 
 LAKE: dict[str, Any] = {"env": "frozenlake", "group_size": 8, "max_context_tokens": 256, "sampling": {"max_tokens": 4}, "max_turns": 10}
@@ -146,3 +146,16 @@ def test_the_chain_holds_and_a_resolved_configuration_resolves_to_itself(
 def test_the_chain_in_one_line() -> None:
     said = note(validate({"domains": {"lake": LAKE, "pond": {**LAKE, "deadline_s": 100}}}))
     assert said.startswith("timeouts: a turn 120 s, an episode 1560 s, a group 100 or 3120 s, a ticket 6240 s from its first delivery on")
+
+
+def test_a_resolved_configuration_derives_again_what_was_derived() -> None:
+    """But what was set stays set, although its value is all that tells."""
+    long = {**LAKE, "max_turns": 3, "deadline_s": 9000.0}
+    own = {"domains": {"lake": LAKE, "long": long}, "envhub": {"step_timeout_s": 7.0}}
+    whole = validate(own)
+    released = release(whole, {})
+    assert chain(released) == (None, None, None, 9000.0, None, None)
+    assert validate(released) == whole
+    bounded = validate({"domains": {"lake": LAKE}, "train": {"ticket_timeout_s": 60.0}})
+    assert chain(release(bounded, {})) == (None, None, None, 60.0, None)
+    assert validate(release(bounded, {})) == bounded

@@ -11,10 +11,11 @@ import run_folder_kit as kit
 from learner import checkpoint
 from learner.cli import main
 from learner.ledger import Ledger
+from learner.ops.place import note_epoch
 from learner.up import artifacts
 from learner.up.artifacts import finish
 
-ARGUMENTS = ["configs/quickstart.yaml", "train.steps=9", "run.name=a"]
+RESUME = "go on with this run: rlearner up runs/a"
 
 
 def written(folder: Path, step: int) -> None:
@@ -27,12 +28,14 @@ def written(folder: Path, step: int) -> None:
 
 def test_a_completed_run_is_told_so_and_nothing_is_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written(tmp_path / "a", 3)
+    note_epoch(tmp_path / "a", 1)
     given = ["train.steps=3", f"run.dir={tmp_path}", "run.name=a"]
     assert main(["up", "configs/quickstart.yaml", *given]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "run a has completed its 3 steps: nothing is left to do; raise train.steps to go on, or choose another run.name"
+        "run a has completed its 3 steps: nothing is left to do; raise train.steps to go on, or choose another run.name",
+        f"go on with this run: rlearner up {tmp_path / 'a'} train.steps=6",
     ]
-    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["checkpoints"]
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["checkpoints", "epoch"]
 
 
 def test_a_run_that_was_stopped_says_what_failed_and_how_to_go_on(
@@ -41,23 +44,21 @@ def test_a_run_that_was_stopped_says_what_failed_and_how_to_go_on(
     monkeypatch.setattr(artifacts, "draw_rewards", lambda *_: None)
     folder = tmp_path / "a"
     asyncio.run(kit.World(folder, steps=2).learn())
-    finish(folder, 5.0, {"learner": 1.0}, ARGUMENTS, 9)
+    finish(folder, 5.0, {"learner": 1.0}, RESUME)
     said = capsys.readouterr().out.splitlines()
     assert f"failed groups: 2 (env_error 1, malformed 1); see {folder / 'logs'}, or rlearner trace {folder} TICKET" in said
-    assert said[said.index("next:") + 1] == "  go on with this run: rlearner up configs/quickstart.yaml train.steps=9 run.name=a"
-    finish(folder, 5.0, {"learner": 1.0}, ARGUMENTS, 2)
-    assert "go on with this run" not in capsys.readouterr().out
+    assert said[said.index("next:") + 1] == f"  {RESUME}"
 
 
 def test_before_the_first_step_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dead = '{"state":"issued","ticket":1}\n{"state":"dead","ticket":1,"seq":1,"reason":"reward_error"}\n'
     (tmp_path / "ledger").mkdir()
     (tmp_path / "ledger" / "step-000000.jsonl").write_text('{"state":"summary","reasons":{}}\n' + dead)
-    finish(tmp_path, 5.0, {}, ["my run.yaml", "run.name=a"], 9)
+    finish(tmp_path, 5.0, {}, "again: rlearner up 'my run.yaml' run.name=a")
     assert capsys.readouterr().out.splitlines() == [
         f"stopped before the first step; logs are in {tmp_path / 'logs'}",
         f"failed groups: 1 (reward_error 1); see {tmp_path / 'logs'}, or rlearner trace {tmp_path} TICKET",
         "",
         "next:",
-        "  go on with this run: rlearner up 'my run.yaml' run.name=a",
+        "  again: rlearner up 'my run.yaml' run.name=a",
     ]

@@ -1,0 +1,29 @@
+"""The command that goes on with a run; every ending prints it."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+from broker.addresses import without_passwords
+from learner import checkpoint
+from learner.ops.place import noted_epoch, private_addresses
+
+
+def going_on(config: dict[str, Any], broker: str = "") -> str:
+    """One line with the command, or nothing for a run that no learner has held yet.
+
+    Args:
+        config: validated, with ``run.name``.
+        broker: of a learner that was started by hand.
+    """
+    folder = Path(config["run"]["dir"]) / config["run"]["name"]
+    if not noted_epoch(folder):
+        return ""
+    by_hand = broker and broker not in private_addresses(folder)
+    command = ["start", str(folder), "--broker", without_passwords(broker)] if by_hand else ["up", str(folder)]
+    made = checkpoint.newest(folder / "checkpoints")
+    if made is not None and made.step >= config["train"]["steps"]:
+        command.append(f"train.steps={2 * made.step}")
+    return f"go on with this run: rlearner {shlex.join(command)}\n"

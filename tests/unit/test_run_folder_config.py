@@ -1,0 +1,80 @@
+"""A run's folder in place of a configuration file."""
+
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from broker.errors import UserError
+from broker.runspec import load, validate
+from learner.cli import main
+from learner.gpus import forget, with_ranks
+from learner.ops.going_on import going_on
+from learner.ops.place import note_epoch
+from learner.prepare import name_run, write_config
+from learner.up.claim import Claim
+
+
+def made(folder: Path, *overrides: str) -> Path:
+    """As a learner of that run leaves it."""
+    given = ["run.name=first", "run.dir=elsewhere", *overrides]
+    write_config(folder, validate(load("configs/quickstart.yaml", given)))
+    return folder
+
+
+def test_its_settings_under_the_name_that_it_has_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = made(tmp_path / "runs" / "second", "train.steps=7", "train.ticket_timeout_s=5000")
+    before = yaml.safe_load((folder / "config.yaml").read_text())
+    monkeypatch.chdir(tmp_path)
+    for path in ("runs/second", "runs/second/", str(folder)):
+        whole = validate(name_run(load(path), path))
+        assert (whole["run"]["name"], whole["run"]["dir"]) == ("second", "runs")
+        assert {**whole, "run": before["run"]} == before
+    monkeypatch.chdir("/")
+    assert load(str(folder))["run"]["dir"] == str(tmp_path / "runs").removeprefix("/")
+
+
+def test_overrides_change_them_and_what_follows_from_them(tmp_path: Path) -> None:
+    folder = made(tmp_path / "runs" / "a", "train.ticket_timeout_s=50000")
+    before, after = validate(load(str(folder))), validate(load(str(folder), ["domains.lake.max_turns=20", "train.lr=1e-5", "run.name=b"]))
+    assert (after["train"]["lr"], after["train"]["steps"], after["run"]["name"]) == (1e-5, 40, "b")
+    assert after["train"]["ticket_timeout_s"] == 50000
+    assert after["domains"]["lake"]["deadline_s"] > before["domains"]["lake"]["deadline_s"] > 0
+    algorithm = validate(load(str(folder), ["algorithm=gspo"]))["algorithm"]
+    assert algorithm == validate(load("configs/quickstart.yaml", ["algorithm=gspo"]))["algorithm"]
+
+
+def test_check_takes_it_and_a_folder_without_settings_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = made(tmp_path / "runs" / "a")
+    assert main(["check", str(folder), "train.steps=9"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["train"]["steps"] == 9
+    assert main(["check", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path}: a folder without config.yaml; give a YAML file, or the folder of a run\n"
+    (folder / "config.yaml").write_text("train: {stepz: 3}\n")
+    with pytest.raises(UserError, match=r"train.stepz: 3 is not allowed"):
+        validate(load(str(folder)))
+
+
+def test_other_gpus_give_other_ranks(tmp_path: Path) -> None:
+    settled = {"train": {"steps": 3, "device": "cuda", "ranks": 4}}
+
+    def given(*overrides: str, config: str = str(tmp_path), gpus: str = "0-1") -> Namespace:
+        return Namespace(config=config, overrides=list(overrides), gpus=gpus)
+
+    assert with_ranks(forget(settled, given()), "0-1", 2)["train"] == {"steps": 3, "device": "cuda", "ranks": 2}
+    assert forget(settled, given("train.ranks=4", "train.steps=3"))["train"] == {"steps": 3, "ranks": 4}
+    assert forget(settled, given(gpus="auto")) == forget(settled, given(config="run.yaml")) == settled
+
+
+def test_the_command_that_goes_on(tmp_path: Path) -> None:
+    folder, private = tmp_path / "a b", "nats://127.0.0.1:40001"
+    config = {"run": {"name": "a b", "dir": str(tmp_path)}, "train": {"steps": 40}}
+    folder.mkdir()
+    assert going_on(config) == ""
+    note_epoch(folder, 1)
+    with Claim(folder, "a b") as claim:
+        claim.note(private)
+    assert going_on(config) == going_on(config, private) == f"go on with this run: rlearner up '{folder}'\n"
+    by_hand = f"go on with this run: rlearner start '{folder}' --broker host:4222\n"
+    assert going_on(config, "nats://me:secret@host:4222") == by_hand
