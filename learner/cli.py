@@ -83,7 +83,7 @@ def _start(options: argparse.Namespace) -> int:
     from broker.runspec import load, validate
     from learner.doctor.lacking import of_learner, refuse
     from learner.gpus import forget, settle
-    from learner.prepare import name_run
+    from learner.prepare import name_run, run_folder
 
     async def body(stop: process.Stop) -> None:
         logging.getLogger().setLevel(options.log_level)
@@ -91,18 +91,20 @@ def _start(options: argparse.Namespace) -> int:
         config = validate(await asyncio.to_thread(settle, asked, options.gpus, share=options.share_gpus))
         refuse(of_learner(config))
         from learner.ops.going_on import going_on
+        from learner.ops.leftovers import removed_on_failure
         from learner.service import serve
 
         try:
-            await serve(
-                config,
-                options.broker,
-                stop,
-                connect_deadline_s=options.connect_deadline,
-                rebase=options.rebase,
-                take_over=options.take_over,
-                force=options.force,
-            )
+            with removed_on_failure(run_folder(config)):
+                await serve(
+                    config,
+                    options.broker,
+                    stop,
+                    connect_deadline_s=options.connect_deadline,
+                    rebase=options.rebase,
+                    take_over=options.take_over,
+                    force=options.force,
+                )
         finally:
             print(going_on(config, options.broker), end="", flush=True)
 

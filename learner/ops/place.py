@@ -20,6 +20,7 @@ from broker.runspec import find_runs
 
 ADDRESS: Final = "broker.url"
 EPOCH: Final = "epoch"
+STORE: Final = "broker"  # of the private broker of `rlearner up`
 UP_LOCK: Final = ".lock"  # held by `rlearner up`; a line with its process id, then one with the address of its private broker
 DEADLINE_S: Final = 2.0
 
@@ -37,6 +38,15 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     """RUN, --dir."""
     parser.add_argument("run_name", metavar="RUN", help="name of the run, or its folder")
     parser.add_argument("--dir", default="runs", metavar="FOLDER", help="where runs are kept (%(default)s)")
+
+
+def add_runs_options(parser: argparse.ArgumentParser) -> None:
+    """DIR, --json, --prune, --yes."""
+    parser.add_argument("folder", nargs="?", default="runs", metavar="DIR", help="where runs are kept (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    prune = "delete what can go: the broker's store of finished runs, leftovers of ended ones; docs/runs.md says what each file is for"
+    parser.add_argument("--prune", action="store_true", help=prune)
+    parser.add_argument("--yes", action="store_true", help="prune without asking")
 
 
 def add_broker_options(parser: argparse.ArgumentParser) -> None:

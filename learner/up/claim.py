@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from pathlib import Path
-from typing import IO, Final
+from typing import IO
 
-from broker import addresses, wire
-from broker.errors import BrokerUnreachable, UserError
-from broker.jetstream import Bus
+from broker.errors import UserError
 from broker.locks import lock
-from broker.presence import census
-from broker.runspec import find_runs
-from learner.doctor.broker_side import ask
-from learner.ops.place import DEADLINE_S, UP_LOCK, moved_from, noted_epoch, private_addresses
-
-STORE: Final = "broker"  # the private broker's folder in that of the run
+from learner.ops.living import ask_broker
+from learner.ops.place import STORE, UP_LOCK, moved_from, noted_epoch, private_addresses
 
 
 async def refuse_elsewhere(folder: Path, run: str) -> None:
@@ -28,7 +21,7 @@ async def refuse_elsewhere(folder: Path, run: str) -> None:
     url = moved_from(folder, "")
     if not url:
         return
-    learners, problem = await _ask(url, run)
+    learners, problem = await ask_broker(url, run)
     if learners:
         one = learners[0]
         raise UserError(f"run {run} is live at {url} (learner on {one.host}, process {one.pid}); `rlearner status {folder}` shows it")
@@ -41,22 +34,6 @@ async def refuse_elsewhere(folder: Path, run: str) -> None:
         )
 
 
-async def _ask(url: str, run: str) -> tuple[list[wire.Presence], str]:
-    """The run's learners that are heard there, and what is wrong with that broker."""
-    answers = [await asyncio.to_thread(ask, server) for server in addresses.split(url)]
-    if not any(info for info, _ in answers):
-        return [], f", which does not answer ({answers[0][1]})"
-    try:
-        bus = await Bus.connect(url, run, name=f"up-{os.getpid()}", deadline_s=DEADLINE_S)
-    except BrokerUnreachable as error:
-        return [], f", where {error}"
-    try:
-        problem = "" if run in await find_runs(bus) else ", which does not know it any more"
-        return [one for one in await census(bus, run) if one.role == "learner"], problem
-    finally:
-        await bus.close()
-
-
 class Claim:
     """A run's folder, held by this ``rlearner up`` until it is closed or the process ends, however it ends.
 
@@ -65,7 +42,7 @@ class Claim:
     """
 
     def __init__(self, folder: Path, run: str) -> None:
-        self._file: IO[bytes] = lock(folder / UP_LOCK, _held(folder, run))
+        self._file: IO[bytes] = lock(folder / UP_LOCK, _held(folder, run), wait_s=0.5)  # `rlearner runs` looks at it for a moment
         self._write(str(os.getpid()))
 
     def note(self, url: str) -> None:

@@ -16,6 +16,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("up", help=text, description=text)
     add_config(parser)
     add_force(parser)
+    parser.add_argument("--rebase", action="store_true", help="go on with the open tickets counted dead where the broker's store is lost")
     parser.set_defaults(run=run)
 
 
@@ -47,6 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
             config = read(arguments.overrides)
         await asyncio.to_thread(refuse_fleet, config)
         overrides = [o for o in arguments.overrides if not o.startswith("run.name=")]
-        await up(config, [arguments.config, *overrides, f"run.name={config['run']['name']}"], stop, force=arguments.force)
+        arguments_of_start = [arguments.config, *overrides, f"run.name={config['run']['name']}"]
+        await up(config, arguments_of_start, stop, force=arguments.force, rebase=arguments.rebase)
 
     return main("up", body)

@@ -30,10 +30,12 @@ from learner.checkpoint import newest
 from learner.config import EvalSection, TrainSection
 from learner.continuing import refuse
 from learner.ops.going_on import going_on
+from learner.ops.leftovers import removed_on_failure
+from learner.ops.place import STORE
 from learner.prepare import make_folder, nothing_left, run_folder
 from learner.up.artifacts import finish
 from learner.up.board import Board
-from learner.up.claim import STORE, Claim, refuse_elsewhere
+from learner.up.claim import Claim, refuse_elsewhere
 from learner.up.fleet import Child, Fleet, cpu_seconds
 from learner.up.view import screen
 
@@ -62,13 +64,14 @@ def _where(config: dict[str, Any]) -> tuple[str, Path]:
     return config["run"]["name"], Path(config["run"]["dir"]) / config["run"]["name"]
 
 
-async def up(config: dict[str, Any], arguments: list[str], stop: Stop, *, force: bool = False) -> None:
+async def up(config: dict[str, Any], arguments: list[str], stop: Stop, *, force: bool = False, rebase: bool = False) -> None:
     """Start everything, show it, and stop it when the learner is done, on a signal, or when a child cannot run.
 
     Args:
         config: the validated configuration, with ``run.name`` set.
         arguments: what ``rlearner start`` gets: the file and the overrides.
         force: see ``learner/continuing.py``.
+        rebase: go on where the private broker's store is lost.
 
     Raises:
         UserError: a run cannot go on with these settings, or a child ended with exit code 2; its own line. Or another ``rlearner up``
@@ -78,10 +81,12 @@ async def up(config: dict[str, Any], arguments: list[str], stop: Stop, *, force:
     settings = section(config, "broker", BrokerSection)
     config = {**config, "broker": {**config["broker"], "store_max_gib": settings.store_max_gib or PRIVATE_STORE_GIB}}
     changed = await asyncio.to_thread(refuse, folder, config, force=force)
-    make_folder(folder)
-    with Claim(folder, run) as claim:
-        print(f"run {run}, logs in {folder / 'logs'}", *(f"changed since the last start: {change}" for change in changed), sep="\n", flush=True)
-        await _up(config, run, folder, [*arguments, *["--force"] * force], stop, claim)
+    flags = [*["--force"] * force, *["--rebase"] * rebase]
+    with removed_on_failure(folder):
+        make_folder(folder)
+        with Claim(folder, run) as claim:
+            print(f"run {run}, logs in {folder / 'logs'}", *(f"changed since the last start: {one}" for one in changed), sep="\n", flush=True)
+            await _up(config, run, folder, [*arguments, *flags], stop, claim)
 
 
 async def _up(config: dict[str, Any], run: str, folder: Path, arguments: list[str], stop: Stop, claim: Claim) -> None:

@@ -1,0 +1,55 @@
+"""What a failed start leaves: nothing of its own, and all of others'."""
+
+from pathlib import Path
+
+import pytest
+
+from broker.errors import UserError
+from learner.cli import main
+from learner.ops.leftovers import removed_on_failure
+from learner.ops.place import note_epoch
+
+
+def start(folder: Path, problem: str, held: bool) -> None:
+    with removed_on_failure(folder):
+        (folder / "logs").mkdir(parents=True)
+        (folder / "logs" / "learner.log").write_text("x")
+        if held:
+            note_epoch(folder, 1)
+        raise UserError(problem)
+
+
+def fail(folder: Path, problem: str = "train.lr: no", *, held: bool = False) -> None:
+    with pytest.raises(UserError):
+        start(folder, problem, held)
+
+
+def test_what_it_made_is_removed_with_the_folders_above(tmp_path: Path) -> None:
+    fail(tmp_path / "runs" / "deep" / "a")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "other").write_text("")
+    fail(tmp_path / "runs" / "a")
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["other"]
+
+
+def test_what_was_there_or_is_needed_stays(tmp_path: Path) -> None:
+    old, held, pointed = tmp_path / "old", tmp_path / "held", tmp_path / "pointed"
+    old.mkdir()
+    fail(old)
+    fail(held, held=True)
+    fail(pointed, f"envhub died (see {pointed}/logs/envhub.log)")
+    assert [(path / "logs" / "learner.log").exists() for path in (old, held, pointed)] == [True, True, True]
+    with removed_on_failure(tmp_path / "fine"):
+        (tmp_path / "fine").mkdir()
+    assert (tmp_path / "fine").is_dir()
+
+
+def test_up_that_cannot_start_its_broker_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("broker.server.find_binary", refuse)
+    assert main(["up", "configs/quickstart.yaml", f"run.dir={tmp_path / 'runs'}", "run.name=a"]) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def refuse(**_: object) -> str:
+    raise UserError("no nats-server found")
