@@ -10,13 +10,13 @@ from typing import Any
 
 from broker.arguments import natural
 from broker.process import Stop, main
-from learner.ops.place import add_broker_options, add_run_options
+from learner.ops.place import add_broker_options, add_run_options, add_runs_options
 
 Body = Callable[[argparse.Namespace], Awaitable[int]]
 
 
 def add_parsers(subparsers: Any) -> None:
-    """Add ``audit``, ``trace``, ``show``, ``replay``, ``status``, ``pause``, ``resume``, ``drain``, ``stop``."""
+    """Add ``audit``, ``trace``, ``show``, ``replay``, ``status``, ``draw``, ``runs``, ``pause``, ``resume``, ``drain``, ``stop``."""
     audit = _add(
         subparsers, "audit", "reconcile tickets, log, checkpoints and metrics; exit code 1 when they do not agree", "auditing:audit_run"
     )
@@ -55,6 +55,12 @@ def add_parsers(subparsers: Any) -> None:
     replay.add_argument("--json", action="store_true", help="one JSON object")
     status = _add(subparsers, "status", "one screen of truth about a run", "status:show_status")
     status.add_argument("--json", action="store_true", help="one JSON object")
+    _add(
+        subparsers, "draw", "reward.png, before.gif and after.gif, which `rlearner up` leaves, of any run", "drawing:draw_run", broker=False
+    )
+    runs = subparsers.add_parser("runs", help=(text := "every run below a folder: state, steps, size, age"), description=text)
+    add_runs_options(runs)
+    runs.set_defaults(run=lambda options: _run("listing:list_runs", options))
     texts = {
         "pause": "take no new work until `rlearner resume`",
         "resume": "go on after a pause",

@@ -16,6 +16,7 @@ from broker.errors import UserError
 from broker.jetstream import Bus
 from broker.presence import census
 from broker.process import Stop
+from learner.ops.listing import look
 from learner.ops.place import note_broker, noted_address
 from learner.prepare import to_yaml
 from learner.service import serve
@@ -54,8 +55,10 @@ async def test_a_run_that_is_live_is_left_alone(bus: Bus, broker_url: str, run_n
         )
         assert {path: path.read_bytes() for path in left} == left
         assert [path for path in (".lock", "logs", "broker") if (folder / path).exists()] == []
+        assert (await look(folder)).state == "training"
         stop.request("SIGTERM")
         await learning
+    assert (await look(folder)).state == "stopped"
     code, _, err = await up(tmp_path / "run.yaml")  # it has left, and its streams are still there
     assert code == 2
     assert err == (

@@ -1,0 +1,93 @@
+"""`rlearner runs` and `rlearner draw`, on folders of runs whose brokers are gone."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from learner.cli import main
+from learner.ops.listing import age, size_text
+from learner.ops.place import note_broker
+from learner.up.claim import Claim
+
+DEAD = "nats://127.0.0.1:9"
+
+
+def made(root: Path, name: str, step: int, *, broker: str = "", steps: int = 3) -> Path:
+    folder = root / name
+    (folder / "broker" / "jetstream").mkdir(parents=True)
+    (folder / "broker" / "jetstream" / "1.blk").write_bytes(b"x" * 100_000)
+    (folder / "config.yaml").write_text(yaml.safe_dump({"run": {"name": name}, "train": {"steps": steps}}))
+    (folder / "metrics.jsonl").write_text("".join(f'{{"step": {n}}}\n' for n in range(1, step + 1)))
+    for kept in ("demos.jsonl", "demos.log", "epoch.new"):
+        (folder / kept).write_text("x")
+    if broker:
+        note_broker(folder, broker)
+    return folder
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    made(tmp_path, "done", 3, broker=DEAD)
+    made(tmp_path, "half", 2)
+    made(tmp_path, "away", 1, broker=DEAD)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.yaml").write_text("train: [")
+    (tmp_path / "broker").mkdir()  # of `broker serve`, no run
+    return tmp_path
+
+
+def test_each_run_with_its_state(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Claim(made(root, "begun", 0), "begun"):
+        assert main(["runs", str(root), "--json"]) == 0
+        (line,) = capsys.readouterr().out.splitlines()
+    found = {run["name"]: (run["state"], run["step"], run["steps"]) for run in json.loads(line)["runs"]}
+    assert found == {
+        "away": ("broker away", 1, 3),
+        "begun": ("starting", 0, 3),
+        "broken": ("unreadable", 0, 0),
+        "done": ("finished", 3, 3),
+        "half": ("stopped", 2, 3),
+    }
+    assert all(run["size_bytes"] > 100_000 for run in json.loads(line)["runs"] if run["name"] != "broken")
+    assert main(["runs", str(root)]) == 0
+    rows = [row.split() for row in capsys.readouterr().out.splitlines()]
+    assert rows[0] == ["run", "state", "steps", "size", "last", "change"]
+    assert rows[-1][:3] == ["half", "stopped", "2/3"]
+
+
+def test_prune_deletes_what_can_go_and_nothing_else(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def there() -> set[str]:
+        return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
+
+    before, gone = there(), {"done/demos.log", "done/epoch.new", "done/broker/jetstream/1.blk", "half/demos.log", "half/epoch.new"}
+    assert main(["runs", str(root), "--prune"]) == 2
+    assert capsys.readouterr().err == "error: --prune: add --yes, or run it in a terminal, where it asks\n"
+    assert there() == before
+    with Claim(root / "half", "half"):  # at work
+        before |= {"half/.lock"}
+        assert main(["runs", str(root), "--prune", "--yes"]) == 0
+        assert before - there() == {name for name in gone if name.startswith("done/")}
+        assert not (root / "done" / "broker").exists()
+    assert main(["runs", str(root), "--prune", "--yes"]) == 0
+    assert before - there() == gone
+    capsys.readouterr()
+    assert main(["runs", str(root), "--prune"]) == 0
+    assert capsys.readouterr().out == "nothing to delete\n"
+
+
+def test_a_folder_that_is_none_and_figures_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["runs", str(tmp_path / "no")]) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path / 'no'}: no such folder; name the one that runs are kept in\n"
+    assert [size_text(n) for n in (0, 3 << 19, 5 << 29)] == ["0.0 MiB", "1.5 MiB", "2.5 GiB"]
+    assert [age(n) for n in (3, 119, 600, 7200, 400_000)] == ["3 s", "119 s", "10 min", "2 h", "5 days"]
+
+
+def test_draw_makes_the_pictures_of_a_run_started_by_hand(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["draw", "half", "--dir", str(root)]) == 0
+    assert capsys.readouterr().out == f"{root / 'half' / 'reward.png'}\n"
+    assert (root / "half" / "reward.png").read_bytes().startswith(b"\x89PNG")
+    (root / "half" / "metrics.jsonl").write_text("")
+    assert main(["draw", "half", "--dir", str(root)]) == 2
+    assert capsys.readouterr().err == "error: run half has made no step yet: there is nothing to draw\n"
