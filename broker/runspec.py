@@ -67,6 +67,7 @@ SECTIONS: Final[dict[str, str]] = {
     "checkpoint": "learner.config:CheckpointSection",
     "samples": "learner.config:SamplesSection",
     "trackers": "learner.config:TrackersSection",
+    "failures": "learner.config:FailuresSection",
     "rollout": "rollout.config:RolloutSection",
     "envhub": "envhub.config:EnvhubSection",
     "rewardhub": "rewardhub.config:RewardhubSection",

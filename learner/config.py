@@ -1,4 +1,4 @@
-"""The learner's sections: train, algorithm, warm_start, eval, checkpoint, samples, trackers."""
+"""The learner's sections: train, algorithm, warm_start, eval, checkpoint, samples, trackers, failures."""
 
 from __future__ import annotations
 
@@ -215,3 +215,13 @@ class TrackersSection(Section):
     use: list[str] = Field(default_factory=lambda: ["tensorboard"])  # names of the registry in learner/trackers
     project: str = "rlearner"
     args: dict[str, dict[str, Any]] = Field(default_factory=dict)  # of each tracker by its name
+
+
+class FailuresSection(Section):
+    """When a run whose groups only fail ends, with exit code 2 and the most frequent reason; see learner/giveup.py."""
+
+    give_up_after: NonNegativeInt | None = None  # groups, if all of the first ones fail; null: 4 * train.groups_per_step; 0: never
+    # share of failures, by domain weights, among the last max(4 * groups_per_step, 32) groups of each domain; 1.0: all of them
+    max_share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    # seconds in which all hubs of a domain are broken and nothing is trained; 12 times as long if it worked before; 0: never
+    give_up_after_s: NonNegativeFloat = 600.0

@@ -16,8 +16,9 @@ from broker.streams import SAMPLES
 from learner.book import Book
 from learner.consumer import Consumer
 from learner.evaluator import Evaluator
+from learner.giveup import GiveUp
 from learner.intake import Intake
-from learner.ledger import Action, Forget, Issue, Ledger
+from learner.ledger import Action, Forget, Issue, Ledger, Refuse
 from learner.records import Records
 from learner.recovery import Resumed
 from learner.tickets import Issuer
@@ -34,6 +35,7 @@ class Loop:
         offer: puts the weights of a version on offer, in the training thread; returns the seconds it took.
         checkpoint: writes the ledger as it was dumped at the last step boundary, with the weights that belong to it.
         checkpoint_every: steps between two checkpoints, 0 never.
+        giveup: told what became of groups; its verdict stops the loop.
         epoch: of this learner, which has appended its rules to the log. The run is not done before they have been read.
 
     Attributes:
@@ -56,6 +58,7 @@ class Loop:
         fleet_values: Callable[[], dict[str, float]],
         checkpoint: Callable[[dict[str, object]], Awaitable[None]],
         checkpoint_every: int,
+        giveup: GiveUp,
         epoch: int = 0,
     ) -> None:
         self._bus, self._ledger, self._training, self._issuer = bus, ledger, training, issuer
@@ -65,7 +68,7 @@ class Loop:
         self._offer, self._fleet_values = offer, fleet_values
         self._checkpoint, self._checkpoint_every = checkpoint, checkpoint_every
         self._filtered_before = ledger.counts()["filtered"]
-        self._catch_up_to, self._epoch = 0, epoch
+        self._catch_up_to, self._epoch, self._giveup = 0, epoch, giveup
         self._offered = -1
         self._began = time.monotonic()
         self.boundary = ledger.dump()
@@ -126,13 +129,17 @@ class Loop:
 
     async def _take_in(self, entry: LogRecord) -> None:
         """Apply one record."""
+        domain = ticket.domain if (ticket := self._ledger.state.live.get(entry.ticket)) else ""
         read, actions = self._consumer.apply(entry)
         if read.problem:
             log.warning("record %d of the samples log: %s", entry.seq, read.problem)
             await self._bus.dead_letter(SAMPLES, seq=entry.seq, ticket=entry.ticket, reason=read.problem, data=entry.data)
         await self._records.consumed(entry, read, actions)
+        is_new = entry.seq > self._catch_up_to  # what an earlier life left says nothing about the code that runs now
         if any(isinstance(action, Forget) and action.outcome == "dead" for action in actions):
-            self._show_failure(entry, read)
+            self._note_failure(entry, read, domain if is_new else None)
+        elif read.group is not None and is_new and not any(isinstance(action, Refuse) for action in actions):
+            self._giveup.worked(domain)
         forgotten = [action.number for action in actions if isinstance(action, Forget)]
         if isinstance(entry.message, wire.Closed) and forgotten:
             self._say_closed(entry.message)
@@ -150,12 +157,15 @@ class Loop:
                 self._issuer.put(action.ticket)
         self._consumer.perform(actions)
 
-    def _show_failure(self, entry: LogRecord, read: Intake) -> None:
-        """For the live view."""
+    def _note_failure(self, entry: LogRecord, read: Intake, domain: str | None) -> None:
+        """Keep it for the live view; where it is of this life, end the run if it can only fail."""
         if isinstance(closed := entry.message, wire.Closed):
-            self._book.failure = {"failure": f"{closed.reason}: {closed.detail}", "failed_by": closed.by}
+            reason, detail, by = closed.reason, closed.detail, closed.by
         else:
-            self._book.failure = {"failure": f"malformed: {read.problem}", "failed_by": self._bus.name}
+            reason, detail, by = "malformed", read.problem, self._bus.name
+        self._book.failure = {"failure": f"{reason}: {detail}", "failed_by": by}
+        if domain is not None and (verdict := self._giveup.failed(domain, reason, detail)):
+            self._stop.request(verdict)
 
     def _say_closed(self, closed: wire.Closed) -> None:
         """The first, the tenth, the hundredth … of each reason: enough to notice, not enough to drown in."""

@@ -22,8 +22,9 @@ from broker.runspec import domains, section
 from broker.streams import RUNS, SAMPLES
 from learner import checkpoint
 from learner.company import roles, watch_company
-from learner.config import AlgorithmSection, TrainSection
+from learner.config import AlgorithmSection, FailuresSection, TrainSection
 from learner.continuing import refuse, settings_of
+from learner.giveup import GiveUp, watch_hubs
 from learner.grants import Rules, rules_of
 from learner.intake import rules_change
 from learner.ledger import Changed, Ledger
@@ -321,6 +322,7 @@ class Learner:
     async def run(self) -> None:
         """The loop, and what is left behind after it."""
         ledger, roster, beside = self.ledger, self.roster, self.services
+        giveup = GiveUp(section(self.config, "failures", FailuresSection), self.train.groups_per_step, domains(self.config))
         loop = Loop(
             self.bus,
             ledger,
@@ -335,11 +337,13 @@ class Learner:
             fleet_values=self._values_beside,
             checkpoint=beside.saver.at_boundary,
             checkpoint_every=1,
+            giveup=giveup,
             epoch=self.watch.epoch,
         )
         self.member.spawn(
             watch_company(self.bus.run, roster, roles(domains(self.config)), lambda: bool(ledger.open), self.shown.say_waiting)
         )
+        self.member.spawn(watch_hubs(giveup, roster, lambda: self.watch.paused, self.stop.request))
         self.shown.serving = True
         self.shown.say("training")
         try:
@@ -352,6 +356,9 @@ class Learner:
         if done:
             await self.watch.put(ALL_DONE)
             self.shown.say("done")
+        elif giveup.verdict and self.stop.reason == giveup.verdict:
+            await self.watch.put(wire.DesiredState(state="stopped", reason=giveup.verdict))  # hubs hold the code that failed
+            raise UserError(giveup.verdict)
 
     def _offer(self, version: int) -> float:
         """In the training thread."""
