@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from broker.errors import ConfigError
+from broker.workers import fault
 
 
 def resolve(kind: str, name: str, table: Mapping[str, str]) -> Any:
@@ -61,6 +62,40 @@ def check_call(key: str, name: str, found: Any, parameters: Sequence[str]) -> No
         raise ConfigError(key, name, f"{wanted}{getattr(found, '__name__', name)}{signature}") from None
 
 
+def check_method(key: str, name: str, found: type, method: str, parameters: Sequence[str], *, base: type = object, why: str = "") -> None:
+    """Refuse a class that lacks a method, or whose method cannot be called with so many arguments; both with file and line.
+
+    Args:
+        key: the setting that names the class.
+        parameters: what each argument is, without ``self``.
+        base: a class whose own method of this name does not count.
+        why: what needs the method, added to the line.
+
+    Raises:
+        ConfigError: says what is missing, and where.
+    """
+    wanted = f"({', '.join(('self', *parameters))})"
+    own = getattr(found, method, None)
+    if not callable(own) or own is getattr(base, method, None):
+        raise ConfigError(key, name, f"class {found.__name__}{_place(found)} has no method {method}{wanted}{why}")
+    is_static = isinstance(inspect.getattr_static(found, method), (staticmethod, classmethod))
+    try:
+        signature = inspect.signature(own)
+        signature.bind(*(() if is_static else ("self",)), *parameters)
+    except ValueError:  # some callables written in C tell nothing
+        return
+    except TypeError:
+        raise ConfigError(key, name, f"{method}{signature}{_place(own)} must take {wanted}") from None
+
+
+def _place(found: Any) -> str:
+    """`` (my_env.py:12)``, or nothing where there is no source."""
+    try:
+        return f" ({Path(inspect.getsourcefile(found) or '').name}:{inspect.getsourcelines(found)[1]})"
+    except (OSError, TypeError):
+        return ""
+
+
 def known(kind: str, table: Mapping[str, str]) -> list[str]:
     """Every name that ``resolve`` takes, sorted: the table's and the installed entry points'."""
     return sorted({*table, *(point.name for point in entry_points(group=f"rlearner.{kind}"))})
@@ -104,7 +139,7 @@ def _from_path(kind: str, name: str, module: str) -> ModuleType:
             raise ConfigError(kind, name, f"there is no module {module!r}") from None
         raise ConfigError(kind, name, f"it needs the package {missing!r}, which is not installed") from None
     except (Exception, SystemExit) as error:  # a script that ends itself may not end us without a word
-        raise ConfigError(kind, name, f"{module} fails to import: {type(error).__name__}: {error}") from error
+        raise ConfigError(kind, name, f"{module} fails to import: {fault.told(error)}") from error
 
 
 def _from_file(kind: str, name: str, path: Path) -> ModuleType:
@@ -124,5 +159,5 @@ def _from_file(kind: str, name: str, path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[module_name]
-        raise ConfigError(kind, name, f"{path} fails to import: {type(error).__name__}: {error}") from error
+        raise ConfigError(kind, name, f"{path} fails to import: {fault.told(error)}") from error
     return module

@@ -10,10 +10,11 @@ from typing import Any
 
 from broker.config import DomainSection, Section, takes_steps
 from broker.errors import ConfigError, DataError
-from broker.registry import resolve
+from broker.registry import check_method, resolve
 from broker.runspec import domains as sections
 from broker.sections import parse
 from envhub.agents import AGENTS
+from envhub.agents.env import Agent
 from envhub.context import Memory, StepContext, load_memory
 from envhub.envs import ENVS
 from envhub.envs.base import Environment, Isolation, Split
@@ -81,7 +82,7 @@ def load_domain(name: str, section: DomainSection, adv_estimator: str = "") -> D
         adv_estimator: of the run, for ``context: auto``.
 
     Raises:
-        ConfigError: unknown environment (lists the known ones), or an argument that is not allowed.
+        ConfigError: unknown environment (lists the known ones), one that lacks a method, or an argument that is not allowed.
     """
     try:
         environment = resolve("envs", section.env, {**ENVS, **AGENTS})
@@ -89,9 +90,19 @@ def load_domain(name: str, section: DomainSection, adv_estimator: str = "") -> D
         raise ConfigError(f"domains.{name}.env", section.env, error.allowed) from None
     if not (isinstance(environment, type) and issubclass(environment, Environment)):
         raise ConfigError(f"domains.{name}.env", section.env, "a class that derives from envhub.envs.base.Environment")
+    _check_methods(f"domains.{name}.env", section.env, environment)
     arguments = parse(f"domains.{name}.env_args", section.env_args, environment.Args)
     memory = load_memory(f"domains.{name}.memory", section.memory)
     return Domain(name, section, environment, arguments, memory if takes_steps(section.context, adv_estimator) else None)
+
+
+def _check_methods(key: str, name: str, environment: type[Environment]) -> None:
+    if issubclass(environment, Agent):
+        return  # its program acts
+    check_method(key, name, environment, "reset", ("task_index", "split", "seed"), base=Environment)
+    check_method(key, name, environment, "step", ("text",), base=Environment)
+    if environment.tools.__func__ is not Environment.tools.__func__:  # type: ignore[attr-defined]
+        check_method(key, name, environment, "use", ("calls",), base=Environment, why=", which its tools need")
 
 
 def load_domains(config: Mapping[str, Any]) -> dict[str, Domain]:

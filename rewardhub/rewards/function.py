@@ -14,7 +14,7 @@ from typing import Any
 
 from broker.config import Reward
 from broker.errors import ConfigError
-from broker.registry import resolve
+from broker.registry import check_method, resolve
 from broker.sections import parse
 from rewardhub.rewards import REWARDS
 from rewardhub.rewards.base import Sample
@@ -93,8 +93,8 @@ def _resolve(name: str, key: str) -> Any:
         raise ConfigError(f"{key}.name", name, error.allowed) from None
     if not callable(found):
         raise ConfigError(f"{key}.name", name, f"it must be a function or a class, that is a {type(found).__name__}")
-    if inspect.isclass(found) and not callable(getattr(found, "score", None)):
-        raise ConfigError(f"{key}.name", name, "a class must have a method score(sample)")
+    if inspect.isclass(found):
+        check_method(f"{key}.name", name, found, "score", ("sample",))
     return found
 
 

@@ -97,7 +97,7 @@ def test_a_plug_in_that_ends_the_program_is_one_line(tmp_path: Path, monkeypatch
     (tmp_path / "says_bye.py").write_text('raise SystemExit("bye")\n')
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     for name in (f"{tmp_path}/says_bye.py:f", "says_bye:f"):
-        with pytest.raises(ConfigError, match=r"says_bye(\.py)? fails to import: SystemExit: bye$"):
+        with pytest.raises(ConfigError, match=r"says_bye(\.py)? fails to import: SystemExit: bye \(says_bye\.py:\d+ in <module>\)$"):
             registry.resolve("envs", name, {})
 
 
