@@ -19,6 +19,7 @@ from learner.evaluation import ACTOR
 from learner.ledger import Ledger
 from learner.metrics import MetricsFile, count_tickets, finite
 from learner.patience import Patience
+from learner.signals import Signals
 from learner.trackers import Trackers
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ class Book:
         self._file = MetricsFile(path, last_step)
         self._patience = Patience(path.parent, stop, "training waits", say)
         self._depths = {f"queue/{stream.name}/depth": 0.0 for stream in (*QUEUES, SAMPLES)}
+        self._signals = Signals()
         self.newest: dict[str, float] = {}  # the numbers of the newest line
         self.failure: dict[str, str] = {}  # of the newest group that came to nothing: what, and who gave it up
 
@@ -77,6 +79,11 @@ class Book:
         shown = {"reward": "reward/mean", "success": "env/success_rate", "staleness": "staleness/max", "evaluated": "eval/success_rate"}
         extra = {name: round(line[key], 3) for name, key in shown.items() if key in line}
         log.info("step %d of %d", step, self._ledger.rules.steps, extra=extra)
+        begun, over = self._signals.take(line)
+        for text in begun:
+            log.warning("%s", text)
+        for text in over:
+            log.info("no longer: %s", text)
         await publish_metrics(self._bus, wire.Metrics(role="learner", id=self._bus.name, time=line["time"], values=line))
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ from broker.streams import CONTROL, RUNS, STREAMS, WEIGHTS, Kind
 from learner import checkpoint, ledgerfile, segments
 from learner.metrics import read_lines
 from learner.ops.place import connected, find
+from learner.signals import RECENT, warnings
 
 SHOWN: Final = ("reward/mean", "env/success_rate", "staleness/max", "perf/tokens_per_s", "trainer/idle_ratio", "rollouter/idle_ratio")
 TICKETS: Final = ("issued", "trained", "filtered", "dropped", "dead", "open", "duplicate")
@@ -46,6 +47,7 @@ def on_disk(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         "steps": config["train"]["steps"],
         "step_at": last.get("time"),
         "figures": {name: last[name] for name in SHOWN if name in last},
+        "warnings": warnings(rows[-RECENT:]),
         "tickets": {name: counts[name] for name in TICKETS if name in counts},
         "dead": dead,
         "ledger_file": problem or ("ok" if lines else "none yet"),
@@ -111,6 +113,7 @@ def text_of(found: Mapping[str, Any], now: float) -> list[str]:
     if found["dead"]:
         lines.append(f"  dead         {', '.join(f'{reason} {count}' for reason, count in sorted(found['dead'].items()))}")
     lines.append(f"  figures      {', '.join(f'{name} {value:.4g}' for name, value in found['figures'].items()) or 'none yet'}")
+    lines += [f"  warning      {text}" for text in found["warnings"]]
     lines.append(
         f"  checkpoints  {', '.join(str(step) for step in found['checkpoints']) or 'none yet'}; ledger file: {found['ledger_file']}"
     )

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from broker import wire
+from learner.signals import Signals
 from learner.up.failures import Failures
 
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -45,6 +46,8 @@ class Board:
     processes: dict[str, wire.Presence] = field(default_factory=dict)
     live: dict[str, wire.Metrics] = field(default_factory=dict)  # newest metrics of each process
     failures: Failures = field(default_factory=Failures)
+    signals: Signals = field(default_factory=Signals)
+    news: list[str] = field(default_factory=list)  # lines about learning that were not shown yet
     first_step_at: tuple[float, int] | None = None  # (monotonic seconds, step)
     last_step_at: float = 0.0
 
@@ -60,6 +63,8 @@ class Board:
         if step <= self.step or "reward/mean" not in values:
             return False
         self.step, self.line, self.last_step_at = step, dict(values), now
+        begun, over = self.signals.take(values)
+        self.news += [f"warning: {text}" for text in begun] + [f"no longer: {text}" for text in over]
         self.first_step_at = self.first_step_at or (now, step)
         self.rewards.append(values["reward/mean"])
         self.successes.append(values.get("env/success_rate", math.nan))

@@ -146,6 +146,7 @@ async def _show(config: dict[str, Any], broker: BrokerServer, fleet: Fleet, lear
                     live.update(screen(board, events, fleet.logs))
                     continue
                 lines = [steps.get_nowait() for _ in range(steps.qsize())]
+                lines += [board.news.pop(0) for _ in range(len(board.news))]
                 if board.phase != phase and not board.step:
                     phase = board.phase
                     lines.append(phase)

@@ -38,11 +38,11 @@ def progress(board: Board) -> RenderableType:
 
 
 def trouble(board: Board, logs: Path) -> list[RenderableType]:
-    """Hubs that take no work, and groups that failed, as long as the run lasts: red until something is trained after the newest."""
-    hubs = [Text(line, style="bold red") for line in board.problems()]
-    if not board.failures.total:
-        return [*hubs]
-    return [*hubs, Text(board.failures.line(logs), style="bold red" if board.failures.stuck else "yellow")]
+    """Hubs that take no work, groups that failed (red until something is trained after the newest), and why nothing may be learned."""
+    lines = [Text(line, style="bold red") for line in board.problems()]
+    if board.failures.total:
+        lines.append(Text(board.failures.line(logs), style="bold red" if board.failures.stuck else "yellow"))
+    return [*lines, *(Text(f"warning: {text}", style="yellow") for text in board.signals.active.values())]
 
 
 def figures(board: Board) -> RenderableType:

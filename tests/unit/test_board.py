@@ -121,3 +121,17 @@ def test_failures_in_few_words() -> None:
     assert by_reason({"env_error": 2, "reward_error": 33}) == "35 (reward_error 33, env_error 2)"
     assert Failures().line(LOGS).endswith("see runs/r/logs/learner.log")
     assert (len(shortened("a" * 1000)), shortened("a" * 400)) == (403, "a" * 400)
+
+
+def test_a_warning_about_learning_is_told_once_and_stays_on_the_screen_until_it_is_over() -> None:
+    board = Board("r", total_steps=9)
+    told = []
+    for step, ratio in enumerate([0.1, 0.6, 0.7, 0.1, 0.1, 0.1, 0.1], start=1):
+        board.take(line(step, 0.5, **{"response_length/clip_ratio": ratio}), float(step))
+        told.append([text[:31] for text in board.news])
+        board.news.clear()
+        with open("/dev/null", "w") as nowhere:
+            console = Console(width=120, record=True, file=nowhere)
+            console.print(screen(board, [], LOGS))
+        assert ("warning: 60% of the responses" in console.export_text()) == (2 <= step <= 5)
+    assert told == [[], ["warning: 60% of the responses w"], [], [], [], ["no longer: 60% of the responses"], []]

@@ -1,0 +1,136 @@
+"""Warnings that a run has nothing to learn from, or is breaking, read off its metrics. Pure: lines of metrics.jsonl in, warnings out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+OVER_AFTER: Final = 3  # steps in a row without the condition, before a warning is taken back
+RECENT: Final = 100  # lines that status looks at
+EQUAL: Final = 1e-9
+
+Line = Mapping[str, Any]  # metric name to value
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One condition.
+
+    Attributes:
+        holds: of a line and the lowest reward so far; None where the line does not measure it.
+        after: steps in a row for which it must hold.
+        says: with ``{…}`` for metrics of the line, their names with ``_`` for ``/``.
+    """
+
+    holds: Callable[[Line, float], bool | None]
+    after: int
+    says: str
+
+
+def _above(limit: float, *names: str) -> Callable[[Line, float], bool | None]:
+    """Whether any of these metrics is above a limit."""
+
+    def holds(line: Line, _: float) -> bool | None:
+        found = [abs(line[name]) for name in names if name in line]
+        return max(found) > limit if found else None
+
+    return holds
+
+
+def _lowest_reward(line: Line, lowest: float) -> bool | None:
+    """Whether every episode got the lowest reward so far, and none succeeded."""
+    if "reward/max" not in line:
+        return None
+    return bool(line["reward/max"] <= lowest + EQUAL and line.get("env/success_rate", 0.0) == 0)
+
+
+def _no_gradient(line: Line, _: float) -> bool | None:
+    """Whether the gradient is zero although rewards differ."""
+    if "actor/grad_norm" not in line:
+        return None
+    return bool(line["actor/grad_norm"] == 0 and line.get("frac_reward_zero_std", 0.0) < 1)
+
+
+RULES: Final[dict[str, Rule]] = {
+    "reward": Rule(
+        _lowest_reward,
+        10,
+        "every reward of the last 10 steps was the lowest so far, {reward_max:.4g}: read a few episodes (rlearner show), check the "
+        "reward and the answer format that the prompt asks for, or begin with easier tasks",
+    ),
+    "equal_rewards": Rule(
+        lambda line, _: line["frac_reward_zero_std"] >= 1 if "frac_reward_zero_std" in line else None,
+        5,
+        "in the last 5 steps all rewards of each group were equal, so every advantage was zero: use tasks that are neither solved nor "
+        "hopeless, a larger group_size, or a higher temperature",
+    ),
+    "clip_ratio": Rule(
+        _above(0.5, "response_length/clip_ratio"),
+        1,
+        "{response_length_clip_ratio:.0%} of the responses were cut for their length: raise sampling.max_tokens or max_context_tokens, or "
+        "check that the model knows how to end (its chat template, sampling.stop)",
+    ),
+    "entropy": Rule(
+        lambda line, _: line["actor/entropy"] < 0.01 if "actor/entropy" in line else None,
+        5,
+        "the policy's entropy is {actor_entropy:.2g}, near zero for 5 steps, so it no longer explores: lower train.lr, raise "
+        "algorithm.entropy_coef or clip_high, or go back to an earlier checkpoint",
+    ),
+    "kl": Rule(
+        _above(10.0, "actor/kl_loss", "actor/reward_kl", "actor/ppo_kl"),
+        1,
+        "the divergence from the earlier policy is above 10 nats per token: lower train.lr, raise algorithm.kl_coef, and check the reward "
+        "for something that can be exploited",
+    ),
+    "no_gradient": Rule(
+        _no_gradient,
+        1,
+        "the gradient was zero although rewards differed: check that tokens are trained at all (algorithm.mask_truncated, correction_low, "
+        "correction_high, advantage_clip), and train.lora.target_modules",
+    ),
+    "not_finite": Rule(
+        _above(0.0, "actor/skipped"),  # a norm that is not finite is not written
+        1,
+        "the gradient was not finite, so the update was skipped: lower train.lr, set train.max_grad_norm, or try model.dtype=float32",
+    ),
+}
+
+
+class Signals:
+    """The warnings of one run, step by step.
+
+    Attributes:
+        active: rule to its text, of those that have begun and are not over.
+    """
+
+    def __init__(self) -> None:
+        self.active: dict[str, str] = {}
+        self._held = dict.fromkeys(RULES, 0)  # steps in a row
+        self._clear = dict.fromkeys(RULES, 0)
+        self._lowest = float("inf")
+
+    def take(self, line: Line) -> tuple[list[str], list[str]]:
+        """Take a step's line in; the warnings that begin with it, and those that are over."""
+        self._lowest = min(self._lowest, line.get("reward/min", self._lowest))
+        begun, over = [], []
+        for name, rule in RULES.items():
+            holds = rule.holds(line, self._lowest)
+            if holds is None:
+                continue
+            self._held[name] = self._held[name] + 1 if holds else 0
+            self._clear[name] = 0 if holds else self._clear[name] + 1
+            if name not in self.active and self._held[name] >= rule.after:
+                self.active[name] = rule.says.format(**{key.replace("/", "_"): value for key, value in line.items()})
+                begun.append(self.active[name])
+            elif name in self.active and self._clear[name] >= OVER_AFTER:
+                over.append(self.active.pop(name))
+        return begun, over
+
+
+def warnings(lines: Iterable[Line]) -> list[str]:
+    """Those in force after these lines."""
+    signals = Signals()
+    for line in lines:
+        signals.take(line)
+    return list(signals.active.values())
