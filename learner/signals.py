@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -9,6 +10,7 @@ from typing import Any, Final
 OVER_AFTER: Final = 3  # steps in a row without the condition, before a warning is taken back
 RECENT: Final = 100  # lines that status looks at
 EQUAL: Final = 1e-9
+FEW_TOKENS: Final = 8
 
 Line = Mapping[str, Any]  # metric name to value
 
@@ -36,6 +38,14 @@ def _above(limit: float, *names: str) -> Callable[[Line, float], bool | None]:
         return max(found) > limit if found else None
 
     return holds
+
+
+def _cut_responses(line: Line, _: float) -> bool | None:
+    """Whether most responses are cut for their length. A turn of a few tokens is an action that need not end by itself."""
+    if "response_length/clip_ratio" not in line:
+        return None
+    per_turn = line.get("response_length/mean", math.inf) / max(line.get("env/num_turns", 1.0), 1.0)
+    return bool(line["response_length/clip_ratio"] > 0.5 and per_turn > FEW_TOKENS)
 
 
 def _lowest_reward(line: Line, lowest: float) -> bool | None:
@@ -66,7 +76,7 @@ RULES: Final[dict[str, Rule]] = {
         "hopeless, a larger group_size, or a higher temperature",
     ),
     "clip_ratio": Rule(
-        _above(0.5, "response_length/clip_ratio"),
+        _cut_responses,
         1,
         "{response_length_clip_ratio:.0%} of the responses were cut for their length: raise sampling.max_tokens or max_context_tokens, or "
         "check that the model knows how to end (its chat template, sampling.stop)",

@@ -66,6 +66,12 @@ def test_a_solved_task_is_not_stuck_at_its_lowest_reward() -> None:
     assert [text[:21] for text in warnings([solved] * 50)] == ["in the last 5 steps a"]
 
 
+def test_an_action_of_a_few_tokens_may_be_cut() -> None:
+    cut = line(response_length_clip_ratio=1.0) | {"response_length/mean": 12.0}
+    assert warnings([cut | {"env/num_turns": 4.0}]) == []
+    assert len(warnings([cut | {"env/num_turns": 1.0}])) == 1
+
+
 def test_a_reward_that_was_lower_before_is_not_the_lowest() -> None:
     flat = line(reward_min=-0.5, reward_max=-0.5, env_success_rate=0.0)
     assert warnings([line(reward_min=-1.0), *[flat] * 50]) == []
