@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Final
 
+from broker import logs
 from broker.errors import UserError
 
 EXIT_FAULT: Final = 1
@@ -46,7 +47,7 @@ def enter(command: Callable[[], int]) -> int:
 
 def refuse(error: UserError) -> int:
     """Print a user's error as one line; the exit code."""
-    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    logs.say_error(" ".join(str(error).split()))
     return EXIT_USER_ERROR
 
 

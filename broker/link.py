@@ -21,13 +21,13 @@ from broker.doubts import Doubts
 from broker.errors import BrokerUnreachable
 from broker.natspy import Client, Msg, nats_errors
 from broker.refusals import Refusals
+from broker.reminders import Reminders
 from broker.sizes import Buffer
 from broker.subscribed import Callback, Subscribed
 from broker.traffic import Traffic
 
 log = logging.getLogger(__name__)
 
-SAY_EVERY_S: Final = 3.0
 CALL_TIMEOUT_S: Final = 5.0
 CLOSE_WITHIN_S: Final = 5.0
 PAUSE_S: Final = 0.02  # before a repetition, so that a connection not yet known to be gone is not hammered
@@ -46,7 +46,7 @@ class Link:
         self.on_disconnect: set[Callable[[], None]] = set()
         self._client = Client()
         self._closing = False
-        self._said = 0.0
+        self._waiting = Reminders()
         self._error = ""
         self._calls = Calls()
         self._traffic = Traffic()
@@ -177,9 +177,10 @@ class Link:
             log.debug("closing a connection that was not open")
 
     async def _on_connected(self) -> None:
-        if self._said:
+        if self._waiting.said:
             log.info("connected to the broker at %s%s", self.where, " again" if self._was_connected else "")
-        self._said, self._was_connected = 0.0, True
+        self._waiting.over()
+        self._was_connected = True
         self._doubts.clear()
         self.connected.set()
 
@@ -238,8 +239,7 @@ class Link:
     async def _on_error(self, error: Exception) -> None:
         self._error = str(error) or type(error).__name__
         self._tried = now = time.monotonic()
-        if not self.connected.is_set() and not self._closing and now - self._said >= SAY_EVERY_S:
-            self._said = now
+        if not self.connected.is_set() and not self._closing and self._waiting.due(now):
             log.warning("no broker at %s (%s); trying again", self.where, self._error)
 
     # ------------------------------------------------------------------------------------------ calls

@@ -1,24 +1,34 @@
-"""Logging: one line to stderr with time, level, run, role, id, the message and whatever ``extra`` was given as key=value."""
+"""Logging: one line to stderr, and to a file if asked for.
+
+A line is date, time, level, run, role, id, the message and whatever ``extra`` was given as key=value.
+"""
 
 from __future__ import annotations
 
+import argparse
 import logging
 import sys
 from typing import Final, TextIO
 
+from broker.errors import UserError
+
+log = logging.getLogger(__name__)
 _identity = {"run": "-", "role": "-", "id": "-"}
 TRACEBACK: Final = "traceback"  # the key in ``extra``
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
 class LineFormatter(logging.Formatter):
-    """``12:00:01.042 INFO run role id message key=value``; a traceback follows on lines of its own, one from elsewhere as ``extra``."""
+    """``2026-11-22 12:00:01.042 INFO run role id message key=value``.
+
+    A traceback follows on lines of its own, one from elsewhere as ``extra``.
+    """
 
     default_msec_format = "%s.%03d"
 
     def __init__(self) -> None:
         super().__init__(datefmt=None)
-        self.default_time_format = "%H:%M:%S"
+        self.default_time_format = "%Y-%m-%d %H:%M:%S"
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         given = {key: value for key, value in vars(record).items() if key not in _STANDARD}
@@ -47,6 +57,39 @@ def configure(level: str = "INFO") -> None:
     handler.setFormatter(LineFormatter())
     logging.basicConfig(level=level, handlers=[handler], force=True)
     logging.captureWarnings(True)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """--log-level and --log-file."""
+    levels = ["DEBUG", "INFO", "WARNING", "ERROR"]
+    parser.add_argument("--log-level", default="INFO", choices=levels, help="least level logged (%(default)s)")
+    parser.add_argument("--log-file", metavar="PATH", default=None, help="append the log to this file, too; its folder must exist (none)")
+
+
+def apply(options: argparse.Namespace) -> None:
+    """Do what these options say.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    root = logging.getLogger()
+    root.setLevel(options.log_level)
+    if not options.log_file:
+        return
+    try:
+        handler = logging.FileHandler(options.log_file, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--log-file: cannot write {options.log_file}: {error.strerror}; name a file in a folder that exists") from None
+    handler.setFormatter(LineFormatter())
+    root.addHandler(handler)
+
+
+def say_error(text: str) -> None:
+    """Print ``error: …`` to stderr, for people, and log it where a file is written."""
+    print(f"error: {text}", file=sys.stderr)
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, logging.FileHandler):
+            handler.handle(log.makeRecord(log.name, logging.ERROR, __file__, 0, text, (), None))
 
 
 def identify(*, run: str | None = None, role: str | None = None, process_id: str | None = None) -> None:

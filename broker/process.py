@@ -24,6 +24,7 @@ from broker.entry import EXIT_FAULT, EXIT_STOPPED, output_is_closed, refuse
 from broker.errors import ConfigError, RlearnerError, UserError
 from broker.jetstream import Bus
 from broker.member import Member, Stop
+from broker.reminders import Reminders
 from broker.runspec import check_digests, discover_run, wait_for_runspec
 from broker.streams import CONTROL, RUNS, token
 
@@ -34,7 +35,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 DEFAULT_BROKER: Final = "nats://127.0.0.1:4222"
-SAY_EVERY_S: Final = 5.0
 POLL_S: Final = 0.5
 FEW_FILES: Final = 4096
 GARBAGE_AFTER: Final = 50_000  # objects made and not freed; see _collect_rarely
@@ -128,7 +128,7 @@ def _find(error: BaseException, kind: type[T]) -> T | None:
 
 
 def add_join_options(parser: argparse.ArgumentParser) -> None:
-    """--broker (RL_BROKER, nats://127.0.0.1:4222), --run (RL_RUN, else the one running), --id, --connect-deadline, --log-level."""
+    """--broker (RL_BROKER, nats://127.0.0.1:4222), --run (RL_RUN, else the one running), --id, --connect-deadline, logging."""
     add = parser.add_argument
     add(
         "--broker",
@@ -139,7 +139,7 @@ def add_join_options(parser: argparse.ArgumentParser) -> None:
     add("--run", metavar="NAME", default=os.environ.get("RL_RUN") or None, help="run to join (RL_RUN, else the only one running)")
     add("--id", metavar="NAME", default=None, help="name of this process, unique in the run (made up)")
     add("--connect-deadline", metavar="SECONDS", type=positive, default=None, help="give up when no broker answers in time (never)")
-    add("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"], help="least level logged (%(default)s)")
+    logs.add_options(parser)
 
 
 @asynccontextmanager
@@ -157,7 +157,7 @@ async def join(
     Raises:
         UserError: several runs to choose from (names them), another wire version, other data files, bad option.
     """
-    logging.getLogger().setLevel(options.log_level)
+    logs.apply(options)
     process_id = options.id or f"{role}-{os.getpid():x}-{secrets.token_hex(2)}"
     for name, value in (("--id", process_id), ("--run", options.run or "any")):
         _check_option(name, value)
@@ -210,14 +210,13 @@ async def unless_stopped(stop: Stop, work: Coroutine[Any, Any, T]) -> T:
 async def _wait_until_running(bus: Bus) -> wire.RunSpec:
     """The RunSpec of a run that is not stopped."""
     control = await bus.key_value(CONTROL)
-    said = 0.0
+    reminders = Reminders()
     while True:
         spec = await wait_for_runspec(bus, bus.run)
         desired = await control.get(bus.run)
         if desired is None or not isinstance(desired[0], wire.DesiredState) or desired[0].state != "stopped":
             return spec
-        if time.monotonic() - said > SAY_EVERY_S:
-            said = time.monotonic()
+        if reminders.due(time.monotonic()):
             log.info("run %s is stopped; waiting for the learner to resume it", bus.run)
         await asyncio.sleep(POLL_S)
 

@@ -12,6 +12,7 @@ from broker.api import ask
 from broker.errors import UserError
 from broker.kv import kv_prefix, kv_stream_name
 from broker.link import Link
+from broker.reminders import Reminders
 from broker.streams import Kind, Stream
 
 log = logging.getLogger(__name__)
@@ -21,7 +22,6 @@ STREAM_EXISTS: Final = 10058
 NO_ROOM: Final = (10047, 10028)
 TOO_FEW_SERVERS: Final = (10005, 10074)
 REPLICAS_IN_CLUSTER: Final = 3
-SAY_EVERY_S: Final = 5.0
 OLDEST_CLUSTER: Final = (2, 10, 23)  # older ones may lose a stream when a process dies: jepsen.io/analyses/nats-2.12.1
 
 
@@ -47,7 +47,7 @@ async def ensure_stream(link: Link, config: dict[str, Any]) -> None:
     Raises:
         UserError: the broker has no room for it.
     """
-    said = -SAY_EVERY_S
+    reminders = Reminders()
     while True:
         try:
             await ask(link, f"STREAM.CREATE.{config['name']}", config)
@@ -62,8 +62,7 @@ async def ensure_stream(link: Link, config: dict[str, Any]) -> None:
                 raise
         else:
             return
-        if time.monotonic() - said > SAY_EVERY_S:
-            said = time.monotonic()
+        if reminders.due(time.monotonic()):
             log.warning(
                 "%s needs %d servers in the broker's cluster at %s and there are fewer; waiting (broker.replicas=1 needs one)",
                 config["name"],

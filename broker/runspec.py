@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import importlib
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeVar
 
@@ -15,6 +16,7 @@ from broker import timeouts, wire
 from broker.config import DomainSection, Section
 from broker.errors import ConfigError, Fenced, UserError, WireError
 from broker.jetstream import Bus
+from broker.reminders import Reminders
 from broker.sections import parse, unknown
 from broker.streams import CONTROL, RUNS, token
 
@@ -89,7 +91,6 @@ SCORING: Final = "rewardhub.config:scoring_s"  # how long rewards may take, for 
 
 S = TypeVar("S", bound=Section)
 
-SAY_EVERY_S: Final = 5.0
 POLL_S: Final = 0.25
 
 
@@ -193,15 +194,14 @@ async def wait_for_runspec(bus: Bus, run: str) -> wire.RunSpec:
         UserError: written by another wire version, or it does not decode.
     """
     runs = await bus.key_value(RUNS)
-    waited_s = 0.0
+    reminders = Reminders()
     while True:
         found = await runs.get_bytes(run)
         if found is not None:
             return _decode(run, found[0])
-        if waited_s % SAY_EVERY_S < POLL_S:
+        if reminders.due(time.monotonic()):
             log.info("waiting for the learner to start run %s", run)
         await asyncio.sleep(POLL_S)
-        waited_s += POLL_S
 
 
 async def find_runs(bus: Bus) -> dict[str, str]:
@@ -215,22 +215,21 @@ async def find_runs(bus: Bus) -> dict[str, str]:
 
 
 async def discover_run(bus: Bus) -> str:
-    """The name of the only run that is not stopped; waits until there is one and says so every few seconds.
+    """The name of the only run that is not stopped; waits until there is one and says so.
 
     Raises:
         UserError: there are several; names them.
     """
-    waited_s = 0.0
+    reminders = Reminders()
     while True:
         active = sorted(run for run, state in (await find_runs(bus)).items() if state != "stopped")
         if len(active) == 1:
             return active[0]
         if active:
             raise UserError(f"several runs on this broker: {', '.join(active)}; choose one with --run or RL_RUN")
-        if waited_s % SAY_EVERY_S < POLL_S:
+        if reminders.due(time.monotonic()):
             log.info("waiting for a run to start on the broker")
         await asyncio.sleep(POLL_S)
-        waited_s += POLL_S
 
 
 def _decode(run: str, data: bytes) -> wire.RunSpec:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import os
 import sys
 from collections.abc import Sequence
 
+from broker import logs
 from broker.arguments import add_config, positive
 from broker.entry import enter
 from learner.doctor import cli as doctor_cli
@@ -53,9 +53,7 @@ def make_parser() -> argparse.ArgumentParser:
     start.add_argument(
         "--connect-deadline", metavar="SECONDS", type=positive, default=None, help="give up when no broker answers in time (never)"
     )
-    start.add_argument(
-        "--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"], help="least level logged (%(default)s)"
-    )
+    logs.add_options(start)
     start.add_argument("--take-over", action="store_true", help="start although another learner of the run is alive, and end that one")
     up_cli.add_force(start)
     start.add_argument("--rebase", action="store_true", help="go on with the open tickets counted dead where the broker has lost its store")
@@ -86,7 +84,7 @@ def _start(options: argparse.Namespace) -> int:
     from learner.prepare import name_run, run_folder
 
     async def body(stop: process.Stop) -> None:
-        logging.getLogger().setLevel(options.log_level)
+        logs.apply(options)
         asked = name_run(forget(load(options.config, options.overrides), options), options.config)
         config = validate(await asyncio.to_thread(settle, asked, options.gpus, share=options.share_gpus))
         refuse(of_learner(config))

@@ -13,6 +13,7 @@ from typing import Any, Final, TypeVar
 
 from broker.errors import UserError
 from broker.process import Stop
+from broker.reminders import Reminders
 
 log = logging.getLogger(__name__)
 
@@ -20,20 +21,20 @@ T = TypeVar("T")
 
 FIRST_WAIT_S: Final = 0.5
 LONGEST_WAIT_S: Final = 10.0
-SAY_EVERY_S: Final = 30.0
 
 
 class Backoff:
     """Pure: how long to wait after each failure in a row, and whether to say so."""
 
     def __init__(self) -> None:
-        self._wait_s, self._said_at, self._said = FIRST_WAIT_S, 0.0, ""
+        self._wait_s, self._reason, self._reminders = FIRST_WAIT_S, "", Reminders()
 
     def failed(self, reason: str, now: float) -> tuple[float, bool]:
         """A try failed at ``now`` for ``reason``: seconds until the next one, and whether people should hear of it (again)."""
-        speak = reason != self._said or now - self._said_at >= SAY_EVERY_S
-        if speak:
-            self._said, self._said_at = reason, now
+        if reason != self._reason:
+            self._reason = reason
+            self._reminders.over()
+        speak = self._reminders.due(now)
         wait_s, self._wait_s = self._wait_s, min(2 * self._wait_s, LONGEST_WAIT_S)
         return wait_s, speak
 

@@ -71,6 +71,7 @@ def command_of(options: argparse.Namespace, run: str, section: RolloutSection) -
             ("--id", f"{options.id}-{index}" if options.id else None),
             ("--connect-deadline", options.connect_deadline),
             ("--log-level", options.log_level),
+            ("--log-file", options.log_file),
         ):
             line += [name, str(value)] if value is not None else []
         line += options.overrides

@@ -16,6 +16,7 @@ from torch import Tensor
 from broker import wire
 from broker.errors import RequestFailed, TransferFailed
 from broker.jetstream import Bus
+from broker.reminders import Reminders
 from broker.streams import WEIGHTS
 from broker.weights import fp8
 from broker.weights.acceptance import OLD, Acceptance, Adopt, Join, Look, Snapshots
@@ -37,7 +38,6 @@ from broker.weights.transfer import Received, Settings
 
 log = logging.getLogger(__name__)
 
-SAY_EVERY_S: Final = 10.0  # a learner that is away is mentioned this often
 MAX_LOST: Final = 3  # so many times in a row what was read in the learner's memory was no use: then it is asked to send
 
 
@@ -96,7 +96,7 @@ class Receiver:
         self._watch, self._receiving_epoch = Watch(), 0
         self._changed, self._served = asyncio.Event(), asyncio.Condition()
         self._tasks: Tasks | None = None
-        self._said = -SAY_EVERY_S
+        self._waiting = Reminders()  # for a learner that is away
         self._values = {"weights/version": -1.0, "weights/failures": 0.0}
 
     @property
@@ -180,14 +180,14 @@ class Receiver:
             digest = await step(offer)
         except RequestFailed as error:
             self._state.failed(time.monotonic(), counts=False)
-            if time.monotonic() - self._said >= SAY_EVERY_S:
-                self._said = time.monotonic()
+            if self._waiting.due(time.monotonic()):
                 log.info("weights: waiting for epoch %d version %d: %s", offer.epoch, offer.version, error)
         except TransferFailed as error:
             self.last_error = str(error)
             delay_s = self._state.failed(time.monotonic())
             log.warning("weights: epoch %d version %d: %s; again in %.1f s", offer.epoch, offer.version, error, delay_s)
         else:
+            self._waiting.over()
             self._state.taken(offer, digest)
             self.last_error = ""
             self._values["weights/version"] = float(offer.version)

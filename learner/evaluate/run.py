@@ -136,4 +136,4 @@ async def measured(fleet: Fleet, evaluator: Evaluator, asked: Evaluation, stop: 
             bar.update(line, completed=done)
             if bar.disable and not quiet and done / total >= said + SAY_EVERY:
                 said = done / total
-                print(f"{time.strftime('%H:%M:%S')}  {done} of {total} tasks", flush=True)
+                print(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {done} of {total} tasks", flush=True)

@@ -27,6 +27,7 @@ from broker.config import BrokerSection
 from broker.errors import RequestFailed, UserError
 from broker.jetstream import Bus
 from broker.presence import Roster
+from broker.reminders import Reminders
 from broker.runspec import publish_runspec, section
 from broker.streams import CONTROL
 from learner.pipelines.base import Job
@@ -38,7 +39,6 @@ log = logging.getLogger(__name__)
 POLICY: Final = "teacher"
 MAX_REFUSALS: Final = 3  # of one row
 AVOID_S: Final = 6.0  # a server that did not answer; when it is dead, presence says so by then
-SAY_EVERY_S: Final = 5.0
 CONNECT_S: Final = 20.0
 FAREWELL_S: Final = 5.0
 
@@ -119,7 +119,7 @@ class _Asker:
         self._numbers = itertools.count(1)
         self._asking: dict[str, int] = {}  # server -> rows that it has not answered yet
         self._avoid: dict[str, float] = {}  # server -> until when, on the monotonic clock
-        self._said = 0.0
+        self._waiting = Reminders()
         self._room = asyncio.Semaphore(distill.concurrency)
 
     async def ask(self, rows: Sequence[Array]) -> list[Answer]:
@@ -171,9 +171,9 @@ class _Asker:
             now = time.monotonic()
             serving = [one for one in self._roster.alive("rollout") if one.policy == POLICY and one.state == "serving" and one.address]
             if here := [one for one in serving if self._avoid.get(one.id, now) <= now]:
+                self._waiting.over()
                 return min(here, key=lambda one: (self._asking.get(one.id, 0), one.id))
-            if now - self._said > SAY_EVERY_S:
-                self._said = now
+            if self._waiting.due(now):
                 log.info("waiting for a rollout-server to join run %s and serve the teacher", self._bus.run)
             await self._roster.changed(1.0)
 

@@ -153,7 +153,7 @@ async def _show(config: dict[str, Any], broker: BrokerServer, fleet: Fleet, lear
                 if news := board.failures.news(time.monotonic(), fleet.logs):
                     lines.append(news)
                 for line in [*happened, *lines]:
-                    print(f"{time.strftime('%H:%M:%S')}  {line}", flush=True)
+                    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {line}", flush=True)
         listening.cancel()
         if listening.done() and not listening.cancelled() and (error := listening.exception()):
             raise error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from learner import patience
+from broker.reminders import FIRST_S
 from learner.due import Due
 from learner.patience import Backoff
 
@@ -73,4 +73,4 @@ def test_a_reason_is_said_once_and_again_after_a_while() -> None:
     backoff = Backoff()
     said = [backoff.failed(reason, now)[1] for reason, now in (("full", 1.0), ("full", 2.0), ("denied", 3.0), ("denied", 4.0))]
     assert said == [True, False, True, False]
-    assert backoff.failed("denied", 3.0 + patience.SAY_EVERY_S)[1]
+    assert backoff.failed("denied", 3.0 + FIRST_S)[1]

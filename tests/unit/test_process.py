@@ -8,6 +8,8 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
 
 import pytest
 
@@ -145,6 +147,33 @@ def test_a_log_line_names_run_role_and_id() -> None:
     logs.identify(run=None, role="rollout")
     record = logging.LogRecord("x", logging.WARNING, "f", 1, "two %s\nlines", ("short",), None)
     record.ticket = 7
-    time, rest = logs.LineFormatter().format(record).split(" ", 1)
+    day, time, rest = logs.LineFormatter().format(record).split(" ", 2)
     assert rest == "WARNING demo rollout e1 two short lines ticket=7"
-    assert len(time) == len("12:00:01.042")
+    assert datetime.strptime(f"{day} {time}", "%Y-%m-%d %H:%M:%S.%f").timestamp() == pytest.approx(record.created, abs=0.001)
+
+
+def envhub(*arguments: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "envhub.cli", "--broker", "nats://127.0.0.1:9", "--connect-deadline", "0.3", *arguments]
+    return subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_log_file_gets_what_stderr_gets_and_is_appended_to(tmp_path: Path) -> None:
+    file = tmp_path / "hub.log"
+    file.write_text("an earlier life\n")
+    done = envhub("--log-file", str(file), "--id", "e1")
+    assert done.returncode == 2
+    *said, last = done.stderr.splitlines()
+    assert last.startswith("error: ")
+    assert any(" WARNING - envhub e1 no broker at " in line for line in said)
+    earlier, *lines, written = file.read_text().splitlines()
+    assert (earlier, lines) == ("an earlier life", said)
+    assert written.endswith(f" ERROR - envhub e1 {last.removeprefix('error: ')}")
+
+
+def test_a_log_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    done = envhub("--log-file", str(tmp_path / "none" / "hub.log"))
+    assert done.returncode == 2
+    assert (
+        done.stderr
+        == f"error: --log-file: cannot write {tmp_path}/none/hub.log: No such file or directory; name a file in a folder that exists\n"
+    )
