@@ -23,11 +23,15 @@ class Stop:
     """Asked to end: by SIGTERM or SIGINT, by the operator's desired state, or by the process itself.
 
     The first asks for a drain; a second signal exits at once with 130.
+
+    Attributes:
+        at_once: called in the signal handler before that exit.
     """
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
         self.reason = ""
+        self.at_once: list[Callable[[], None]] = []
 
     def request(self, reason: str) -> None:
         """Ask for a drain; only the first reason counts."""

@@ -12,7 +12,7 @@ import secrets
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from types import FrameType
 from typing import Any, Final, TypeVar
 
@@ -105,6 +105,9 @@ def _signals(stop: Stop, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
         count += 1
         if count > 1:
             os.write(2, b"second signal, stopped at once\n")
+            for end in stop.at_once:
+                with suppress(Exception):  # this process ends, whatever a callback does
+                    end()
             os._exit(EXIT_STOPPED)
         loop.call_soon_threadsafe(stop.request, signal.Signals(number).name)
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -135,8 +135,18 @@ class Fleet:
         for pid, seconds in cpu_seconds(living).items():
             living[pid].cpu[pid] = seconds
 
-    def stop(self, first: Sequence[str] = (), *, patience_s: float = 20.0) -> None:
-        """Ask all to drain, the named ones before the others; then insist: SIGTERM, SIGTERM again, SIGKILL."""
+    def stop(
+        self,
+        first: Sequence[str] = (),
+        *,
+        patience_s: float = 20.0,
+        show: Callable[[Sequence[str], float], None] = lambda waiting, left_s: None,
+    ) -> None:
+        """Ask all to drain, the named ones before the others; then insist: SIGTERM, SIGTERM again, SIGKILL.
+
+        Args:
+            show: told every moment who has not ended yet, and after how many seconds they are told to end at once.
+        """
         leading = [c for c in self.children if c.name in first]
         for batch in (leading, self.children):
             for signum, wait_s in ((signal.SIGTERM, patience_s), (signal.SIGTERM, 3.0), (signal.SIGKILL, 3.0)):
@@ -144,9 +154,17 @@ class Fleet:
                 for child in alive:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(child.pid, signum)
-                deadline = time.monotonic() + wait_s
-                while any(c.running for c in alive) and time.monotonic() < deadline:
+                began = time.monotonic()
+                while (waiting := [c.name for c in alive if c.running]) and time.monotonic() < began + wait_s:
+                    show(waiting, patience_s - (time.monotonic() - began) if wait_s == patience_s else 0.0)
                     time.sleep(0.05)
+
+    def kill(self) -> None:
+        """End all at once; what they have begun ends with them."""
+        for child in self.children:
+            if child.running:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child.pid, signal.SIGKILL)
 
     def raise_for_failures(self) -> None:
         """The line of a child that refused its input; failing that, where to look for what broke the one that died too often.

@@ -36,6 +36,7 @@ from learner.prepare import make_folder, nothing_left, run_folder
 from learner.up.artifacts import finish
 from learner.up.board import Board
 from learner.up.claim import Claim, refuse_elsewhere
+from learner.up.farewell import Farewell
 from learner.up.fleet import Child, Fleet, cpu_seconds
 from learner.up.view import screen
 
@@ -97,6 +98,7 @@ async def _up(config: dict[str, Any], run: str, folder: Path, arguments: list[st
     with BrokerServer(store, sync_always=settings.sync_always, store_max_gib=most_gib, num_procs=1) as broker:
         claim.note(broker.url)
         fleet = Fleet(logs, {"RL_BROKER": broker.url, "RL_RUN": run})
+        stop.at_once.append(fleet.kill)
         try:
             learner = fleet.add("learner", "learner.cli", ["start", *arguments, f"broker.store_max_gib={most_gib}"])
             fleet.add("rollout-server", "rollout.cli", ["--id", "rollout-1"])
@@ -112,7 +114,9 @@ async def _up(config: dict[str, Any], run: str, folder: Path, arguments: list[st
                 "this view": time.process_time(),
             }
         finally:
-            await asyncio.to_thread(fleet.stop, ("learner",), patience_s=LEARNER_PATIENCE_S if stop.asked.is_set() else 10.0)
+            farewell, patience_s = Farewell(), LEARNER_PATIENCE_S if stop.asked.is_set() else 10.0
+            await asyncio.to_thread(fleet.stop, ("learner",), patience_s=patience_s, show=farewell)
+            farewell.close()
     try:
         fleet.raise_for_failures()
     except UserError:

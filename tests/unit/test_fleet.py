@@ -1,5 +1,6 @@
 """Children of `rlearner up`: real processes that are really killed."""
 
+import io
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import psutil
 import pytest
 
 from learner.up import fleet as fleet_module
+from learner.up.farewell import Farewell, line
 from learner.up.fleet import Fleet, cpu_seconds
 
 
@@ -117,3 +119,68 @@ def test_processor_time_counts_a_process_its_living_children_and_those_it_waited
         process.communicate()
     assert list(used) == [process.pid]
     assert 0.45 < used[process.pid] < 2.0  # 0.5, and three starts of an interpreter; clocks tick in hundredths
+
+
+def test_who_is_waited_for_and_for_how_long() -> None:
+    assert line(["learner"], 27.4) == "waiting for learner (writing the last checkpoint): 27 s"
+    assert (
+        line(["envhub", "rollout-random"], 0.0)
+        == "waiting for envhub (ending its episodes), rollout-random: 0 s, now they must end at once"
+    )
+
+
+def test_stopping_tells_who_has_not_ended_and_counts_down(modules: Path) -> None:
+    fleet = make(modules)
+    stubborn, sleeper = fleet.add("learner", "stubborn", []), fleet.add("envhub", "sleeper", [])
+    wait_until(lambda: bool(stubborn.last_lines() and sleeper.last_lines()))
+    shown: list[tuple[list[str], float]] = []
+    fleet.stop(("learner",), patience_s=0.5, show=lambda waiting, left_s: shown.append((list(waiting), left_s)))
+    assert not any(child.running for child in fleet.children)
+    leading = [left_s for waiting, left_s in shown if waiting == ["learner"]]
+    assert leading == sorted(leading, reverse=True)
+    assert leading[0] > 0.2
+    assert leading[-1] == 0.0  # told to end at once
+
+
+class Terminal(io.StringIO):
+    """A file that says it is one."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_gets_one_line_and_a_file_a_line_at_growing_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("learner.up.farewell.time.monotonic", lambda: now[0])
+    for out, expected in ((Terminal(), 8), (io.StringIO(), 2)):
+        now[0] = 0.0
+        farewell = Farewell(out)
+        for second in range(9):
+            now[0] = float(second)
+            farewell(["learner"], 30.0 - second)
+        farewell.close()
+        assert out.getvalue().count("waiting for learner (writing the last checkpoint): ") == expected
+        assert (out.getvalue().count("\n"), out.getvalue().endswith("\r\x1b[K")) == ((0, True) if out.isatty() else (2, False))
+
+
+def test_a_second_signal_ends_the_whole_fleet_at_once(modules: Path) -> None:
+    script = modules / "above.py"
+    script.write_text(
+        "import asyncio, sys\nfrom pathlib import Path\nfrom broker.process import Stop, main\nfrom learner.up.farewell import Farewell\n"
+        "from learner.up.fleet import Fleet\n\n\nasync def body(stop):\n"
+        f"    fleet = Fleet(Path({str(modules / 'logs')!r}), {{'PYTHONPATH': {str(modules)!r}}})\n"
+        "    stop.at_once.append(fleet.kill)\n    child = fleet.add('learner', 'stubborn', [])\n"
+        "    while not child.last_lines():\n        await asyncio.sleep(0.02)\n"
+        "    print(child.pid, flush=True)\n    await stop.asked.wait()\n"
+        "    await asyncio.to_thread(fleet.stop, patience_s=600.0, show=Farewell())\n\n\nsys.exit(main('up', body))\n"
+    )
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as above:
+        assert above.stdout is not None
+        assert above.stderr is not None
+        pid = int(above.stdout.readline())
+        above.send_signal(signal.SIGINT)
+        while not (said := above.stderr.readline()).startswith("waiting for learner (writing the last checkpoint): 59"):
+            assert said, "it ended before it waited"
+        above.send_signal(signal.SIGINT)
+        assert above.wait(60) == 130
+    wait_until(lambda: not psutil.pid_exists(pid))
