@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import shlex
 import time
 from collections.abc import Mapping
 from contextlib import aclosing
@@ -14,8 +16,8 @@ from broker import wire
 from broker.answers import ApiError
 from broker.errors import UserError
 from broker.jetstream import Bus
-from broker.presence import census
-from broker.streams import CONTROL, RUNS, STREAMS, WEIGHTS, Kind
+from broker.presence import CENSUS_S, census
+from broker.streams import CONTROL, MEMBERS, RUNS, STREAMS, WEIGHTS, Kind
 from learner import checkpoint, ledgerfile, segments
 from learner.metrics import read_lines
 from learner.ops.place import connected, find
@@ -66,7 +68,9 @@ async def on_broker(bus: Bus) -> dict[str, Any]:
     """What the broker says: the state asked for, who is there, what is in the streams, the weights on offer."""
     spec = await (await bus.key_value(RUNS)).get(bus.run)
     desired = await (await bus.key_value(CONTROL)).get(bus.run)
-    processes = [{name: getattr(one, name) for name in PROCESS} for one in await census(bus, bus.run)]
+    heard = await census(bus, bus.run)
+    processes = [{name: getattr(one, name) for name in PROCESS} for one in heard]
+    is_entered = bool(await (await bus.key_value(MEMBERS)).values(f"{bus.run}.learner"))
     queues: dict[str, Any] = {}
     for stream in STREAMS:
         if stream.kind in (Kind.WORK_QUEUE, Kind.LOG):
@@ -80,6 +84,7 @@ async def on_broker(bus: Bus) -> dict[str, Any]:
         "epoch": spec[0].epoch if spec and isinstance(spec[0], wire.RunSpec) else 0,
         "desired": desired[0].state if desired and isinstance(desired[0], wire.DesiredState) else "running",
         "reason": desired[0].reason if desired and isinstance(desired[0], wire.DesiredState) else "",
+        "learner": "running" if any(one.role == "learner" for one in heard) else "silent" if is_entered else "none",
         "processes": sorted(processes, key=lambda one: (one["role"], one["id"])),
         "queues": queues,
         "weights": await _offered(bus),
@@ -103,7 +108,7 @@ async def _offered(bus: Bus) -> dict[str, Any] | None:
 def text_of(found: Mapping[str, Any], now: float) -> list[str]:
     """One screen for people."""
     ago = f", {_age(now - found['step_at'])} ago" if found["step_at"] else ""
-    lines = [f"run {found['run']}: step {found['step']} of {found['steps']}{ago}"]
+    lines = [*absence(found), f"run {found['run']}: step {found['step']} of {found['steps']}{ago}"]
     if found["broker"] is None:
         lines.append(f"  broker       {found['broker_error']}")
     else:
@@ -132,6 +137,20 @@ def text_of(found: Mapping[str, Any], now: float) -> list[str]:
     if not found["processes"]:
         lines.append("  nobody is there")
     return lines
+
+
+def absence(found: Mapping[str, Any]) -> list[str]:
+    """One line where no learner is at work: that there is none, and how to start it."""
+    config = shlex.quote(os.path.relpath(Path(found["folder"], "config.yaml")))
+    if found["broker"] is None:
+        return [f"no learner was found, for its broker was not: `rlearner up {config}` starts the run again where it stopped"]
+    if found["learner"] == "running":
+        return []
+    if found["learner"] == "silent":
+        return [f"the learner has not been heard for {CENSUS_S:g} s: it is very busy, or died less than {MEMBERS.ttl_s:g} s ago"]
+    if found["step"] >= found["steps"]:
+        return [f"no learner is running: all {found['steps']} steps are done"]
+    return [f"no learner is running; start it again: rlearner start {config} --broker {found['broker']}"]
 
 
 def _age(seconds: float) -> str:

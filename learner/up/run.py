@@ -86,7 +86,9 @@ async def up(config: dict[str, Any], arguments: list[str], stop: Stop, *, force:
     with removed_on_failure(folder):
         make_folder(folder)
         with Claim(folder, run) as claim:
-            print(f"run {run}, logs in {folder / 'logs'}", *(f"changed since the last start: {one}" for one in changed), sep="\n", flush=True)
+            print(
+                f"run {run}, logs in {folder / 'logs'}", *(f"changed since the last start: {one}" for one in changed), sep="\n", flush=True
+            )
             await _up(config, run, folder, [*arguments, *flags], stop, claim)
 
 
@@ -94,7 +96,7 @@ async def _up(config: dict[str, Any], run: str, folder: Path, arguments: list[st
     settings = section(config, "broker", BrokerSection)
     logs = folder / "logs"
     started = time.monotonic()
-    store, most_gib = str(folder / STORE), settings.store_max_gib
+    store, most_gib = str(folder / STORE), settings.store_max_gib or PRIVATE_STORE_GIB
     with BrokerServer(store, sync_always=settings.sync_always, store_max_gib=most_gib, num_procs=1) as broker:
         claim.note(broker.url)
         fleet = Fleet(logs, {"RL_BROKER": broker.url, "RL_RUN": run})

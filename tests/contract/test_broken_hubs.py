@@ -106,7 +106,7 @@ async def test_where_all_hubs_are_broken_the_run_waits_and_goes_on_when_one_is_r
         assert presence.problem.startswith(
             f"domain d: 2 tickets in a row failed here, the last: {'reset' if env == 'Simulator' else 'step'} raised"
         )
-        on_disk = {"run": "r", "step": 0, "steps": 1, "step_at": None, "ledger_file": "none yet", "checkpoints": []}
+        on_disk = {"run": "r", "folder": "runs/r", "step": 0, "steps": 1, "step_at": None, "ledger_file": "none yet", "checkpoints": []}
         on_disk |= {"figures": {}, "warnings": [], "tickets": {}, "dead": {}}
         assert any("domain d: 2 tickets in a row" in line for line in text_of({**on_disk, **await on_broker(world.bus)}, 0.0))
         await until(lambda: "and 3 trials failed here" in getattr(roster.get("h"), "problem", ""))

@@ -21,7 +21,7 @@ from broker.answers import ApiError
 from broker.api import ask
 from broker.jetstream import Bus
 from broker.process import Stop
-from broker.streams import CONTROL, SAMPLES
+from broker.streams import CONTROL, RUNS, SAMPLES
 from learner.archive import files
 from learner.service import serve
 
@@ -249,3 +249,70 @@ async def test_pause_resume_drain_stop(bus: Bus, broker_url: str, run_name: str,
     code, _, err = await command("stop", "no-such-run", "--broker", broker_url)
     assert code == 2
     assert "no run 'no-such-run'" in err
+
+
+@asynccontextmanager
+async def announced(bus: Bus, *present: wire.Presence) -> AsyncIterator[None]:
+    """These processes are there."""
+    announcers = [Announcer(bus, lambda one=one: one) for one in present]  # type: ignore[misc]
+    for one in announcers:
+        await one.start()
+    try:
+        yield
+    finally:
+        for one in announcers:
+            await one.close()
+
+
+def relative(path: Path) -> str:
+    return os.path.relpath(path)
+
+
+async def test_status_says_first_that_no_learner_is_running_and_how_to_start_it(
+    bus: Bus, broker_url: str, run_name: str, tmp_path: Path
+) -> None:
+    config = fleet.config(str(tmp_path), run_name, train={"steps": 9})
+    where = (run_name, "--dir", str(tmp_path))
+    file = relative(tmp_path / run_name / "config.yaml")
+    stop = Stop()
+
+    def answer(ticket: wire.Ticket) -> list[wire.Message | bytes]:
+        stopping.set()
+        return []  # so that the run goes on
+
+    stopping = asyncio.Event()
+    async with fleet.Hub(bus, answer), asyncio.timeout(120):
+        learning = asyncio.create_task(serve(config, broker_url, stop, connect_deadline_s=60))
+        await stopping.wait()
+        _, out, _ = await command("status", *where, "--json")
+        assert json.loads(out)["learner"] == "running"
+        assert (await command("status", *where))[1].startswith(f"run {run_name}: step ")
+        stop.request("test")
+        await learning
+    code, out, _ = await command("status", *where)
+    assert code == 0
+    assert out.splitlines()[0] == f"no learner is running; start it again: rlearner start {file} --broker {broker_url}"
+    (tmp_path / run_name / "broker.url").write_text("nats://127.0.0.1:1\n")
+    code, out, _ = await command("status", *where, "--connect-deadline", "0.5")
+    assert code == 0
+    first = f"no learner was found, for its broker was not: `rlearner up {file}` starts the run again where it stopped"
+    assert out.splitlines()[0] == first
+
+
+async def test_drain_says_who_ends_and_who_stays_and_why(bus: Bus, broker_url: str, run_name: str, tmp_path: Path) -> None:
+    spec = wire.RunSpec(run=run_name, wire_version=wire.WIRE_VERSION, epoch=1, config={}, model_path="")
+    await (await bus.key_value(RUNS)).put(run_name, spec)
+    there = [
+        wire.Presence(role="envhub", id="e1", host="h", pid=1, state="serving", slots=8, running=3),
+        wire.Presence(role="rollout", id="r1", host="h", pid=2, state="serving"),
+    ]
+    async with announced(bus, *there):
+        code, out, _ = await command("drain", run_name, "--dir", str(tmp_path), "--broker", broker_url)
+    assert (code, out.splitlines()) == (
+        0,
+        [
+            f"{run_name}: draining",
+            "  envhub e1: starts nothing new, finishes what runs (3 of 8 slots), then ends",
+            f"  rollout r1: stays, for hubs that still finish need it and the run may go on; `rlearner stop {run_name}` ends it",
+        ],
+    )
