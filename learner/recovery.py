@@ -82,10 +82,16 @@ class Recovery:
         """Find what is there, before anything is changed.
 
         Raises:
-            LostState: the broker remembers less than the learner, and ``rebase`` was not asked for; names both numbers.
+            LostState: the broker remembers less than the learner, and ``rebase`` was not asked for; names both numbers. Or the log was
+                trimmed behind a checkpoint that is gone, which no rebase can repair.
         """
         first, last = await self._bus.first_seq(SAMPLES), await self._bus.last_seq(SAMPLES)
         tickets, position = await self._bus.last_seq(TICKETS), self._ledger.state.position
+        if last >= position and first > position + 1:
+            raise LostState(
+                f"the broker's samples begin at record {first}, but record {position + 1} is still to be read: the run has made checkpoints "
+                f"that are no longer in {self._folder / 'checkpoints'}; put them back, or choose another run.name"
+            )
         await self._find_groups(first, last if last >= position else 0)
         problems = []
         unissued = range(tickets + 1, self._ledger.state.issued + 1)

@@ -270,6 +270,34 @@ async def test_without_a_loss_it_changes_nothing(broker: Broker, tmp_path: Path)
     assert tickets(tmp_path / RUN) == (12, 12, 0, 0, 0, 0)
 
 
+@pytest.mark.parametrize("rebase", [False, True])
+async def test_a_folder_without_its_checkpoints_is_left_as_it_is(broker: Broker, tmp_path: Path, rebase: bool) -> None:
+    """For example on a disk that is not mounted: the log was trimmed behind them, so nothing can begin again."""
+    config, folder = settings(tmp_path, keep=True), tmp_path / RUN
+    await last_life(broker, config, rebase=False)
+    (folder / "checkpoints").rename(tmp_path / "elsewhere")
+    files = {
+        path: path.read_bytes()
+        for name in ("ledger", "samples", "metrics.jsonl")
+        for path in [folder / name, *folder.glob(f"{name}/*")]
+        if path.is_file()
+    }
+    assert len(files) == 3
+    async with broker.bus() as bus:
+        first = await bus.first_seq(SAMPLES)
+    assert first > 1
+    config["train"]["steps"] = STEPS + 2
+    with pytest.raises(UserError) as refused:
+        await last_life(broker, config, rebase=rebase)
+    assert str(refused.value) == (
+        f"the broker's samples begin at record {first}, but record 1 is still to be read: the run has made checkpoints that are no longer "
+        f"in {folder / 'checkpoints'}; put them back, or choose another run.name"
+    )
+    assert {path: path.read_bytes() for path in files} == files
+    (tmp_path / "elsewhere").rename(folder / "checkpoints")
+    assert len(await last_life(broker, config, rebase=False)) >= 2 * 2
+
+
 def test_the_flag_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["start", "--help"])
