@@ -11,17 +11,19 @@ import resource
 import secrets
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from functools import partial
 from types import FrameType
 from typing import Any, Final, TypeVar
 
 import uvloop
 
 from broker import logs, wire
+from broker.answers import NoStream
 from broker.arguments import positive
 from broker.entry import EXIT_FAULT, EXIT_STOPPED, output_is_closed, refuse
-from broker.errors import ConfigError, RlearnerError, UserError
+from broker.errors import ConfigError, LostState, RlearnerError, UserError
 from broker.jetstream import Bus
 from broker.member import Member, Stop
 from broker.reminders import Reminders
@@ -69,6 +71,9 @@ def main(role: str, body: Callable[[Stop], Coroutine[Any, Any, None]]) -> int:
             raise broken from None
         if user_error := _find(error, UserError):
             return refuse(user_error)
+        if lost := _find(error, LostState):
+            logs.say_error(f"{lost}; start this process again: it joins the run once the learner is back")
+            return EXIT_FAULT
         log.exception("%s: %s", type(error).__name__, error)
         return EXIT_FAULT
     return 0
@@ -170,9 +175,9 @@ async def join(
         bus = await unless_stopped(stop, connecting)
         stack.push_async_callback(bus.close)
         connected()
-        bus.run = options.run or await unless_stopped(stop, discover_run(bus))
+        bus.run = options.run or await unless_stopped(stop, _through_losses(bus, discover_run))
         logs.identify(run=bus.run)
-        spec = await unless_stopped(stop, _wait_until_running(bus))
+        spec = await unless_stopped(stop, _through_losses(bus, partial(_wait_until_running, role)))
         if role == "envhub":  # who reads the data sets
             await asyncio.to_thread(check_digests, spec.data_digests)
         await bus.ensure_streams()
@@ -210,17 +215,30 @@ async def unless_stopped(stop: Stop, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(task, asked, return_exceptions=True)
 
 
-async def _wait_until_running(bus: Bus) -> wire.RunSpec:
-    """The RunSpec of a run that is not stopped."""
+async def _through_losses(bus: Bus, wait: Callable[[Bus], Awaitable[T]]) -> T:
+    """Wait for something in the buckets; where the broker comes back without its store, a process that has not joined waits again."""
+    while True:
+        try:
+            return await wait(bus)
+        except NoStream as error:
+            log.warning("%s; waiting again", error)
+            for stream in (RUNS, CONTROL):
+                await (await bus.key_value(stream)).ensure()
+
+
+async def _wait_until_running(role: str, bus: Bus) -> wire.RunSpec:
+    """The RunSpec of a run that is not stopped, nor draining where that would end a process of this role."""
+    ended = ("stopped", "draining") if role == "envhub" else ("stopped",)
     control = await bus.key_value(CONTROL)
     reminders = Reminders()
     while True:
         spec = await wait_for_runspec(bus, bus.run)
         desired = await control.get(bus.run)
-        if desired is None or not isinstance(desired[0], wire.DesiredState) or desired[0].state != "stopped":
+        state = desired[0].state if desired is not None and isinstance(desired[0], wire.DesiredState) else "running"
+        if state not in ended:
             return spec
         if reminders.due(time.monotonic()):
-            log.info("run %s is stopped; waiting for the learner to resume it", bus.run)
+            log.info("run %s is %s; waiting for the learner to resume it", bus.run, state)
         await asyncio.sleep(POLL_S)
 
 

@@ -226,7 +226,9 @@ async def discover_run(bus: Bus) -> str:
         if len(active) == 1:
             return active[0]
         if active:
-            raise UserError(f"several runs on this broker: {', '.join(active)}; choose one with --run or RL_RUN")
+            raise UserError(
+                f"several runs on this broker: {', '.join(active)}; choose one with --run or RL_RUN, or end one with `rlearner stop`"
+            )
         if reminders.due(time.monotonic()):
             log.info("waiting for a run to start on the broker")
         await asyncio.sleep(POLL_S)

@@ -89,8 +89,8 @@ class Recovery:
         tickets, position = await self._bus.last_seq(TICKETS), self._ledger.state.position
         if last >= position and first > position + 1:
             raise LostState(
-                f"the broker's samples begin at record {first}, but record {position + 1} is still to be read: the run has made checkpoints "
-                f"that are no longer in {self._folder / 'checkpoints'}; put them back, or choose another run.name"
+                f"the broker's samples begin at record {first}, but record {position + 1} is still to be read: the run has made "
+                f"checkpoints that are no longer in {self._folder / 'checkpoints'}; put them back, or choose another run.name"
             )
         await self._find_groups(first, last if last >= position else 0)
         problems = []

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -101,6 +102,63 @@ async def test_a_member_follows_the_operator_and_the_learner(bus: Bus, broker_ur
         assert member.spec.epoch == 2
 
 
+@pytest.mark.parametrize("named", [True, False])
+async def test_a_member_that_waits_outlives_a_store_that_is_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture, named: bool) -> None:
+    first = BrokerServer(str(tmp_path / "first"))
+    first.start()
+    task = asyncio.create_task(_joined(options(first.url, *(["--run", "r"] if named else []))))
+    await until(lambda: "waiting for" in caplog.text)
+    first.stop()
+    with BrokerServer(str(tmp_path / "second"), port=int(first.url.rpartition(":")[2])):
+        await until(lambda: "waiting again" in caplog.text)
+        assert not task.done()
+        async with connected(first.url, "r") as bus:
+            await runspec.publish_runspec(bus, spec("r"))
+            async with asyncio.timeout(LONG_S):
+                assert await task == ("r", 1)
+
+
+async def _joined(arguments: argparse.Namespace) -> tuple[str, int]:
+    async with join("envhub", arguments, Stop()) as member:
+        return member.bus.run, member.spec.epoch
+
+
+async def test_an_environment_hub_does_not_join_a_run_that_drains(bus: Bus, broker_url: str, caplog: pytest.LogCaptureFixture) -> None:
+    await runspec.publish_runspec(bus, spec(bus.run))
+    await desire(bus, "draining")
+    task = asyncio.create_task(_joined(options(broker_url, "--run", bus.run)))
+    await until(lambda: f"run {bus.run} is draining; waiting for the learner to resume it" in caplog.text)
+    async with join("rollout", options(broker_url, "--run", bus.run), Stop()):
+        assert not task.done()  # servers and reward hubs are needed until the last episode ends
+    await desire(bus, "running")
+    async with asyncio.timeout(LONG_S):
+        await task
+
+
+def test_a_hub_whose_broker_loses_its_store_ends_with_one_line(tmp_path: Path) -> None:
+    server = BrokerServer(str(tmp_path / "first"))
+    server.start()
+    asyncio.run(_publish_spec(server.url))
+    command = [sys.executable, "-m", "rewardhub.cli", "--broker", server.url, "--run", "r"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as hub:
+        assert hub.stderr is not None
+        lines = iter(hub.stderr)
+        assert next(line for line in lines if "joined run r" in line)
+        server.stop()
+        with BrokerServer(str(tmp_path / "second"), port=int(server.url.rpartition(":")[2])):
+            rest = list(lines)
+            assert hub.wait(LONG_S) == 1
+    assert "Traceback" not in "".join(rest)
+    assert rest[-1].startswith("error: ")
+    assert rest[-1].endswith("start this process again: it joins the run once the learner is back\n")
+
+
+async def _publish_spec(url: str) -> None:
+    async with connected(url, "r") as bus:
+        config = {"domains": {"qa": {"env": "qa", "rewards": [{"name": "math"}]}}, "rewardhub": {"workers": 1}}
+        await runspec.publish_runspec(bus, spec("r", config=config))
+
+
 async def test_draining_stops_an_environment_hub(bus: Bus, broker_url: str) -> None:
     await runspec.publish_runspec(bus, spec(bus.run))
     async with join("envhub", options(broker_url, "--run", bus.run), Stop()) as member:
@@ -167,7 +225,9 @@ async def test_the_only_run_that_is_not_stopped_is_found(own_broker: str) -> Non
             await task
         assert found == ["new"]
         await runspec.publish_runspec(learner, spec("third"))
-        with pytest.raises(UserError, match=r"several runs on this broker: new, third; choose one with --run or RL_RUN"):
+        with pytest.raises(
+            UserError, match=r"several runs on this broker: new, third; choose one with --run or RL_RUN, or end one with `rlearner stop`"
+        ):
             async with join("rollout", options(own_broker), Stop()):
                 pass
         assert await runspec.find_runs(learner) == {"old": "stopped", "new": "running", "third": "running"}
