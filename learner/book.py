@@ -88,7 +88,6 @@ class Book:
 
     def close(self) -> None:
         self._file.close()
-        self._trackers.close()
 
     def _idle_ratio(self) -> float:
         """Mean over the actor's servers; 1 where none has said what it does."""

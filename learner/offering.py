@@ -35,10 +35,16 @@ class Offering:
 
     Attributes:
         adapter: None: all of them.
+
+    Raises:
+        ConfigError: they are to be read on a GPU, and lie on none.
     """
 
     def __init__(self, backend: Backend, train: TrainSection, dtype: str) -> None:
         self._backend, self._train, self._dtype = backend, train, dtype
+        if train.weights_backend == "ipc" and backend.device.type != "cuda":
+            allowed = f"shared with weights on {backend.device.type}: ipc is read in a GPU's memory"
+            raise ConfigError("train.weights_backend", "ipc", allowed)
         self.adapter = backend.adapter()
         if self.adapter is not None:
             mine = {name: factor.shape for name, factor in backend.factors().items()}
@@ -48,17 +54,11 @@ class Offering:
                 self.adapter = None
 
     def sender(self, bus: Bus, roster: Roster, epoch: int) -> Sender:
-        """A sender for it, staged on the device where the weights lie.
-
-        Raises:
-            ConfigError: they are to be read on a GPU, and lie on none.
-        """
+        """A sender for it, staged on the device where the weights lie."""
         train, device = self._train, self._backend.device
         carrier = train.weights_backend or "auto"
         if carrier == "auto":
             carrier = "nccl" if device.type == "cuda" else "shared"
-        if carrier == "ipc" and device.type != "cuda":
-            raise ConfigError("train.weights_backend", "ipc", f"shared with weights on {device.type}: ipc is read in a GPU's memory")
         shared = carrier in ("shared", "ipc")
         if self.adapter is None:
             plan = plan_of(self._backend.shapes(), train.weights_bucket_mib, dtype=train.weights_dtype)

@@ -34,7 +34,7 @@ from learner.ops.place import note_broker, note_epoch, noted_epoch
 from learner.prepare import Interrupted, Preparation, data_digests, nothing_left, refuse_fewer_steps, run_folder, write_config
 from learner.recovery import Recovery
 from learner.rivals import Rivals
-from learner.services import open_services
+from learner.services import open_services, open_trackers
 from learner.shown import ID, Shown
 from learner.watch import Watch
 from text.config import ModelSection
@@ -164,6 +164,7 @@ class Learner:
         await self.watch.open()
         self.digests = await asyncio.to_thread(data_digests, self.config)
         model_path = await self._model_path()
+        trackers = await open_trackers(stack, self.config, self.folder, self.bus.run, self.stop, self.shown)
         recovery = await self._take_over(stack, model_path, rebase=rebase)
         self.resumed = await recovery.mend()
         appending = self._append_rules()
@@ -183,6 +184,7 @@ class Learner:
             self.training,
             self.watch,
             self.shown,
+            trackers,
             self.ledger.state.version if self._newest() else -1,
         )
         self.shown.book = self.services.book
@@ -215,6 +217,8 @@ class Learner:
 
     async def _load(self, stack: AsyncExitStack, path: Path | None, model_path: str, *, rebase: bool) -> Recovery:
         """Model, ledger and what the broker has, of one checkpoint or from the beginning; nothing is changed."""
+        from learner.offering import Offering  # imports torch
+
         resumed = checkpoint.read(path) if path is not None else None
         if resumed is not None:
             log.info("resuming from %s", resumed.path)
@@ -224,6 +228,8 @@ class Learner:
         self.ledger = self.shown.ledger = Ledger.load(resumed.ledger) if resumed else Ledger(await self._first_rules())
         if resumed is not None:
             await self.training.call(partial(checkpoint.load_state, resumed, self.training.backend))
+        dtype = section(self.config, "model", ModelSection).dtype
+        self.offering = await self.training.call(lambda: Offering(self.training.backend, self.train, dtype))
         if self.ledger.state.version >= self.train.steps:
             await self._end_what_is_done(self.ledger.state.version)
         recovery = Recovery(self.bus, self.ledger, self.folder, self.training.backend.vocab_size)
@@ -302,10 +308,6 @@ class Learner:
             self.member.spawn(work)
 
     async def _open_sender(self, stack: AsyncExitStack) -> Sender:
-        from learner.offering import Offering
-
-        dtype = section(self.config, "model", ModelSection).dtype
-        self.offering = await self.training.call(lambda: Offering(self.training.backend, self.train, dtype))
         sender = await self.training.call(lambda: self.offering.sender(self.bus, self.roster, self.watch.epoch))
         await sender.start()
         stack.push_async_callback(sender.close)

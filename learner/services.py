@@ -9,7 +9,7 @@ from typing import Any
 
 from broker.config import PRIVATE_STORE_GIB, BrokerSection
 from broker.presence import Roster
-from broker.process import Member
+from broker.process import Member, Stop
 from broker.runspec import domains, section
 from broker.streams import EVALTICKETS, TICKETS
 from broker.timeouts import seconds
@@ -40,6 +40,18 @@ class Services:
     issuer: Issuer
 
 
+def _patience(folder: Path, stop: Stop, shown: Shown) -> Patience:
+    return Patience(folder, stop, "the learner does not start", shown.say_waiting)
+
+
+async def open_trackers(stack: AsyncExitStack, config: dict[str, Any], folder: Path, run: str, stop: Stop, shown: Shown) -> Trackers:
+    """Open them, which needs no epoch: a tracker that refuses its settings ends a learner before it has the run."""
+    settings = section(config, "trackers", TrackersSection)
+    trackers = await _patience(folder, stop, shown).in_thread(Trackers, settings, folder, run, config)
+    stack.callback(trackers.close)
+    return trackers
+
+
 async def open_services(
     stack: AsyncExitStack,
     config: dict[str, Any],
@@ -50,6 +62,7 @@ async def open_services(
     training: Training,
     watch: Watch,
     shown: Shown,
+    trackers: Trackers,
     written: int,
 ) -> Services:
     """Open them one after the other; the stack closes them in reverse order.
@@ -60,8 +73,7 @@ async def open_services(
     """
     bus, stop = member.bus, member.stop
     beside = (stop, shown.say_waiting)
-    patience = Patience(folder, stop, "the learner does not start", shown.say_waiting)
-    trackers = await patience.in_thread(Trackers, section(config, "trackers", TrackersSection), folder, bus.run, config)
+    patience = _patience(folder, stop, shown)
     lines = folder / "metrics.jsonl"
     book = await patience.in_thread(Book, bus, roster, ledger, trackers, lines, ledger.state.version, *beside)
     stack.callback(book.close)

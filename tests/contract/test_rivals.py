@@ -219,3 +219,33 @@ async def test_whoever_takes_the_epoch_first_refuses_the_other_that_started_with
             await asyncio.wait_for(mine.refuse(), LONG_S)
         await announcer.close()
     assert await newest_epoch(bus, bus.run) == 1
+
+
+TRACKER = """class Refuses:
+    def __init__(self, folder, run, project, config, args):
+        raise ValueError("no such account")
+"""
+
+
+async def test_a_takeover_that_cannot_start_leaves_the_run_to_the_first(
+    bus: Bus, run_name: str, tmp_path: Path, start: Callable[..., Learner]
+) -> None:
+    """Whatever it is that fails: settings of its own, data that is not there, a tracker that refuses."""
+    (tmp_path / "tracker.py").write_text(TRACKER)
+    train = {"steps": 1000}
+    file, folder = write(tmp_path, run_name, train=train, trackers={"use": []}), tmp_path / run_name
+    async with fleet.Hub(bus, lambda ticket: [fleet.group(ticket, ticket.min_version)], work_s=0.1):
+        first = start(file)
+        await until(lambda: steps(folder) >= 1, 2 * LONG_S)
+        written = (folder / "config.yaml").read_bytes()
+        for setting, code, said in (
+            (f"trackers.use=[{tmp_path / 'tracker.py'}:Refuses]", 1, "no such account"),
+            ("warm_start={steps: 3, data: missing.jsonl}", 2, "missing.jsonl"),
+        ):
+            second = start(file, setting, "--take-over")
+            assert await second.ended() == code, second.said
+            assert said in second.said
+        before = steps(folder)
+        await until(lambda: steps(folder) > before)
+        assert (await newest_epoch(bus, run_name), first.process.poll()) == (1, None)
+        assert (folder / "config.yaml").read_bytes() == written
