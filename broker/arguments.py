@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import argparse
 import math
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
 
 from broker.errors import ConfigError
 from broker.streams import token
+
+WIDTH: Final = 100  # of descriptions in a help text
 
 
 def count(text: str) -> int:
@@ -74,6 +79,46 @@ def add_config(parser: argparse.ArgumentParser, *, file: str = "quickstart", set
     )
     text = f"settings that win over the file, for example {setting}"
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=text)
+
+
+def complete(parser: argparse.ArgumentParser, examples: Mapping[str, Sequence[str]]) -> argparse.ArgumentParser:
+    """Give a program --version, and each of its commands examples at the end of its help; the parser.
+
+    Args:
+        examples: command lines by the command that they are of (``broker dead show``), each a line of the shell.
+    """
+    parser.add_argument("--version", action=Version, help="print the version and exit")
+    for command in commands_of(parser):
+        lines = examples.get(command.prog)
+        if lines:
+            title = "example" if len(lines) == 1 else "examples"
+            before = f"{command.epilog}\n\n" if command.epilog else ""
+            command.epilog = before + "\n".join([f"{title}:", *(f"  {line}" for line in lines)])
+            command.description = textwrap.fill(command.description or "", WIDTH)
+            command.formatter_class = argparse.RawDescriptionHelpFormatter
+    return parser
+
+
+def commands_of(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """A parser and those of its commands, at every depth."""
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for inner in action.choices.values():
+                yield from commands_of(inner)
+
+
+class Version(argparse.Action):
+    """Prints the version of the installed package and exits; it is looked up only then."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=kwargs.get("help"))
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib.metadata import version
+
+        print(f"{parser.prog} {version('rlearner')}")
+        parser.exit()
 
 
 def _number(text: str) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, get_args, get_type_hints
 
 from broker import letters, operations, process, wire
-from broker.arguments import natural, port, positive
+from broker.arguments import complete, natural, port, positive
 from broker.entry import enter
 from broker.errors import UserError
 from broker.jetstream import Bus
@@ -22,6 +22,18 @@ from broker.server import BrokerServer, Cluster
 LOOK_EVERY_S: Final = 0.5
 DEADLINE_S: Final = 2.0  # for a broker to answer an operator
 STATES: Final = get_args(get_type_hints(wire.DesiredState)["state"])
+
+EXAMPLES: Final = {
+    "broker": ["broker serve", "broker status"],
+    "broker serve": ["broker serve --store runs/broker --port 4222", "broker serve --port 0 --store-max-gib 2"],
+    "broker status": ["broker status --broker nats://127.0.0.1:4222"],
+    "broker control": ["broker control paused --run quick --reason 'disk is full'"],
+    "broker dead": ["broker dead list", "broker dead show 3"],
+    "broker dead list": ["broker dead list --run quick"],
+    "broker dead show": ["broker dead show 3", "broker dead show 3 --raw > message.bin"],
+    "broker dead retry": ["broker dead retry 3 --timeout 60"],
+    "broker dead purge": ["broker dead purge --through 10"],
+}
 
 Operation = Callable[[Bus, argparse.Namespace], Awaitable[None]]
 
@@ -75,7 +87,7 @@ def parser() -> argparse.ArgumentParser:
     purge = dead.add_parser("purge", help="delete them")
     purge.add_argument("--through", type=natural, default=None, metavar="NUMBER", help="only up to this one")
     _add_operator_options(purge, letters.purge_letters)
-    return root
+    return complete(root, EXAMPLES)
 
 
 def _add_operator_options(parser: argparse.ArgumentParser, operation: Operation) -> None:

@@ -6,14 +6,22 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from typing import Final
 
-from broker.arguments import add_config, count, natural, share, tokens
+from broker.arguments import add_config, complete, count, natural, share, tokens
 from broker.entry import enter
 
 EPILOG = """also:
   envhub demos CONFIG    write demonstrations of an imperfect solver for a warm start
   envhub render CONFIG   replay recorded actions into a GIF
 (each with --help)"""
+EXAMPLES: Final = {
+    "envhub": ["envhub --run quick --n 64", "envhub --domains lake"],
+    "envhub demos": ["envhub demos configs/quickstart.yaml --episodes 100 --out demos.jsonl"],
+    "envhub render": [
+        "envhub render configs/quickstart.yaml --task-index 0 --seed 1 --actions R,D,R --out lake.gif",
+    ],
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,13 +35,11 @@ def parser() -> argparse.ArgumentParser:
     """The options of a hub."""
     from broker import process
 
-    parser = argparse.ArgumentParser(
-        prog="envhub", description="Run environments for a run.", epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(prog="envhub", description="Run environments for a run.", epilog=EPILOG)
     parser.add_argument("--n", type=count, default=None, metavar="N", help="environments running at once (the run's envhub.n)")
     parser.add_argument("--domains", type=tokens, default=[], metavar="A,B", help="which domains to serve (all)")
     process.add_join_options(parser)
-    return parser
+    return complete(parser, EXAMPLES)
 
 
 def _serve(arguments: Sequence[str]) -> int:
@@ -54,7 +60,7 @@ def demos_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--out", required=True, metavar="FILE", help="JSONL file to write")
     parser.add_argument("--seed", type=natural, default=0, metavar="S", help="of tasks and noise (%(default)s)")
-    return parser
+    return complete(parser, EXAMPLES)
 
 
 def _demos(arguments: Sequence[str]) -> int:
@@ -85,7 +91,7 @@ def render_parser() -> argparse.ArgumentParser:
     parser.add_argument("--actions", type=_actions, required=True, metavar="R,D,…", help="texts by commas, or a JSON list of them")
     parser.add_argument("--title", default="", metavar="TEXT", help="written above each picture")
     parser.add_argument("--out", required=True, metavar="FILE.gif", help="GIF file to write")
-    return parser
+    return complete(parser, EXAMPLES)
 
 
 def _render(arguments: Sequence[str]) -> int:

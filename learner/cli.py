@@ -9,10 +9,11 @@ import sys
 from collections.abc import Sequence
 
 from broker import logs
-from broker.arguments import add_config, positive
+from broker.arguments import add_config, complete, positive
 from broker.entry import enter
 from learner.doctor import cli as doctor_cli
 from learner.evaluate import cli as eval_cli
+from learner.examples import EXAMPLES
 from learner.ops import cli as ops_cli
 from learner.pipelines import cli as pipelines_cli
 from learner.up import cli as up_cli
@@ -67,7 +68,7 @@ def make_parser() -> argparse.ArgumentParser:
     pipelines_cli.add_parsers(commands)
     eval_cli.add_parser(commands)
     ops_cli.add_parsers(commands)
-    return parser
+    return complete(parser, EXAMPLES)
 
 
 def _add_config_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str) -> argparse.ArgumentParser:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Final
 
 from broker import process
-from broker.arguments import count, names, tokens
+from broker.arguments import complete, count, names, tokens
 from broker.entry import enter
+
+EXAMPLES: Final = {"rewardhub": ["rewardhub --run quick", "rewardhub --rewards judge --workers 2"]}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -23,7 +26,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--gpus", default="auto", metavar="LIST", help=on_each)
     result.add_argument("--workers", type=count, default=None, metavar="N", help="worker processes (the run's rewardhub.workers)")
     process.add_join_options(result)
-    return result
+    return complete(result, EXAMPLES)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,11 +8,18 @@ from collections.abc import Sequence
 from typing import Final
 
 from broker import process
-from broker.arguments import port
+from broker.arguments import complete, port
 from broker.entry import enter
 from rollout import service
 
 HTTP_PORT: Final = 8000
+EXAMPLES: Final = {
+    "rollout-server": [
+        "rollout-server --run quick --gpus 4-7",
+        "rollout-server --engine random --policy random",
+        "rollout-server max_running=32 --http=8000",
+    ]
+}
 
 
 def _port(value: str) -> int:
@@ -50,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
         help=f"offer an OpenAI-compatible HTTP API at this port ({HTTP_PORT}), 0 for any free one; write --http=PORT before settings",
     )
     result.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the section rollout, for example max_running=32")
-    return result
+    return complete(result, EXAMPLES)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Iterator
+from importlib import metadata
 
 import pytest
 
@@ -15,8 +17,8 @@ from broker.locks import lock
 from envhub.cli import demos_parser, render_parser
 from envhub.cli import main as envhub
 from envhub.cli import parser as envhub_parser
+from learner.cli import _parse, make_parser
 from learner.cli import main as rlearner
-from learner.cli import make_parser
 from rewardhub.cli import main as rewardhub
 from rewardhub.cli import parser as rewardhub_parser
 from rollout.cli import main as rollout
@@ -37,6 +39,43 @@ def actions(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.Act
 
 def test_every_argument_says_what_it_is() -> None:
     assert [where for parser in PARSERS for where, action in actions(parser()) if not action.help] == []
+
+
+def take(parser: argparse.ArgumentParser, words: list[str]) -> None:
+    """Parse as the program does."""
+    if parser.prog == "rlearner":
+        _parse(words)
+    elif parser.prog.startswith("envhub "):
+        parser.parse_intermixed_args(words)
+    else:
+        parser.parse_args(words)
+
+
+def test_every_command_has_examples_that_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    for make in PARSERS:
+        for command in arguments.commands_of(make()):
+            _, found, rest = (command.epilog or "").partition("example")
+            lines = [line.strip() for line in rest.splitlines()[1:] if line.startswith(f"  {command.prog}")]
+            assert found, f"{command.prog} --help has no example"
+            assert lines, f"{command.prog} --help has no example of it"
+            for line in lines:
+                words = shlex.split(line.partition(" > ")[0], comments=True)
+                take(make(), words[len(make().prog.split()) :])
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("name", sorted(MAINS))
+def test_every_program_says_its_version(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        MAINS[name](["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"{name} {metadata.version('rlearner')}\n"
+
+
+def test_help_shows_the_examples_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        rlearner(["status", "--help"])
+    assert capsys.readouterr().out.endswith("examples:\n  rlearner status quick\n  rlearner status runs/quick --json\n")
 
 
 @pytest.mark.parametrize(

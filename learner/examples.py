@@ -1,0 +1,37 @@
+"""Examples that the help of each ``rlearner`` command ends with."""
+
+from __future__ import annotations
+
+from typing import Final
+
+EXAMPLES: Final = {
+    "rlearner": ["rlearner up configs/quickstart.yaml", "rlearner status runs/quick", "rlearner runs"],
+    "rlearner up": [
+        "rlearner up configs/quickstart.yaml run.name=quick train.steps=50",
+        "rlearner up runs/quick train.steps=100     # goes on with that run and its settings",
+    ],
+    "rlearner start": [
+        "rlearner start configs/quickstart.yaml run.name=quick --broker nats://127.0.0.1:4222",
+        "rlearner start configs/gsm8k.yaml --gpus 0-3 model.path=Qwen/Qwen3-0.6B",
+    ],
+    "rlearner check": ["rlearner check configs/quickstart.yaml train.max_staleness=2", "rlearner check runs/quick train.steps=100"],
+    "rlearner doctor": ["rlearner doctor", "rlearner doctor configs/code.yaml --json"],
+    "rlearner sft": ["rlearner sft configs/sft.yaml model.path=Qwen/Qwen3-0.6B data.train=conversations.jsonl"],
+    "rlearner dpo": ["rlearner dpo configs/dpo.yaml model.path=Qwen/Qwen3-0.6B data.train=pairs.jsonl"],
+    "rlearner distill": ["rlearner distill configs/distill.yaml model.path=Qwen/Qwen3-0.6B data.train=prompts.jsonl"],
+    "rlearner eval": ["rlearner eval runs/quick/checkpoints/step-000040 configs/quickstart.yaml eval.tasks=512"],
+    "rlearner audit": ["rlearner audit quick", "rlearner audit runs/quick --json"],
+    "rlearner trace": ["rlearner trace quick 17"],
+    "rlearner show": ["rlearner show quick 17 --episode 0 --tokens"],
+    "rlearner replay": [
+        "rlearner replay quick --from 20 --to 40",
+        "rlearner replay quick --from 0 --to 40 algorithm=gspo --out runs/quick-gspo",
+    ],
+    "rlearner status": ["rlearner status quick", "rlearner status runs/quick --json"],
+    "rlearner draw": ["rlearner draw quick"],
+    "rlearner runs": ["rlearner runs", "rlearner runs /data/runs --json", "rlearner runs --prune"],
+    "rlearner pause": ["rlearner pause quick --reason 'the disk is full'"],
+    "rlearner resume": ["rlearner resume quick"],
+    "rlearner drain": ["rlearner drain quick"],
+    "rlearner stop": ["rlearner stop quick"],
+}
