@@ -26,6 +26,19 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=run)
 
 
+def named_apart(config: dict[str, Any], path: str) -> dict[str, Any]:
+    """The config with a ``run.name``; never that of a run that was trained, whose settings and streams are in the folder of that name."""
+    from learner.ops.place import noted_epoch
+    from learner.prepare import name_run
+
+    stem = f"eval-{Path(path).stem}"
+    named = name_run(config, stem)
+    run = named.get("run")
+    if not isinstance(run, dict) or not noted_epoch(Path(str(run.get("dir", "runs"))) / str(run["name"])):
+        return named
+    return name_run({**named, "run": {**run, "name": None}}, f"eval-{run['name']}")
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Run it; the exit code."""
 
@@ -34,10 +47,9 @@ def run(arguments: argparse.Namespace) -> int:
         from learner.doctor.lacking import refuse_fleet
         from learner.evaluate.run import evaluate
         from learner.evaluate.tasks import fitted
-        from learner.prepare import name_run
 
-        asked = name_run(load(arguments.config, arguments.overrides), f"eval-{Path(arguments.config).stem}")
-        config = fitted(validate(asked))
+        named = named_apart(load(arguments.config, arguments.overrides), arguments.config)
+        config = fitted(validate(named))
         await asyncio.to_thread(refuse_fleet, config)
         await evaluate(config, arguments.model, stop, gpus=arguments.gpus, as_json=arguments.json)
 

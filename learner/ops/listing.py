@@ -22,7 +22,7 @@ from learner.metrics import read_lines
 from learner.ops.living import ask_broker
 from learner.ops.place import STORE, UP_LOCK, moved_from, noted_address
 
-FINISHED, STOPPED, UNKNOWN = "finished", "stopped", "broker away"
+FINISHED, STOPPED, UNKNOWN, EVALUATION = "finished", "stopped", "broker away", "evaluation"
 LEFT = ("demos.log", "*.new")  # of a run that has ended, besides the store of one that is finished
 
 
@@ -31,7 +31,7 @@ class Run:
     """One row.
 
     Attributes:
-        state: training, starting, finished, stopped, ``broker away`` (its broker does not answer, so it may train), unreadable.
+        state: training, starting, finished, stopped, ``broker away`` (its broker does not answer, so it may train), evaluation, unreadable.
         step: done, of ``steps``.
         size_bytes: on disk.
         changed: when a step was last made, or the settings were written; seconds since 1970.
@@ -92,6 +92,8 @@ async def _state(folder: Path, run: str, *, finished: bool) -> str:
         return "training"
     if _is_held(folder):
         return "starting"
+    if (folder / "result.json").exists():
+        return EVALUATION
     if finished:
         return FINISHED
     return UNKNOWN if problem and moved_from(folder, "") else STOPPED
@@ -144,12 +146,12 @@ def age(seconds: float) -> str:
 
 def removable(run: Run) -> list[Path]:
     """What can go, of a run that has ended; nothing that training, an audit or a replay needs."""
-    if run.state not in (FINISHED, STOPPED):
+    if run.state not in (FINISHED, STOPPED, EVALUATION):
         return []
     folder = Path(run.folder)
     files = [path for pattern in LEFT for path in sorted(folder.glob(pattern)) if path.is_file()]
     store = folder / STORE
-    return [*files, *([store] if run.state == FINISHED and store.is_dir() else [])]
+    return [*files, *([store] if run.state != STOPPED and store.is_dir() else [])]
 
 
 def _prune(runs: list[Run], *, sure: bool) -> None:

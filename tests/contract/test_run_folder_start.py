@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -41,6 +42,16 @@ async def test_a_finished_run_goes_on_with_its_settings(bus: Bus, broker_url: st
     assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4]
 
 
+async def test_a_start_that_fails_in_its_setup_leaves_no_folder(broker_url: str, run_name: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("no JSON\n")
+    file, warm = tmp_path / "run.yaml", {"steps": 2, "data": str(tmp_path / "rows.jsonl"), "batch_size": 4}
+    file.write_text(to_yaml(fleet.config(str(tmp_path / "runs"), run_name, warm_start=warm)))
+    code, out, err = await start(str(file), "--broker", broker_url)
+    assert (code, out) == (2, "")
+    assert f"error: {tmp_path / 'rows.jsonl'}:1: " in err
+    assert not (tmp_path / "runs").exists()
+
+
 async def test_up_goes_on_with_a_run_that_it_trained_before(tmp_path: Path) -> None:
     """The first life is a learner on a private broker with a made-up fleet, the second a whole fleet of processes."""
     folder = tmp_path / "mine"
@@ -61,6 +72,8 @@ async def test_up_goes_on_with_a_run_that_it_trained_before(tmp_path: Path) -> N
     assert f"go on with this run: rlearner up {folder} train.steps=4" in out
     assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [1, 2]
     assert len(private_addresses(folder)) == 2
+    described = (Path(__file__).parents[2] / "docs" / "runs.md").read_text()
+    assert [path.name for path in folder.iterdir() if not re.search(f"`{re.escape(path.name)}[/`]", described)] == []
     note_broker(folder, "nats://127.0.0.1:9")
     code, _, err = await start(str(folder), "train.steps=3", command="up")
     assert code == 2

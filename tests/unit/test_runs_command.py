@@ -7,8 +7,9 @@ import pytest
 import yaml
 
 from learner.cli import main
+from learner.evaluate.cli import named_apart
 from learner.ops.listing import age, size_text
-from learner.ops.place import note_broker
+from learner.ops.place import note_broker, note_epoch
 from learner.up.claim import Claim
 
 DEAD = "nats://127.0.0.1:9"
@@ -31,6 +32,7 @@ def made(root: Path, name: str, step: int, *, broker: str = "", steps: int = 3) 
 def root(tmp_path: Path) -> Path:
     made(tmp_path, "done", 3, broker=DEAD)
     made(tmp_path, "half", 2)
+    (made(tmp_path, "measured", 0) / "result.json").write_text("{}")
     made(tmp_path, "away", 1, broker=DEAD)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.yaml").write_text("train: [")
@@ -49,10 +51,11 @@ def test_each_run_with_its_state(root: Path, capsys: pytest.CaptureFixture[str])
         "broken": ("unreadable", 0, 0),
         "done": ("finished", 3, 3),
         "half": ("stopped", 2, 3),
+        "measured": ("evaluation", 0, 3),
     }
     assert all(run["size_bytes"] > 100_000 for run in json.loads(line)["runs"] if run["name"] != "broken")
     assert main(["runs", str(root)]) == 0
-    rows = [row.split() for row in capsys.readouterr().out.splitlines()]
+    rows = [row.split() for row in capsys.readouterr().out.splitlines() if "measured" not in row]
     assert rows[0] == ["run", "state", "steps", "size", "last", "change"]
     assert rows[-1][:3] == ["half", "stopped", "2/3"]
 
@@ -62,13 +65,14 @@ def test_prune_deletes_what_can_go_and_nothing_else(root: Path, capsys: pytest.C
         return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
 
     before, gone = there(), {"done/demos.log", "done/epoch.new", "done/broker/jetstream/1.blk", "half/demos.log", "half/epoch.new"}
+    gone |= {"measured/demos.log", "measured/epoch.new", "measured/broker/jetstream/1.blk"}
     assert main(["runs", str(root), "--prune"]) == 2
     assert capsys.readouterr().err == "error: --prune: add --yes, or run it in a terminal, where it asks\n"
     assert there() == before
     with Claim(root / "half", "half"):  # at work
         before |= {"half/.lock"}
         assert main(["runs", str(root), "--prune", "--yes"]) == 0
-        assert before - there() == {name for name in gone if name.startswith("done/")}
+        assert before - there() == {name for name in gone if not name.startswith("half/")}
         assert not (root / "done" / "broker").exists()
     assert main(["runs", str(root), "--prune", "--yes"]) == 0
     assert before - there() == gone
@@ -91,3 +95,14 @@ def test_draw_makes_the_pictures_of_a_run_started_by_hand(root: Path, capsys: py
     (root / "half" / "metrics.jsonl").write_text("")
     assert main(["draw", "half", "--dir", str(root)]) == 2
     assert capsys.readouterr().err == "error: run half has made no step yet: there is nothing to draw\n"
+
+
+def test_an_evaluation_gets_a_folder_of_its_own(root: Path) -> None:
+    """The settings and the streams of a trained run are in the folder of its name."""
+    config = {"run": {"name": "done", "dir": str(root), "seed": 4}}
+    assert named_apart(config, str(root / "done")) == config
+    note_epoch(root / "done", 1)
+    run = named_apart(config, str(root / "done"))["run"]
+    assert run == {"name": run["name"], "dir": str(root), "seed": 4}
+    assert run["name"].startswith("eval-done-")
+    assert named_apart({"run": {}}, "configs/quickstart.yaml")["run"]["name"].startswith("eval-quickstart-")
