@@ -89,23 +89,20 @@ def _start(options: argparse.Namespace) -> int:
         asked = name_run(forget(load(options.config, options.overrides), options), options.config)
         config = validate(await asyncio.to_thread(settle, asked, options.gpus, share=options.share_gpus))
         refuse(of_learner(config))
-        from learner.ops.going_on import going_on
+        from learner.ops.going_on import said_at_the_end
         from learner.ops.leftovers import removed_on_failure
         from learner.service import serve
 
-        try:
-            with removed_on_failure(run_folder(config)):
-                await serve(
-                    config,
-                    options.broker,
-                    stop,
-                    connect_deadline_s=options.connect_deadline,
-                    rebase=options.rebase,
-                    take_over=options.take_over,
-                    force=options.force,
-                )
-        finally:
-            print(going_on(config, options.broker), end="", flush=True)
+        with removed_on_failure(run_folder(config)), said_at_the_end(config, options.broker):
+            await serve(
+                config,
+                options.broker,
+                stop,
+                connect_deadline_s=options.connect_deadline,
+                rebase=options.rebase,
+                take_over=options.take_over,
+                force=options.force,
+            )
 
     return process.main("learner", body)
 

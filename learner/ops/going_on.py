@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from broker.addresses import without_passwords
+from broker.errors import UserError
 from learner import checkpoint
 from learner.ops.place import noted_epoch, private_addresses
+
+
+@contextmanager
+def said_at_the_end(config: dict[str, Any], broker: str) -> Iterator[None]:
+    """Print the command however the block ends, unless it refuses its input before it has held the run."""
+    folder = Path(config["run"]["dir"]) / config["run"]["name"]
+    before, refused = noted_epoch(folder), False
+    try:
+        yield
+    except UserError:
+        refused = noted_epoch(folder) == before
+        raise
+    finally:
+        if not refused:
+            print(going_on(config, broker), end="", flush=True)
 
 
 def going_on(config: dict[str, Any], broker: str = "") -> str:

@@ -20,7 +20,7 @@ from broker.errors import UserError
 from broker.locks import lock
 from learner.metrics import read_lines
 from learner.ops.living import ask_broker
-from learner.ops.place import STORE, UP_LOCK, moved_from, noted_address
+from learner.ops.place import STORE, UP_LOCK, current_address, is_held, moved_from
 
 FINISHED, STOPPED, UNKNOWN, EVALUATION = "finished", "stopped", "broker away", "evaluation"
 LEFT = ("demos.log", "*.new")  # of a run that has ended, besides the store of one that is finished
@@ -87,26 +87,16 @@ async def look(folder: Path) -> Run:
 
 
 async def _state(folder: Path, run: str, *, finished: bool) -> str:
-    learners, problem = await ask_broker(url, run) if (url := noted_address(folder)) else ([], "")
+    learners, problem = await ask_broker(url, run) if (url := current_address(folder)) else ([], "")
     if learners:
         return "training"
-    if _is_held(folder):
+    if is_held(folder):
         return "starting"
     if (folder / "result.json").exists():
         return EVALUATION
     if finished:
         return FINISHED
     return UNKNOWN if problem and moved_from(folder, "") else STOPPED
-
-
-def _is_held(folder: Path) -> bool:
-    """Whether an ``rlearner up`` has the folder."""
-    try:
-        if (folder / UP_LOCK).exists():
-            lock(folder / UP_LOCK, "held").close()
-    except UserError:
-        return True
-    return False
 
 
 def _size(path: Path) -> int:

@@ -16,6 +16,7 @@ from broker import process
 from broker.arguments import positive
 from broker.errors import BrokerUnreachable, UserError
 from broker.jetstream import Bus
+from broker.locks import lock
 from broker.runspec import find_runs
 
 ADDRESS: Final = "broker.url"
@@ -78,8 +79,24 @@ def find(run: str, folder: str) -> Place:
 
 
 def address(named: str | None, folder: Path) -> str:
-    """The broker that the user named, else the one that the run was last trained with, else the usual one."""
-    return named or noted_address(folder) or process.DEFAULT_BROKER
+    """The broker that the user named, else that of an ``rlearner up`` at work, else the last one of the run, else the usual one."""
+    return named or current_address(folder) or process.DEFAULT_BROKER
+
+
+def current_address(folder: Path) -> str:
+    """The private broker of the ``rlearner up`` that holds the folder, else the noted one; empty when there is none."""
+    private = private_addresses(folder) if is_held(folder) else []
+    return private[-1] if private else noted_address(folder)
+
+
+def is_held(folder: Path) -> bool:
+    """Whether an ``rlearner up`` holds the folder."""
+    try:
+        if (folder / UP_LOCK).exists():
+            lock(folder / UP_LOCK, "held").close()
+    except UserError:
+        return True
+    return False
 
 
 def noted_address(folder: Path) -> str:

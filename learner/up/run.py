@@ -31,7 +31,7 @@ from learner.config import EvalSection, TrainSection
 from learner.continuing import refuse
 from learner.ops.going_on import going_on
 from learner.ops.leftovers import removed_on_failure
-from learner.ops.place import STORE
+from learner.ops.place import STORE, noted_epoch
 from learner.prepare import make_folder, nothing_left, run_folder
 from learner.up.artifacts import finish
 from learner.up.board import Board
@@ -95,7 +95,7 @@ async def up(config: dict[str, Any], arguments: list[str], stop: Stop, *, force:
 async def _up(config: dict[str, Any], run: str, folder: Path, arguments: list[str], stop: Stop, claim: Claim) -> None:
     settings = section(config, "broker", BrokerSection)
     logs = folder / "logs"
-    started = time.monotonic()
+    started, epoch = time.monotonic(), noted_epoch(folder)
     store, most_gib = str(folder / STORE), settings.store_max_gib or PRIVATE_STORE_GIB
     with BrokerServer(store, sync_always=settings.sync_always, store_max_gib=most_gib, num_procs=1) as broker:
         claim.note(broker.url)
@@ -122,7 +122,8 @@ async def _up(config: dict[str, Any], run: str, folder: Path, arguments: list[st
     try:
         fleet.raise_for_failures()
     except UserError:
-        print(going_on(config), end="", flush=True)
+        if noted_epoch(folder) != epoch:
+            print(going_on(config), end="", flush=True)
         raise
     finish(folder, time.monotonic() - started, used, going_on(config).strip() or f"again: rlearner up {shlex.join(arguments)}")
 

@@ -1,16 +1,18 @@
 """A run's folder in place of a configuration file."""
 
 from argparse import Namespace
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import yaml
 
-from broker.errors import UserError
+from broker.errors import RlearnerError, UserError
+from broker.process import Stopped
 from broker.runspec import load, validate
 from learner.cli import main
 from learner.gpus import forget, with_ranks
-from learner.ops.going_on import going_on
+from learner.ops.going_on import going_on, said_at_the_end
 from learner.ops.place import note_epoch
 from learner.prepare import name_run, write_config
 from learner.up.claim import Claim
@@ -78,3 +80,19 @@ def test_the_command_that_goes_on(tmp_path: Path) -> None:
     assert going_on(config) == going_on(config, private) == f"go on with this run: rlearner up '{folder}'\n"
     by_hand = f"go on with this run: rlearner start '{folder}' --broker host:4222\n"
     assert going_on(config, "nats://me:secret@host:4222") == by_hand
+
+
+def test_it_is_said_at_every_end_but_that_of_a_start_that_was_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, broker = {"run": {"name": "a", "dir": str(tmp_path)}, "train": {"steps": 40}}, "nats://h:4222"
+    (tmp_path / "a").mkdir()
+    note_epoch(tmp_path / "a", 1)
+
+    def said(error: Exception | None, epoch: int) -> str:
+        with suppress(RlearnerError), said_at_the_end(config, broker):
+            note_epoch(tmp_path / "a", epoch)
+            if error is not None:
+                raise error
+        return capsys.readouterr().out
+
+    line = f"go on with this run: rlearner start {tmp_path / 'a'} --broker {broker}\n"
+    assert [said(None, 1), said(Stopped("SIGINT"), 1), said(UserError("no"), 1), said(UserError("late"), 2)] == [line, line, "", line]

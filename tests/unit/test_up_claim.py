@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from learner.cli import main
-from learner.ops.place import note_broker, note_epoch, private_addresses
+from learner.ops.place import address, note_broker, note_epoch, private_addresses
 from learner.up.claim import Claim
 
 DEAD = "nats://127.0.0.1:9"
@@ -32,7 +32,11 @@ def test_a_folder_has_one_up(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         claim.note(DEAD)
         assert refused(folder, capsys) == f"error: run a is live at {DEAD} {shows}"
     with Claim(folder, "a") as claim:
+        note_broker(folder, DEAD)
+        assert address(None, folder) == DEAD  # of an earlier life
         claim.note("nats://127.0.0.1:10")
+        assert address(None, folder) == "nats://127.0.0.1:10"
+    assert address(None, folder) == DEAD
     assert private_addresses(folder) == [DEAD, "nats://127.0.0.1:10"]
 
 
