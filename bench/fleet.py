@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from broker.children import spawn
+from broker.entry import EXIT_STOPPED
 from broker.server import BrokerServer
 
 RESTART_AFTER_S: Final = 0.5
@@ -208,7 +209,7 @@ class Fleet:
             return
         if not child.not_before:
             code = child.process.returncode
-            if code == 0:
+            if code in (0, EXIT_STOPPED):
                 child.done = True
                 return
             if code == 2 and child.has_rival and FENCED in child.tail():

@@ -43,17 +43,21 @@ GARBAGE_AFTER: Final = 50_000  # objects made and not freed; see _collect_rarely
 
 
 class Stopped(RlearnerError):
-    """Asked to stop before there was anything to undo; the process ends with exit code 0."""
+    """Asked to stop before there was anything to undo; the process ends with the exit code that ``main`` was given for it."""
 
 
 # -------------------------------------------------------------------------------------------------------- main
 
 
-def main(role: str, body: Callable[[Stop], Coroutine[Any, Any, None]]) -> int:
+def main(role: str, body: Callable[[Stop], Coroutine[Any, Any, int | None]], *, stopped: int = 0) -> int:
     """Run a process's coroutine on uvloop until it returns; the exit code. To be called inside ``broker.entry.enter``.
 
-    0: done or drained. 2: UserError, printed as one line ``error: …`` on stderr without a traceback.
-    1: anything else, with a traceback. Logs go to stderr, one line each: time, level, run, role, id, message, key=value.
+    What ``body`` returns, None for 0. 2: UserError, printed as one line ``error: …`` on stderr without a traceback.
+    1: anything else, with a traceback. 130: a second signal. docs/operations.md has the whole table.
+    Logs go to stderr, one line each: time, level, run, role, id, message, key=value.
+
+    Args:
+        stopped: exit code where ``body`` raises Stopped; of hubs and servers 0, of a command that had something to finish 130.
     """
     logs.configure()
     logs.identify(role=role)
@@ -63,10 +67,10 @@ def main(role: str, body: Callable[[Stop], Coroutine[Any, Any, None]]) -> int:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             stop = Stop()
             with _signals(stop, runner.get_loop()):
-                runner.run(body(stop))
+                return runner.run(body(stop)) or 0
     except Exception as error:
         if _find(error, Stopped):
-            return 0
+            return stopped
         if (broken := _find(error, BrokenPipeError)) and output_is_closed():
             raise broken from None
         if user_error := _find(error, UserError):
@@ -76,7 +80,6 @@ def main(role: str, body: Callable[[Stop], Coroutine[Any, Any, None]]) -> int:
             return EXIT_FAULT
         log.exception("%s: %s", type(error).__name__, error)
         return EXIT_FAULT
-    return 0
 
 
 def _collect_rarely() -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
 
 from broker import logs
 from broker.arguments import add_config, complete, positive
-from broker.entry import enter
+from broker.entry import EXIT_STOPPED, enter
 from learner.doctor import cli as doctor_cli
 from learner.evaluate import cli as eval_cli
 from learner.examples import EXAMPLES
@@ -82,9 +83,9 @@ def _start(options: argparse.Namespace) -> int:
     from broker.runspec import load, validate
     from learner.doctor.lacking import of_learner, refuse
     from learner.gpus import forget, settle
-    from learner.prepare import name_run, run_folder
+    from learner.prepare import exit_code, name_run, run_folder
 
-    async def body(stop: process.Stop) -> None:
+    async def body(stop: process.Stop) -> int:
         logs.apply(options)
         asked = name_run(forget(load(options.config, options.overrides), options), options.config)
         config = validate(await asyncio.to_thread(settle, asked, options.gpus, share=options.share_gpus))
@@ -93,7 +94,7 @@ def _start(options: argparse.Namespace) -> int:
         from learner.ops.leftovers import removed_on_failure
         from learner.service import serve
 
-        with removed_on_failure(run_folder(config)), said_at_the_end(config, options.broker):
+        with contextlib.suppress(process.Stopped), removed_on_failure(run_folder(config)), said_at_the_end(config, options.broker):
             await serve(
                 config,
                 options.broker,
@@ -103,8 +104,9 @@ def _start(options: argparse.Namespace) -> int:
                 take_over=options.take_over,
                 force=options.force,
             )
+        return exit_code(config)
 
-    return process.main("learner", body)
+    return process.main("learner", body, stopped=EXIT_STOPPED)
 
 
 def _check(options: argparse.Namespace) -> int:

@@ -15,6 +15,7 @@ import yaml
 
 from broker.children import spawn
 from broker.config import RunSection
+from broker.entry import EXIT_STOPPED
 from broker.errors import ConfigError, UserError
 from broker.registry import resolve
 from broker.runspec import section
@@ -69,6 +70,12 @@ def make_folder(folder: Path) -> Path:
     except OSError as error:
         raise UserError(f"{folder}: {error.strerror}") from None
     return folder
+
+
+def exit_code(config: dict[str, Any]) -> int:
+    """Return 0 where the run of a validated configuration has made all its steps, else 130: it was stopped before."""
+    made = checkpoint.newest(run_folder(config) / "checkpoints")
+    return 0 if made is not None and made.step >= section(config, "train", TrainSection).steps else EXIT_STOPPED
 
 
 def nothing_left(run: str, steps: int) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from broker.arguments import add_config
+from broker.entry import EXIT_STOPPED
 from broker.process import Stop, main
 
 
@@ -53,4 +54,4 @@ def run(arguments: argparse.Namespace) -> int:
         await asyncio.to_thread(refuse_fleet, config)
         await evaluate(config, arguments.model, stop, gpus=arguments.gpus, as_json=arguments.json)
 
-    return main("eval", body)
+    return main("eval", body, stopped=EXIT_STOPPED)

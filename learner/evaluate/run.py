@@ -23,7 +23,7 @@ from broker.config import PRIVATE_STORE_GIB, BrokerSection
 from broker.errors import UserError
 from broker.jetstream import Bus
 from broker.presence import Roster
-from broker.process import Stop
+from broker.process import Stop, Stopped
 from broker.runspec import domains, publish_runspec, section
 from broker.server import BrokerServer
 from broker.streams import CONTROL
@@ -33,7 +33,7 @@ from learner.evaluation import Evaluation, Evaluations
 from learner.evaluator import Evaluator
 from learner.patience import Patience
 from learner.prepare import data_digests, run_folder, write_config
-from learner.up.fleet import Fleet
+from learner.up.fleet import ENDED_WELL, Fleet
 from text.config import check_model_path
 
 POLICY: Final = "evaluated"
@@ -69,7 +69,8 @@ async def evaluate(config: dict[str, Any], model: str, stop: Stop, *, gpus: str,
             await asyncio.to_thread(fleet.stop, patience_s=10.0)
     fleet.raise_for_failures()
     if stop.asked.is_set():
-        raise UserError("stopped before all tasks were measured")
+        print("stopped before all tasks were measured", file=sys.stderr)
+        raise Stopped(stop.reason)
     if not completed:
         raise UserError(f"no task could be measured; see {folder / 'logs'}")
     result = result_of(completed[0], model, time.monotonic() - began)
@@ -127,7 +128,9 @@ async def measured(fleet: Fleet, evaluator: Evaluator, asked: Evaluation, stop: 
     bar = Progress(disable=quiet or not sys.stdout.isatty())
     with bar:
         line = bar.add_task("measuring", total=total)
-        while evaluator.busy and not stop.asked.is_set() and not any(child.exit_code not in (None, 0) for child in fleet.children):
+        while (
+            evaluator.busy and not stop.asked.is_set() and not any(child.exit_code not in (None, *ENDED_WELL) for child in fleet.children)
+        ):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.asked.wait(), LOOK_EVERY_S)
             for event in fleet.watch():

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from importlib import import_module
 from typing import Any
 
 from broker.arguments import natural
-from broker.process import Stop, main
+from broker.entry import EXIT_STOPPED
+from broker.process import Stop, main, unless_stopped
 from learner.ops.place import add_broker_options, add_run_options, add_runs_options
 
-Body = Callable[[argparse.Namespace], Awaitable[int]]
+Body = Callable[[argparse.Namespace], Coroutine[Any, Any, int]]
 
 
 def add_parsers(subparsers: Any) -> None:
@@ -81,13 +82,10 @@ def _add(subparsers: Any, name: str, text: str, body: str, *, broker: bool = Tru
 
 
 def _run(body: str, options: argparse.Namespace) -> int:
-    code = 0
-
-    async def work(_: Stop) -> None:
-        nonlocal code
+    async def work(stop: Stop) -> int:
         logging.getLogger().setLevel("ERROR")  # what matters is printed
         module, attribute = body.split(":")
         operation: Body = getattr(import_module(f"learner.ops.{module}"), attribute)
-        code = await operation(options)
+        return await unless_stopped(stop, operation(options))
 
-    return main("operator", work) or code
+    return main("operator", work, stopped=EXIT_STOPPED)

@@ -29,10 +29,10 @@ def add_force(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run it; the exit code."""
 
-    async def body(stop: Stop) -> None:
+    async def body(stop: Stop) -> int:
         from broker.runspec import load, validate
         from learner.doctor.lacking import refuse_fleet, settled
-        from learner.prepare import name_run
+        from learner.prepare import exit_code, name_run
 
         def read(overrides: list[str]) -> dict[str, Any]:
             return validate(name_run(load(arguments.config, overrides), arguments.config))
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         config = read(arguments.overrides)
         if await is_completed(config):
-            return
+            return 0
         if found := await asyncio.to_thread(settled, config):
             print(f"on this machine: {' '.join(found)}", flush=True)
             arguments.overrides += found
@@ -50,5 +50,6 @@ def run(arguments: argparse.Namespace) -> int:
         overrides = [o for o in arguments.overrides if not o.startswith("run.name=")]
         arguments_of_start = [arguments.config, *overrides, f"run.name={config['run']['name']}"]
         await up(config, arguments_of_start, stop, force=arguments.force, rebase=arguments.rebase)
+        return exit_code(config)
 
     return main("up", body)

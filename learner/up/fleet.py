@@ -16,12 +16,14 @@ from pathlib import Path
 import psutil
 
 from broker.children import spawn
+from broker.entry import EXIT_STOPPED, EXIT_USER_ERROR
 from broker.errors import UserError
 
 RESTART_AFTER_S = 1.0  # doubled at every restart that did not live for a minute
 RESTART_AT_MOST_S = 30.0
 SAMPLE_EVERY_S = 1.0  # processor time
 GIVE_UP_AFTER = 6  # quick deaths in a row
+ENDED_WELL = (0, EXIT_STOPPED)  # done, or asked to stop
 
 
 @dataclass
@@ -78,7 +80,7 @@ def cpu_seconds(pids: Iterable[int]) -> dict[int, float]:
 
 @dataclass
 class Fleet:
-    """All children. Nothing here knows what they do; a child that ends with 0 or 2 ended for good."""
+    """All children. Nothing here knows what they do; a child that ends with 0, 2 or 130 ended for good."""
 
     logs: Path
     env: dict[str, str]
@@ -108,7 +110,7 @@ class Fleet:
                 continue
             code = child.process.returncode if child.process else 0
             quick = now - child.started < 60
-            if code in (0, 2):
+            if code in (*ENDED_WELL, EXIT_USER_ERROR):
                 child.exit_code = code
                 events.append(f"{child.name} ended with exit code {code}")
             elif quick and child.restarts >= GIVE_UP_AFTER:
@@ -174,8 +176,8 @@ class Fleet:
         """
         for child in self.children:
             errors = [line.removeprefix("error: ") for line in child.last_lines() if line.startswith("error: ")]
-            if child.exit_code == 2 and errors:
+            if child.exit_code == EXIT_USER_ERROR and errors:
                 raise UserError(f"{child.name}: {errors[-1]}")
         for child in self.children:
-            if child.exit_code not in (None, 0):
+            if child.exit_code not in (None, *ENDED_WELL):
                 raise UserError(f"{child.name} died with exit code {child.exit_code}: {' '.join(child.last_lines(1))} (see {child.log})")

@@ -37,7 +37,7 @@ from learner.up.artifacts import finish
 from learner.up.board import Board
 from learner.up.claim import Claim, refuse_elsewhere
 from learner.up.farewell import Farewell
-from learner.up.fleet import Child, Fleet, cpu_seconds
+from learner.up.fleet import ENDED_WELL, Child, Fleet, cpu_seconds
 from learner.up.view import screen
 
 DRAW_EVERY_S = 0.25
@@ -173,7 +173,7 @@ async def _show(config: dict[str, Any], broker: BrokerServer, fleet: Fleet, lear
 
 def _ended(fleet: Fleet, learner: Child) -> bool:
     """The learner is done, or a child said that its input is bad, or died too often."""
-    return learner.exit_code is not None or any(child.exit_code not in (None, 0) for child in fleet.children)
+    return learner.exit_code is not None or any(child.exit_code not in (None, *ENDED_WELL) for child in fleet.children)
 
 
 async def _listen(bus: Bus, board: Board, steps: asyncio.Queue[str]) -> None:

@@ -92,7 +92,7 @@ def test_nothing_heavy_is_imported_for_the_command_line() -> None:
     assert done.stdout.strip() == "set()"
 
 
-async def test_sigterm_leaves_a_checkpoint_and_exit_code_0(bus: Bus, broker_url: str, run_name: str, tmp_path: Path) -> None:
+async def test_sigterm_leaves_a_checkpoint_and_exit_code_130(bus: Bus, broker_url: str, run_name: str, tmp_path: Path) -> None:
     config = fleet.config(str(tmp_path), run_name, train={"steps": 1000, "groups_per_step": 2, "max_staleness": 1})
     file = tmp_path / "run.yaml"
     file.write_text(to_yaml(config))
@@ -111,7 +111,7 @@ async def test_sigterm_leaves_a_checkpoint_and_exit_code_0(bus: Bus, broker_url:
         async with fleet.Hub(bus, answer), asyncio.timeout(120):
             await seen.wait()
             process.send_signal(signal.SIGTERM)
-            assert await process.wait() == 0, log.read_text()
+            assert await process.wait() == 130, log.read_text()
     finally:
         if process.returncode is None:
             process.kill()

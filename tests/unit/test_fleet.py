@@ -63,6 +63,16 @@ def test_a_child_that_refuses_its_input_is_not_started_again(modules: Path) -> N
     assert child.last_lines() == ["error: train.lr: -1 is not allowed"]
 
 
+def test_a_child_that_was_asked_to_stop_is_not_started_again_and_has_not_failed(modules: Path) -> None:
+    (modules / "asked.py").write_text("raise SystemExit(130)\n")
+    fleet = make(modules)
+    child = fleet.add("asked", "asked", [])
+    wait_until(lambda: not child.running)
+    assert fleet.watch() == ["asked ended with exit code 130"]
+    assert (fleet.watch(), child.exit_code) == ([], 130)
+    fleet.raise_for_failures()
+
+
 def test_stop_insists(modules: Path) -> None:
     fleet = make(modules)
     child = fleet.add("stubborn", "stubborn", [])

@@ -96,6 +96,20 @@ def test_stopped_before_it_began_ends_with_zero() -> None:
     assert (code, err) == (0, "")
 
 
+def test_the_exit_code_is_what_the_body_returns_or_what_a_stop_stands_for() -> None:
+    code, _, err = finish("""
+        async def body(stop):
+            return 7
+    """)
+    assert (code, err) == (7, "")
+    code, _, err = finish("""
+        async def body(stop):
+            raise Stopped("SIGTERM")
+        sys.exit(main("operator", body, stopped=130))
+    """)
+    assert (code, err) == (130, "")
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_first_signal_asks_for_a_drain(number: signal.Signals) -> None:
     with start("""
