@@ -9,9 +9,12 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import msgspec
+
 from broker import wire
 from broker.announce import Announcer
 from broker.jetstream import Bus
+from broker.said import Said
 from broker.unstored import publish_metrics
 
 log = logging.getLogger(__name__)
@@ -65,6 +68,7 @@ class Member:
     _announcer: Announcer | None = None
     _describe: Callable[[], wire.Presence] = field(init=False)
     _reporting: asyncio.Task[None] | None = None
+    _said: Said = field(default_factory=Said)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _failure: BaseException | None = None
 
@@ -77,10 +81,11 @@ class Member:
         return not self.running.is_set()
 
     def announce(self, describe: Callable[[], wire.Presence]) -> None:
-        """Start telling others that this process is there; called again, tell them this instead."""
+        """Start telling others that this process is there, and what it logged last; called again, describe it like this instead."""
         self._describe = describe
         if self._announcer is None:
-            self._announcer = Announcer(self.bus, lambda: self._describe())
+            logging.getLogger().addHandler(self._said)
+            self._announcer = Announcer(self.bus, lambda: msgspec.structs.replace(self._describe(), said=self._said.line(time.time())))
             self.spawn(self._announcer.serve())
         else:
             self._announcer.poke()
@@ -133,6 +138,7 @@ class Member:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        logging.getLogger().removeHandler(self._said)
         if self._announcer is not None:
             await self._announcer.close()
         if self._failure is not None:

@@ -368,6 +368,7 @@ class Presence(Message, frozen=True, tag="Presence"):
     idle_ratio: float = -1.0  # rollout: share of the last second without work, -1 unknown
     problem: str = ""  # one line: why it takes no work, empty while it does
     process: str = ""  # learner: boot id, PID namespace, process id and start time; see broker/process_identity.py
+    said: str = ""  # newest WARNING or ERROR that it logged, with its time, at most 300 characters; empty after 10 minutes
 
 
 class RunSpec(Message, frozen=True, tag="RunSpec"):

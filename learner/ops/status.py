@@ -25,7 +25,21 @@ from learner.signals import RECENT, warnings
 
 SHOWN: Final = ("reward/mean", "env/success_rate", "staleness/max", "perf/tokens_per_s", "trainer/idle_ratio", "rollouter/idle_ratio")
 TICKETS: Final = ("issued", "trained", "filtered", "dropped", "dead", "open", "duplicate")
-PROCESS: Final = ("role", "id", "host", "pid", "state", "policy", "epoch", "policy_version", "slots", "running", "waiting", "problem")
+PROCESS: Final = (
+    "role",
+    "id",
+    "host",
+    "pid",
+    "state",
+    "policy",
+    "epoch",
+    "policy_version",
+    "slots",
+    "running",
+    "waiting",
+    "problem",
+    "said",
+)
 
 
 async def show_status(options: argparse.Namespace) -> int:
@@ -134,6 +148,8 @@ def text_of(found: Mapping[str, Any], now: float) -> list[str]:
         lines.append(f"  {one['role']:13}{one['id']:24}{one['state']:9} {load}{version}")
         if one["problem"]:
             lines.append(f"  {'':13}{one['problem']}")
+        if one["said"]:
+            lines.append(f"  {'':13}{one['said']}")
     if not found["processes"]:
         lines.append("  nobody is there")
     return lines

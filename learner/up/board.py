@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from broker import wire
+from broker.reminders import Reminders
 from learner.signals import Signals
 from learner.up.failures import Failures
 
@@ -48,6 +49,7 @@ class Board:
     failures: Failures = field(default_factory=Failures)
     signals: Signals = field(default_factory=Signals)
     news: list[str] = field(default_factory=list)  # lines about learning that were not shown yet
+    _said: dict[str, Reminders] = field(default_factory=dict)
     first_step_at: tuple[float, int] | None = None  # (monotonic seconds, step)
     last_step_at: float = 0.0
 
@@ -76,7 +78,7 @@ class Board:
                 self.baselines[parts[1]] = value
         return True
 
-    def see(self, present: Iterable[wire.Presence]) -> list[str]:
+    def see(self, present: Iterable[wire.Presence], now: float = 0.0) -> list[str]:
         """Replace what is known of who is alive. Return lines about those who stopped taking work, or take it again."""
         before, self.processes = self.processes, {f"{p.role}.{p.id}": p for p in present}
         lines = []
@@ -86,7 +88,24 @@ class Board:
                 lines.append(f"{presence.role} {presence.id}: {presence.problem}")
             elif had and not has:
                 lines.append(f"{presence.role} {presence.id} takes work again")
+            self._hear(key, presence, before[key].said if key in before else "", now)
         return lines
+
+    def _hear(self, key: str, presence: wire.Presence, before: str, now: float) -> None:
+        """Note what a process logged for those who read lines: the first at once, of many ever fewer."""
+        reminders = self._said.setdefault(key, Reminders())
+        if not presence.said:
+            reminders.over()
+        elif presence.said != before and not self._is_known(presence.said) and reminders.due(now):
+            self.news.append(f"{presence.role} {presence.id}: {presence.said}")
+
+    def said(self) -> list[str]:
+        """The newest warning or error of each process that is not shown otherwise."""
+        return [f"{one.role} {one.id}: {one.said}" for one in self.processes.values() if one.said and not self._is_known(one.said)]
+
+    def _is_known(self, said: str) -> bool:
+        """Whether this is a warning about learning, which the learner logs, too."""
+        return any(text[:100] in said for text in self.signals.active.values())
 
     def problems(self) -> list[str]:
         """Why processes take no work, one line each."""

@@ -147,18 +147,21 @@ async def _show(config: dict[str, Any], broker: BrokerServer, fleet: Fleet, lear
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(stop.asked.wait(), DRAW_EVERY_S)
                 happened = fleet.watch() + await asyncio.to_thread(keeper.look)
-                happened += board.see(p for role in ("learner", "rollout", "envhub", "rewardhub") for p in roster.alive(role))
+                happened += board.see(
+                    [p for role in ("learner", "rollout", "envhub", "rewardhub") for p in roster.alive(role)], time.monotonic()
+                )
                 events += happened
+                news = [board.news.pop(0) for _ in range(len(board.news))]
                 if live is not None:
                     live.update(screen(board, events, fleet.logs))
                     continue
                 lines = [steps.get_nowait() for _ in range(steps.qsize())]
-                lines += [board.news.pop(0) for _ in range(len(board.news))]
+                lines += news
                 if board.phase != phase and not board.step:
                     phase = board.phase
                     lines.append(phase)
-                if news := board.failures.news(time.monotonic(), fleet.logs):
-                    lines.append(news)
+                if failed := board.failures.news(time.monotonic(), fleet.logs):
+                    lines.append(failed)
                 for line in [*happened, *lines]:
                     print(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {line}", flush=True)
         listening.cancel()

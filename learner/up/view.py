@@ -38,11 +38,15 @@ def progress(board: Board) -> RenderableType:
 
 
 def trouble(board: Board, logs: Path) -> list[RenderableType]:
-    """Hubs that take no work, groups that failed (red until something is trained after the newest), and why nothing may be learned."""
+    """Hubs that take no work, groups that failed, why nothing may be learned, what processes warn of.
+
+    Failed groups are red until something is trained after the newest.
+    """
     lines = [Text(line, style="bold red") for line in board.problems()]
     if board.failures.total:
         lines.append(Text(board.failures.line(logs), style="bold red" if board.failures.stuck else "yellow"))
-    return [*lines, *(Text(f"warning: {text}", style="yellow") for text in board.signals.active.values())]
+    lines += [Text(f"warning: {text}", style="yellow") for text in board.signals.active.values()]
+    return [*lines, *(Text(text, style="red" if " ERROR " in text else "yellow") for text in board.said())]
 
 
 def figures(board: Board) -> RenderableType:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -20,6 +21,10 @@ from broker.streams import SAMPLES
 from learner.ops.status import on_broker, text_of
 
 NUM_TICKETS = 12
+ON_DISK = {
+    "run": "r", "folder": "runs/r", "step": 0, "steps": 1, "step_at": None, "ledger_file": "none yet", "checkpoints": [], "figures": {},
+    "warnings": [], "tickets": {}, "dead": {},
+}  # fmt: skip
 # A hub whose workers are started with another interpreter than its own, which may not be there.
 OTHER_PYTHON = "import os, sys; sys.executable = os.environ['WORKER_PYTHON']; from {role}.cli import main; sys.exit(main())"
 SCORE = {"env": "qa", "rewards": [{"name": f"{Path(KIT).parent}/bad_host.py:score"}]}
@@ -79,6 +84,10 @@ async def test_a_hub_where_every_reset_raises_costs_no_ticket_while_another_work
     assert presence.problem.startswith(
         "domain d: 5 tickets in a row failed here, the last: reset raised OSError: the simulator is not inst"
     )
+    said = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (WARNING|ERROR) .*the simulator is not installed")
+    await until(lambda: said.match(getattr(roster.get("broken"), "said", "")))
+    shown = text_of({**ON_DISK, **await on_broker(world.bus)}, 0.0)
+    assert any(said.match(line.strip()) for line in shown)
     await world.ticket()  # the other domain is served as before
     assert (await world.records(1))[0].domain == "lake"
     world.spawn("--n", "8", "--id", "healthy")
@@ -106,9 +115,7 @@ async def test_where_all_hubs_are_broken_the_run_waits_and_goes_on_when_one_is_r
         assert presence.problem.startswith(
             f"domain d: 2 tickets in a row failed here, the last: {'reset' if env == 'Simulator' else 'step'} raised"
         )
-        on_disk = {"run": "r", "folder": "runs/r", "step": 0, "steps": 1, "step_at": None, "ledger_file": "none yet", "checkpoints": []}
-        on_disk |= {"figures": {}, "warnings": [], "tickets": {}, "dead": {}}
-        assert any("domain d: 2 tickets in a row" in line for line in text_of({**on_disk, **await on_broker(world.bus)}, 0.0))
+        assert any("domain d: 2 tickets in a row" in line for line in text_of({**ON_DISK, **await on_broker(world.bus)}, 0.0))
         await until(lambda: "and 3 trials failed here" in getattr(roster.get("h"), "problem", ""))
         assert await world.bus.last_seq(SAMPLES) == 0
         flag.unlink()

@@ -135,3 +135,23 @@ def test_a_warning_about_learning_is_told_once_and_stays_on_the_screen_until_it_
             console.print(screen(board, [], LOGS))
         assert ("warning: 60% of the responses" in console.export_text()) == (2 <= step <= 5)
     assert told == [[], ["warning: 60% of the responses w"], [], [], [], ["no longer: 60% of the responses"], []]
+
+
+def saying(said: str) -> wire.Presence:
+    return wire.Presence(role="rollout", id="r1", host="h", pid=42, state="starting", said=said)
+
+
+def test_what_a_process_logged_is_shown_and_told_at_growing_intervals() -> None:
+    board, told = Board("r", total_steps=4), []
+    for now in range(60):
+        board.see([saying(f"2026-11-22 18:03:{now:02d} ERROR no model {now}" if now else "")], float(now))
+        told += [(now, text) for text in board.news]
+        board.news.clear()
+    assert [now for now, _ in told] == [1, 6, 16, 36]
+    assert told[0][1] == "rollout r1: 2026-11-22 18:03:01 ERROR no model 1"
+    with open("/dev/null", "w") as nowhere:
+        console = Console(width=120, record=True, file=nowhere)
+        console.print(screen(board, [], LOGS))
+    assert "rollout r1: 2026-11-22 18:03:59 ERROR no model 59" in console.export_text()
+    board.see([saying("")], 60.0)
+    assert board.said() == []

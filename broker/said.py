@@ -1,0 +1,36 @@
+"""Keeps the newest warning or error that this process logged, for its presence."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Final
+
+MAX_CHARS: Final = 300
+FOR_S: Final = 600.0
+
+
+class Said(logging.Handler):
+    """Hears every WARNING and ERROR of this process while it is attached to the root logger."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._newest: tuple[float, str] | None = None  # when, and the line
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep the record's message."""
+        try:
+            at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
+            text = f"{at} {record.levelname} {' '.join(record.getMessage().split())}"
+            self._newest = record.created, text.encode("utf-8", "replace").decode()[:MAX_CHARS]  # a lone surrogate has no encoding
+        except Exception:  # noqa: BLE001 - arguments that do not fit their format, as every handler of logging treats them
+            self.handleError(record)
+
+    def line(self, now: float) -> str:
+        """The newest one with its time, at most 300 characters; empty if there is none or it is older than 10 minutes.
+
+        Args:
+            now: unix seconds.
+        """
+        newest = self._newest
+        return newest[1] if newest is not None and now - newest[0] <= FOR_S else ""

@@ -1,0 +1,40 @@
+"""The newest warning of a process, as its presence tells it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from broker.said import FOR_S, MAX_CHARS, Said
+
+
+@pytest.fixture
+def said() -> Iterator[Said]:
+    handler = Said()
+    logging.getLogger().addHandler(handler)
+    yield handler
+    logging.getLogger().removeHandler(handler)
+
+
+def test_the_newest_warning_or_error_for_ten_minutes(said: Said) -> None:
+    log = logging.getLogger("some.module")
+    log.info("all is well")
+    assert said.line(0.0) == ""
+    log.warning("disk %s\nfull", "nearly")
+    log.error("no %s", "model")
+    record_time = said._newest[0] if said._newest else 0.0
+    line = said.line(record_time)
+    assert line[10] == " "
+    assert line[19:] == " ERROR no model"
+    assert said.line(record_time + FOR_S) == line
+    assert said.line(record_time + FOR_S + 1) == ""
+
+
+def test_it_fits_and_can_be_encoded(said: Said) -> None:
+    logging.getLogger().warning("x" * 1000 + "\ud800")
+    assert len(said.line(0.0)) == MAX_CHARS
+    logging.getLogger().warning("\ud800 two\n lines")
+    said.line(0.0).encode()
+    assert said.line(0.0).endswith("WARNING ? two lines")
