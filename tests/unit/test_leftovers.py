@@ -15,7 +15,7 @@ def start(folder: Path, problem: str, held: bool) -> None:
         (folder / "logs").mkdir(parents=True)
         (folder / "logs" / "learner.log").write_text("x")
         if held:
-            note_epoch(folder, 1)
+            note_epoch(folder, 1, "")
         raise UserError(problem)
 
 
