@@ -96,3 +96,14 @@ def test_it_is_said_at_every_end_but_that_of_a_start_that_was_refused(tmp_path: 
 
     line = f"go on with this run: rlearner start {tmp_path / 'a'} --broker {broker}\n"
     assert [said(None, 1), said(Stopped("SIGINT"), 1), said(UserError("no"), 1), said(UserError("late"), 2)] == [line, line, "", line]
+
+
+@pytest.mark.parametrize("name", ["agent", "frozenlake", "gsm8k", "quickstart", "sokoban"])
+@pytest.mark.parametrize("algorithm", ["grpo", "dapo"])
+def test_what_is_left_of_each_shipped_configuration_is_taken_again(name: str, algorithm: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n' * 99)
+    paths = [f"domains.gsm8k.env_args.path={tmp_path / 'rows.jsonl'}"] if name == "gsm8k" else []
+    whole = validate(load(name, [f"algorithm={algorithm}", f"run.dir={tmp_path}", "run.name=a", *paths]))
+    write_config(tmp_path / "a", whole)
+    again = validate(load(str(tmp_path / "a")))
+    assert {**again, "run": None} == {**whole, "run": None}
