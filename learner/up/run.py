@@ -32,7 +32,7 @@ from learner.continuing import refuse
 from learner.ops.going_on import going_on
 from learner.ops.leftovers import removed_on_failure
 from learner.ops.place import STORE, noted_epoch
-from learner.prepare import make_folder, nothing_left, run_folder
+from learner.prepare import nothing_left, run_folder
 from learner.up.artifacts import finish
 from learner.up.board import Board
 from learner.up.claim import Claim, refuse_elsewhere
@@ -83,13 +83,10 @@ async def up(config: dict[str, Any], arguments: list[str], stop: Stop, *, force:
     config = {**config, "broker": {**config["broker"], "store_max_gib": settings.store_max_gib or PRIVATE_STORE_GIB}}
     changed = await asyncio.to_thread(refuse, folder, config, force=force)
     flags = [*["--force"] * force, *["--rebase"] * rebase]
-    with removed_on_failure(folder):
-        make_folder(folder)
-        with Claim(folder, run) as claim:
-            print(
-                f"run {run}, logs in {folder / 'logs'}", *(f"changed since the last start: {one}" for one in changed), sep="\n", flush=True
-            )
-            await _up(config, run, folder, [*arguments, *flags], stop, claim)
+    with removed_on_failure(folder), Claim(folder, run) as claim:
+        said = [f"run {run}, logs in {folder / 'logs'}", *(f"changed since the last start: {one}" for one in changed)]
+        print(*said, sep="\n", flush=True)
+        await _up(config, run, folder, [*arguments, *flags], stop, claim)
 
 
 async def _up(config: dict[str, Any], run: str, folder: Path, arguments: list[str], stop: Stop, claim: Claim) -> None:

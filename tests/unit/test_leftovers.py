@@ -1,10 +1,12 @@
 """What a failed start leaves: nothing of its own, and all of others'."""
 
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from broker.errors import UserError
+from broker.process import Stopped
 from learner.cli import main
 from learner.ops.leftovers import removed_on_failure
 from learner.ops.place import note_epoch
@@ -12,7 +14,7 @@ from learner.ops.place import note_epoch
 
 def start(folder: Path, problem: str, held: bool) -> None:
     with removed_on_failure(folder):
-        (folder / "logs").mkdir(parents=True)
+        (folder / "logs").mkdir()
         (folder / "logs" / "learner.log").write_text("x")
         if held:
             note_epoch(folder, 1, "")
@@ -41,8 +43,27 @@ def test_what_was_there_or_is_needed_stays(tmp_path: Path) -> None:
     fail(pointed, f"envhub died (see {pointed}/logs/envhub.log)")
     assert [(path / "logs" / "learner.log").exists() for path in (old, held, pointed)] == [True, True, True]
     with removed_on_failure(tmp_path / "fine"):
-        (tmp_path / "fine").mkdir()
+        (tmp_path / "fine" / "config.yaml").write_text("")
     assert (tmp_path / "fine").is_dir()
+
+
+def test_what_another_process_made_at_the_same_time_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, exists = tmp_path / "a", Path.exists
+
+    def looked(path: Path) -> bool:
+        there = exists(path)
+        folder.mkdir(exist_ok=True)  # by the other one, right behind our look
+        return there
+
+    monkeypatch.setattr(Path, "exists", looked)
+    fail(folder)
+    assert (folder / "logs" / "learner.log").is_file()
+
+
+def test_a_start_that_was_stopped_before_it_wrote_anything_leaves_no_empty_folder(tmp_path: Path) -> None:
+    with suppress(Stopped), removed_on_failure(tmp_path / "runs" / "a"):
+        raise Stopped("SIGINT")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_up_that_cannot_start_its_broker_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,7 @@ def test_the_command_that_goes_on(tmp_path: Path) -> None:
     config = {"run": {"name": "a b", "dir": str(tmp_path)}, "train": {"steps": 40}}
     folder.mkdir()
     assert going_on(config) == ""
-    note_epoch(folder, 1)
+    note_epoch(folder, 1, "")
     with Claim(folder, "a b") as claim:
         claim.note(private)
     assert going_on(config) == going_on(config, private) == f"go on with this run: rlearner up '{folder}'\n"
@@ -85,11 +85,11 @@ def test_the_command_that_goes_on(tmp_path: Path) -> None:
 def test_it_is_said_at_every_end_but_that_of_a_start_that_was_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, broker = {"run": {"name": "a", "dir": str(tmp_path)}, "train": {"steps": 40}}, "nats://h:4222"
     (tmp_path / "a").mkdir()
-    note_epoch(tmp_path / "a", 1)
+    note_epoch(tmp_path / "a", 1, "")
 
     def said(error: Exception | None, epoch: int) -> str:
         with suppress(RlearnerError), said_at_the_end(config, broker):
-            note_epoch(tmp_path / "a", epoch)
+            note_epoch(tmp_path / "a", epoch, "")
             if error is not None:
                 raise error
         return capsys.readouterr().out

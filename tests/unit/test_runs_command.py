@@ -101,7 +101,7 @@ def test_an_evaluation_gets_a_folder_of_its_own(root: Path) -> None:
     """The settings and the streams of a trained run are in the folder of its name."""
     config = {"run": {"name": "done", "dir": str(root), "seed": 4}}
     assert named_apart(config, str(root / "done")) == config
-    note_epoch(root / "done", 1)
+    note_epoch(root / "done", 1, "")
     run = named_apart(config, str(root / "done"))["run"]
     assert run == {"name": run["name"], "dir": str(root), "seed": 4}
     assert run["name"].startswith("eval-done-")
