@@ -10,6 +10,7 @@ from typing import Final
 
 from broker.config import DomainSection
 from broker.presence import Roster
+from broker.reminders import Reminders
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +25,7 @@ NAMES: Final = {"envhub": "envhub", "rollout": "rollout server", "rewardhub": "r
 
 
 class Company:
-    """Pure: what to say of who is there, each thing once.
+    """Pure: what to say of who is there; who is missing is said again at growing intervals.
 
     Args:
         run: named in the command that would help.
@@ -33,6 +34,7 @@ class Company:
     def __init__(self, run: str) -> None:
         self._run = run
         self._alone_since: dict[str, float] = {}
+        self._reminders: dict[str, Reminders] = {}
         self.missing: list[str] = []  # roles whose absence was said
 
     def look(self, present: dict[str, bool], has_work: bool, now: float) -> list[str]:
@@ -48,9 +50,14 @@ class Company:
                 self._alone_since.pop(role, None)
                 if role in self.missing:
                     self.missing.remove(role)
+                    self._reminders.pop(role)
                     lines.append(f"{NAMES[role]} has joined")
-            elif has_work and now - self._alone_since.setdefault(role, now) >= PATIENCE_S and role not in self.missing:
-                self.missing.append(role)
+            elif has_work and now - self._alone_since.setdefault(role, now) >= PATIENCE_S:
+                if role not in self.missing:
+                    self.missing.append(role)
+                    self._reminders[role] = Reminders()
+                if not self._reminders[role].due(now):
+                    continue
                 lines.append(f"waiting: no {NAMES[role]} has joined; start one with `{COMMANDS[role].format(run=self._run)}`")
         return lines
 

@@ -24,6 +24,13 @@ def test_who_is_missing_is_said_once_and_again_when_they_came() -> None:
     assert said == [(30.0, missing), (40.0, "envhub has joined"), (51.0, missing)]
 
 
+def test_a_wait_is_said_again_at_growing_intervals() -> None:
+    company = Company("demo")
+    said = [now for now in range(100) if company.look({"envhub": False}, True, float(now))]
+    assert said == [10, 15, 25, 45, 85]
+    assert company.missing == ["envhub"]
+
+
 def test_a_run_with_rewards_needs_a_hub_for_them() -> None:
     plain, judged = DomainSection(env="qa"), DomainSection(env="qa", rewards=[Reward(name="math_answer")])
     assert roles({"a": plain}) == ["envhub", "rollout"]
