@@ -1,6 +1,6 @@
 """Logging: one line to stderr, and to a file if asked for.
 
-A line is date, time, level, run, role, id, the message and whatever ``extra`` was given as key=value.
+A line is date, time, level, run, role, id, the message, and ``extra`` as key=value.
 """
 
 from __future__ import annotations

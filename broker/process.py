@@ -114,7 +114,7 @@ def _signals(stop: Stop, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
         if count > 1:
             os.write(2, b"second signal, stopped at once\n")
             for end in stop.at_once:
-                with suppress(Exception):  # this process ends, whatever a callback does
+                with suppress(Exception):  # an error here must not keep this process from ending
                     end()
             os._exit(EXIT_STOPPED)
         loop.call_soon_threadsafe(stop.request, signal.Signals(number).name)

@@ -63,7 +63,7 @@ def check_call(key: str, name: str, found: Any, parameters: Sequence[str]) -> No
 
 
 def check_method(key: str, name: str, found: type, method: str, parameters: Sequence[str], *, base: type = object, why: str = "") -> None:
-    """Refuse a class that lacks a method, or whose method cannot be called with so many arguments; both with file and line.
+    """Refuse a class that lacks a method, or whose method does not take these arguments; both with file and line.
 
     Args:
         key: the setting that names the class.

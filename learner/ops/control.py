@@ -43,7 +43,7 @@ def drain_lines(run: str, present: Sequence[wire.Presence]) -> list[str]:
             case _:
                 does = f"stays, for hubs that still finish need it and the run may go on; `rlearner stop {run}` ends it"
         lines.append(f"  {one.role} {one.id}: {does}")
-    return lines or ["  nobody is there"]
+    return lines or ["  no process is there"]
 
 
 def _target(options: argparse.Namespace) -> tuple[str, str]:

@@ -148,7 +148,7 @@ def text_of(found: Mapping[str, Any], now: float) -> list[str]:
         lines.append(f"  {one['role']:13}{one['id']:24}{one['state']:9} {load}{version}")
         if one["problem"]:
             lines.append(f"  {'':13}{one['problem']}")
-        if one["said"]:
+        if one["said"] and not any(text[:100] in one["said"] for text in found["warnings"]):
             lines.append(f"  {'':13}{one['said']}")
     if not found["processes"]:
         lines.append("  nobody is there")

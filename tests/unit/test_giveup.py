@@ -89,7 +89,7 @@ def test_all_hubs_of_a_domain_broken_for_long_ends_the_run() -> None:
     assert giveup.look([broken], 599.0) == ""
     assert giveup.look([broken, good], 600.0) == ""  # another one serves it: the time begins again
     assert giveup.look([broken], 601.0) == ""
-    assert giveup.look([], 700.0) == ""  # nobody is there: the learner says whom it waits for
+    assert giveup.look([], 700.0) == ""  # no hub is there: the learner says whom it waits for
     assert giveup.look([broken], 1000.0) == ""
     assert giveup.look([broken], 1599.0) == ""
     verdict = giveup.look([broken], 1600.0)
