@@ -52,7 +52,7 @@ async def api(
     spec = wire.RunSpec(run="r", wire_version=wire.WIRE_VERSION, epoch=0, config={}, model_path=model_path)
     running = resolve("engines", engine, ENGINES)(EngineConfig(model_path, section, device="cpu", policy_version=0))
     member = cast(Member, SimpleNamespace(spec=spec, bus=None, id="s1", poke=lambda: None))
-    service, tokenizer = Service(member, section, running), Tokenizer.load(model_path)
+    service, tokenizer = Service(member, spec, section, running), Tokenizer.load(model_path)
     served = served_by(running, section, model_path, lambda: state)
     server = HttpServer.with_key(service.handle, tokenizer, served, KEY)
     await running.start()

@@ -151,9 +151,7 @@ def test_a_server_finds_its_first_weights_in_the_engine_or_else_in_the_folder(tm
     held = {name: tensor.clone() for name, tensor in expected.items()}
 
     def first(loaded: bool, **engine: object) -> tuple[Mapping[str, Tensor], bool]:
-        made = SimpleNamespace(
-            _loaded=loaded, _engine=SimpleNamespace(**engine), _member=SimpleNamespace(spec=spec), _section=RolloutSection()
-        )
+        made = SimpleNamespace(_loaded=loaded, _engine=SimpleNamespace(**engine), _spec=spec, _section=RolloutSection())
         return Service._first_weights(made)  # type: ignore[arg-type]
 
     assert first(False, weights=lambda: held) == (held, False)

@@ -35,7 +35,7 @@ async def test_what_ends_the_weight_channel_ends_the_server(monkeypatch: pytest.
     spec = wire.RunSpec(run="r", wire_version=wire.WIRE_VERSION, epoch=0, config={}, model_path="m")
     member = cast(Member, SimpleNamespace(spec=spec, bus=None, id="s1", spawn=spawned.append))
     engine = cast(Any, SimpleNamespace(weights=dict))
-    service = Service(member, RolloutSection(), engine)
+    service = Service(member, spec, RolloutSection(), engine)
     await service._follow_weights()
     (beside,) = spawned
     with pytest.raises(LookupError, match="a tensor of another kind"):
