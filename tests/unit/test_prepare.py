@@ -30,3 +30,33 @@ def test_a_warm_start_begins_when_its_libraries_are_imported_whole(tmp_path: Pat
     assert preparation.model_path() == str(tmp_path / "warm_start")
     assert whole == [True]
     sys.modules.pop("slow_library")
+
+
+@pytest.mark.parametrize(
+    ("steps", "is_made", "makes", "expected"),
+    [
+        (3, False, False, "model"),  # the checkpoint would replace it
+        (3, False, True, "warm_start"),
+        (3, True, False, "warm_start"),  # the first weights of the run, as a reference
+        (0, True, False, "warm_start"),  # they stay what they are, whatever the settings say by now
+        (0, True, True, "model"),
+        (0, False, False, "model"),
+    ],
+)
+def test_a_warm_start_is_made_only_where_it_is_missing_and_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int, is_made: bool, makes: bool, expected: str
+) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text("")
+    config = load(
+        ROOT / "configs" / "quickstart.yaml", ["model.path=somebody/model", f"warm_start.steps={steps}", f"warm_start.data={data}"]
+    )
+    preparation = Preparation(config, tmp_path, lambda text: None, make_warm_start=makes)
+    monkeypatch.setattr(preparation, "_base_model", lambda: str(tmp_path / "model"))
+    trained: list[str] = []
+    monkeypatch.setattr(preparation, "_train", lambda path, data, out: trained.append(path))
+    if is_made:
+        (tmp_path / "warm_start").mkdir()
+        (tmp_path / "warm_start" / "config.json").write_text("{}")
+    assert preparation.model_path() == str(tmp_path / expected)
+    assert trained == [str(tmp_path / "model")] * (bool(steps) and makes and not is_made)
