@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -52,6 +53,22 @@ async def test_a_second_life_says_what_changed_and_makes_no_warm_start(
     assert not [line for line in said if line.startswith("warm start")]
     assert not (tmp_path / run_name / "warm_start").exists()
     assert (tmp_path / run_name / "checkpoints" / "step-000002").is_dir()
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
+async def test_first_weights_that_are_gone_are_made_again_for_a_reference_only(
+    bus: Bus, broker_url: str, run_name: str, tmp_path: Path, kl_coef: float
+) -> None:
+    rows, first = tmp_path / "rows.jsonl", tmp_path / run_name / "warm_start"
+    rows.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "U"}]}) + "\n")
+    settings = {"warm_start": {"steps": 3, "data": str(rows), "batch_size": 1}, "algorithm": {"kl_coef": kl_coef}}
+    await life(bus, broker_url, fleet.config(str(tmp_path), run_name, train={"steps": 1}, **settings))
+    weights = (first / "model.safetensors").read_bytes()
+    shutil.rmtree(first)
+    await life(bus, broker_url, fleet.config(str(tmp_path), run_name, train={"steps": 2}, **settings))
+    assert first.exists() == (kl_coef > 0)
+    if kl_coef:
+        assert (first / "model.safetensors").read_bytes() == weights
 
 
 async def test_another_model_and_other_domains_are_refused_before_the_epoch(

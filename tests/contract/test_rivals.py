@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -29,6 +30,8 @@ from learner import rivals
 from learner.ops.place import note_epoch
 from learner.prepare import to_yaml
 from learner.rivals import Rivals
+from text.config import TinyModel
+from text.tiny import build_tiny
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 ELSEWHERE = "another-boot/pid:[1]/7/8"
@@ -133,7 +136,10 @@ async def test_a_second_learner_is_refused_while_the_first_makes_its_first_weigh
 async def test_of_two_that_start_at_once_one_trains_and_the_other_is_refused(
     bus: Bus, run_name: str, tmp_path: Path, start: Callable[..., Learner]
 ) -> None:
-    file, folder = write(tmp_path, run_name, train={"steps": 1000}), tmp_path / run_name
+    model = build_tiny(tmp_path / "model", TinyModel.model_validate(fleet.TINY))
+    file, folder = write(tmp_path, run_name, train={"steps": 1000}, model={"path": str(model)}), tmp_path / run_name
+    folder.mkdir()
+    shutil.copy(file, folder / "config.yaml")  # so that they share nothing that is made at a first start
     async with fleet.Hub(bus, lambda ticket: [fleet.group(ticket, ticket.min_version)], work_s=0.1):
         both = [start(file), start(file)]
         await until(lambda: any(one.process.poll() is not None for one in both), 2 * LONG_S)
