@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -37,3 +38,16 @@ def without_passwords(url: str) -> str:
     if "@" not in url:
         return url
     return ",".join(one.rpartition("@")[2] for one in url.split(","))
+
+
+def why_unreachable(error: Exception) -> str:
+    """Return what an attempt to connect failed with, in plain words."""
+    if isinstance(error, ConnectionRefusedError):
+        return "connection refused; no program listens there"
+    if isinstance(error, socket.gaierror):
+        return f"the host's name is not known ({error.strerror})"
+    if isinstance(error, TimeoutError):
+        return "the attempt to connect timed out"
+    if "INFO" in str(error):  # what a NATS server says first
+        return "what answers there is not a NATS server"
+    return str(error) or type(error).__name__

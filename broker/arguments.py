@@ -6,12 +6,21 @@ import argparse
 import math
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
+from broker.entry import EXIT_USER_ERROR
 from broker.errors import ConfigError
 from broker.streams import token
 
 WIDTH: Final = 100  # of descriptions in a help text
+
+
+class Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong with a command line, as for any other bad input; commands below it do the same."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print it and exit with code 2."""
+        self.exit(EXIT_USER_ERROR, f"error: {self.prog}: {' '.join(message.split())}; see {self.prog} --help\n")
 
 
 def count(text: str) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, get_args, get_type_hints
 
 from broker import letters, operations, process, wire
-from broker.arguments import complete, natural, port, positive
+from broker.arguments import Parser, complete, natural, port, positive
 from broker.entry import enter
 from broker.errors import UserError
 from broker.jetstream import Bus
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command's arguments."""
-    root = argparse.ArgumentParser(prog="broker", description=__doc__)
+    root = Parser(prog="broker", description=__doc__)
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     serve = commands.add_parser("serve", help="run a private nats-server until stopped")

@@ -8,9 +8,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Final
 
+import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from broker.errors import ConfigError, UserError
 
@@ -77,10 +77,11 @@ def _read(path: Path, inheriting: tuple[Path, ...]) -> DictConfig:
     if path in inheriting:
         raise UserError(f"{path}: inherits itself through {' -> '.join(file.name for file in (*inheriting, path))}")
     try:
+        _check_keys(path, yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader), "")
         own = OmegaConf.create(_placed(OmegaConf.to_container(OmegaConf.load(path), resolve=False), str(path.parent)))
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
-    except (YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
         raise UserError(f"{path}: {_one_line(error)}") from None
     if not isinstance(own, DictConfig):
         raise UserError(f"{path}: expected a mapping of sections at the top")
@@ -95,6 +96,30 @@ def _read(path: Path, inheriting: tuple[Path, ...]) -> DictConfig:
             raise UserError(f"{path}: inherit: {name!r}: no such file {parent}")
         merged = _merge(merged, _read(parent, (*inheriting, path)), path)
     return _merge(merged, own, path)
+
+
+def _check_keys(path: Path, node: yaml.Node | None, where: str) -> None:
+    """Refuse keys that are given twice, or without a value: that would silently replace a whole section, or a default, by null.
+
+    Args:
+        where: the key of ``node``, empty at the top.
+
+    Raises:
+        UserError: names the file, the line and the key.
+    """
+    if isinstance(node, yaml.SequenceNode):
+        for number, each in enumerate(node.value):
+            _check_keys(path, each, f"{where}.{number}")
+    if not isinstance(node, yaml.MappingNode):
+        return
+    first: dict[str, int] = {}
+    for key, value in node.value:
+        name, line = f"{where}.{key.value}".lstrip("."), key.start_mark.line + 1
+        if first.setdefault(name, line) != line:
+            raise UserError(f"{path}:{line}: {name} is given twice, first in line {first[name]}; keep one of them")
+        if isinstance(value, yaml.ScalarNode) and value.style is None and not value.value:
+            raise UserError(f"{path}:{line}: {name} has no value; give one, write null, or remove the key")
+        _check_keys(path, value, name)
 
 
 def _placed(value: Any, folder: str) -> Any:
@@ -119,14 +144,16 @@ def _override(config: DictConfig, override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not _KEY.fullmatch(key):
         raise UserError(f"override {override!r} is not allowed; write key=value, for example train.steps=50")
+    if not text.strip():
+        raise UserError(f"override {override!r} has no value; give one, or write {key}=null or {key}=\"''\"")
     try:
-        parsed = OmegaConf.create(f"value: {text}" if text.strip() else "value: ''")
+        parsed = OmegaConf.create(f"value: {text}")
         value = OmegaConf.to_container(parsed, resolve=False)["value"]  # type: ignore[index,call-overload]
         if key == "algorithm" and isinstance(value, str):
             config[key] = _preset(value)
         else:
             OmegaConf.update(config, key, value, merge=True, force_add=True)
-    except (OmegaConfBaseException, YAMLError, ValueError, TypeError, AttributeError, IndexError) as error:
+    except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError, AttributeError, IndexError) as error:
         raise UserError(f"override {override!r} is not allowed; {_one_line(error)}") from None
 
 

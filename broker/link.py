@@ -28,6 +28,7 @@ from broker.traffic import Traffic
 
 log = logging.getLogger(__name__)
 
+NO_ANSWER: Final = "nothing has come back yet; a firewall, or a program that is not a NATS server"
 CALL_TIMEOUT_S: Final = 5.0
 CLOSE_WITHIN_S: Final = 5.0
 PAUSE_S: Final = 0.02  # before a repetition, so that a connection not yet known to be gone is not hammered
@@ -76,7 +77,7 @@ class Link:
                 await self._connect()
         except TimeoutError:
             await self._abandon()
-            raise BrokerUnreachable(f"no broker answered at {self.where} within {deadline_s:g} s ({self._error})") from None
+            raise BrokerUnreachable(f"no broker answered at {self.where} within {deadline_s:g} s: {self._error or NO_ANSWER}") from None
         await self.subscribe(f"{self.inbox}.*", self._calls.answer)
         self._watching = asyncio.create_task(self._watch())
         self._looking = asyncio.create_task(self._look())
@@ -237,7 +238,7 @@ class Link:
         self.has_jetstream = True
 
     async def _on_error(self, error: Exception) -> None:
-        self._error = str(error) or type(error).__name__
+        self._error = addresses.why_unreachable(error)
         self._tried = now = time.monotonic()
         if not self.connected.is_set() and not self._closing and self._waiting.due(now):
             log.warning("no broker at %s (%s); trying again", self.where, self._error)

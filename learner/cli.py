@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from broker import logs
-from broker.arguments import add_config, complete, positive
+from broker.arguments import Parser, add_config, complete, positive
 from broker.entry import EXIT_STOPPED, enter
 from learner.doctor import cli as doctor_cli
 from learner.evaluate import cli as eval_cli
@@ -42,7 +42,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 def make_parser() -> argparse.ArgumentParser:
     """The options of every command."""
-    parser = argparse.ArgumentParser(prog="rlearner", description="Reinforcement learning for language models, on message queues.")
+    parser = Parser(prog="rlearner", description="Reinforcement learning for language models, on message queues.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     up_cli.add_parser(commands)
     start = _add_config_parser(commands, "start", "run the learner; the other processes join by themselves")
@@ -72,7 +72,7 @@ def make_parser() -> argparse.ArgumentParser:
     return complete(parser, EXAMPLES)
 
 
-def _add_config_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str) -> argparse.ArgumentParser:
+def _add_config_parser(commands: argparse._SubParsersAction[Parser], name: str, text: str) -> argparse.ArgumentParser:
     parser = commands.add_parser(name, help=text, description=text)
     add_config(parser)
     return parser

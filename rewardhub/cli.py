@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from broker import process
-from broker.arguments import complete, count, names, tokens
+from broker.arguments import Parser, complete, count, names, tokens
 from broker.entry import enter
 
 EXAMPLES: Final = {"rewardhub": ["rewardhub --run quick", "rewardhub --rewards judge --workers 2"]}
@@ -16,7 +16,7 @@ EXAMPLES: Final = {"rewardhub": ["rewardhub --run quick", "rewardhub --rewards j
 
 def parser() -> argparse.ArgumentParser:
     """The options of ``rewardhub``."""
-    result = argparse.ArgumentParser(prog="rewardhub", description="Score episodes for a run; any number of these may join and leave.")
+    result = Parser(prog="rewardhub", description="Score episodes for a run; any number of these may join and leave.")
     which = result.add_mutually_exclusive_group()
     which.add_argument("--pools", type=tokens, default=[], metavar="A,B", help="reward pools to serve (all that the run's domains name)")
     which.add_argument(

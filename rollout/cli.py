@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from broker import process
-from broker.arguments import complete, port
+from broker.arguments import Parser, complete, port
 from broker.entry import enter
 from rollout import service
 
@@ -31,7 +31,7 @@ def _port(value: str) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The options of ``rollout-server``."""
-    result = argparse.ArgumentParser(
+    result = Parser(
         prog="rollout-server", description="Serve a policy to the environment hubs of a run; any number of these may join and leave."
     )
     process.add_join_options(result)

@@ -568,6 +568,34 @@ async def test_no_broker_says_so_and_gives_up_at_the_deadline(caplog: pytest.Log
     assert any("no broker at nats://127.0.0.1:1" in record.message for record in caplog.records)
 
 
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("refused", "connection refused; no program listens there"),
+        ("unknown", "the host's name is not known ("),
+        ("silent", "nothing has come back yet; a firewall, or a program that is not a NATS server"),
+        ("ssh", "what answers there is not a NATS server"),
+    ],
+)
+async def test_an_unreachable_broker_says_why(kind: str, says: str) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if kind == "ssh":
+            writer.write(b"SSH-2.0-OpenSSH_9.6\r\n")
+        else:
+            await reader.read()  # until the other side gives up
+        writer.close()
+        await writer.wait_closed()
+
+    other = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = other.sockets[0].getsockname()[1]
+    where = {"refused": "127.0.0.1:1", "unknown": "no-such-host.invalid:4222"}.get(kind, f"127.0.0.1:{port}")
+    with pytest.raises(BrokerUnreachable) as caught:
+        await Bus.connect(f"nats://{where}", "demo", name="x", deadline_s=1.0)
+    other.close()
+    await other.wait_closed()
+    assert str(caught.value).startswith(f"no broker answered at nats://{where} within 1 s: {says}")
+
+
 async def test_a_password_in_the_address_is_not_shown() -> None:
     with pytest.raises(BrokerUnreachable) as caught:
         await Bus.connect("nats://me:secret@127.0.0.1:1", "demo", name="x", deadline_s=0.3)

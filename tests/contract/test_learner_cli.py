@@ -75,7 +75,11 @@ def test_unknown_options_and_commands_are_usage_errors(arguments: list[str], cap
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
-    assert "usage: rlearner" in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("error: rlearner: ")
+    assert printed.err.endswith("; see rlearner --help\n")
+    assert printed.err.count("\n") == 1
 
 
 def test_an_unreachable_broker_is_waited_for_until_the_deadline(tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def test_bad_options_of_all_that_join(name: str, command: list[str], says: str, 
         ("rewardhub", ["--pools", "a.b"], "argument --pools: 'a.b' is not allowed; use 1-64 letters"),
         ("broker", ["serve", "--store-max-gib", "-1"], "argument --store-max-gib: '-1' is not allowed; a number above 0"),
         ("broker", ["dead", "show", "-3"], "dead show"),
-        ("rlearner", ["up"], "rlearner up: error: the following arguments are required: CONFIG\n"),
+        ("rlearner", ["up"], "error: rlearner up: the following arguments are required: CONFIG; see rlearner up --help\n"),
         ("rlearner", ["doctor", "train.steps=3"], "error: 'train.steps=3' stands where a YAML file is expected: name that first"),
         ("rlearner", ["up", "quickstart", "run.dir=/proc/nope"], "error: /proc/nope/quickstart-"),
         ("rlearner", ["trace", "run", "x"], "argument GROUP: 'x' is not allowed; a whole number of at least 0"),
@@ -147,6 +147,7 @@ def _refused(name: str, command: list[str], says: str, capsys: pytest.CaptureFix
     said = capsys.readouterr().err
     assert code == 2
     assert says in said
+    assert not says.startswith("argument") or said.count("\n") == 1
     assert "Traceback" not in said
     assert "no broker at" not in said  # nobody was asked
 

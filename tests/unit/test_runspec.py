@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def test_the_file_wins_over_what_it_inherits_and_overrides_over_all(tmp_path: Pa
         ("train.x=true", True),
         ("train.x=null", None),
         ("train.x=a=b", "a=b"),
-        ("train.x=", ""),
+        ("train.x=''", ""),
         ("train.x='50'", "50"),
         ("train.x=[1, 2]", [1, 2]),
         ("train.x={a: 1}", {"a": 1}),
@@ -68,6 +69,33 @@ def test_shipped_configurations_are_found_from_anywhere(tmp_path: Path, monkeypa
     assert runspec.load("configs/quickstart.yaml") == {"run": {"seed": 99}}  # the user's own comes first
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("train:\n  lr: 1\n  steps: 4\n  lr: 2\n", "x.yaml:4: train.lr is given twice, first in line 2; keep one of them"),
+        ("train: {lr: 1}\nrun: {seed: 1}\ntrain: {lr: 1}\n", "x.yaml:3: train is given twice, first in line 1; keep one of them"),
+        ("train:\n  lr:\n  steps: 4\n", "x.yaml:2: train.lr has no value; give one, write null, or remove the key"),
+        ("run: {seed: 1}\ntrain:\n  # lr: 1\n", "x.yaml:2: train has no value; give one, write null, or remove the key"),
+        ("a:\n- b: 1\n- c:\n", "x.yaml:3: a.1.c has no value; give one, write null, or remove the key"),
+    ],
+)
+def test_keys_given_twice_and_empty_values_are_refused_with_their_line(tmp_path: Path, text: str, says: str) -> None:
+    with pytest.raises(UserError) as caught:
+        runspec.load(write(tmp_path, "x.yaml", text))
+    assert str(caught.value).endswith(f"/{says}")
+    write(tmp_path, "y.yaml", "inherit: x.yaml\n")
+    with pytest.raises(UserError, match=re.escape(says)):
+        runspec.load(str(tmp_path / "y.yaml"))
+
+
+def test_an_empty_override_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, "x.yaml", "train: {lr: null, name: '', each: [null]}\n")
+    assert runspec.load(path) == {"train": {"lr": None, "name": "", "each": [None]}}
+    with pytest.raises(UserError) as caught:
+        runspec.load(path, ["train.lr="])
+    assert str(caught.value) == """override 'train.lr=' has no value; give one, or write train.lr=null or train.lr="''\""""
+
+
 def test_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"nothing\.yaml: no such file; the package brings .*quickstart\.yaml"):
         runspec.load("nothing.yaml")
@@ -81,7 +109,7 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         ("train: {steps: 1\n", "while parsing a flow mapping"),
         ("- a\n- b\n", "expected a mapping of sections at the top"),
         ("train:\n  steps: ${nowhere}\n", "Interpolation key 'nowhere' not found"),
-        ("train: 1\ntrain: 2\n", "duplicate key"),
+        ("train: 1\ntrain: 2\n", "train is given twice"),
         ("inherit: 3\n", r"inherit: 3 is not allowed; the name of a file beside it, or a list of such names"),
         ("inherit: {a: 1}\n", r"inherit: \{'a': 1\} is not allowed; the name of a file"),
         ("inherit: x.yaml\n", r"inherits itself through x\.yaml -> x\.yaml"),
