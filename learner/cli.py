@@ -64,7 +64,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     start.add_argument("--share-gpus", action="store_true", help="take GPUs that other processes use, too")
     start.set_defaults(run=_start)
-    _add_config_parser(commands, "check", "validate a configuration and print it whole").set_defaults(run=_check)
+    check = _add_config_parser(commands, "check", "validate a configuration, try code of your own once, and print the configuration whole")
+    check.add_argument("--no-trial", action="store_true", help="do not play and score a trial episode with code of your own")
+    check.set_defaults(run=_check)
     doctor_cli.add_parser(commands)
     pipelines_cli.add_parsers(commands)
     eval_cli.add_parser(commands)
@@ -114,6 +116,7 @@ def _check(options: argparse.Namespace) -> int:
     from broker.runspec import load, validate
     from learner import capacity
     from learner.doctor.lacking import line, of_fleet, of_learner
+    from learner.doctor.trial import try_own_code
     from learner.prepare import to_yaml
 
     config = load(options.config, options.overrides)
@@ -124,6 +127,8 @@ def _check(options: argparse.Namespace) -> int:
         found, notes = of_learner(checked), []
     else:
         checked = validate(config)
+        if not options.no_trial:
+            asyncio.run(try_own_code(checked))
         found, notes = of_fleet(checked), [timeouts.note(checked), *capacity.notes(checked)]
     print(to_yaml(checked), end="")
     for note in notes:
