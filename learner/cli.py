@@ -117,7 +117,7 @@ def _check(options: argparse.Namespace) -> int:
     from learner import capacity
     from learner.doctor.lacking import line, of_fleet, of_learner
     from learner.doctor.trial import try_own_code
-    from learner.prepare import to_yaml
+    from learner.prepare import name_run, run_folder, to_yaml
 
     config = load(options.config, options.overrides)
     if "domains" not in config and "data" in config:  # offline training
@@ -130,6 +130,7 @@ def _check(options: argparse.Namespace) -> int:
         if not options.no_trial:
             asyncio.run(try_own_code(checked))
         found, notes = of_fleet(checked), [timeouts.note(checked), *capacity.notes(checked)]
+    run_folder(name_run(checked, options.config))  # refuses a place where no folder can be
     print(to_yaml(checked), end="")
     for note in notes:
         print(f"note: {note}", file=sys.stderr)

@@ -51,6 +51,7 @@ def test_check_prints_the_whole_configuration() -> None:
         (["configs/quickstart.yaml", "model.path=/no/such/model"], "model.path: '/no/such/model' is not allowed; no such folder"),
         (["configs/quickstart.yaml", "nonsense"], "override 'nonsense' is not allowed; write key=value"),
         (["configs/quickstart.yaml", "run=5"], "run: 5 is not allowed; expected a mapping"),
+        (["configs/quickstart.yaml", "run.dir=README.md"], "README.md is a file"),
     ],
 )
 def test_check_says_in_one_line_what_is_wrong(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
