@@ -13,13 +13,14 @@ from broker.errors import UserError
 from broker.kv import kv_prefix, kv_stream_name
 from broker.link import Link
 from broker.reminders import Reminders
-from broker.streams import Kind, Stream
+from broker.streams import STREAMS, Kind, Stream
 
 log = logging.getLogger(__name__)
 
 DUPLICATE_WINDOW_S: Final = 120.0
 STREAM_EXISTS: Final = 10058
 NO_ROOM: Final = (10047, 10028)
+RESERVED_MIB: Final = sum(stream.max_bytes for stream in STREAMS) >> 20  # a broker sets aside what a stream may hold at most
 TOO_FEW_SERVERS: Final = (10005, 10074)
 REPLICAS_IN_CLUSTER: Final = 3
 OLDEST_CLUSTER: Final = (2, 10, 23)  # older ones may lose a stream when a process dies: jepsen.io/analyses/nats-2.12.1
@@ -57,7 +58,11 @@ async def ensure_stream(link: Link, config: dict[str, Any]) -> None:
             if error.err_code in NO_ROOM:
                 if await _exists(link, config["name"]):
                     return  # a store that is nearly full refuses before it looks whether there is anything to do
-                raise UserError(f"the broker at {link.where} has no room for {config['name']}: {error.description}") from None
+                raise UserError(
+                    f"the broker at {link.where} has no room for {config['name']}: {error.description}; "
+                    f"each run reserves {RESERVED_MIB} MiB, so let the broker store more "
+                    "(broker serve --store-max-gib, max_file_store, the account's limit)"
+                ) from None
             if error.err_code not in TOO_FEW_SERVERS:
                 raise
         else:

@@ -88,4 +88,5 @@ def serve(domain: Domain, connection: socket.socket, allowance: Allowance) -> No
     with connection, connection.makefile("rb") as stream:
         while (data := line.read(stream)) is not None:
             answer = worker.answer(protocol.QUESTIONS.decode(data))
-            connection.sendall(line.frame(protocol.ENCODER.encode(answer)))
+            if not line.write(connection, protocol.ENCODER.encode(answer)):
+                return

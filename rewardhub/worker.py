@@ -76,7 +76,8 @@ def serve(connection: socket.socket, memory_mib: int | None) -> None:
                 reply = worker.answer(protocol.request(data))
             except msgspec.DecodeError as error:
                 reply = protocol.Failed(f"the hub asked something unintelligible: {error}", retry=True)
-            connection.sendall(line.frame(protocol.encoded(reply)))
+            if not line.write(connection, protocol.encoded(reply)):
+                return
 
 
 if __name__ == "__main__":

@@ -40,6 +40,15 @@ def read(stream: BufferedReader) -> bytes | None:
     return stream.read(size)
 
 
+def write(connection: socket.socket, data: bytes) -> bool:
+    """The worker's side: send an answer; False once the hub has hung up, for example on a worker that took too long."""
+    try:
+        connection.sendall(frame(data))
+    except (BrokenPipeError, ConnectionResetError):
+        return False
+    return True
+
+
 def said(error: BaseException) -> str:
     """What an exception of the user's says, in one line that can be sent."""
     try:

@@ -13,6 +13,7 @@ from store_filler import LIMIT_MIB, Filler
 from waits import LONG_S, until
 
 from broker import reserve, wire
+from broker.errors import UserError
 from broker.examples import EXAMPLES
 from broker.jetstream import Bus
 from broker.process import Stop
@@ -84,6 +85,16 @@ async def test_what_a_restart_needs_is_stored_in_a_full_broker(bus: Bus, filler:
     assert found is not None
     assert isinstance(found[0], wire.RunSpec)
     assert found[0].epoch == 1
+
+
+async def test_a_store_too_small_for_any_run_is_refused_with_the_size_it_needs(tmp_path: Path) -> None:
+    with BrokerServer(str(tmp_path / "small"), store_max_gib=0.2) as server:
+        other = await Bus.connect(server.url, "r", name="learner", deadline_s=60)
+        try:
+            with pytest.raises(UserError, match=r"no room for rl_r_evals: .*; each run reserves 320 MiB, so let the broker store more"):
+                await other.ensure_streams()
+        finally:
+            await other.close()
 
 
 def big_group(ticket: wire.Ticket) -> wire.Group:
