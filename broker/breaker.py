@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final, Literal
 
 FIRST_PAUSE_S: Final = 2.0
@@ -147,16 +147,16 @@ class Breakers:
 
     Args:
         noun: what the keys are, for the texts: ``domain`` or ``pool``.
-        threshold: see ``Breaker``.
+        threshold: of the breaker of a key, see ``Breaker``.
     """
 
-    def __init__(self, noun: str, threshold: int) -> None:
+    def __init__(self, noun: str, threshold: Callable[[str], int]) -> None:
         self._noun, self._threshold = noun, threshold
         self._all: dict[str, Breaker] = {}
 
     def __getitem__(self, key: str) -> Breaker:
         if key not in self._all:
-            self._all[key] = Breaker(self._threshold)
+            self._all[key] = Breaker(self._threshold(key))
         return self._all[key]
 
     def forget(self, key: str) -> None:

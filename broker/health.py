@@ -24,13 +24,15 @@ class Health:
     Args:
         noun: of a kind of work, for the texts: ``domain`` or ``pool``.
         keys: the kinds of work that the hub would do; may change.
-        threshold: tickets that fail in a row before a kind of work counts as broken here.
+        threshold: tickets that fail in a row before a kind of work counts as broken here, by kind.
         trial: tries one kind of work without a ticket, with the trial's number. Returns whether it went well, None if that does not tell,
             and what failed.
         changed: called when a kind of work breaks or works again.
     """
 
-    def __init__(self, noun: str, keys: Iterable[str], threshold: int, *, trial: Trial, changed: Callable[[], None]) -> None:
+    def __init__(
+        self, noun: str, keys: Iterable[str], threshold: Callable[[str], int], *, trial: Trial, changed: Callable[[], None]
+    ) -> None:
         self._noun, self._keys, self._trial, self._changed = noun, keys, trial, changed
         self._breakers = Breakers(noun, threshold)
         self._trials: set[asyncio.Task[None]] = set()

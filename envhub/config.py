@@ -26,7 +26,8 @@ class EnvhubSection(Section):
     max_retries: PositiveInt = 3  # of one turn on other servers, and of one episode after an error
     worker_memory_mib: PositiveInt | None = 2048  # of one environment in a worker process; None: no limit
     max_hung_threads: PositiveInt = 256  # a hub that has lost so many threads in environments ends
-    broken_after: PositiveInt = 5  # tickets of a domain that fail in a row; then the hub takes no more of them until a trial goes well
+    # tickets of a domain that fail in a row (or as many as are played at once, at least 2) before no more are taken until a trial goes well
+    broken_after: PositiveInt = 5
     drain_timeout_s: PositiveFloat = 30.0
 
 

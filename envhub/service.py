@@ -83,7 +83,7 @@ class Hub:
         self.slots = Slots(n or self.settings.n, self.settings.max_retries)
         calls, nurseries = Calls(self.settings.step_timeout_s), Nurseries(self.settings.worker_memory_mib)
         self.players = Players(tokenizer, self.generator, calls, limits, nurseries, max_workers=self.slots.n)
-        self.health = Health("domain", self.domains, self.settings.broken_after, trial=self._trial, changed=member.poke)
+        self.health = Health("domain", self.domains, self._broken_after, trial=self._trial, changed=member.poke)
         self.tally = Tally()
         self.turnstile = Turnstile(self.slots)
         self.outbox = Outbox(member, self.tally)
@@ -122,6 +122,14 @@ class Hub:
 
     def _open_feeds(self, domain: str) -> None:
         self._feeds[domain] = [asyncio.create_task(self._feed(stream, domain).run()) for stream in (TICKETS, EVALTICKETS)]
+
+    def _broken_after(self, domain: str) -> int:
+        """Tickets that fail in a row before a domain counts as broken here: no more than are played at once, but never a single one.
+
+        Where each try ends by a timeout, a hub that waited for more of them would hold its tickets for minutes.
+        """
+        at_once = self.slots.n // self.domains[domain].section.group_size
+        return min(self.settings.broken_after, max(at_once, 2))
 
     def _feed(self, stream: Stream, domain: str) -> Feed:
         config = self.spec.config

@@ -99,7 +99,7 @@ class Hub:
             gpu_numbers=gpu_numbers,
         )
         self.trials = Trials()
-        self.health = Health("pool", self.pools, self.settings.broken_after, trial=self._trial, changed=member.poke)
+        self.health = Health("pool", self.pools, lambda _: self.settings.broken_after, trial=self._trial, changed=member.poke)
         self.tally = Tally()
         self._jobs: dict[int, _Job] = {}  # by sequence in the stream
         self._tasks: set[asyncio.Task[None]] = set()

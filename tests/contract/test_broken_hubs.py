@@ -17,7 +17,7 @@ from waits import LONG_S, until
 from broker import wire
 from broker.jetstream import Bus
 from broker.presence import Roster
-from broker.streams import SAMPLES
+from broker.streams import SAMPLES, TICKETS
 from learner.ops.status import on_broker, text_of
 
 NUM_TICKETS = 12
@@ -82,7 +82,7 @@ async def test_a_hub_where_every_reset_raises_costs_no_ticket_while_another_work
         await world.ticket("d")
     presence = await seen(roster, "broken", "serving", serves=["lake"])
     assert presence.problem.startswith(
-        "domain d: 5 tickets in a row failed here, the last: reset raised OSError: the simulator is not inst"
+        "domain d: 4 tickets in a row failed here, the last: reset raised OSError: the simulator is not inst"
     )
     said = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (WARNING|ERROR) .*the simulator is not installed")
     await until(lambda: said.match(getattr(roster.get("broken"), "said", "")))
@@ -147,6 +147,23 @@ async def test_a_host_where_no_worker_process_can_be_started_gets_no_tickets_unt
     lines = child.stderr.read().splitlines()
     assert len([line for line in lines if "taking no more of them until a trial goes well" in line]) == 1
     assert len([line for line in lines if "domain d works again" in line]) == 1
+
+
+async def test_a_hub_that_plays_few_tickets_at_once_does_not_wait_for_more_to_hang(world: World, roster: Roster) -> None:
+    """With four tickets at once and retries it would else hang for 4 x 4 seconds before a fifth could fail."""
+    await world.publish_spec(
+        {"d": {"env": f"{KIT}:Count", "env_args": {"trouble": "hang in step", "seconds": 600}, "max_turns": 5, "group_size": 4}},
+        sections={"envhub": {"step_timeout_s": 1.0, "max_retries": 3}},
+    )
+    await world.server()
+    for _ in range(4):
+        await world.ticket("d", group_size=4)
+    async with world.hub("--n", "8", "--id", "h"):
+        presence = await seen(roster, "h", "failed", serves=[])
+        assert presence.problem.startswith("domain d: 2 tickets in a row failed here, the last: step did not return within 1 s")
+        (queue,) = [await world.bus.depth(TICKETS)]
+        assert await world.bus.last_seq(SAMPLES) == 0
+    assert sum(queue.values()) == 4
 
 
 async def test_a_ticket_that_fails_where_others_succeed_is_closed_with_its_reason(world: World) -> None:

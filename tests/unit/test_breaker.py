@@ -123,7 +123,7 @@ def test_it_remembers_so_many_tickets_and_no_more() -> None:
 
 
 def test_the_problem_of_a_hub_names_what_does_not_work() -> None:
-    breakers = Breakers("domain", 1)
+    breakers = Breakers("domain", lambda _: 1)
     assert (breakers.closed(["a", "b"]), breakers.problem(["a", "b"])) == (["a", "b"], "")
     breakers["b"].failed("t", 1, "no", 0.0)
     assert (breakers.closed(["a", "b"]), breakers.problem(["a", "b"])) == (["a"], "domain b: 1 ticket in a row failed here, the last: no")
