@@ -28,7 +28,7 @@ def written(folder: Path, step: int) -> None:
 
 def test_a_completed_run_is_told_so_and_nothing_is_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written(tmp_path / "a", 3)
-    note_epoch(tmp_path / "a", 1)
+    note_epoch(tmp_path / "a", 1, "")
     given = ["train.steps=3", f"run.dir={tmp_path}", "run.name=a"]
     assert main(["up", "configs/quickstart.yaml", *given]) == 0
     assert capsys.readouterr().out.splitlines() == [

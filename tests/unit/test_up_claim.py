@@ -45,7 +45,7 @@ def test_a_run_of_another_broker_that_does_not_answer(tmp_path: Path, capsys: py
     folder = tmp_path / "a"
     folder.mkdir()
     note_broker(folder, DEAD)
-    note_epoch(folder, 3)
+    note_epoch(folder, 3, "")
     if up_before:  # then it was moved to that broker
         (folder / "broker" / "jetstream").mkdir(parents=True)
         with Claim(folder, "a") as claim:
