@@ -353,8 +353,8 @@ class Learner:
         except LostState:
             await self.watch.refuse_if_fenced()  # who took over may have trimmed the log behind a checkpoint of its own: say that
             raise
-        if not self.watch.fenced:
-            await beside.saver.finish(loop.boundary)
+        self.watch.refuse_if_seen_fenced()
+        await beside.saver.finish(loop.boundary)
         if done:
             await self.watch.put(ALL_DONE)
             self.shown.say("done")

@@ -26,14 +26,14 @@ class Watch:
 
     Attributes:
         epoch: of this incarnation, 0 before it has taken one.
-        fenced: a newer learner was seen; nothing may be written or trimmed any more.
         paused: the operator has paused the run.
     """
 
     def __init__(self, bus: Bus, stop: Stop, say: Callable[[str], None]) -> None:
         self._bus, self._stop, self._say = bus, stop, say
         self.epoch = 0
-        self.fenced = self.paused = False
+        self.paused = False
+        self._fence: Fenced | None = None
         self._said = 0  # revision of the operator's word when this learner began
 
     async def open(self) -> None:
@@ -89,10 +89,19 @@ class Watch:
         if found is not None and isinstance(found[0], wire.RunSpec):
             self._check(found[0].epoch)
 
+    def refuse_if_seen_fenced(self) -> None:
+        """The same from what is known, whoever found out: the epoch that is followed here, or a checkpoint that asked.
+
+        Raises:
+            Fenced: a newer learner was seen; nothing may be written or trimmed any more.
+        """
+        if self._fence is not None:
+            raise self._fence
+
     def _check(self, newest: int) -> None:
         if newest > self.epoch:
-            self.fenced = True
-            raise Fenced(f"run {self._bus.run}: a newer learner took over under epoch {newest}, this one is epoch {self.epoch}")
+            self._fence = Fenced(f"run {self._bus.run}: a newer learner took over under epoch {newest}, this one is epoch {self.epoch}")
+            raise self._fence
 
     async def _follow_epoch(self) -> None:
         """Leave the run to a newer incarnation."""

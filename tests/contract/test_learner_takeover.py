@@ -10,17 +10,20 @@ from typing import Any
 
 import learner_fleet as fleet
 import pytest
-from waits import LONG_S
+from waits import LONG_S, until
 
 import learner.service
 from broker import wire
+from broker.errors import UserError
 from broker.jetstream import Bus
 from broker.process import Stop, Stopped
+from broker.runspec import publish_runspec
 from broker.server import BrokerServer
 from broker.streams import CONTROL, RUNS
 from learner import checkpoint
 from learner.opening import open_training
 from learner.service import serve
+from learner.watch import Watch
 
 Meanwhile = Callable[[], Awaitable[None] | None]
 
@@ -145,3 +148,21 @@ async def test_asked_to_stop_while_there_is_no_broker_it_ends(tmp_path: Path, mo
         server.stop()
         await bus.close()
     assert checkpoint.found(tmp_path / "alone" / "checkpoints") == []
+
+
+async def test_a_learner_that_finds_out_by_writing_a_checkpoint_says_who_has_the_run(
+    bus: Bus, broker_url: str, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its checkpoint may ask the broker before the news of the other one has come by itself."""
+
+    async def never(_: Watch) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Watch, "_follow_epoch", never)
+    training = asyncio.create_task(
+        train(bus, broker_url, fleet.config(str(tmp_path), run_name, train={"steps": 1000}, checkpoint={"every_steps": 1}))
+    )
+    await until(lambda: checkpoint.found(tmp_path / run_name / "checkpoints"))
+    await publish_runspec(bus, wire.RunSpec(run=run_name, wire_version=wire.WIRE_VERSION, epoch=0, config={}, model_path=""))
+    with pytest.raises(UserError, match="a newer learner took over under epoch 2, this one is epoch 1"):
+        await training
