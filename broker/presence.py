@@ -222,3 +222,8 @@ async def census(bus: Bus, run: str, within_s: float = CENSUS_S) -> list[wire.Pr
     finally:
         await subscribed.close()
     return [heard[key] for key in sorted(heard)]
+
+
+def display_name(role: str, process_id: str) -> str:
+    """What people read: the id, with its role in front unless it begins with it, as those do that a process gives itself."""
+    return process_id if process_id.startswith(role) else f"{role} {process_id}"

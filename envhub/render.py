@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 from broker.errors import UserError
 from envhub.demos import pick_domain
-from envhub.envs.base import Frame, Split
+from envhub.envs.base import Frame, NotSupported, Split, StepResult, can_render
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 FRAME_MS: Final = 350
 LAST_FRAME_MS: Final = 1500
-BANNER_PX: Final = 24
+LINE_PX: Final = 14
+MARGIN_PX: Final = 6
+MIN_WIDTH_PX: Final = 200  # a caption of about 35 characters
 
 
 def write_gif(
@@ -40,19 +42,21 @@ def write_gif(
         actions: the texts the policy sent, in order; those after the end of the episode are not played.
         out: path of the GIF.
         split: the recorded episode's split.
-        title: one line above the picture; the turn is added to it.
+        title: first line above the picture; the turn's action and what came of it are the others.
 
     Raises:
         UserError: unknown domain, an environment without pictures, or a file that cannot be written.
     """
     chosen = pick_domain(config, domain)
+    if not can_render(chosen.environment):
+        raise NotSupported(f"environment {chosen.environment.__name__} draws no pictures")
     environment = chosen.make()
     environment.reset(task_index, split, seed)
-    pictures = [_picture(environment.render_frame(), title)]
+    pictures = [_picture(environment.render_frame(), [title, "start", ""])]
     for turn, action in enumerate(actions, start=1):
         step: Any = environment.step(action)
-        outcome = "" if not step.done else ", solved" if step.success else ", failed"
-        pictures.append(_picture(environment.render_frame(), f"{title}  turn {turn}{outcome}".strip()))
+        caption = [title, f"turn {turn}: {' '.join(action.split())}", outcome(step, is_last=turn == len(actions))]
+        pictures.append(_picture(environment.render_frame(), caption))
         if step.done:
             break
     environment.close()
@@ -60,14 +64,32 @@ def write_gif(
     return len(pictures)
 
 
-def _picture(frame: Frame, title: str) -> Image:
+def outcome(step: StepResult, *, is_last: bool) -> str:
+    """What came of an action, in a few words.
+
+    Args:
+        is_last: nothing more was played, which does not say that the episode was over.
+    """
+    how = "" if step.valid else ", not a valid action"
+    end = ", solved" if step.success else ", failed" if step.done else ", out of turns" if is_last else ""
+    return f"reward {step.reward:+.3g}{how}{end}"
+
+
+def _picture(frame: Frame, caption: Sequence[str]) -> Image:
+    """The picture below its caption, whose lines are cut to its width."""
     from PIL import Image, ImageDraw
 
     picture = Image.fromarray(frame)
-    banner = Image.new("RGB", (picture.width, picture.height + BANNER_PX), "white")
-    banner.paste(picture, (0, BANNER_PX))
-    ImageDraw.Draw(banner).text((4, 6), title.encode("ascii", "replace").decode(), fill="black")
-    return banner
+    top, width = LINE_PX * len(caption) + MARGIN_PX, max(picture.width, MIN_WIDTH_PX)
+    whole = Image.new("RGB", (width, picture.height + top), "white")
+    whole.paste(picture, ((width - picture.width) // 2, top))
+    draw = ImageDraw.Draw(whole)
+    for number, line in enumerate(caption):
+        text = line.encode("ascii", "replace").decode()
+        while text and draw.textlength(text) > width - 2 * MARGIN_PX:
+            text = text[:-4] + "..." if text.endswith("...") else text[:-3] + "..."
+        draw.text((MARGIN_PX, MARGIN_PX // 2 + LINE_PX * number), text, fill="black")
+    return whole
 
 
 def _save(pictures: Sequence[Image], out: str) -> None:

@@ -19,6 +19,7 @@ from learner.evaluation import ACTOR
 from learner.ledger import Ledger
 from learner.metrics import MetricsFile, count_tickets, finite
 from learner.patience import Patience
+from learner.showcase import Showcase
 from learner.signals import Signals
 from learner.trackers import Trackers
 
@@ -43,12 +44,14 @@ class Book:
         roster: Roster,
         ledger: Ledger,
         trackers: Trackers,
+        showcase: Showcase,
         path: Path,
         last_step: int,
         stop: Stop,
         say: Callable[[str], None],
     ) -> None:
         self._bus, self._roster, self._ledger, self._trackers = bus, roster, ledger, trackers
+        self.showcase = showcase
         self._file = MetricsFile(path, last_step)
         self._patience = Patience(path.parent, stop, "training waits", say)
         self._depths = {f"queue/{stream.name}/depth": 0.0 for stream in (*QUEUES, SAMPLES)}
@@ -75,6 +78,7 @@ class Book:
         await self._patience.in_thread(self._file.write, row)
         shown_elsewhere = {name: value for name, value in line.items() if name not in ("step", "time")}
         await asyncio.to_thread(self._trackers.log, step, shown_elsewhere)
+        await asyncio.to_thread(self.showcase.step_completed, step)
         self.newest = line
         shown = {"reward": "reward/mean", "success": "env/success_rate", "staleness": "staleness/max", "evaluated": "eval/success_rate"}
         extra = {name: round(line[key], 3) for name, key in shown.items() if key in line}

@@ -215,6 +215,8 @@ class TrackersSection(Section):
     use: list[str] = Field(default_factory=lambda: ["tensorboard"])  # names of the registry in learner/trackers
     project: str = "rlearner"
     args: dict[str, dict[str, Any]] = Field(default_factory=dict)  # of each tracker by its name
+    texts_every: NonNegativeInt = 10  # steps between two training episodes shown as text, with those of each evaluation; 0: no texts
+    pictures: bool = True  # an animated episode of each evaluation and domain, where the environment draws its states
 
 
 class FailuresSection(Section):

@@ -15,6 +15,7 @@ from learner import passk
 from learner.config import EvalSection
 from learner.grants import task_seed
 from learner.intake import episodes, version_bounds
+from learner.transcripts import Transcript
 
 ACTOR = "actor"
 
@@ -36,6 +37,40 @@ class Measured:
     versions: tuple[int, int] | None
 
 
+@dataclass(frozen=True)
+class Row:
+    """What is kept of one task until it stands in a file.
+
+    Attributes:
+        first: the first episode; the last of its trajectories where it was cut into several.
+        frames: of the first episode, for a replay; empty where the environment has none.
+    """
+
+    domain: str
+    task_index: int
+    successes: tuple[bool, ...]
+    rewards: tuple[float, ...]
+    first: wire.Trajectory
+    frames: list[str]
+
+    def plain(self, transcript: Transcript) -> dict[str, Any]:
+        """Its line in the file.
+
+        Args:
+            transcript: of the first episode.
+        """
+        return {
+            "domain": self.domain,
+            "task_index": self.task_index,
+            "success": list(self.successes),
+            "reward": list(self.rewards),
+            "prompt": transcript.prompt,
+            "text": transcript.text,
+            "response": self.first.response,
+            "frames": self.frames,
+        }
+
+
 @dataclass
 class Evaluation:
     """One policy measured once.
@@ -44,7 +79,7 @@ class Evaluation:
         step: the optimizer step after which it was asked for.
         waiting: numbers of the tickets that have not been answered.
         measured: the tasks that came back.
-        rows: what a replay shows of each, until it stands in a file.
+        rows: one for each task that came back, until they stand in a file.
         closed: reason -> how many tickets ended without a group.
         began_s: seconds of any monotonic clock.
     """
@@ -54,7 +89,7 @@ class Evaluation:
     waiting: set[int]
     began_s: float
     measured: list[Measured] = field(default_factory=list)
-    rows: list[dict[str, Any]] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
     closed: dict[str, int] = field(default_factory=dict)
 
     def add(self, group: wire.Group) -> None:
@@ -62,16 +97,7 @@ class Evaluation:
         own = episodes(group)
         successes, rewards = tuple(one.success for one in own), tuple(one.reward for one in own)
         self.measured.append(Measured(group.domain, group.task_index, successes, rewards, version_bounds([group])))
-        self.rows.append(
-            {
-                "domain": group.domain,
-                "task_index": group.task_index,
-                "success": list(successes),
-                "reward": list(rewards),
-                "response": own[0].response,
-                "frames": group.frames,
-            }
-        )
+        self.rows.append(Row(group.domain, group.task_index, successes, rewards, own[0], group.frames))
 
     def values(self) -> dict[str, float]:
         """Its line: ``eval/<name>`` for the actor, with avg@k and pass@k where a task has several episodes.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,6 +16,7 @@ from broker.streams import EVALS, EVALTICKETS
 from learner.evaluation import ACTOR, Evaluation, Evaluations
 from learner.patience import Patience
 from learner.tickets import Issuer
+from learner.transcripts import Transcripts
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +31,9 @@ class Evaluator:
         folder: ``runs/<name>/evals``; one JSONL of episodes for each evaluation, for replays.
         baseline: a policy to measure once, as soon as a server offers it; empty: none.
         patience: with a folder that cannot be written for a while.
+        transcripts: makes the texts of evaluated episodes.
         against: policies to measure whenever the actor is, on the same tasks.
+        show: given the rows of each evaluation of the actor once they are in their file; blocks, called in a thread.
         every_s: seconds between two looks at the clock.
 
     Attributes:
@@ -45,12 +48,14 @@ class Evaluator:
         folder: Path,
         baseline: str,
         patience: Patience,
+        transcripts: Transcripts,
         against: Sequence[str] = (),
         *,
+        show: Callable[[int, list[dict[str, Any]]], None] = lambda step, rows: None,
         every_s: float = TICK_S,
     ) -> None:
         self._bus, self._evaluations, self._roster, self._folder, self._baseline = bus, evaluations, roster, folder, baseline
-        self._patience, self._against, self._every_s = patience, list(against), every_s
+        self._patience, self._transcripts, self._against, self._show, self._every_s = patience, transcripts, list(against), show, every_s
         self._actors: dict[int, Evaluation] = {}  # by step, the last few
         self._unkept = 0  # evaluations whose episodes are not in the folder yet
         self._withdrawn: set[int] = set()  # numbers of tickets that nobody waits for, and that may be in the stream
@@ -179,14 +184,18 @@ class Evaluator:
         else:
             log.warning("evaluation of %s after step %d brought nothing: %s", evaluation.policy, evaluation.step, evaluation.closed)
         self._unkept += 1
-        await self._patience.in_thread(self._keep, evaluation)
+        rows = await self._patience.in_thread(self._keep, evaluation)
         evaluation.rows.clear()
+        if evaluation.policy == ACTOR:
+            await asyncio.to_thread(self._show, evaluation.step, rows)
         self._unkept -= 1
         self._changed.set()
         await self._bus.trim_parts(EVALS, keep=self._evaluations.may_come)
 
-    def _keep(self, evaluation: Evaluation) -> None:
+    def _keep(self, evaluation: Evaluation) -> list[dict[str, Any]]:
         self._folder.mkdir(parents=True, exist_ok=True)
-        ordered = sorted(evaluation.rows, key=lambda row: (row["domain"], row["task_index"]))
-        rows = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ordered)
-        (self._folder / f"{evaluation.policy}-step-{evaluation.step:06d}.jsonl").write_text(rows, encoding="utf-8")
+        ordered = sorted(evaluation.rows, key=lambda row: (row.domain, row.task_index))
+        rows = [row.plain(self._transcripts.of(row.first)) for row in ordered]
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        (self._folder / f"{evaluation.policy}-step-{evaluation.step:06d}.jsonl").write_text(text, encoding="utf-8")
+        return rows

@@ -140,6 +140,7 @@ class Loop:
             self._note_failure(entry, read, domain if is_new else None)
         elif read.group is not None and is_new and not any(isinstance(action, Refuse) for action in actions):
             self._giveup.worked(domain)
+            self._book.showcase.accepted(read.group)
         forgotten = [action.number for action in actions if isinstance(action, Forget)]
         if isinstance(entry.message, wire.Closed) and forgotten:
             self._say_closed(entry.message)

@@ -32,7 +32,9 @@ def describe(groups: Sequence[wire.Group], version: int) -> dict[str, float]:
     rewards = [trajectory.reward for _, trajectory in found]
     values = {"reward/mean": _mean(rewards), "reward/max": max(rewards), "reward/min": min(rewards)}
     for domain in sorted({name for name, _ in found}):
-        values[f"reward/{domain}/mean"] = _mean([t.reward for name, t in found if name == domain])
+        own = [trajectory for name, trajectory in found if name == domain]
+        values[f"reward/{domain}/mean"] = _mean([trajectory.reward for trajectory in own])
+        values[f"env/domain/{domain}/success_rate"] = _mean([trajectory.success for trajectory in own])
     parts = _average(trajectory.reward_parts for _, trajectory in found)
     values |= {f"reward_parts/{name}/mean": value for name, value in parts.items()}
     values["frac_reward_zero_std"] = _mean([is_zero_variance(episode_rewards(group)) for group in groups])

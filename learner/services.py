@@ -22,10 +22,12 @@ from learner.ledger import Ledger
 from learner.patience import Patience
 from learner.records import Records
 from learner.saver import Saver
+from learner.showcase import Showcase
 from learner.shown import Shown
 from learner.tickets import Issuer, Reaper
 from learner.trackers import Trackers
 from learner.training import Training
+from learner.transcripts import Transcripts
 from learner.watch import Watch
 
 
@@ -75,7 +77,9 @@ async def open_services(
     beside = (stop, shown.say_waiting)
     patience = _patience(folder, stop, shown)
     lines = folder / "metrics.jsonl"
-    book = await patience.in_thread(Book, bus, roster, ledger, trackers, lines, ledger.state.version, *beside)
+    transcripts = Transcripts(config, folder)
+    showcase = Showcase(trackers, section(config, "trackers", TrackersSection), transcripts, folder)
+    book = await patience.in_thread(Book, bus, roster, ledger, trackers, showcase, lines, ledger.state.version, *beside)
     stack.callback(book.close)
     records = await patience.in_thread(Records, folder, ledger, section(config, "samples", SamplesSection), *beside)
     stack.callback(records.close)
@@ -90,7 +94,9 @@ async def open_services(
     evaluations = Evaluations(evaluation, domains(config), config["run"]["seed"], await bus.last_seq(EVALTICKETS) + 1)
     baseline = evaluation.baseline if evaluation.every_steps else ""
     waiting = Patience(folder, stop, "evaluated episodes are not kept, and the run does not end,", shown.say_waiting)
-    evaluator = Evaluator(bus, evaluations, roster, folder / "evals", baseline, waiting, evaluation.against)
+    evaluator = Evaluator(
+        bus, evaluations, roster, folder / "evals", baseline, waiting, transcripts, evaluation.against, show=showcase.evaluated
+    )
     await watch.refuse_if_fenced()
     await evaluator.open()
     issuer = Issuer(bus, TICKETS, gate.wait)

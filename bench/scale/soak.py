@@ -27,6 +27,7 @@ from learner.grants import DomainRule, Rules
 from learner.ledger import Action, Forget, Issue, Ledger
 from learner.patience import Patience
 from learner.tickets import Issuer, Reaper
+from learner.transcripts import Transcripts
 
 STEPS: Final = 1_000
 STEP_S: Final = 1_200.0
@@ -126,7 +127,8 @@ class Learner:
         domains = {rule.name: DomainSection(env="frozenlake", deadline_s=600.0) for rule in rules.domains}
         section = EvalSection(every_steps=50, tasks=16, at_start=False, timeout_s=3_600.0)
         evaluations = Evaluations(section, domains, 0, first_number=bus._last.get(EVALTICKETS.name, 0) + 1)
-        self.evaluator = Evaluator(around, evaluations, roster, folder, "", Patience(folder, Stop(), "the soak"), every_s=LOOK_S)
+        patience = Patience(folder, Stop(), "the soak")
+        self.evaluator = Evaluator(around, evaluations, roster, folder, "", patience, Transcripts({}, folder), every_s=LOOK_S)
         self.boundary = ledger.dump()
 
     async def run(self, until: int) -> None:

@@ -171,3 +171,8 @@ class Environment:
 def can_demonstrate(environment: type[Environment]) -> bool:
     """Whether the class brings a solver."""
     return environment.demonstrate is not Environment.demonstrate
+
+
+def can_render(environment: type[Environment]) -> bool:
+    """Whether the class draws its states."""
+    return environment.render_frame is not Environment.render_frame

@@ -33,6 +33,7 @@ from learner.evaluation import Evaluation, Evaluations
 from learner.evaluator import Evaluator
 from learner.patience import Patience
 from learner.prepare import data_digests, run_folder, write_config
+from learner.transcripts import Transcripts
 from learner.up.fleet import ENDED_WELL, Fleet
 from text.config import check_model_path
 
@@ -109,7 +110,9 @@ async def _joined(
         stack.push_async_callback(roster.close)
         evaluations = Evaluations(section(config, "eval", EvalSection), domains(config), config["run"]["seed"])
         patience = Patience(folder, stop, "the evaluated episodes are not kept")
-        evaluator = Evaluator(bus, evaluations, roster, folder / "evals", "", patience)
+        evaluator = Evaluator(
+            bus, evaluations, roster, folder / "evals", "", patience, Transcripts({"model": {**config["model"], "path": model}}, folder)
+        )
         tasks = [asyncio.create_task(work) for work in evaluator.services()]
         stack.push_async_callback(_end, tasks)
         evaluator.start(0, POLICY, min_version=0)

@@ -22,6 +22,6 @@ async def draw_run(options: argparse.Namespace) -> int:
     lines = read_lines(place.folder / "metrics.jsonl")
     if not lines:
         raise UserError(f"run {place.name} has made no step yet: there is nothing to draw")
-    made = [draw_rewards(lines, place.folder / "reward.png"), *await asyncio.to_thread(render_before_and_after, place.folder)]
+    made = [draw_rewards(place.name, lines, place.folder / "reward.png"), *await asyncio.to_thread(render_before_and_after, place.folder)]
     print("\n".join(str(path) for path in made if path))
     return 0

@@ -17,6 +17,7 @@ from broker.streams import SAMPLES
 from learner import archive
 from learner.ops.place import Place, connected, find
 from learner.ops.tracing import describe, lines_of, spans, ticket_of
+from learner.transcripts import decode, load_tokenizer
 from text.tokenizer import Tokenizer
 
 NO_RECORD: Final = ("duplicate", "unknown")
@@ -31,7 +32,7 @@ async def show_run(options: argparse.Namespace) -> int:
     if not isinstance(record.message, wire.Group):
         told = describe(record)
         raise UserError(f"ticket {options.group} brought no group: {told.get('reason', 'malformed')}, {told.get('detail') or 'no details'}")
-    tokenizer, found["tokenizer"] = _tokenizer(place)
+    tokenizer, found["tokenizer"] = load_tokenizer(place.config, place.folder)
     found["trajectories"] = [trajectory_of(one, tokenizer) for one in _chosen(record.message, options.episode)]
     print(json.dumps(found, ensure_ascii=False) if options.json else "\n".join(text_of(found, options.tokens)))
     return 0
@@ -54,18 +55,6 @@ async def _record(options: argparse.Namespace, place: Place, seq: int) -> LogRec
         where = f"neither in the archive (samples.keep) nor in the broker's log{f': {why}' if why else ''}"
         raise UserError(f"record {seq} of ticket {options.group} is {where}")
     return kept.record
-
-
-def _tokenizer(place: Place) -> tuple[Tokenizer | None, str]:
-    """The tokenizer of the run's model, and its name; None and why not."""
-    section = place.config.get("model") or {}
-    path = section.get("path") or place.folder / "model"
-    try:
-        if section.get("path") is None and not (place.folder / "model").is_dir():
-            raise ConfigError("model.path", None, f"there is no {place.folder / 'model'} either")
-        return Tokenizer.load(path, trust_remote_code=bool(section.get("trust_remote_code"))), str(path)
-    except ConfigError as error:
-        return None, f"none, so tokens are shown by their numbers: {error}"
 
 
 def _chosen(group: wire.Group, episode: int | None) -> list[wire.Trajectory]:
@@ -93,16 +82,16 @@ def trajectory_of(trajectory: wire.Trajectory, tokenizer: Tokenizer | None) -> d
     for span in [*spans(trajectory), {"start": len(ids), "end": len(ids)}]:
         start, end = span["start"], span["end"]
         if position < start:
-            pieces.append({"start": position, "end": start, "text": _text(ids[position:start], tokenizer)})
+            pieces.append({"start": position, "end": start, "text": decode(ids[position:start], tokenizer)})
         if start < end:
             number = numbers.get(start, pieces[-1].get("turn", 0) if pieces else 0)
             tokens = [
-                {"position": at, "id": int(ids[at]), "text": _text(ids[at : at + 1], tokenizer)}
+                {"position": at, "id": int(ids[at]), "text": decode(ids[at : at + 1], tokenizer)}
                 | {"logprob": float(logprobs[at]), "policy_version": span["policy_version"], "reward": float(rewards[at])}
                 for at in range(start, end)
             ]
             total = float(logprobs[start:end].sum(dtype=np.float64))
-            piece = {"text": _text(ids[start:end], tokenizer), "turn": number, "logprob": total, "tokens": tokens}
+            piece = {"text": decode(ids[start:end], tokenizer), "turn": number, "logprob": total, "tokens": tokens}
             pieces.append({**span, **piece})
         position = end
     return {
@@ -114,12 +103,6 @@ def trajectory_of(trajectory: wire.Trajectory, tokenizer: Tokenizer | None) -> d
         "greedy": trajectory.greedy,
         "pieces": pieces,
     }
-
-
-def _text(ids: Any, tokenizer: Tokenizer | None) -> str:
-    if tokenizer is None:
-        return " ".join(str(int(number)) for number in ids)
-    return tokenizer.decode([int(number) for number in ids], skip_special_tokens=False)
 
 
 def text_of(found: dict[str, Any], tokens: bool) -> Iterator[str]:

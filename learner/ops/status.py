@@ -6,6 +6,9 @@ import argparse
 import json
 import os
 import shlex
+import shutil
+import sys
+import textwrap
 import time
 from collections.abc import Mapping
 from contextlib import aclosing
@@ -16,7 +19,7 @@ from broker import wire
 from broker.answers import ApiError
 from broker.errors import UserError
 from broker.jetstream import Bus
-from broker.presence import CENSUS_S, census
+from broker.presence import CENSUS_S, census, display_name
 from broker.streams import CONTROL, MEMBERS, RUNS, STREAMS, WEIGHTS, Kind
 from learner import checkpoint, ledgerfile, segments
 from learner.metrics import read_lines
@@ -25,6 +28,7 @@ from learner.signals import RECENT, warnings
 
 SHOWN: Final = ("reward/mean", "env/success_rate", "staleness/max", "perf/tokens_per_s", "trainer/idle_ratio", "rollouter/idle_ratio")
 TICKETS: Final = ("issued", "trained", "filtered", "dropped", "dead", "open", "duplicate")
+COLUMN: Final = 15  # where the second one begins
 PROCESS: Final = (
     "role",
     "id",
@@ -48,7 +52,11 @@ async def show_status(options: argparse.Namespace) -> int:
     found: dict[str, Any] = {"run": place.name, "folder": str(place.folder), **on_disk(place.folder, place.config)}
     async with connected(options, place.name, place.folder) as (bus, why):
         found |= await on_broker(bus) if bus else {"broker": None, "broker_error": why}
-    print(json.dumps(found) if options.json else "\n".join(text_of(found, time.time())))
+    if options.json:
+        print(json.dumps(found))
+    else:
+        lines = text_of(found, time.time())
+        print("\n".join(wrapped(lines, shutil.get_terminal_size().columns) if sys.stdout.isatty() else lines))
     return 0
 
 
@@ -145,7 +153,7 @@ def text_of(found: Mapping[str, Any], now: float) -> list[str]:
     for one in found["processes"]:
         load = f"{one['running']}/{one['slots']} running, {one['waiting']} waiting"
         version = f", version {one['policy_version']}" if one["policy_version"] >= 0 else ""
-        lines.append(f"  {one['role']:13}{one['id']:24}{one['state']:9} {load}{version}")
+        lines.append(f"  {display_name(one['role'], one['id']):28} {one['state']:9} {load}{version}")
         if one["problem"]:
             lines.append(f"  {'':13}{one['problem']}")
         if one["said"] and not any(text[:100] in one["said"] for text in found["warnings"]):
@@ -153,6 +161,12 @@ def text_of(found: Mapping[str, Any], now: float) -> list[str]:
     if not found["processes"]:
         lines.append("  nobody is there")
     return lines
+
+
+def wrapped(lines: list[str], width: int) -> list[str]:
+    """Lines of at most so many characters where words allow it; what does not fit goes below the second column."""
+    breaking = textwrap.TextWrapper(width, subsequent_indent=" " * COLUMN, break_long_words=False, break_on_hyphens=False)
+    return [part for line in lines for part in (breaking.wrap(line) if len(line) > width else [line])]
 
 
 def absence(found: Mapping[str, Any]) -> list[str]:

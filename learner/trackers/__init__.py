@@ -1,12 +1,14 @@
 """Where metrics go beside metrics.jsonl, by name; a new one is one file plus one line here. Resolved by ``broker.registry.resolve``.
 
-A tracker is a class: ``Tracker(folder, run, project, config, args)`` with ``log(step, values)`` and ``close()``.
+A tracker is a class: ``Tracker(folder, run, project, config, args)`` with ``log(step, values)`` and ``close()``. Where it also has
+``texts(step, texts)`` and ``picture(step, name, gif)``, it gets sample texts and pictures of episodes, too.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -40,6 +42,9 @@ class Tracker(Protocol):
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Record one step's numbers."""
 
+    # def texts(self, step: int, texts: Mapping[str, str]) -> None: optional; Markdown by name, for example samples/lake
+    # def picture(self, step: int, name: str, gif: bytes) -> None: optional; an animated GIF
+
     def close(self) -> None:
         """Write out what is left."""
 
@@ -50,21 +55,36 @@ class Trackers:
     def __init__(self, section: TrackersSection, folder: Path, run: str, config: Mapping[str, Any]) -> None:
         names = list(dict.fromkeys([ALWAYS, *section.use]))
         classes = {name: resolve("trackers", name, TRACKERS) for name in names}
+        self._lock = threading.Lock()  # steps and evaluations come from different threads
         self._open: dict[str, Tracker] = {
             name: build(folder, run, section.project, config, section.args.get(name, {})) for name, build in classes.items()
         }
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Give every tracker the step's numbers."""
-        for name, tracker in list(self._open.items()):
-            try:
-                tracker.log(step, values)
-            except Exception as error:
-                if isinstance(error, OSError) and error.errno in FULL:  # not for good
-                    log.warning("tracker %s: step %d: %s", name, step, error.strerror)
-                    continue
-                log.exception("tracker %s failed at step %d and is left out from here on", name, step)
-                del self._open[name]
+        self._each(step, "log", values)
+
+    def texts(self, step: int, texts: Mapping[str, str]) -> None:
+        """Give sample texts, Markdown by name, to those that take texts."""
+        if texts:
+            self._each(step, "texts", texts)
+
+    def picture(self, step: int, name: str, gif: bytes) -> None:
+        """Give an animated GIF to those that take pictures."""
+        self._each(step, "picture", name, gif)
+
+    def _each(self, step: int, method: str, *arguments: Any) -> None:
+        with self._lock:
+            for name, tracker in list(self._open.items()):
+                try:
+                    if (take := getattr(tracker, method, None)) is not None:
+                        take(step, *arguments)
+                except Exception as error:
+                    if isinstance(error, OSError) and error.errno in FULL:  # not for good
+                        log.warning("tracker %s: step %d: %s", name, step, error.strerror)
+                        continue
+                    log.exception("tracker %s failed at step %d and is left out from here on", name, step)
+                    del self._open[name]
 
     def close(self) -> None:
         """Close every tracker."""

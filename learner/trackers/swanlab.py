@@ -19,5 +19,11 @@ class SwanLab:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         swanlab.log(dict(values), step=step)
 
+    def texts(self, step: int, texts: Mapping[str, str]) -> None:
+        swanlab.log({name: swanlab.Text(text) for name, text in texts.items()}, step=step)
+
+    def picture(self, step: int, name: str, gif: bytes) -> None:
+        swanlab.log({name: swanlab.Video(gif)}, step=step)
+
     def close(self) -> None:
         swanlab.finish()

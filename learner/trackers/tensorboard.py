@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import socket
+import struct
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +13,13 @@ from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+from tensorboard.compat.proto.types_pb2 import DataType
+from tensorboard.plugins.hparams.metadata import SESSION_START_INFO_TAG
+from tensorboard.plugins.hparams.metadata import create_summary_metadata as hparams_metadata
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionStartInfo
+from tensorboard.plugins.text.metadata import create_summary_metadata as text_metadata
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 
@@ -29,18 +37,29 @@ class TensorBoard:
         target.mkdir(parents=True, exist_ok=True)
         self._file = os.open(target / name, os.O_WRONLY | os.O_CREAT, 0o644)
         self._put(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        self._put(Event(wall_time=time.time(), summary=Summary(value=[_hyperparameters(run, config)])))
         self._flush()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
-        self._put(Event(wall_time=time.time(), step=step, summary=summary))
-        self._flush()
+        self._write(step, [Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
+
+    def texts(self, step: int, texts: Mapping[str, str]) -> None:
+        self._write(step, [_text(name, text) for name, text in texts.items()])
+
+    def picture(self, step: int, name: str, gif: bytes) -> None:
+        width, height = struct.unpack("<HH", gif[6:10])
+        image = Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=gif)
+        self._write(step, [Summary.Value(tag=name, image=image)])
 
     def close(self) -> None:
         try:
             self._flush()
         finally:
             os.close(self._file)
+
+    def _write(self, step: int, values: list[Summary.Value]) -> None:
+        self._put(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+        self._flush()
 
     def _put(self, event: Event) -> None:
         record = io.BytesIO()
@@ -52,3 +71,32 @@ class TensorBoard:
             written = os.pwrite(self._file, self._pending, self._size)
             self._size += written
             del self._pending[:written]
+
+
+def _text(name: str, text: str) -> Summary.Value:
+    tensor = TensorProto(dtype=DataType.DT_STRING, string_val=[text.encode()], tensor_shape=TensorShapeProto(dim=[{"size": 1}]))
+    return Summary.Value(tag=name, metadata=text_metadata(name, ""), tensor=tensor)
+
+
+def _hyperparameters(run: str, config: Mapping[str, Any]) -> Summary.Value:
+    """What the HPARAMS page compares runs by: every setting under its dotted name."""
+    started = SessionStartInfo(group_name=run, start_time_secs=time.time())
+    for name, value in flatten(config).items():
+        field = started.hparams[name]
+        if isinstance(value, bool):
+            field.bool_value = value
+        elif isinstance(value, (int, float)):
+            field.number_value = value
+        else:
+            field.string_value = str(value)
+    data = HParamsPluginData(session_start_info=started)
+    return Summary.Value(tag=SESSION_START_INFO_TAG, metadata=hparams_metadata(data))
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Settings by dotted name; lists are one setting."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        name = f"{prefix}{key}"
+        found |= flatten(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
+    return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,16 @@ class WandB:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
+
+    def texts(self, step: int, texts: Mapping[str, str]) -> None:
+        self._add({name: wandb.Html(f"<p>step {step}</p><pre>{html.escape(text)}</pre>") for name, text in texts.items()})
+
+    def picture(self, step: int, name: str, gif: bytes) -> None:
+        self._add({name: wandb.Video(io.BytesIO(gif), caption=f"step {step}", format="gif")})
+
+    def _add(self, values: Mapping[str, Any]) -> None:
+        """Put it into the row of the newest step: rows of earlier ones, which evaluations are about, are closed."""
+        self._run.log(dict(values), commit=False)
 
     def close(self) -> None:
         self._run.finish()

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import math
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from broker.errors import UserError
 from learner import ledgerfile, segments
 from learner.metrics import read_lines
+from learner.showcase import render
 from learner.up.board import duration
 from learner.up.failures import NO_FAULT, by_reason
 
@@ -28,7 +27,7 @@ def finish(folder: Path, seconds: float, cpu_s: dict[str, float], resume: str) -
     if not lines:
         print("\n".join([f"stopped before the first step; logs are in {folder / 'logs'}", *failed, "", "next:", f"  {resume}"]))
         return
-    made = [draw_rewards(lines, folder / "reward.png"), *render_before_and_after(folder)]
+    made = [draw_rewards(folder.name, lines, folder / "reward.png"), *render_before_and_after(folder)]
     print("\n".join(summary(folder, lines, [path for path in made if path], seconds, cpu_s, failed, resume)))
 
 
@@ -82,31 +81,61 @@ def baselines(lines: list[Row]) -> dict[str, float]:
     return {parts[1]: value for parts, value in named if len(parts) == 3 and parts[0] == "eval" and parts[2] == "success_rate"}
 
 
-def draw_rewards(lines: list[Row], out: Path) -> Path | None:
-    """Reward and success per step, with the evaluations on held-out tasks; None when there is nothing to draw."""
+def draw_rewards(run: str, lines: list[Row], out: Path) -> Path | None:
+    """Reward above, success rates below, against the optimizer step; with several domains a thin curve for each.
+
+    Returns:
+        ``out``, None when there is nothing to draw.
+    """
     if not lines:
         return None
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import MaxNLocator
 
-    figure, axes = pyplot.subplots(figsize=(8, 4.5))
-    steps = [line["step"] for line in lines]
-    axes.plot(steps, [line.get("reward/mean", math.nan) for line in lines], color="tab:gray", alpha=0.7, label="reward, training")
-    axes.plot(steps, [line.get("env/success_rate", math.nan) for line in lines], color="tab:blue", alpha=0.5, label="success, training")
-    measured = [(line.get("eval/step", line["step"]), line["eval/success_rate"]) for line in lines if "eval/success_rate" in line]
-    if measured:
-        axes.plot([step for step, _ in measured], [rate for _, rate in measured], "o-", color="tab:green", label="success, held-out tasks")
+    figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 6.5))
+    _plot(above, curve(lines, "reward/mean"), "training", color="tab:gray", linewidth=2)
+    _plot(below, curve(lines, "env/success_rate"), "training", color="tab:blue", linewidth=2)
+    _plot(below, curve(lines, "eval/success_rate"), "held-out tasks", color="tab:green", linewidth=2, marker="o")
+    names = domains_of(lines)
+    for name in names if len(names) > 1 else []:
+        _plot(above, curve(lines, f"reward/{name}/mean"), name, linewidth=1)
+        _plot(below, curve(lines, f"env/domain/{name}/success_rate"), name, linewidth=1)
+        _plot(below, curve(lines, f"eval/domain/{name}/success_rate"), f"held-out tasks, {name}", linewidth=1, marker=".")
     for name, value in baselines(lines).items():
-        axes.axhline(value, linestyle="--", color="tab:red", label=f"success, {name} engine")
-    axes.set_xlabel("optimizer step")
-    axes.grid(alpha=0.3)
-    axes.legend(loc="best")
+        below.axhline(value, linestyle="--", color="tab:red", label=f"{name} engine, held-out tasks")
+    above.set_title(run)
+    above.set_ylabel("reward")
+    below.set_ylabel("success rate")
+    below.set_ylim(-0.02, 1.02)
+    below.set_xlabel("optimizer step")
+    below.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for axes in (above, below):
+        axes.grid(alpha=0.3)
+        axes.legend(loc="best", fontsize="small")
     figure.tight_layout()
     figure.savefig(out, dpi=120)
     pyplot.close(figure)
     return out
+
+
+def curve(lines: list[Row], name: str) -> tuple[list[int], list[float]]:
+    """Steps and values of one figure, without the lines that lack it; an evaluation stands at the step that it measured."""
+    own = [line for line in lines if name in line]
+    key = "eval/step" if name.startswith("eval/") else "step"
+    return [int(line[key] if key in line else line["step"]) for line in own], [line[name] for line in own]
+
+
+def domains_of(lines: list[Row]) -> list[str]:
+    """Names of the domains that were trained on, sorted."""
+    return sorted({parts[1] for line in lines for key in line if (parts := key.split("/"))[0] == "reward" and parts[2:] == ["mean"]})
+
+
+def _plot(axes: Any, points: tuple[list[int], list[float]], label: str, **style: Any) -> None:
+    if points[0]:
+        axes.plot(*points, label=label, **style)
 
 
 def pick_task(before: list[Row], after: list[Row]) -> tuple[Row, Row] | None:
@@ -126,25 +155,10 @@ def render_before_and_after(folder: Path) -> list[Path]:
         return []
     made = []
     for name, row, file in zip(("before", "after"), pair, (evaluations[0], evaluations[-1]), strict=True):
-        start, *rest = (json.loads(frame) for frame in row["frames"])
-        step = int(file.stem.rsplit("-", 1)[1])
         out = folder / f"{name}.gif"
-        place = [
-            "--domain",
-            row["domain"],
-            "--task-index",
-            str(start["task_index"]),
-            "--seed",
-            str(start["seed"]),
-            "--split",
-            start["split"],
-        ]
-        what = ["--actions", json.dumps([frame["action"] for frame in rest]), "--title", f"step {step}", "--out", str(out)]
-        command = [sys.executable, "-m", "envhub.cli", "render", str(folder / "config.yaml"), *place, *what]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode == 0:
+        try:
+            render(folder, row, int(file.stem.rsplit("-", 1)[1]), out)
             made.append(out)
-        else:
-            why = (done.stderr.strip().splitlines() or ["no reason given"])[-1].removeprefix("error: ")
-            print(f"no {name}.gif: {why}", file=sys.stderr)
+        except UserError as error:
+            print(f"no {name}.gif: {error}", file=sys.stderr)
     return made

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from broker import wire
+from broker.presence import display_name
 from learner.up.board import Board, duration, sparkline
 
 STATE_COLOUR = {"serving": "green", "starting": "yellow", "draining": "yellow", "failed": "red"}
@@ -70,18 +71,21 @@ def figures(board: Board) -> RenderableType:
 
 
 def health(board: Board) -> RenderableType:
-    """One row a process."""
-    table = Table(box=None, padding=(0, 2), header_style="dim")
-    for title in ("process", "state", "pid", "version", "running", "waiting", ""):
-        table.add_column(title, justify="right" if title in ("pid", "version", "running", "waiting") else "left")
-    for presence in sorted(board.processes.values(), key=lambda p: (p.role, p.id)):
-        table.add_row(*_row(presence))
+    """One row a process; on a narrow screen what it serves is cut short, never its name or its state."""
+    rows = [_row(presence) for presence in sorted(board.processes.values(), key=lambda p: (p.role, p.id))]
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for number, title in enumerate(("process", "state", "pid", "version", "running", "waiting")):
+        width = max(len(title), *(len(row[number]) for row in rows), 0)
+        table.add_column(title, justify="left" if number < 2 else "right", no_wrap=True, min_width=width)
+    table.add_column("", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
-def _row(presence: wire.Presence) -> tuple[RenderableType, ...]:
+def _row(presence: wire.Presence) -> tuple[str | Text, ...]:
     version = str(presence.policy_version) if presence.policy_version >= 0 else "-"
     what = presence.engine if presence.role == "rollout" else ", ".join(presence.serves)
     busy = f"{presence.running}/{presence.slots}" if presence.slots else str(presence.running)
     state = Text(presence.state, style=STATE_COLOUR[presence.state])
-    return (f"{presence.role} {presence.id}", state, str(presence.pid), version, busy, str(presence.waiting), what)
+    return (display_name(presence.role, presence.id), state, str(presence.pid), version, busy, str(presence.waiting), what)

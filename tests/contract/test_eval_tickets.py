@@ -20,6 +20,7 @@ from learner.config import EvalSection
 from learner.evaluation import Evaluations
 from learner.evaluator import Evaluator
 from learner.patience import Patience
+from learner.transcripts import Transcripts
 
 TASKS = 6
 
@@ -29,7 +30,7 @@ async def evaluating(bus: Bus, folder: Path, timeout_s: float) -> AsyncIterator[
     """As the learner opens it."""
     section = EvalSection(tasks=TASKS, every_steps=1, timeout_s=timeout_s)
     evaluations = Evaluations(section, {"lake": DomainSection(env="lake", deadline_s=60)}, 1, await bus.last_seq(EVALTICKETS) + 1)
-    made = Evaluator(bus, evaluations, None, folder / "evals", "", Patience(folder, Stop(), "nothing is kept"))  # type: ignore[arg-type]
+    made = Evaluator(bus, evaluations, None, folder / "evals", "", Patience(folder, Stop(), "nothing is kept"), Transcripts({}, folder))  # type: ignore[arg-type]
     await made.open()
     tasks = [asyncio.create_task(work) for work in made.services()]
     try:

@@ -1,14 +1,16 @@
 """What the live view folds out of messages."""
 
+import io
 import math
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from broker import wire
 from learner.up.board import Board, duration, sparkline
 from learner.up.failures import Failures, by_reason, shortened
-from learner.up.view import screen
+from learner.up.view import health, screen
 
 LOGS = Path("runs/r/logs")
 
@@ -66,6 +68,19 @@ def test_the_screen_names_every_process() -> None:
     console.file.close()
     for expected in ("demo", "step 2/4", "rollout r1", "serving", "42", "3/8", "tickets 3", "envhub died", "0.500"):
         assert expected in shown, expected
+
+
+def test_names_and_states_are_whole_at_80_columns() -> None:
+    board = Board("quickstart-20261122-201146", total_steps=4)
+    ids = {"learner": "learner", "rollout": "rollout-12d687-9c1d", "envhub": "envhub-12d687-9c1d", "rewardhub": "rewardhub-12d687-9c1d"}
+    more: dict[str, Any] = {"pid": 1234567, "running": 12, "slots": 64, "waiting": 3, "policy_version": 12}
+    serves = ["lake", "sokoban", "webshop"]
+    board.see([wire.Presence(role=role, id=name, host="h", state="draining", serves=serves, **more) for role, name in ids.items()])
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(health(board))
+    rows = console.export_text().splitlines()
+    assert [line.split()[:6] for line in rows[1:]] == [[ids[role], "draining", "1234567", "12", "12/64", "3"] for role in sorted(ids)]
+    assert max(len(line.rstrip()) for line in rows) <= 80
 
 
 def hub(problem: str) -> wire.Presence:

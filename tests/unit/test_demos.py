@@ -14,8 +14,9 @@ from broker.errors import ConfigError, DataError, UserError
 from envhub import cli
 from envhub.config import check, data_digests
 from envhub.demos import write_demonstrations
+from envhub.envs.base import NotSupported, Observation, StepResult
 from envhub.frames import first_frame, frame, read_frames
-from envhub.render import write_gif
+from envhub.render import outcome, write_gif
 
 
 def config(**changes: Any) -> dict[str, Any]:
@@ -95,7 +96,27 @@ def test_a_replay_is_a_picture_of_each_state(tmp_path: Path) -> None:
     out = tmp_path / "x.gif"
     assert write_gif(config(), "lake", 0, 77, list("RRDDDRLL"), str(out), title="before") == 7
     with Image.open(out) as gif:
-        assert (gif.n_frames, gif.size) == (7, (256, 280))
+        assert (gif.n_frames, gif.size) == (7, (256, 304))
+
+
+@pytest.mark.parametrize(
+    ("step", "is_last", "said"),
+    [
+        (StepResult(Observation("x"), 0.0, done=False, valid=True, success=False), False, "reward +0"),
+        (StepResult(Observation("x"), 0.5, done=False, valid=True, success=False), True, "reward +0.5, out of turns"),
+        (StepResult(Observation("x"), -0.1, done=False, valid=False, success=False), False, "reward -0.1, not a valid action"),
+        (StepResult(Observation("x"), 0.99, done=True, valid=True, success=True), True, "reward +0.99, solved"),
+        (StepResult(Observation("x"), 0.0, done=True, valid=True, success=False), False, "reward +0, failed"),
+    ],
+)
+def test_the_caption_says_what_came_of_an_action(step: StepResult, is_last: bool, said: str) -> None:
+    assert outcome(step, is_last=is_last) == said
+
+
+def test_an_environment_without_pictures_is_not_even_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(envhub_kit.Count, "__init__", lambda *_: pytest.fail("it was built"))
+    with pytest.raises(NotSupported, match="environment Count draws no pictures"):
+        write_gif(config(domains={"d": {"env": "envhub_kit:Count"}}), "d", 0, 1, [], str(tmp_path / "x.gif"))
 
 
 def test_the_render_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

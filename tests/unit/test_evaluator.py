@@ -24,6 +24,7 @@ from learner.evaluate.run import measured
 from learner.evaluation import Evaluation, Evaluations
 from learner.evaluator import Evaluator
 from learner.patience import Patience
+from learner.transcripts import Transcripts
 
 
 class Log:
@@ -83,7 +84,7 @@ def evaluator(folder: Path, stop: Stop) -> Evaluator:
     domains = {"lake": DomainSection(env="lake", max_turns=1, deadline_s=9)}
     evaluations = Evaluations(EvalSection(tasks=2, every_steps=1, timeout_s=600), domains, seed=1)
     patience = Patience(folder, stop, "nothing is kept")
-    return Evaluator(Log(), evaluations, None, folder / "evals", "", patience)  # type: ignore[arg-type]
+    return Evaluator(Log(), evaluations, None, folder / "evals", "", patience, Transcripts({}, folder))  # type: ignore[arg-type]
 
 
 async def test_episodes_wait_for_space_and_so_does_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,6 +101,7 @@ async def test_episodes_wait_for_space_and_so_does_the_end(tmp_path: Path, monke
     assert evaluating.completed[0].rows == []  # they stand in the file; numbers alone are kept
     rows = [json.loads(line) for line in (tmp_path / "evals" / "actor-step-000004.jsonl").read_text().splitlines()]
     assert [(row["domain"], row["task_index"], len(row["reward"])) for row in rows] == [("lake", 0, 2), ("lake", 1, 2)]
+    assert [(row["prompt"], row["text"]) for row in rows] == [("3 7", "4 4")] * 2  # by their numbers, for there is no tokenizer
     assert evaluating.take(last=True)["eval/num_episodes"] == 4
     assert evaluating._bus.kept == [list(range(3, 20))]  # type: ignore[attr-defined]  # 1 and 2 have ended
 
@@ -165,7 +167,7 @@ async def test_others_are_measured_whenever_the_actor_is_and_shown_beside_it(tmp
     stop = Stop()
     evaluations = Evaluations(EvalSection(tasks=2, every_steps=5, timeout_s=600), {"lake": DomainSection(env="lake", deadline_s=9)}, seed=1)
     roster: Any = Offers("actor", "old")
-    made = Evaluator(Log(), evaluations, roster, tmp_path, "", Patience(tmp_path, stop, "x"), ["old", "absent"])  # type: ignore[arg-type]
+    made = Evaluator(Log(), evaluations, roster, tmp_path, "", Patience(tmp_path, stop, "x"), Transcripts({}, tmp_path), ["old", "absent"])  # type: ignore[arg-type]
     made.step_completed(4, 20)
     assert evaluations.pending == []
     made.step_completed(5, 20)

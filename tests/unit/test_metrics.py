@@ -73,6 +73,8 @@ def test_a_step_by_hand() -> None:
         "reward_parts/format/mean": -0.125,
         "frac_reward_zero_std": 0.5,
         "env/success_rate": 0.25,
+        "env/domain/lake/success_rate": 0.5,
+        "env/domain/math/success_rate": 0.0,
         "env/moves": 3.0,
         "env/falls": 1.0,
         "env/valid_action_rate": 3 / 5,

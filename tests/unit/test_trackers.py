@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import types
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from broker.errors import ConfigError
 from learner.config import TrackersSection
 from learner.trackers import TRACKERS, Trackers
+
+
+def _shown(kind: str, content: Any, **more: Any) -> tuple[Any, ...]:
+    return (kind, content.getvalue() if isinstance(content, io.BytesIO) else content, *more.values())
+
+
+# A step of W&B's is closed once a later one is logged, so what belongs to an earlier one names it itself.
+LATER = {
+    "wandb": [
+        (None, {"samples/lake": ("Html", "<p>step 3</p><pre>a &lt; b</pre>")}),
+        (None, {"episodes/lake": ("Video", b"GIF89a", "step 3", "gif")}),
+    ],
+    "swanlab": [(3, {"samples/lake": ("Text", "a < b")}), (3, {"episodes/lake": ("Video", b"GIF89a")})],
+}
 
 
 class Recorder:
@@ -24,7 +41,7 @@ class Recorder:
         self.calls.append(("init", settings))
         return self
 
-    def log(self, values: dict[str, float], step: int) -> None:
+    def log(self, values: dict[str, Any], step: int | None = None, *, commit: bool = True) -> None:
         self.calls.append(("log", (step, values)))
 
     def finish(self) -> None:
@@ -43,24 +60,56 @@ def test_tensorboard_is_always_there(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.75)]
 
 
+def test_tensorboard_shows_settings_texts_and_pictures(tmp_path: Path) -> None:
+    """Read back by TensorBoard itself."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams.metadata import SESSION_START_INFO_TAG, parse_session_start_info_plugin_data
+
+    config = {"train": {"lr": 0.001, "steps": 3, "stream": True}, "model": {"path": None}, "domains": {"lake": {"rewards": ["a", "b"]}}}
+    trackers = Trackers(TrackersSection(use=[]), tmp_path, "demo", config)
+    trackers.texts(2, {"samples/lake": "**x** ü"})
+    picture = io.BytesIO()
+    Image.new("RGB", (30, 20)).save(picture, format="GIF")
+    trackers.picture(4, "episodes/lake", picture.getvalue())
+    trackers.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert events.Tags()["tensors"] == ["samples/lake"]
+    (text,) = events.Tensors("samples/lake")
+    assert (text.step, text.tensor_proto.string_val[0].decode()) == (2, "**x** ü")
+    assert "samples/lake" in events.PluginTagToContent("text")
+    (image,) = events.Images("episodes/lake")
+    assert (image.step, image.width, image.height, image.encoded_image_string) == (4, 30, 20, picture.getvalue())
+    content = events.PluginTagToContent("hparams")[SESSION_START_INFO_TAG]
+    started = parse_session_start_info_plugin_data(content)
+    assert started.group_name == "demo"
+    settings = started.hparams
+    assert (settings["train.lr"].number_value, settings["train.steps"].number_value) == (0.001, 3.0)
+    assert settings["train.stream"].bool_value
+    assert (settings["model.path"].string_value, settings["domains.lake.rewards"].string_value) == ("None", "['a', 'b']")
+
+
 @pytest.mark.parametrize("name", [name for name in TRACKERS if name != "tensorboard"])
 def test_extras_hand_on_what_they_get(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder, module = Recorder(), types.ModuleType(name)
     for function in ("init", "log", "finish"):
         setattr(module, function, getattr(recorder, function))
+    for kind in ("Html", "Text", "Video"):
+        setattr(module, kind, partial(_shown, kind))
     monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delitem(sys.modules, f"learner.trackers.{name}", raising=False)
     section = TrackersSection(use=[name], project="lakes", args={name: {"mode": "offline"}})
     trackers = Trackers(section, tmp_path, "demo", {"train": {"steps": 3}})
     trackers.log(4, {"reward/mean": 0.5})
+    trackers.texts(3, {"samples/lake": "a < b"})
+    trackers.picture(3, "episodes/lake", b"GIF89a")
     trackers.close()
     monkeypatch.delitem(sys.modules, f"learner.trackers.{name}")
     kinds = [kind for kind, _ in recorder.calls]
-    assert kinds == ["init", "log", "finish"]
+    assert kinds == ["init", "log", "log", "log", "finish"]
     settings = recorder.calls[0][1]
     assert (settings["project"], settings["mode"], settings["config"]) == ("lakes", "offline", {"train": {"steps": 3}})
     assert "demo" in (settings.get("name"), settings.get("experiment_name"))
-    assert recorder.calls[1][1] == (4, {"reward/mean": 0.5})
+    assert [call[1] for call in recorder.calls[1:4]] == [(4, {"reward/mean": 0.5}), *LATER[name]]
 
 
 class Broken:

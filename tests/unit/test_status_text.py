@@ -1,0 +1,20 @@
+"""What ``rlearner status`` prints: one screen, at any width."""
+
+from __future__ import annotations
+
+from learner.ops.status import wrapped
+
+
+def test_what_does_not_fit_goes_below_the_second_column() -> None:
+    line = "  figures      reward/mean 0.3457, env/success_rate 0.5, staleness/max 2"
+    assert wrapped([line], 80) == [line]
+    assert wrapped([line], 50) == [
+        "  figures      reward/mean 0.3457,",
+        "               env/success_rate 0.5, staleness/max",
+        "               2",
+    ]
+
+
+def test_an_id_or_a_path_is_never_broken() -> None:
+    path = "/a/very-long/path/" + "x" * 60
+    assert wrapped([f"  warning      see {path}"], 40) == ["  warning      see", f"               {path}"]
