@@ -125,20 +125,6 @@ async def test_audit_of_a_real_run(bus: Bus, broker_url: str, run_name: str, tmp
     assert "is there twice" in json.loads(out)["problems"][0]
 
 
-async def test_audit_after_a_resume_with_other_settings(bus: Bus, broker_url: str, run_name: str, tmp_path: Path) -> None:
-    """Other groups per step, and no archive any more: nothing is lost, and the audit says what was not archived."""
-    first = fleet.config(str(tmp_path), run_name, train={"steps": 2, "max_staleness": 1}, samples={"keep": True})
-    second = fleet.config(str(tmp_path), run_name, train={"steps": 4, "max_staleness": 1, "groups_per_step": 3})
-    for config in (first, second):
-        async with fleet.Hub(bus, eventful), asyncio.timeout(120):
-            await serve(config, broker_url, Stop(), connect_deadline_s=60)
-    code, out, err = await command("audit", run_name, "--dir", str(tmp_path), "--json")
-    report = json.loads(out)
-    assert (code, err, report["problems"]) == (0, "", [])
-    assert (report["trained"], report["open"], report["lost"], report["ok"]) == (10, 0, 0, True)
-    assert report["not_archived"] >= 6
-
-
 async def test_trace_and_status(bus: Bus, broker_url: str, run_name: str, tmp_path: Path) -> None:
     config = fleet.config(str(tmp_path), run_name, train={"steps": 2, "max_staleness": 1}, samples={"keep": True})
     await a_run(bus, broker_url, config, tmp_path / "tap.jsonl", stop_at=3)
