@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NoReturn
@@ -91,7 +92,7 @@ def add_config(parser: argparse.ArgumentParser, *, file: str = "quickstart", set
 
 
 def complete(parser: argparse.ArgumentParser, examples: Mapping[str, Sequence[str]]) -> argparse.ArgumentParser:
-    """Give a program --version, and each of its commands examples at the end of its help; the parser.
+    """Give a program --version and completion, and each of its commands examples at the end of its help; the parser.
 
     Args:
         examples: command lines by the command that they are of (``broker dead show``), each a line of the shell.
@@ -105,6 +106,10 @@ def complete(parser: argparse.ArgumentParser, examples: Mapping[str, Sequence[st
             command.epilog = before + "\n".join([f"{title}:", *(f"  {line}" for line in lines)])
             command.description = textwrap.fill(command.description or "", WIDTH)
             command.formatter_class = argparse.RawDescriptionHelpFormatter
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks what could come next
+        from broker.completion import offer
+
+        offer(parser, commands_of(parser))
     return parser
 
 

@@ -71,7 +71,17 @@ def make_parser() -> argparse.ArgumentParser:
     pipelines_cli.add_parsers(commands)
     eval_cli.add_parser(commands)
     ops_cli.add_parsers(commands)
+    completion = commands.add_parser("completion", help="print what makes a shell complete these commands")
+    completion.add_argument("shell", nargs="?", default="bash", choices=["bash", "zsh", "fish"], help="which shell (%(default)s)")
+    completion.set_defaults(run=_complete)
     return complete(parser, EXAMPLES)
+
+
+def _complete(options: argparse.Namespace) -> int:
+    from broker.completion import shell_code
+
+    print(shell_code(options.shell))
+    return 0
 
 
 def _add_config_parser(commands: argparse._SubParsersAction[Parser], name: str, text: str) -> argparse.ArgumentParser:

@@ -16,6 +16,7 @@ EXAMPLES: Final = {
     ],
     "rlearner check": ["rlearner check configs/quickstart.yaml train.max_staleness=2", "rlearner check runs/quick train.steps=100"],
     "rlearner doctor": ["rlearner doctor", "rlearner doctor configs/code.yaml --json"],
+    "rlearner completion": ['rlearner completion zsh     # to be evaluated: eval "$(rlearner completion)" in ~/.bashrc'],
     "rlearner sft": ["rlearner sft configs/sft.yaml model.path=Qwen/Qwen3-0.6B data.train=conversations.jsonl"],
     "rlearner dpo": ["rlearner dpo configs/dpo.yaml model.path=Qwen/Qwen3-0.6B data.train=pairs.jsonl"],
     "rlearner distill": ["rlearner distill configs/distill.yaml model.path=Qwen/Qwen3-0.6B data.train=prompts.jsonl"],

@@ -1,0 +1,74 @@
+"""Completion of command lines in a shell: commands, options, settings and runs, by argcomplete.
+
+``eval "$(rlearner completion)"`` in a shell's start-up file turns it on; then the shell starts a command with ``_ARGCOMPLETE`` set and
+reads what could come next. Without it nothing here is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final, get_args
+
+from broker.config import Section
+from broker.runspec import SECTIONS
+
+COMMANDS: Final = ("rlearner", "rollout-server", "envhub", "rewardhub", "broker")
+RUNS: Final = "runs"
+
+
+def offer(parser: argparse.ArgumentParser, commands: Iterator[argparse.ArgumentParser]) -> None:
+    """Answer the shell and exit."""
+    import argcomplete
+
+    sources: dict[str, Callable[..., list[str]]] = {"overrides": settings, "run_name": runs}
+    for command in commands:
+        for action in command._actions:
+            if action.dest in sources:
+                action.completer = sources[action.dest]  # type: ignore[attr-defined]
+    argcomplete.autocomplete(parser)
+
+
+def settings(prefix: str, **_: object) -> list[str]:
+    """``train.lr=`` and the others that begin like that; below ``domains`` names are the user's own."""
+    head = prefix.partition(".")[0]
+    found: list[str] = []
+    for name, where in SECTIONS.items():
+        if name != head:
+            found.append(f"{name}.")
+        elif name != "domains":
+            module, attribute = where.split(":")
+            found += _keys(f"{name}.", getattr(import_module(module), attribute))
+    return [one for one in found if one.startswith(prefix)]
+
+
+def _keys(prefix: str, section: type[Section]) -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        inner = next((one for one in (field.annotation, *get_args(field.annotation)) if _is_section(one)), None)
+        if inner is None:
+            yield f"{prefix}{name}="
+        else:
+            yield from _keys(f"{prefix}{name}.", inner)
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, Section)
+
+
+def runs(prefix: str, parsed_args: argparse.Namespace | None = None, **_: object) -> list[str]:
+    """Names of the runs below ``--dir``, or ``runs``."""
+    folder = Path(getattr(parsed_args, "dir", None) or RUNS)
+    return sorted(path.parent.name for path in folder.glob("*/config.yaml") if path.parent.name.startswith(prefix))
+
+
+def shell_code(shell: str) -> str:
+    """What a shell has to run to turn it on.
+
+    Args:
+        shell: ``bash``, ``zsh``, ``fish``, ``tcsh`` or ``powershell``.
+    """
+    import argcomplete
+
+    return str(argcomplete.shellcode(list(COMMANDS), shell=shell))
