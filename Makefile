@@ -33,7 +33,7 @@ check: setup
 # (chaos) and the shortest last, so that both workers end together. WORKERS=0 runs them one after the other.
 WORKERS ?= 2
 test: check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST)
 
 test-fast: setup
 	$(BIN)/python -m pytest tests/unit
