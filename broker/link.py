@@ -211,11 +211,17 @@ class Link:
                 await self._abandon()  # calls back to reopen
 
     async def _look(self) -> None:
-        """Keep a connection whose bytes move: behind many of them the answers to the client's own pings may take long."""
+        """Keep a connection whose bytes move: behind many of them the answers to the client's own pings may take long.
+
+        Not one that is not read any more: the client does not notice when its reader fails.
+        """
         before = self._traffic.now()
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
-            if self._traffic.moved_since(before):
+            if self.connected.is_set() and self._reopening is None and self._client.has_stopped_reading:
+                log.warning("the connection to %s is not read any more; making a new one", self.where)
+                await self._abandon()  # calls back to reopen
+            elif self._traffic.moved_since(before):
                 self._client._pings_outstanding = 0  # the client counts answers to pings only
             before = self._traffic.now()
 

@@ -1,0 +1,71 @@
+"""A connection whose reader has ended, or whose broker stood still for longer than the client waits: it is used again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+from waits import LONG_S, until
+
+import broker.link
+from broker.link import Link
+from broker.natspy import nats_errors
+from broker.server import BrokerServer
+
+
+@pytest.fixture
+def server() -> Iterator[BrokerServer]:
+    with tempfile.TemporaryDirectory() as store, BrokerServer(store) as running:
+        yield running
+
+
+async def works(link: Link) -> bool:
+    """Whether a message to ourselves comes back."""
+    came = asyncio.Event()
+
+    async def note(_: object) -> None:
+        came.set()
+
+    await link.ready()
+    subscribed = await link.subscribe(f"{link.inbox}.own.{link.next_token()}", note)
+    await link.send(subscribed.subject, b"")
+    try:
+        async with asyncio.timeout(LONG_S):
+            await came.wait()
+    finally:
+        await subscribed.close()
+    return True
+
+
+async def test_the_answer_to_a_ping_that_was_given_up_does_no_harm(server: BrokerServer) -> None:
+    """The broker stands still, a flush gives up, and the broker answers it after all."""
+    link = Link(server.url, "test")
+    await link.open(LONG_S)
+    reading = link._client._reading_task
+    os.kill(server.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(nats_errors.FlushTimeoutError):
+            await link._client.flush(0.3)  # type: ignore[arg-type]  # declared int, used as seconds of a wait
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+    assert await works(link)
+    assert link._client._reading_task is reading
+    assert not reading.done()
+    await link.close()
+
+
+async def test_a_client_that_has_stopped_reading_is_replaced(server: BrokerServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever stopped it: bytes that go out are no sign of life."""
+    monkeypatch.setattr(broker.link, "LOOK_EVERY_S", 0.05)
+    link = Link(server.url, "test")
+    await link.open(LONG_S)
+    before = link._client
+    assert before._reading_task is not None
+    before._reading_task.cancel()
+    await until(lambda: link._client is not before)
+    assert await works(link)
+    await link.close()
