@@ -10,19 +10,20 @@ from typing import Any
 
 from broker.addresses import without_passwords
 from broker.errors import UserError
+from broker.process_identity import this_process
 from learner import checkpoint
-from learner.ops.place import noted_epoch, private_addresses
+from learner.ops.place import noted_epoch, noted_holder, private_addresses
 
 
 @contextmanager
 def said_at_the_end(config: dict[str, Any], broker: str) -> Iterator[None]:
-    """Print the command however the block ends, unless it refuses its input before it has held the run."""
+    """Print the command however the block ends, unless it has failed while another learner had the run, or nobody yet."""
     folder = Path(config["run"]["dir"]) / config["run"]["name"]
-    before, refused = noted_epoch(folder), False
+    refused = False
     try:
         yield
     except UserError:
-        refused = noted_epoch(folder) == before
+        refused = noted_holder(folder) != this_process()
         raise
     finally:
         if not refused:
