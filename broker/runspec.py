@@ -200,7 +200,8 @@ async def wait_for_runspec(bus: Bus, run: str) -> wire.RunSpec:
         if found is not None:
             return _decode(run, found[0])
         if reminders.due(time.monotonic()):
-            log.info("waiting for the learner to start run %s", run)
+            others = ", ".join(sorted(await find_runs(bus)))
+            log.info("waiting for the learner to start run %s%s", run, f"; the broker has {others}" if others else "")
         await asyncio.sleep(POLL_S)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from broker import logs, wire
 from broker.config import BrokerSection
-from broker.errors import Fenced, LostState, UserError
+from broker.errors import ConfigError, Fenced, LostState, UserError
 from broker.jetstream import Bus
 from broker.peek import peek
 from broker.presence import Roster
@@ -223,7 +223,13 @@ class Learner:
         if resumed is not None:
             log.info("resuming from %s", resumed.path)
         self.shown.say("loading the model")
-        self.training = await open_training(self.config, str(resumed.path) if resumed else model_path, model_path)
+        try:
+            self.training = await open_training(self.config, str(resumed.path) if resumed else model_path, model_path)
+        except ConfigError as error:
+            if resumed is None or error.value != str(resumed.path):
+                raise
+            problem = f"{resumed.path} is damaged: {error.allowed.partition(';')[0]}"
+            raise UserError(f"{problem}; put its files back, or move it away to go on from the checkpoint before it") from None
         stack.push_async_callback(asyncio.to_thread, self.training.close)
         self.ledger = self.shown.ledger = Ledger.load(resumed.ledger) if resumed else Ledger(await self._first_rules())
         if resumed is not None:

@@ -57,7 +57,9 @@ class Watch:
         if self._stop.asked.is_set():
             raise Stopped(self._stop.reason)
         self.epoch = await publish_runspec(self._bus, spec, above=above, seen=seen)
-        if said == self._said:
+        if said == self._said and state == "paused":
+            log.warning("run %s is paused, and stays so; go on with `rlearner resume %s`", self._bus.run, self._bus.run)
+        elif said == self._said:
             control, running = await self._bus.key_value(CONTROL), wire.DesiredState(state="running")
             await (control.update(self._bus.run, running, said) if said else control.create(self._bus.run, running))
         log.info("epoch %d of run %s", self.epoch, self._bus.run)

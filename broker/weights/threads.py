@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Final, TypeVar
 from weakref import WeakSet
 
-from broker.errors import TransferFailed
+from broker.errors import RlearnerError, TransferFailed
 from broker.weights.group import WATCHES, Watch
 
 STUCK_AFTER_S: Final = 10.0  # beyond the longest wait a thread has agreed to
@@ -33,7 +33,11 @@ def spawn(body: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
 
 
 def _report(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
+    if task.cancelled() or (error := task.exception()) is None:
+        return
+    if isinstance(error, RlearnerError):  # the broker's store is lost, for example: its text says all
+        log.error("weights: the channel stopped working here: %s", error)
+    else:
         log.critical("weights: the channel stopped working here: %r", error, exc_info=error)
 
 

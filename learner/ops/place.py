@@ -17,12 +17,15 @@ from broker.arguments import positive
 from broker.errors import BrokerUnreachable, UserError
 from broker.jetstream import Bus
 from broker.locks import lock
+from broker.presence import census
 from broker.runspec import find_runs
 
 ADDRESS: Final = "broker.url"
 EPOCH: Final = "epoch"
 STORE: Final = "broker"  # of the private broker of `rlearner up`
 UP_LOCK: Final = ".lock"  # held by `rlearner up`; a line with its process id, then one with the address of its private broker
+STARTING: Final = "the learner is starting"  # how the reason begins where there is one, and no run yet
+UNKNOWN: Final = "does not know run"  # a part of the reason where the broker has answered
 DEADLINE_S: Final = 2.0
 
 
@@ -172,7 +175,11 @@ async def connected(options: argparse.Namespace, run: str, folder: Path) -> Asyn
         yield None, str(error)
         return
     try:
-        known = run in await find_runs(bus)
-        yield (bus, "") if known else (None, f"the broker at {bus.link.where} does not know run {run}")
+        if run in await find_runs(bus):
+            yield bus, ""
+        elif any(one.role == "learner" for one in await census(bus, run)):
+            yield None, f"{STARTING}: the broker at {bus.link.where} hears its learner, which has not taken the run yet"
+        else:
+            yield None, f"the broker at {bus.link.where} {UNKNOWN} {run}"
     finally:
         await bus.close()

@@ -23,7 +23,7 @@ from broker.presence import CENSUS_S, census, display_name
 from broker.streams import CONTROL, MEMBERS, RUNS, STREAMS, WEIGHTS, Kind
 from learner import checkpoint, ledgerfile, segments
 from learner.metrics import read_lines
-from learner.ops.place import connected, find
+from learner.ops.place import STARTING, UNKNOWN, connected, find
 from learner.signals import RECENT, warnings
 
 SHOWN: Final = ("reward/mean", "env/success_rate", "staleness/max", "perf/tokens_per_s", "trainer/idle_ratio", "rollouter/idle_ratio")
@@ -172,6 +172,11 @@ def wrapped(lines: list[str], width: int) -> list[str]:
 def absence(found: Mapping[str, Any]) -> list[str]:
     """One line where no learner is at work: that there is none, and how to start it."""
     config = shlex.quote(os.path.relpath(Path(found["folder"], "config.yaml")))
+    if found["broker"] is None and found["broker_error"].startswith(STARTING):
+        return []
+    if found["broker"] is None and UNKNOWN in found["broker_error"]:
+        again = f"`rlearner start {config} --broker URL`"
+        return [f"no learner is running; {again} starts the run again, with --rebase if the broker has lost its store"]
     if found["broker"] is None:
         return [f"no learner was found, for its broker was not: `rlearner up {config}` starts the run again where it stopped"]
     if found["learner"] == "running":

@@ -87,9 +87,11 @@ class Trackers:
                     del self._open[name]
 
     def close(self) -> None:
-        """Close every tracker."""
-        for name, tracker in self._open.items():
-            try:
-                tracker.close()
-            except Exception:
-                log.exception("tracker %s did not close", name)
+        """Close every tracker; what a thread still gives them afterwards is dropped."""
+        with self._lock:
+            for name, tracker in self._open.items():
+                try:
+                    tracker.close()
+                except Exception:
+                    log.exception("tracker %s did not close", name)
+            self._open.clear()

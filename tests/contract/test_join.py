@@ -65,6 +65,17 @@ async def test_epochs_count_up_and_fence(bus: Bus) -> None:
     assert (found.epoch, found.model_path) == (6, str(rivals.index(6)))
 
 
+async def test_who_waits_for_a_run_says_which_there_are(bus: Bus, caplog: pytest.LogCaptureFixture) -> None:
+    """A name that is misspelt would be waited for for ever."""
+    caplog.set_level("INFO")
+    await runspec.publish_runspec(bus, spec(bus.run))
+    waiting = asyncio.create_task(runspec.wait_for_runspec(bus, "misspelt"))
+    await until(lambda: "waiting for the learner to start run misspelt; the broker has " in caplog.text)
+    assert bus.run in caplog.text
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+
+
 async def test_a_member_that_comes_first_waits_for_the_learner(bus: Bus, broker_url: str) -> None:
     joined: list[Member] = []
 

@@ -166,3 +166,27 @@ async def test_a_learner_that_finds_out_by_writing_a_checkpoint_says_who_has_the
     await publish_runspec(bus, wire.RunSpec(run=run_name, wire_version=wire.WIRE_VERSION, epoch=0, config={}, model_path=""))
     with pytest.raises(UserError, match="a newer learner took over under epoch 2, this one is epoch 1"):
         await training
+
+
+async def test_a_paused_run_stays_paused_when_its_learner_is_started_again(
+    bus: Bus, broker_url: str, run_name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A supervisor starts a learner that died again; only ``resume`` lifts what the operator said. Hubs follow the word that is kept."""
+    await train(bus, broker_url, fleet.config(str(tmp_path), run_name, train={"steps": 1}))
+    control = await bus.key_value(CONTROL)
+    await control.put(bus.run, wire.DesiredState(state="paused"))
+    training = asyncio.create_task(train(bus, broker_url, fleet.config(str(tmp_path), run_name, train={"steps": 2})))
+    await until(lambda: f"run {run_name} is paused, and stays so; go on with `rlearner resume {run_name}`" in caplog.text)
+    assert (await word(bus), await epoch(bus)) == ("paused", 2)
+    await training  # the made-up hub follows no word
+
+
+async def test_a_checkpoint_without_weights_is_said_to_be_damaged(bus: Bus, broker_url: str, run_name: str, tmp_path: Path) -> None:
+    """Its path is none that the user has set."""
+    await train(bus, broker_url, fleet.config(str(tmp_path), run_name, train={"steps": 1}))
+    (newest,) = checkpoint.found(tmp_path / run_name / "checkpoints")
+    (newest / "model.safetensors").unlink()
+    said = rf"^{newest} is damaged: the folder holds no weights .*; put its files back, or move it away"
+    with pytest.raises(UserError, match=said):
+        await train(bus, broker_url, fleet.config(str(tmp_path), run_name, train={"steps": 2}))
+    assert await epoch(bus) == 1

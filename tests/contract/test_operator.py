@@ -23,6 +23,7 @@ from broker.jetstream import Bus
 from broker.process import Stop
 from broker.streams import CONTROL, RUNS, SAMPLES
 from learner.archive import files
+from learner.prepare import to_yaml
 from learner.service import serve
 
 ROOT = Path(__file__).parents[2]
@@ -162,7 +163,7 @@ async def test_trace_and_status(bus: Bus, broker_url: str, run_name: str, tmp_pa
     assert status["queues"]["samples"]["kept"] == 0
     code, out, _ = await command("status", run_name, *where)
     assert f"run {run_name}: step 2 of 2" in out
-    assert "envhub       hub-7" in out
+    assert "envhub hub-7                 serving   1/4 running" in out
     await announcer.close()
     code, out, err = await command("status", run_name, *where, "--broker", "nats://127.0.0.1:1", "--connect-deadline", "0.5")
     assert code == 2  # a broker that the user named must answer
@@ -283,6 +284,22 @@ async def test_status_says_first_that_no_learner_is_running_and_how_to_start_it(
     assert code == 0
     first = f"no learner was found, for its broker was not: `rlearner up {file}` starts the run again where it stopped"
     assert out.splitlines()[0] == first
+
+
+async def test_status_of_a_run_that_its_broker_does_not_have(bus: Bus, broker_url: str, run_name: str, tmp_path: Path) -> None:
+    """Its first learner makes the first weights, or the broker has lost its store."""
+    file = tmp_path / run_name / "config.yaml"
+    file.parent.mkdir()
+    file.write_text(to_yaml(fleet.config(str(tmp_path), run_name)))
+    relative = os.path.relpath(file)  # noqa: ASYNC240
+    where = (run_name, "--dir", str(tmp_path), "--broker", broker_url)
+    async with announced(bus, wire.Presence(role="learner", id="learner", host="h", pid=1, state="starting")):
+        _, out, _ = await command("status", *where)
+    assert out.splitlines()[0] == f"run {run_name}: step 0 of 3"
+    assert f"the learner is starting: the broker at {broker_url} hears its learner, which has not taken the run yet" in out
+    _, out, _ = await command("status", *where)
+    again = f"`rlearner start {relative} --broker URL`"
+    assert out.splitlines()[0] == f"no learner is running; {again} starts the run again, with --rebase if the broker has lost its store"
 
 
 async def test_drain_says_who_ends_and_who_stays_and_why(bus: Bus, broker_url: str, run_name: str, tmp_path: Path) -> None:

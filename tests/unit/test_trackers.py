@@ -138,6 +138,15 @@ def test_a_broken_tracker_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureF
     assert "failed at step 2 and is left out from here on" in caplog.text
 
 
+def test_what_comes_after_the_end_is_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A picture that is still drawn in a thread as the learner leaves."""
+    trackers = Trackers(TrackersSection(use=[]), tmp_path, "demo", {})
+    trackers.close()
+    trackers.picture(4, "episodes/lake", b"GIF89a")
+    trackers.log(5, {"a": 1.0})
+    assert caplog.text == ""
+
+
 def test_an_unknown_or_missing_one_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="known: swanlab, tensorboard, wandb"):
         Trackers(TrackersSection(use=["mlflow"]), tmp_path, "demo", {})
