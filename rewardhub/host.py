@@ -15,7 +15,7 @@ from broker.errors import RlearnerError
 from broker.workers import fault, limits, line
 from rewardhub import protocol
 from rewardhub.rewards import function
-from rewardhub.rewards.base import NoScore, check_scored
+from rewardhub.rewards.base import NoScore, ResponseFault, blamed, check_scored
 
 
 class Host:
@@ -50,8 +50,11 @@ class Host:
                 await self._load(what)
                 return protocol.Done(None)
             assert self._score is not None, "asked before it was loaded"
-            value = self._score(what.sample)
-            scored = check_scored(await value if inspect.isawaitable(value) else value)
+            try:
+                value = self._score(what.sample)
+                scored = check_scored(await value if inspect.isawaitable(value) else value)
+            except ResponseFault as response:
+                scored = blamed(response)
             return protocol.Done(scored.value, notes=scored.notes)
         except (RlearnerError, NoScore) as error:
             return protocol.Failed(line.clean(f"{what.name}: {error}"), retry=False)

@@ -16,7 +16,7 @@ from broker.errors import ConfigError
 from broker.workers import fault, limits, line
 from rewardhub import protocol
 from rewardhub.rewards import function
-from rewardhub.rewards.base import NoScore, Sample, Scored, check_scored
+from rewardhub.rewards.base import NoScore, ResponseFault, Sample, Scored, blamed, check_scored
 
 
 class Worker:
@@ -56,9 +56,12 @@ class Worker:
         return self._rewards[key]
 
     def _score(self, reward: function.Score, sample: Sample) -> Scored:
-        value = reward(sample)
-        if inspect.isawaitable(value):
-            value = self._loop.run(_wait(value))
+        try:
+            value = reward(sample)
+            if inspect.isawaitable(value):
+                value = self._loop.run(_wait(value))
+        except ResponseFault as response:
+            return blamed(response)
         return check_scored(value)
 
 

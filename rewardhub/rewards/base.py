@@ -51,7 +51,11 @@ class Reward(Protocol):
     def __init__(self, args: Section) -> None: ...
 
     def score(self, sample: Sample) -> Value | Scored | Awaitable[Value | Scored]:
-        """The reward; may be a coroutine. Runs in a process that is killed when it takes longer than ``rewardhub.timeout_s``."""
+        """The reward; may be a coroutine. Runs in a process that is killed when it takes longer than ``rewardhub.timeout_s``.
+
+        Raises:
+            ResponseFault: the response is to blame; any other exception is the reward's own failure.
+        """
         ...
 
 
@@ -61,6 +65,23 @@ NAME_CHARS: Final = 100
 
 class NoScore(ValueError):
     """There is no score, and another try would not change that; says why. Never a reward of zero."""
+
+
+class ResponseFault(Exception):
+    """The response is to blame that it cannot be scored as others are. This, and nothing else, tells the hub whose fault a failure is.
+
+    The episode gets ``value``, normally the lowest of this reward, and the note: it is not retried, and its group is not void. Every other
+    exception, a timeout of the hub and the end of a worker process are the reward's own failures, which are retried and then void the
+    group. A reward that gives responses to code that may not return calls it through ``rewardhub.bounded``.
+
+    Args:
+        note: why, as the name of a note with the value 1, ``too_costly`` for example.
+        value: the reward of the episode.
+    """
+
+    def __init__(self, note: str, value: Value) -> None:
+        super().__init__(f"{note}: the reward is {value}")
+        self.note, self.value = note, value
 
 
 class InvalidValue(NoScore):
@@ -76,6 +97,15 @@ def check_scored(value: object) -> Scored:
     if isinstance(value, Scored):
         return Scored(check_value(value.value), _numbers(value.notes, "note") if value.notes else {})
     return Scored(check_value(value))
+
+
+def blamed(fault: ResponseFault) -> Scored:
+    """What a response gets that is to blame.
+
+    Raises:
+        InvalidValue: as ``check_scored``.
+    """
+    return check_scored(Scored(fault.value, {fault.note: 1.0}))
 
 
 def check_value(value: object) -> Value:

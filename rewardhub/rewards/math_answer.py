@@ -1,22 +1,27 @@
 """Mathematical answers against a reference, by math-verify: equal numbers and expressions count, however they are written.
 
-math-verify's own timeouts raise a signal, which works only in a main thread and not inside C code; here they are off, and the
-worker process is killed instead.
+Plain numbers and equal texts are compared here; everything else in a process that is bounded, so that no answer costs more than ``cpu_s``.
 """
 
 from __future__ import annotations
 
-import logging
-import re
-from typing import Any, Final
+from functools import lru_cache
+from typing import Annotated, Final, Literal
+
+import msgspec
+from pydantic import Field, PositiveFloat
 
 from broker.config import Section
-from rewardhub.rewards.base import Sample
+from rewardhub.bounded import Bounded, TooCostly
+from rewardhub.rewards import math_compare, math_text
+from rewardhub.rewards.base import NoScore, ResponseFault, Sample, Scored
+from rewardhub.rewards.math_compare import Options, Question
+from rewardhub.rewards.math_text import Answer
 
-LONGEST_ANSWER: Final = 4000  # characters from the end that are looked at: an answer stands there, and parsing is not linear
-BOXED: Final = "\\boxed"
-_MARKDOWN: Final = re.compile(r"[*_`]{1,3}")
-_GROUPED: Final = re.compile(r"(?<=\d),(?=\d{3}(\D|$))")
+MEMORY_MIB: Final = 512  # of the bounded process
+REMEMBERED: Final = 1024  # verdicts: the answers of a group are often the same
+
+Kind = Literal["formula", "text"]
 
 
 class MathAnswerArgs(Section):
@@ -25,58 +30,69 @@ class MathAnswerArgs(Section):
     answer_after: str = "####"  # what follows the last occurrence is the answer, in reference and response; empty: nowhere
     correct: float = 1.0  # reward of an equal answer
     wrong: float = 0.0  # reward of any other, and of none
+    float_rounding: Annotated[int, Field(ge=0, le=30)] = 6  # decimals that must agree where one of two numbers is a decimal fraction
+    numeric_precision: Annotated[int, Field(ge=1, le=100)] = 15  # significant digits of numeric comparisons of formulas
+    strict: bool = True  # names of variables matter, and a set is not a tuple
+    allow_set_relation_comp: bool = False  # an inequality in the response may equal an interval in the reference
+    cpu_s: PositiveFloat = 1.0  # CPU seconds of one answer, parsing and all comparisons together; then it is wrong, with a note
 
 
 class MathAnswer:
     """``correct`` when the response's answer equals the reference, else ``wrong``.
 
-    The response's answer is what follows the marker if there is one, else what math-verify finds: the last boxed expression,
-    formula or number.
+    Where the answer stands: see ``rewardhub.rewards.math_text.answer_of``. A reference that is not mathematics must be given word by word,
+    but for case, markup and punctuation; the note ``by_text`` is then 1. An answer that would cost too much is wrong; note ``too_costly``.
     """
 
     Args = MathAnswerArgs
 
     def __init__(self, args: MathAnswerArgs) -> None:
-        import math_verify
-        from math_verify import ExprExtractionConfig, LatexExtractionConfig
-
-        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off
+        math_compare.prepare()
         self._args = args
-        self._verifier: Any = math_verify
-        self._last: tuple[str | None, list[Any]] = (None, [])
-        self._targets = [LatexExtractionConfig(), ExprExtractionConfig()]
+        self._options = Options(args.float_rounding, args.numeric_precision, args.strict, args.allow_set_relation_comp)
+        self._bounded = Bounded(math_compare.answer, cpu_s=args.cpu_s, memory_mib=MEMORY_MIB)
+        self.kind = lru_cache(maxsize=REMEMBERED)(self._kind)
+        self._verdict = lru_cache(maxsize=REMEMBERED)(self._compare)
 
-    def score(self, sample: Sample) -> float:
+    def score(self, sample: Sample) -> float | Scored:
         """The reward of one response.
 
         Raises:
-            ValueError: the reference holds no answer; that is a fault of the data, not of the policy.
+            ResponseFault: the answer takes too much to compare.
+            NoScore: the reference is empty; that is a fault of the data, not of the policy.
         """
-        gold = self._gold(sample.reference)
-        found = self._parse(self._answer(sample.response[-LONGEST_ANSWER:]))
-        equal = bool(found) and self._verifier.verify(gold, found, timeout_seconds=None)
-        return self._args.correct if equal else self._args.wrong
+        gold = math_text.answer_of(sample.reference, self._args.answer_after)
+        found = math_text.answer_of(sample.response, self._args.answer_after)
+        if not gold.text.strip():
+            raise NoScore(f"no answer in the reference {sample.reference[-200:]!r}")
+        if self.kind(gold) == "text":
+            equal = bool(math_text.said(gold) & math_text.said(found))
+            return Scored(self._args.correct if equal else self._args.wrong, {"by_text": 1.0})
+        verdict = self._verdict(gold, found)
+        if verdict == "too_costly":
+            raise ResponseFault("too_costly", self._args.wrong)
+        return self._args.correct if verdict == "equal" else self._args.wrong
 
-    def _gold(self, reference: str) -> list[Any]:
-        # The episodes of a group share their reference.
-        if reference != self._last[0]:
-            parsed = self._parse(self._answer(reference))
-            if not parsed:
-                raise ValueError(f"no mathematical answer in the reference {reference[-200:]!r}")
-            self._last = (reference, parsed)
-        return self._last[1]
+    def _kind(self, gold: Answer) -> Kind:
+        """How a reference is compared: one that cannot be read in time counts as words."""
+        if gold.bare and math_text.number(gold.text) is not None:
+            return "formula"
+        try:
+            return "formula" if self._ask(gold, None) == b"formula" else "text"
+        except TooCostly:
+            return "text"
 
-    def _answer(self, text: str) -> str:
-        marker = self._args.answer_after
-        _, found, after = text.rpartition(marker) if marker else ("", "", text)
-        if not found:
-            return text[max(text.rfind(BOXED), 0) :]  # of several boxes the last is the answer
-        # Behind a marker stands a bare number or formula; without dressing it parses as what it is.
-        line = next((line for line in after.splitlines() if line.strip()), "")
-        return _MARKDOWN.sub("", _GROUPED.sub("", line)).strip()
+    def _compare(self, gold: Answer, found: Answer) -> str:
+        if gold.bare and found.bare:
+            one, other = math_text.number(gold.text), math_text.number(found.text)
+            if one is not None and other is not None:
+                return "equal" if math_text.same_number(one, other, self._args.float_rounding) else "different"
+            if gold.text.split() == found.text.split():  # true however large
+                return "equal"
+        try:
+            return self._ask(gold, found).decode()
+        except TooCostly:
+            return "too_costly"
 
-    def _parse(self, text: str) -> list[Any]:
-        # Bare LaTeX without dollar signs is only found once it is put between them.
-        parse = self._verifier.parse
-        found: list[Any] = parse(text, extraction_config=self._targets, parsing_timeout=None)
-        return found or (parse(f"${text}$", extraction_config=self._targets, parsing_timeout=None) if "\\" in text else [])
+    def _ask(self, gold: Answer, found: Answer | None) -> bytes:
+        return self._bounded(msgspec.msgpack.encode(Question(gold, found, self._options)))

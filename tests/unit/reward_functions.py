@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rewardhub.rewards.base import Scored
+from rewardhub.rewards.base import ResponseFault, Scored
 
 not_callable = 3
 
@@ -166,3 +166,12 @@ def ignores_signals(sample: Any) -> float:
 
 class NoScore:
     pass
+
+
+def blames(sample: Any) -> float:
+    raise ResponseFault("too_costly", -1.0)
+
+
+async def blames_later(sample: Any) -> float:
+    await asyncio.sleep(0)
+    raise ResponseFault("too_costly", -1.0)

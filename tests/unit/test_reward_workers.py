@@ -86,6 +86,27 @@ async def test_a_bad_reward_costs_only_itself(workers: Workers, name: str, detai
     assert await asyncio.gather(*(workers.score(reward("length"), sample("ab")) for _ in range(4))) == [Scored(2.0)] * 4
 
 
+async def test_a_response_to_blame_gets_its_reward_at_once(workers: Workers) -> None:
+    assert await workers.score(reward("blames"), sample("costly")) == Scored(-1.0, {"too_costly": 1.0})
+    assert await workers.score(reward("blames_later"), sample("costly")) == Scored(-1.0, {"too_costly": 1.0})
+    assert workers.num_killed == 0
+
+
+async def test_costly_answers_neither_fail_nor_hold_up_their_neighbours() -> None:
+    math = Reward(name="math_answer")
+    pool = Workers(2, 60.0, [math])
+    await pool.start()
+    try:
+        costly = [rf"\boxed{{{formula}}}" for formula in (r"10^{10^{10}}", r"\binom{10^9}{5\cdot 10^8}", r"(x+y+z+w)^{200}")]
+        answers = [*costly, *(f"#### {n}" for n in range(40))]
+        scores = await asyncio.gather(*(pool.score(math, sample(answer)) for answer in answers))
+        assert scores[:3] == [Scored(0.0, {"too_costly": 1.0})] * 3
+        assert scores[3:] == [Scored(0.0)] * 40
+        assert pool.num_killed == 0
+    finally:
+        await pool.close()
+
+
 async def test_a_number_that_is_none_is_not_worth_another_try(workers: Workers) -> None:
     with pytest.raises(ScoreFailed, match="must be finite, got nan") as caught:
         await workers.score(reward("nan"), sample())

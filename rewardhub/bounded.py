@@ -1,0 +1,149 @@
+"""Calls a function in a forked process that the kernel ends when one call takes too much CPU time.
+
+A response can make a library compute for hours, also inside C code that no exception reaches. The process that runs such a library is
+forked from one that has loaded it, so a replacement takes milliseconds. CPU time is counted, not time on the clock: a busy machine
+does not change what a response is worth.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import struct
+import weakref
+from collections.abc import Callable
+from typing import Final
+
+from broker.workers import limits
+
+_HEADER: Final = struct.Struct("<I")
+_OK, _COSTLY, _FAILED = b"+", b"!", b"-"
+# How a call ends a process of its own accord: too much CPU time, too deep a recursion in C code, or a number that C code cannot hold.
+_OWN_FAULT: Final = (signal.SIGPROF, signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE)
+
+
+class TooCostly(Exception):
+    """The call took too much CPU time or memory, or recursed too deeply."""
+
+
+class Bounded:
+    """A function whose calls are bounded. Not for several threads at once.
+
+    Args:
+        function: from bytes to bytes; runs in the forked process.
+        cpu_s: CPU time of one call.
+        memory_mib: what the process may take beyond what it inherits.
+    """
+
+    def __init__(self, function: Callable[[bytes], bytes], *, cpu_s: float, memory_mib: int) -> None:
+        self._function, self._cpu_s, self._memory_mib = function, cpu_s, memory_mib
+        self._child: _Child | None = None
+
+    def __call__(self, data: bytes) -> bytes:
+        """Call the function.
+
+        Raises:
+            TooCostly: the arguments are to blame.
+            RuntimeError: the function raised, or something outside ended the process.
+        """
+        if self._child is None or not self._child.alive():
+            self._child = _Child(self._function, self._cpu_s, self._memory_mib)
+        reply = self._child.ask(data)
+        if reply is None:
+            status, self._child = self._child.status(), None
+            if -status in _OWN_FAULT:
+                raise TooCostly(f"more than {self._cpu_s:g} s" if -status == signal.SIGPROF else limits.how_ended(status))
+            raise RuntimeError(f"the process that computes {limits.how_ended(status)}")
+        if reply[:1] == _COSTLY:
+            self._child = None  # its memory may be full of what was left half done
+            raise TooCostly(reply[1:].decode())
+        if reply[:1] == _FAILED:
+            raise RuntimeError(reply[1:].decode())
+        return reply[1:]
+
+
+class _Child:
+    """The forked process and the pipes to it; ends when this object does."""
+
+    def __init__(self, function: Callable[[bytes], bytes], cpu_s: float, memory_mib: int) -> None:
+        theirs_in, self._out = os.pipe()
+        self._in, theirs_out = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            _serve(theirs_in, theirs_out, function, cpu_s, memory_mib)
+        os.close(theirs_in)
+        os.close(theirs_out)
+        self._pid, self._status = pid, 0
+        self._end = weakref.finalize(self, _end, self._in, self._out, pid)
+
+    def alive(self) -> bool:
+        return self._end.alive and os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+
+    def ask(self, data: bytes) -> bytes | None:
+        """The answer; None if the process ended instead."""
+        try:
+            _write(self._out, data)
+        except BrokenPipeError:
+            return None
+        return _read(self._in)
+
+    def status(self) -> int:
+        """Its exit code, negative for a signal; waits for its end."""
+        return int(self._end() or 0)
+
+
+def _end(fd_in: int, fd_out: int, pid: int) -> int:
+    os.close(fd_out)  # an idle process ends when this closes
+    os.close(fd_in)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _serve(fd_in: int, fd_out: int, function: Callable[[bytes], bytes], cpu_s: float, memory_mib: int) -> None:
+    """The forked side; never returns."""
+    code = 1
+    try:
+        kept = sorted((fd_in, fd_out))
+        # Without the sockets of the process it was forked from, which would seem open after that one has ended.
+        for low, high in zip((3, kept[0] + 1, kept[1] + 1), (*kept, os.sysconf("SC_OPEN_MAX")), strict=True):
+            os.closerange(low, high)
+        for number in (signal.SIGPROF, signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+        limits.be_expendable()
+        limits.Allowance(memory_mib)
+        while (data := _read(fd_in)) is not None:
+            signal.setitimer(signal.ITIMER_PROF, cpu_s)
+            reply = _reply(function, data)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            _write(fd_out, reply)
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _reply(function: Callable[[bytes], bytes], data: bytes) -> bytes:
+    try:
+        return _OK + function(data)
+    except (MemoryError, RecursionError, TooCostly) as error:
+        return _COSTLY + (str(error) or type(error).__name__).encode("utf-8", "replace")
+    except Exception as error:  # noqa: BLE001 - told to the caller, who raises it
+        return _FAILED + f"{type(error).__name__}: {error}".encode("utf-8", "replace")
+
+
+def _write(fd: int, data: bytes) -> None:
+    rest = memoryview(_HEADER.pack(len(data)) + data)
+    while rest:
+        rest = rest[os.write(fd, rest) :]
+
+
+def _read(fd: int) -> bytes | None:
+    header = _exactly(fd, _HEADER.size)
+    return None if header is None else _exactly(fd, _HEADER.unpack(header)[0])
+
+
+def _exactly(fd: int, size: int) -> bytes | None:
+    found = b""
+    while len(found) < size:
+        if not (more := os.read(fd, size - len(found))):
+            return None
+        found += more
+    return found

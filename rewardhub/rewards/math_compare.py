@@ -1,0 +1,147 @@
+"""Whether two answers are equal, by math-verify. Runs in a process that is bounded: see ``rewardhub.bounded``.
+
+math-verify's own timeouts raise a signal's exception, which its libraries swallow and which C code never sees; here they are off.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import lru_cache
+from typing import Any, Final, Literal
+
+import msgspec
+
+from rewardhub.bounded import TooCostly
+from rewardhub.rewards import math_text
+from rewardhub.rewards.math_cost import MAX_CHARS, costly, costly_text
+from rewardhub.rewards.math_text import Answer
+
+Verdict = Literal["equal", "different", "too_costly"]
+WARM_UP: Final = (
+    r"$\frac{1}{2}$",
+    r"$(1,2]$",
+    r"$\{1, 2\}$",
+    r"$x^2 + 2x\sqrt{3}$",
+    r"$x=-1$",
+    "2.5",
+    r"$\pi \cdot 10^{3}$",
+    r"\boxed{1} and \boxed{2}",
+)
+
+
+class Options(msgspec.Struct, frozen=True):
+    """How exactly answers are compared; the names are math-verify's."""
+
+    float_rounding: int
+    numeric_precision: int
+    strict: bool
+    allow_set_relation_comp: bool
+
+
+class Question(msgspec.Struct, frozen=True):
+    """Does ``found`` equal ``gold``? Without ``found``: can ``gold`` be read as mathematics?"""
+
+    gold: Answer
+    found: Answer | None
+    options: Options
+
+
+_QUESTIONS: Final = msgspec.msgpack.Decoder(Question)
+
+
+@lru_cache(maxsize=1)
+def prepare() -> None:
+    """Import and use what takes long the first time, so that forked processes have it.
+
+    Raises:
+        ImportError: math-verify is not installed.
+    """
+    import math_verify
+
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns that its timeouts are off
+    for text in WARM_UP:
+        found = math_verify.parse(text, parsing_timeout=None)
+        math_verify.verify(found, found, timeout_seconds=None)
+
+
+def answer(data: bytes) -> bytes:
+    """Answer a question: a verdict; without ``found``, ``formula`` or ``text``.
+
+    Raises:
+        TooCostly: judged so before computing.
+    """
+    question = _QUESTIONS.decode(data)
+    if question.found is None:
+        return b"formula" if _expressions(_gold(question.gold)) else b"text"
+    return _compare(_gold(question.gold), parse(question.found), question.options).encode()
+
+
+@lru_cache(maxsize=64)
+def _gold(gold: Answer) -> tuple[Any, ...]:
+    return tuple(parse(gold, reference=True))
+
+
+def parse(answer: Answer, *, reference: bool = False) -> list[Any]:
+    """What math-verify reads: sympy expressions, and the text that each was read from.
+
+    Raises:
+        TooCostly: too long or too deeply nested.
+    """
+    import math_verify
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig
+
+    text = answer.text
+    if costly_text(text) or (answer.bare and len(text) > MAX_CHARS):
+        raise TooCostly("too large to parse")
+    latex, expression = LatexExtractionConfig(), ExprExtractionConfig()
+
+    def read(source: str, *targets: Any) -> list[Any]:
+        found: list[Any] = math_verify.parse(source, extraction_config=targets, parsing_timeout=None)
+        return [_complex(one) for one in found]
+
+    if not answer.bare:
+        searched = not reference or math_text.is_prose(text) or "$" in text or "\\" in text
+        return read(math_text.imaginary(text), latex, expression) if searched else []
+    if (plain := math_text.number(text)) is not None:
+        return _number(*plain)
+    if math_text.has_unit(text):
+        return read(text, expression)
+    if math_text.is_formula(text):
+        delimited = "$" in text.replace("\\$", "") or "\\(" in text or "\\[" in text
+        found = read(math_text.imaginary(text) if delimited else f"${math_text.readable(text)}$", latex)
+        if _expressions(found):
+            return found
+        return read(text, latex, expression)
+    return read(text, latex, expression) if not reference or math_text.is_prose(text) else []
+
+
+def _number(value: Any, decimal: bool) -> list[Any]:
+    import sympy
+
+    exact = sympy.Rational(value.numerator, value.denominator)
+    return [sympy.Float(exact, 30) if decimal else exact]
+
+
+def _complex(found: Any) -> Any:
+    """With the imaginary unit where math-verify leaves a symbol of that name."""
+    import sympy
+
+    unit = sympy.Symbol("i", real=False)
+    if not isinstance(found, sympy.Basic) or unit not in found.free_symbols or costly(found):
+        return found
+    return found.xreplace({unit: sympy.I})
+
+
+def _expressions(found: Any) -> list[Any]:
+    return [one for one in found if not isinstance(one, str)]
+
+
+def _compare(gold: tuple[Any, ...], found: list[Any], options: Options) -> Verdict:
+    import math_verify
+
+    if any(one == other for one in gold for other in found):  # of the same shape: true however large
+        return "equal"
+    if any(costly(one) for one in _expressions(gold) + _expressions(found)):
+        return "too_costly"
+    equal = math_verify.verify(list(gold), found, timeout_seconds=None, **msgspec.structs.asdict(options))
+    return "equal" if equal else "different"

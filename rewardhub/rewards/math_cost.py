@@ -1,0 +1,108 @@
+"""Whether a parsed expression is too large to compute with, judged by its shape before anything is evaluated. Pure."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+MAX_CHARS: Final = 2000  # of one formula
+MAX_NESTING: Final = 40  # brackets within brackets, in the text
+MAX_DIGIT_RUN: Final = 1000  # digits of one number, in the text
+MAX_NODES: Final = 600
+MAX_DEPTH: Final = 40
+MAX_DIGITS: Final = 20_000  # of a number that an evaluation would write out
+MAX_TERMS: Final = 2000  # of a sum that expanding products and powers would write out
+MAX_FUNCTIONS: Final = 12  # applications of sin, log, exp and the like: what simplification tries grows fast with their number
+MAX_FUNCTION_DEPTH: Final = 6  # of these within each other
+_OPEN, _CLOSE = "([{", ")]}"
+
+
+def costly_text(text: str) -> bool:
+    """Whether not even parsing is worth a try."""
+    depth = digits = 0
+    for char in text:
+        depth += (char in _OPEN) - (char in _CLOSE)
+        digits = digits + 1 if char.isdigit() else 0
+        if depth > MAX_NESTING or digits > MAX_DIGIT_RUN:
+            return True
+    return False
+
+
+def costly(expression: Any) -> bool:
+    """Whether evaluating, expanding or simplifying a sympy expression, or comparing with it, may take very long.
+
+    False is no promise: the time that computing takes is bounded as well.
+    """
+    import sympy
+
+    nodes = functions = 0
+    stack = [(expression, 0, 0)]
+    while stack:
+        node, depth, within = stack.pop()
+        nodes += 1
+        if isinstance(node, sympy.Function) and not isinstance(node, (sympy.Abs, sympy.factorial, sympy.binomial)):
+            functions, within = functions + 1, within + 1
+        if nodes > MAX_NODES or depth > MAX_DEPTH or functions > MAX_FUNCTIONS or within > MAX_FUNCTION_DEPTH:
+            return True
+        stack += [(child, depth + 1, within) for child in _children(node)]
+    return _digits(expression) > MAX_DIGITS or _terms(expression) > MAX_TERMS
+
+
+def _children(node: Any) -> list[Any]:
+    if hasattr(node, "flat"):  # a matrix, whose args are not its elements
+        return list(node.flat())
+    return list(getattr(node, "args", ()))
+
+
+def _digits(node: Any) -> float:
+    """An upper bound of the decimal digits of any number that evaluating the expression writes out; symbols count as small."""
+    return max(0.0, _log10(node), *(_digits(child) for child in _children(node)))
+
+
+def _log10(node: Any) -> float:
+    """About log10 of the absolute value of the expression, at least 0; infinity where it is beyond any use."""
+    import sympy
+
+    if isinstance(node, sympy.Rational):
+        return max(_int_log10(int(node.p)), _int_log10(int(node.q)))
+    if isinstance(node, sympy.Number):
+        return max(0.0, math.log10(abs(float(node)))) if node.is_finite and abs(float(node)) > 0 else 0.0
+    children = [_log10(child) for child in _children(node)]
+    if isinstance(node, sympy.Pow):
+        return children[0] * _magnitude(children[1]) if children[0] else 0.0  # not 0 * infinity
+    if isinstance(node, sympy.exp):
+        return 0.44 * _magnitude(children[0])
+    if isinstance(node, (sympy.factorial, sympy.factorial2, sympy.RisingFactorial, sympy.FallingFactorial, sympy.gamma)):
+        size = _magnitude(max(children))
+        return size * math.log10(size + 1)
+    if isinstance(node, sympy.binomial):
+        return 0.31 * _magnitude(children[0])
+    if isinstance(node, sympy.Product):
+        return max(children) * _magnitude(max(children[1:]))
+    if isinstance(node, sympy.Mul):
+        return sum(children)
+    return max(children, default=0.0) + (math.log10(len(children)) if isinstance(node, sympy.Add) else 0.0)
+
+
+def _int_log10(value: int) -> float:
+    return math.log10(abs(value)) if value else 0.0
+
+
+def _magnitude(log10: float) -> float:
+    return 10.0**log10 if log10 < 300 else math.inf
+
+
+def _terms(node: Any) -> float:
+    """How many terms a sum has after expanding; at least 1."""
+    import sympy
+
+    children = [_terms(child) for child in _children(node)]
+    if isinstance(node, sympy.Add):
+        return sum(children)
+    if isinstance(node, sympy.Mul):
+        return math.prod(children)
+    if isinstance(node, sympy.Pow) and isinstance(node.exp, sympy.Integer) and children[0] > 1:
+        power = min(abs(int(node.exp)), 10**6)
+        terms = int(min(children[0], 50))
+        return float(math.comb(power + terms - 1, terms - 1)) if node.base.free_symbols else 1.0
+    return max(children, default=1.0)

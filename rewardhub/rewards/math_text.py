@@ -1,0 +1,176 @@
+"""Where a text's answer stands, and how it is read: as a number, as a formula, or as words. Pure, and linear in the text."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from typing import Final
+
+import msgspec
+
+LONGEST_ANSWER: Final = 4000  # characters from the end that are looked at: an answer stands there
+LONGEST_NUMBER: Final = 60  # characters of what is read without the parser
+LONGEST_LINE: Final = 200  # of a response that is nothing but a formula
+MANY_WORDS: Final = 5  # more make prose, in which the answer is searched for
+BOXED: Final = re.compile(r"\\(?:boxed|fbox)\s*\{")
+# Grouped by commas ("36,000", "36{,}000"), thin spaces or blanks; a tuple or a set never is one number.
+_NUMBER: Final = re.compile(
+    r"(?P<sign>[-+−]?)\s*(?:\\?[$€£¥])?\s*(?P<sign2>-?)"
+    r"(?P<whole>\d{1,3}(?:(?:,|\{,\}|\\[,!; ]|[   ])\d{3})+|\d+)?(?P<part>\.\d+)?(?P<power>[eE][-+]?\d{1,2})?\.?"
+)
+# A single letter after a number is a variable, a word is a unit.
+_NUMBER_WITH_UNIT: Final = re.compile(
+    r"[-+−]?\s*(?:\\?[$€£¥])?\s*-?[\d,]*\.?\d+"
+    r"(?:\s*%|\s*(?:km|cm|mm|kg|mg|lbs?|oz|ft|hr|ml|mph|°[CF]?)\b[/a-z²³]*|\s+(?P<word>[A-Za-z]{3,})[A-Za-z.,/ ]*)",
+    re.IGNORECASE,
+)
+_DELIMITED: Final = re.compile(r"\\\(|\\\[|(?<!\\)\$.*?(?<!\\)\$|\\boxed|\\fbox", re.DOTALL)
+_EMPHASIS: Final = re.compile(r"(?<![\w)}*])(\*{1,3}|_{2,3}|`+)(?=\S)([^*`\n]*?\S)\1(?![\w({*])")
+_COMMAND: Final = re.compile(r"\\[A-Za-z]+")
+_TEXT_COMMAND: Final = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
+_TRIGONOMETRIC: Final = ("sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh")
+_COMMANDS: Final = (*_TRIGONOMETRIC, "log", "ln", "exp", "pi")  # written with a backslash in LaTeX
+_FUNCTIONS: Final = frozenset((*_COMMANDS, "sqrt", "max", "min", "gcd", "lcm", "det", "mod", "infty", "and", "or"))
+_BARE_FUNCTION: Final = re.compile(rf"(?<![\\A-Za-z{{])({'|'.join(sorted(_COMMANDS, key=len, reverse=True))})(?![A-Za-z])")
+_WORD_BEFORE_TERM: Final = re.compile(r"(?<![A-Za-z])([A-Za-z]{2,})\s+(?=[A-Za-z0-9$])")
+_POWER: Final = re.compile(r"(?:\*\*|\^)\s*(-?\d+(?:\.\d+)?|\((-?\d+(?:\.\d+)?)\))")
+_IMAGINARY: Final = re.compile(r"(?<=[\d)}])i(?![A-Za-z])")
+_SAID: Final = re.compile(r"\banswer(?:\s+is)?\s*[:=]?\s*(.+)$", re.IGNORECASE)
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What is compared."""
+
+    text: str
+    bare: bool  # nothing but the answer; else prose, in which it is searched for
+
+
+def answer_of(text: str, marker: str) -> Answer:
+    """The answer of a response or reference.
+
+    What follows the last marker: its first line, or a box after it. Without a marker, the box, if all boxes hold the same; several
+    different ones are left in place for math-verify, which takes boxes that belong together as a set. Else a single line that is nothing
+    but a formula, else the whole text.
+    """
+    text = text[-LONGEST_ANSWER:]
+    _, found, after = text.rpartition(marker) if marker else ("", "", text)
+    if found and not BOXED.search(after):
+        return Answer(undressed(next((line for line in after.splitlines() if line.strip()), "")), bare=True)
+    text = after if found else text
+    boxes = dict.fromkeys(content for content in boxed(text))
+    if len(boxes) == 1:
+        return Answer(next(iter(boxes)), bare=True)
+    line = undressed(text)
+    if boxes or not line or "\n" in line or len(line) > LONGEST_LINE or _DELIMITED.search(line):
+        return Answer(text, bare=False)
+    return Answer(line, bare=number(line) is not None or is_formula(line)) if line else Answer("", bare=True)
+
+
+def boxed(text: str) -> list[str]:
+    """What the outermost boxes hold, in order, with the percent sign that follows one; those that never close are left out."""
+    found, position = [], 0
+    while (start := BOXED.search(text, position)) is not None:
+        depth, position = 1, start.end()
+        while depth and position < len(text):
+            char = text[position]
+            # An escaped brace is part of a set, not of the markup.
+            if char == "\\":
+                position += 1
+            depth += (char == "{") - (char == "}")
+            position += 1
+        if depth:
+            break
+        percent = re.match(r"\s*\$?\s*\\?%", text[position:])
+        found.append(text[start.end() : position - 1].strip() + ("\\%" if percent else ""))
+    return found
+
+
+def undressed(text: str) -> str:
+    """A line without Markdown and without the full stop at its end; the ``*`` between factors stays."""
+    text = text.strip()
+    while (plain := _EMPHASIS.sub(r"\2", text)) != text:
+        text = plain
+    text = text.strip("*`").strip()
+    return text.rstrip(".").rstrip() if not text.endswith("..") else text
+
+
+def number(text: str) -> tuple[Fraction, bool] | None:
+    """A plain decimal number and whether it has a decimal point; None for everything else."""
+    text = text.strip().removeprefix("$").removesuffix("$") if text.count("$") == 2 else text.strip()
+    if len(text) > LONGEST_NUMBER or (found := _NUMBER.fullmatch(text.strip())) is None or not (found["whole"] or found["part"]):
+        return None
+    digits = re.sub(r"\D", "", found["whole"] or "0") + (found["part"] or "")
+    value = Fraction(digits + (found["power"] or ""))
+    return (-value if "-" in (found["sign"] + found["sign2"]).replace("−", "-") else value), found["part"] is not None
+
+
+def same_number(one: tuple[Fraction, bool], other: tuple[Fraction, bool], digits: int) -> bool:
+    """Whether two numbers are equal: rounded to so many decimals if one of them has a decimal point, else exactly."""
+    if one[1] or other[1]:
+        return round(one[0], digits) == round(other[0], digits)
+    return one[0] == other[0]
+
+
+def has_unit(text: str) -> bool:
+    """Whether the text is a number with a unit or a few words after it."""
+    found = _NUMBER_WITH_UNIT.fullmatch(text)
+    return found is not None and (found["word"] or "") not in _FUNCTIONS
+
+
+def is_formula(text: str) -> bool:
+    """Whether the text can be read as a formula: any words in it are names of functions or short products of variables."""
+    if not text or costly_word(text):
+        return False
+    plain = _COMMAND.sub(" ", _TEXT_COMMAND.sub(" ", text))
+    words = re.findall(r"[A-Za-z]+", plain)
+    if any(len(word) > 3 and word not in _FUNCTIONS for word in words):
+        return False
+    if any(found[1] not in _FUNCTIONS for found in _WORD_BEFORE_TERM.finditer(plain)):
+        return False
+    if "\\" in text or len(text) == 1:
+        return True
+    # "no" and "left": letters alone are words unless they are one variable.
+    return re.fullmatch(r"[A-Za-z\s.,'!?]*", text) is None and not any(len(word) == 3 and word not in _FUNCTIONS for word in words)
+
+
+def costly_word(text: str) -> bool:
+    """Whether the text holds characters that no formula has."""
+    return any(ord(char) < 32 and char not in "\t\n\r" for char in text)
+
+
+def is_prose(text: str) -> bool:
+    """Whether the text is long enough for an answer to be searched for in it."""
+    return len(text.split()) > MANY_WORDS
+
+
+def readable(text: str) -> str:
+    """A formula in the spelling that the parser of LaTeX understands: powers in braces, functions as commands, a free-standing i."""
+    if "\\" not in text:
+        text = _POWER.sub(lambda found: "^{" + (found[2] or found[1]) + "}", text).replace("**", "^")
+        text = _BARE_FUNCTION.sub(r"\\\1 ", text)
+        text = re.sub(r"\s+(?:and|or)\s+", ", ", text)
+    text = text.replace("−", "-").replace("·", "\\cdot ").replace("×", "\\times ")
+    text = re.sub(r"√\s*\(([^()]*)\)|√\s*(\w+)", lambda found: "\\sqrt{" + (found[1] or found[2]) + "}", text)
+    return imaginary(text)
+
+
+def imaginary(text: str) -> str:
+    """The text with the imaginary unit apart from its factor, as the parser wants it."""
+    return _IMAGINARY.sub(" i", text)
+
+
+def words(text: str) -> str:
+    """The text as words: without case, markup, blanks and punctuation at the ends."""
+    text = _TEXT_COMMAND.sub(r"\1", text).replace("$", "").replace("\\", "")
+    return " ".join(undressed(text).casefold().split()).strip(" .,;:!?\"'()")
+
+
+def said(answer: Answer) -> set[str]:
+    """The words that may be meant by an answer: all of it, its last line, or what follows "answer is" there."""
+    found = {words(answer.text)}
+    if not answer.bare and (lines := [line for line in answer.text.splitlines() if line.strip()]):
+        last = undressed(lines[-1])
+        found |= {words(last)} | ({words(match[1])} if (match := _SAID.search(last)) else set())
+        if boxes := boxed(answer.text):
+            found = {words(", ".join(boxes))}
+    return found - {""}
