@@ -91,7 +91,7 @@ def parse(answer: Answer, *, reference: bool = False) -> list[Any]:
     from math_verify import ExprExtractionConfig, LatexExtractionConfig
 
     text = answer.text
-    if costly_text(text) or (answer.bare and len(text) > MAX_CHARS):
+    if answer.bare and (len(text) > MAX_CHARS or costly_text(text)):
         raise TooCostly("too large to parse")
     latex, expression = LatexExtractionConfig(), ExprExtractionConfig()
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any, Final
 
 MAX_CHARS: Final = 2000  # of one formula
-MAX_NESTING: Final = 40  # brackets within brackets, in the text
+MAX_NESTING: Final = 20  # brackets within brackets, in the text
 MAX_DIGIT_RUN: Final = 1000  # digits of one number, in the text
 MAX_NODES: Final = 600
 MAX_DEPTH: Final = 40
@@ -14,18 +15,19 @@ MAX_DIGITS: Final = 20_000  # of a number that an evaluation would write out
 MAX_TERMS: Final = 2000  # of a sum that expanding products and powers would write out
 MAX_FUNCTIONS: Final = 12  # applications of sin, log, exp and the like: what simplification tries grows fast with their number
 MAX_FUNCTION_DEPTH: Final = 6  # of these within each other
+_FUNCTIONS: Final = re.compile(r"\\(?:arc|a)?(?:sin|cos|tan|cot|sec|csc|log|ln|exp|lg)")
 _OPEN, _CLOSE = "([{", ")]}"
 
 
 def costly_text(text: str) -> bool:
-    """Whether not even parsing is worth a try."""
+    """Whether not even parsing a formula is worth a try."""
     depth = digits = 0
     for char in text:
         depth += (char in _OPEN) - (char in _CLOSE)
         digits = digits + 1 if char.isdigit() else 0
         if depth > MAX_NESTING or digits > MAX_DIGIT_RUN:
             return True
-    return False
+    return len(_FUNCTIONS.findall(text)) > MAX_FUNCTIONS
 
 
 def costly(expression: Any) -> bool:

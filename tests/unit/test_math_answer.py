@@ -158,7 +158,7 @@ def test_precision_and_strictness_are_arguments() -> None:
         r"1000000000!",
         r"\prod_{n=1}^{10^9} n",
         "9" * 3000,
-        r"\sin " * 40 + "x",
+        r"\sin(" * 18 + "x" + ")" * 18,
     ],
 )
 def test_a_costly_answer_is_wrong_and_the_next_one_is_scored(formula: str) -> None:
