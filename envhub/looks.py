@@ -26,6 +26,15 @@ def look(config: dict[str, Any]) -> list[Finding]:
     return [finding for key, args in found if (finding := _program(key, args)) is not None]
 
 
+def references(config: dict[str, Any]) -> dict[str, list[tuple[str, str]]]:
+    """By domain, where each reference answer of its data stands, and the answer.
+
+    Args:
+        config: validated.
+    """
+    return {name: domain.environment.references(domain.args) for name, domain in load_domains(config).items()}
+
+
 def _program(key: str, args: AgentArgs) -> Finding | None:
     """None for what is no Python file that we know of."""
     interpreter, file = _file(args)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from learner.examples import EXAMPLES
 from learner.ops import cli as ops_cli
 from learner.pipelines import cli as pipelines_cli
 from learner.up import cli as up_cli
+
+log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -93,7 +96,8 @@ def _add_config_parser(commands: argparse._SubParsersAction[Parser], name: str, 
 def _start(options: argparse.Namespace) -> int:
     from broker import process
     from broker.runspec import load, validate
-    from learner.doctor.lacking import of_learner, refuse
+    from learner.doctor.lacking import line, of_learner, refuse
+    from learner.doctor.references import reference_findings
     from learner.gpus import forget, settle
     from learner.prepare import exit_code, name_run, run_folder
 
@@ -102,6 +106,8 @@ def _start(options: argparse.Namespace) -> int:
         asked = name_run(forget(load(options.config, options.overrides), options), options.config)
         config = validate(await asyncio.to_thread(settle, asked, options.gpus, share=options.share_gpus))
         refuse(of_learner(config))
+        for finding in await asyncio.to_thread(reference_findings, config):
+            log.warning("%s", line(finding))
         from learner.ops.going_on import said_at_the_end
         from learner.ops.leftovers import removed_on_failure
         from learner.service import serve

@@ -29,6 +29,10 @@ class Asked(Environment):
         return QuestionAnswer.data_files(_questions(args))
 
     @classmethod
+    def references(cls, args: Any) -> list[tuple[str, str]]:
+        return QuestionAnswer.references(_questions(args))
+
+    @classmethod
     def num_tasks(cls, args: Any, split: Split) -> int | None:
         return QuestionAnswer.num_tasks(_questions(args), split)
 

@@ -104,6 +104,11 @@ class Environment:
         return []
 
     @classmethod
+    def references(cls, args: Any) -> list[tuple[str, str]]:
+        """Where each reference answer of the data stands, and the answer; for rewards that look at them before anything starts."""
+        return []
+
+    @classmethod
     def num_tasks(cls, args: Any, split: Split) -> int | None:
         """How many different tasks there are, None when there is no end; a larger index wraps around."""
         return None

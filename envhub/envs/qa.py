@@ -63,6 +63,12 @@ class QuestionAnswer(Environment):
         return [args.path] if args.eval_path is None else [args.path, args.eval_path]
 
     @classmethod
+    def references(cls, args: QuestionAnswerArgs) -> list[tuple[str, str]]:
+        files = dict.fromkeys(cls.data_files(args))
+        rows = ((path, read_rows(path, args.question, args.answer, args.answer_after)) for path in files)
+        return [(f"{path}, row {number}", answer) for path, found in rows for number, (_, answer) in enumerate(found, start=1)]
+
+    @classmethod
     def num_tasks(cls, args: QuestionAnswerArgs, split: Split) -> int | None:
         return len(_rows(args, split))
 

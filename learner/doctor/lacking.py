@@ -13,6 +13,7 @@ from broker.gpus import existing
 from broker.registry import resolve
 from learner.doctor import broker_side, hardware, packages, sandbox
 from learner.doctor.needs import Needs, needs
+from learner.doctor.references import reference_findings
 
 # What each role says of its own part; by name, as roles do not import each other.
 ROLES: Final = ("rollout.looks:look", "envhub.looks:look", "rewardhub.looks:look")
@@ -32,6 +33,7 @@ def looks(config: dict[str, Any], wanted: Needs) -> list[Look]:
     return [
         lambda: [*packages.program_findings(wanted.programs), *tools(project, wanted)],
         *(_role(name, config) for name in ROLES if config.get("domains")),
+        *([lambda: reference_findings(config)] if config.get("domains") else []),
     ]
 
 

@@ -1,0 +1,107 @@
+"""Which references of a data set ``math_answer`` cannot read as mathematics; looked at before anything starts.
+
+Reading runs in a process of its own, ``python -m rewardhub.references``: it loads sympy, and forks.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from broker.config import Reward
+from broker.errors import RlearnerError
+from broker.findings import Finding
+from broker.runspec import domains
+from rewardhub.rewards import math_text
+
+LOOK_S: Final = 20.0  # for the references of one reward; those that are left are named as a number
+SHOWN: Final = 5
+SHOWN_CHARS: Final = 40
+NO_ANSWER: Final = "holds no answer"
+AS_TEXT: Final = "is no mathematics that can be read, so answers are compared with it word by word"
+
+
+class _Asked(msgspec.Struct):
+    args: dict[str, Any]
+    references: list[str]
+
+
+class _Told(msgspec.Struct):
+    reasons: dict[int, str]  # by number in what was asked
+    looked_at: int
+
+
+def look(config: dict[str, Any], references: Mapping[str, Sequence[tuple[str, str]]]) -> list[Finding]:
+    """Warnings: one for each ``math_answer`` and reason, with the first rows.
+
+    Args:
+        config: validated.
+        references: by domain, where each stands, and the reference.
+    """
+    return [
+        finding
+        for name, domain in domains(config).items()
+        for index, reward in enumerate(domain.rewards)
+        if reward.name == "math_answer" and references.get(name)
+        for finding in _findings(f"domains.{name}.rewards.{index}", reward, references[name])
+    ]
+
+
+def _findings(key: str, reward: Reward, references: Sequence[tuple[str, str]]) -> list[Finding]:
+    marker = str(reward.args.get("answer_after", "####"))
+    # Plain numbers, which most data sets hold, need no parser.
+    doubtful = [one for one in references if math_text.number(math_text.answer_of(one[1], marker).text) is None]
+    if not doubtful:
+        return []
+    told = _read(_Asked(reward.args, [text for _, text in doubtful]))
+    found = []
+    for reason in dict.fromkeys(told.reasons.values()):
+        rows = [doubtful[number] for number, why in told.reasons.items() if why == reason]
+        shown = "; ".join(f"{where}: {_short(text)}" for where, text in rows[:SHOWN])
+        more = f"; and {len(rows) - SHOWN} more" if len(rows) > SHOWN else ""
+        found.append(Finding("rewards", key, "warning", f"{len(rows)} of {len(references)} references: each {reason} ({shown}{more})"))
+    if left := len(doubtful) - told.looked_at:
+        found.append(Finding("rewards", key, "ok", f"{left} of {len(references)} references were not looked at: it took over {LOOK_S:g} s"))
+    return found
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return repr(line if len(line) <= SHOWN_CHARS else "..." + line[-SHOWN_CHARS:])
+
+
+def _read(asked: _Asked) -> _Told:
+    command = [sys.executable, "-m", "rewardhub.references"]
+    done = subprocess.run(command, input=msgspec.msgpack.encode(asked), capture_output=True, check=False)
+    if done.returncode:
+        raise RlearnerError(f"references cannot be looked at: {done.stderr.decode(errors='replace').strip()[-500:]}")
+    return msgspec.msgpack.decode(done.stdout, type=_Told)
+
+
+def _main() -> None:
+    from rewardhub.rewards.math_answer import MathAnswer, MathAnswerArgs
+
+    asked = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=_Asked)
+    args = MathAnswerArgs.model_validate(asked.args)
+    reward = MathAnswer(args)
+    reasons: dict[int, str] = {}
+    ends, looked_at = time.monotonic() + LOOK_S, 0
+    for number, text in enumerate(asked.references):
+        if time.monotonic() > ends:
+            break
+        gold = math_text.answer_of(text, args.answer_after)
+        if not gold.text.strip():
+            reasons[number] = NO_ANSWER
+        elif reward.kind(gold) == "text":
+            reasons[number] = AS_TEXT
+        looked_at += 1
+    sys.stdout.buffer.write(msgspec.msgpack.encode(_Told(reasons, looked_at)))
+
+
+if __name__ == "__main__":
+    _main()
