@@ -13,6 +13,7 @@ from broker.errors import TooLarge, WireError
 from broker.jetstream import Delivery
 from broker.process import Member
 from broker.streams import TICKETS, Stream
+from broker.workers.line import clean
 from envhub.assignment import Assignment, destination, group, results, reward_pools
 from envhub.domain import Domain
 from envhub.tally import Tally
@@ -92,7 +93,7 @@ class Outbox:
         asked, delivery = held.asked, held.delivery
         log.warning("domain %s, %s closed: %s: %s", asked.domain, asked.key, reason, detail)
         if reason != "late":
-            why = f"{reason}: {' '.join(detail.split())[:DETAIL_CHARS]}"
+            why = clean(f"{reason}: {detail}", DETAIL_CHARS)
             await self._bus.dead_letter(asked.stream, seq=delivery.seq, ticket=asked.number, reason=why, data=delivery.data)
         await self._publish_closed(asked.stream, asked.number, asked.domain, reason, detail, eval_step=asked.eval_step)
         await delivery.ack()
@@ -113,7 +114,7 @@ class Outbox:
     async def _publish_closed(
         self, stream: Stream, number: int, domain: str, reason: wire.ClosedReason, detail: str, *, eval_step: int
     ) -> None:
-        line = " ".join(detail.split())[:DETAIL_CHARS]
+        line = clean(detail, DETAIL_CHARS)
         closed = wire.Closed(ticket=number, domain=domain, reason=reason, detail=line, by=self._member.id, eval_step=eval_step)
         self._tally.closed += 1
         await self._bus.publish(results(stream), closed, ticket=number, message_id=f"{stream.name}-{number}")

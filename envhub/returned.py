@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from broker.errors import RlearnerError
+from broker.strict import text_problem
 from envhub.envs.base import Observation, StepResult
 
 MAX_TEXT_BYTES: Final = 1 << 20  # of one observation, anchor or frame: about 250,000 tokens
@@ -62,10 +63,9 @@ def text(what: str, value: object, *, limit: int = MAX_TEXT_BYTES) -> str:
     """
     if not isinstance(value, str):
         raise Malformed(f"{what} is {_shown(value)}, not a text")
-    try:
-        size = len(value) if value.isascii() else len(value.encode())
-    except UnicodeEncodeError as error:
-        raise Malformed(f"{what} is no valid Unicode: {error.reason} at {error.start}") from None
+    if problem := text_problem(value):
+        raise Malformed(f"{what} is {problem}")
+    size = len(value) if value.isascii() else len(value.encode())
     if size > limit:
         raise Malformed(f"{what} has {size} bytes, the limit is {limit}")
     return value

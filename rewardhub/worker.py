@@ -42,7 +42,7 @@ class Worker:
             scored = self._score(reward, request.sample)
             return protocol.Done(scored.value, self._allowance.spent(), scored.notes)
         except ConfigError as error:
-            return protocol.Failed(str(error), retry=False)
+            return protocol.Failed(line.clean(str(error)), retry=False)
         except NoScore as error:
             return protocol.Failed(line.clean(f"{request.name}: {error}"), retry=False)
         except BaseException as error:  # noqa: BLE001 - code of the user's may raise anything, and it must not end the hub

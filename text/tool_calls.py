@@ -11,6 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+import msgspec
+
+from broker import strict
 from text.thinking import without_thinking
 
 _NAME: Final = "probe_tool_11213"
@@ -70,9 +73,9 @@ class ToolSpelling:
     def _read(self, text: str, found: list[ToolCall]) -> tuple[list[ToolCall], str]:
         """The calls with those at the beginning of a text added, and the text behind them."""
         try:
-            value, end = json.JSONDecoder().raw_decode(text)
-        except (ValueError, RecursionError) as error:
-            raise BadCall(f"the tool call is no JSON: {getattr(error, 'msg', error)}") from None
+            value, end = strict.decode_prefix(text)
+        except strict.BadJson as error:
+            raise BadCall(f"the tool call is no JSON: {error}") from None
         values = value if isinstance(value, list) else [value]
         return found + [self._call(one) for one in values], text[end:]
 
@@ -83,11 +86,15 @@ class ToolSpelling:
         arguments = value.get(self.arguments_key, {})
         if isinstance(arguments, str):  # some write the object as a text
             try:
-                arguments = json.loads(arguments)
-            except (ValueError, RecursionError):
+                arguments = strict.loads(arguments)
+            except strict.BadJson:
                 arguments = None
         if not isinstance(arguments, dict):
             raise BadCall(f'the tool call\'s "{self.arguments_key}" is no object')
+        try:
+            msgspec.msgpack.encode(arguments)  # it may go to another process
+        except (OverflowError, RecursionError) as error:
+            raise BadCall(f'the tool call\'s "{self.arguments_key}" cannot be passed on: {error}') from None
         return ToolCall(name, arguments)
 
 

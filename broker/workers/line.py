@@ -57,9 +57,9 @@ def said(error: BaseException) -> str:
         return f"(and cannot say what, {type(second).__name__})"
 
 
-def clean(text: str) -> str:
-    """One line of at most 500 characters, valid Unicode."""
-    return " ".join(text[:2000].split())[:500].encode("utf-8", "replace").decode()
+def clean(text: str, limit: int = 500) -> str:
+    """One line of at most ``limit`` characters, valid Unicode."""
+    return " ".join(text[: 4 * limit].split())[:limit].encode("utf-8", "replace").decode()
 
 
 class Line:

@@ -88,7 +88,7 @@ def _result(args: AgentArgs, session: Session, ended: program.Ended) -> Result:
         EpisodeFailed: it has.
     """
     try:
-        result = read(args.reward, ended.status, ended.stdout, ended.stderr)
+        result = read(args.reward, ended.status, ended.stdout, ended.stderr, is_cut=ended.is_cut)
     except BadResult as error:
         if session.failed:
             raise EpisodeFailed("generate", f"{error} ({session.failed})") from None

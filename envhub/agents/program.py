@@ -24,11 +24,13 @@ class Ended:
     Attributes:
         status: as ``subprocess`` has it.
         stdout, stderr: the end of each.
+        is_cut: whether it printed more than ``stdout``.
     """
 
     status: int
     stdout: str
     stderr: str
+    is_cut: bool
 
 
 async def run(command: Sequence[str], given: str, env: Mapping[str, str], cwd: str | None) -> Ended:
@@ -68,8 +70,8 @@ async def run(command: Sequence[str], given: str, env: Mapping[str, str], cwd: s
         for task in reading:
             task.cancel()
         tails = await asyncio.gather(*reading, return_exceptions=True)
-    stdout, stderr = (bytes(tail).decode("utf-8", "replace") if isinstance(tail, bytearray) else "" for tail in tails)
-    return Ended(status, stdout, stderr)
+    (stdout, is_cut), (stderr, _) = ((b"", False) if isinstance(tail, BaseException) else tail for tail in tails)
+    return Ended(status, stdout.decode("utf-8", "replace"), stderr.decode("utf-8", "replace"), is_cut)
 
 
 async def _started(work: Coroutine[Any, Any, subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
@@ -98,9 +100,9 @@ async def _status(child: subprocess.Popen[bytes]) -> int:
     return child.wait()
 
 
-async def _tail(end: int) -> bytearray:
-    """The last bytes of a pipe; those so far when cancelled."""
-    kept = bytearray()
+async def _tail(end: int) -> tuple[bytes, bool]:
+    """The last bytes of a pipe, those so far when cancelled; and whether there were more."""
+    kept, is_cut = bytearray(), False
     reader = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(end, "rb", buffering=0)
@@ -108,9 +110,10 @@ async def _tail(end: int) -> bytearray:
     try:
         while piece := await reader.read(KEPT_BYTES):
             kept += piece
+            is_cut = is_cut or len(kept) > KEPT_BYTES
             del kept[:-KEPT_BYTES]
     except asyncio.CancelledError:
         pass  # something else still holds the pipe open
     finally:
         transport.close()
-    return kept
+    return bytes(kept), is_cut

@@ -7,12 +7,15 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
+from broker.strict import text_problem
 from broker.workers.fault import MAX_TRACE_CHARS
+from envhub.agents.program import KEPT_BYTES
 
 Source = Literal["result", "exit", "none"]
 
 KNOWN: Final = ("reward", "success", "response", "metrics")
 MAX_METRICS: Final = 64
+NAME_CHARS: Final = 100  # of a metric
 MAX_RESPONSE_CHARS: Final = 1 << 20
 
 
@@ -39,7 +42,7 @@ class Result:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-def read(source: Source, status: int, stdout: str, stderr: str) -> Result:
+def read(source: Source, status: int, stdout: str, stderr: str, *, is_cut: bool = False) -> Result:
     """The result of a program.
 
     Args:
@@ -48,14 +51,17 @@ def read(source: Source, status: int, stdout: str, stderr: str) -> Result:
         status: exit status, negative for a signal.
         stdout: the end of what it printed.
         stderr: the end of what it complained about.
+        is_cut: whether it printed more than ``stdout``.
 
     Raises:
         BadResult: it crashed, or what it printed is no result.
     """
     if status and not (source == "exit" and status == 1):
         raise BadResult(f"the agent {_how(status)}{_last(stderr)}", _trace(stderr))
-    line = next((line for line in reversed(stdout.splitlines()) if line.strip()), "").strip()
+    line = next((line for line in reversed(stdout.split("\n")) if line.strip()), "").strip()  # JSON may hold other line separators
     if source == "result":
+        if is_cut and line == stdout.strip():
+            raise BadResult(f"the last line that the agent printed is longer than {KEPT_BYTES} bytes: {_shown(line)}")
         return _result(line)
     found = _object(line)
     extra = _checked({key: value for key, value in found.items() if key != "reward"}) if found else Result()
@@ -110,16 +116,25 @@ def _checked(found: dict[str, Any]) -> Result:
     response = found.get("response")
     if response is not None and not (isinstance(response, str) and len(response) <= MAX_RESPONSE_CHARS):
         raise BadResult(f"the agent's result has a response that is no text of at most {MAX_RESPONSE_CHARS} characters")
+    if response is not None and (problem := text_problem(response)):
+        raise BadResult(f"the agent's result has a response that is {problem}")
     metrics = found.get("metrics", {})
     if not isinstance(metrics, dict) or len(metrics) > MAX_METRICS:
         raise BadResult(f"the agent's result has metrics {_shown(metrics)}, not at most {MAX_METRICS} numbers by name")
-    return Result(reward, success, response, {str(name)[:100]: _number(f"metric {name!r}", value) for name, value in metrics.items()})
+    for name in metrics:
+        if not 0 < len(name) <= NAME_CHARS or not name.isprintable():
+            raise BadResult(f"the agent's result has a metric named {_shown(name)}; a name has 1-{NAME_CHARS} printable characters")
+    return Result(reward, success, response, {name: _number(f"metric {name!r}", value) for name, value in metrics.items()})
 
 
 def _number(what: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    try:
+        number = float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+    except OverflowError:  # an integer beyond every float
+        number = math.inf
+    if not math.isfinite(number):
         raise BadResult(f"the agent's result has {what} {_shown(value)}, not a finite number")
-    return float(value)
+    return number
 
 
 def _shown(value: object) -> str:

@@ -21,6 +21,7 @@ from typing import Any, Final, Literal
 import aiohttp
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
+from broker import strict
 from broker.config import Section
 from broker.errors import ConfigError, NotInstalled
 from broker.registry import resolve
@@ -132,7 +133,7 @@ class OpenEnv(Environment):
         if message.type is not aiohttp.WSMsgType.TEXT:
             raise ServerError(f"{kind}: the server closed the connection ({message.type.name.lower()})")
         try:
-            answer = json.loads(message.data)
+            answer = strict.loads(message.data)
             told = answer["data"]
             if answer["type"] == "error":
                 problem = f"{told['message']} ({told['code']})"
@@ -149,8 +150,8 @@ class OpenEnv(Environment):
         if self.args.action == "field":
             return {**self.args.action_args, self.args.action_field: text}
         try:
-            action = json.loads(text)
-        except (ValueError, RecursionError):
+            action = strict.loads(text)
+        except strict.BadJson:
             return None
         return {**self.args.action_args, **action} if isinstance(action, dict) else None
 

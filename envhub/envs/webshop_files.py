@@ -19,12 +19,15 @@ from typing import Any, Final
 
 import msgspec
 
+from broker import strict
 from broker.errors import ConfigError, DataError
 from envhub.envs.bm25 import words
 from envhub.envs.webshop_catalogue import NO_LIMIT, Catalogue, Goal, Product, price_limit
 
 NO_PRICE: Final = 100.0  # dollars, of products without one
 MAX_ASIN_CHARS: Final = 10  # longer ones are no products
+_COMMA: Final = re.compile(r"\s*,?\s*")
+_COLON: Final = re.compile(r"\s*:\s*")
 MAX_COMBINATIONS: Final = 64  # of a product's options that become synthetic goals; WebShop has no limit
 
 
@@ -68,9 +71,38 @@ def _read(key: str, path: str, kind: type[Any]) -> Any:
     if not file.is_file():
         raise ConfigError(key, path, "there is no such file")
     try:
-        return msgspec.json.decode(file.read_bytes(), type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OSError) as error:
+        data = file.read_bytes()
+    except OSError as error:
         raise ConfigError(key, path, f"WebShop's JSON: {error}") from None
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except UnicodeDecodeError as error:
+        raise DataError(path, _first_bad_row(data)[0], f"not UTF-8: {error.reason}") from None
+    except (msgspec.DecodeError, RecursionError) as error:
+        number, problem = _first_bad_row(data)
+        if problem:
+            raise DataError(path, number, f"not JSON: {problem}") from None
+        raise ConfigError(key, path, f"WebShop's JSON: {error}") from None
+
+
+def _first_bad_row(data: bytes) -> tuple[int, str]:
+    """Number (from 1) and problem of the first malformed row of a JSON list or object; no problem where the rows are well formed."""
+    text = data.decode("utf-8", "surrogateescape").strip()
+    at, number = 1, 0
+    while text.startswith(("[", "{")) and (at := _after(_COMMA, text, at)) < len(text) and text[at] not in "]}":
+        number += 1
+        try:
+            value, at = strict.decode_prefix(text, at)
+            if isinstance(value, str):  # a key of an object
+                value, at = strict.decode_prefix(text, _after(_COLON, text, at))
+        except strict.BadJson as error:
+            return number, str(error)
+    return number, ""
+
+
+def _after(separator: re.Pattern[str], text: str, at: int) -> int:
+    found = separator.match(text, at)
+    return at if found is None else found.end()
 
 
 def _product(path: str, number: int, row: dict[str, Any], asin: str, told: dict[str, Any]) -> Product:

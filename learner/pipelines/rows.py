@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from broker import strict
 from broker.errors import ConfigError, DataError
 
 Row = dict[str, Any]
@@ -37,10 +37,10 @@ def _jsonl(path: str | Path, key: str) -> Iterator[tuple[int, Row]]:
 
 def _object(path: str, number: int, line: bytes) -> Row:
     try:
-        row = json.loads(line.decode())  # decoded here: json would guess at other encodings
+        row = strict.loads(line.decode())
     except UnicodeDecodeError as error:
         raise DataError(path, number, f"not UTF-8: {error.reason}") from None
-    except ValueError as error:
+    except strict.BadJson as error:
         raise DataError(path, number, f"not JSON: {error}") from None
     if not isinstance(row, dict):
         raise DataError(path, number, "the row is no object")

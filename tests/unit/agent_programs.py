@@ -134,6 +134,44 @@ def nan(task: dict[str, Any]) -> Any:
     return float("nan")
 
 
+def cut_emoji(task: dict[str, Any]) -> Any:
+    say([], "hello")
+    return {"reward": 1, "response": "\ud83d"}
+
+
+def cut_name(task: dict[str, Any]) -> Any:
+    say([], "hello")
+    return {"reward": 1, "metrics": {"words\ud83d": 1}}
+
+
+def huge_number(task: dict[str, Any]) -> Any:
+    say([], "hello")
+    return {"reward": 10**400}
+
+
+def long_line(task: dict[str, Any]) -> Any:
+    say([], "hello")
+    print(*["x" * 1_000_000] * 100, sep="", end="", flush=True)
+    os._exit(0)
+
+
+def no_utf8(task: dict[str, Any]) -> Any:
+    say([], "hello")
+    os.write(1, b"\xff\xfe\n")
+    os._exit(0)
+
+
+def nul(task: dict[str, Any]) -> Any:
+    say([], "hello")
+    return {"reward": 1, "response": "a\0b"}
+
+
+def line_separator(task: dict[str, Any]) -> Any:
+    say([], "hello")
+    os.write(1, '{"reward": 1, "response": "a\u2028b"}\n'.encode())
+    os._exit(0)
+
+
 def hangs(task: dict[str, Any]) -> Any:
     """With a child in its session; both leave their numbers."""
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])

@@ -175,3 +175,13 @@ def blames(sample: Any) -> float:
 async def blames_later(sample: Any) -> float:
     await asyncio.sleep(0)
     raise ResponseFault("too_costly", -1.0)
+
+
+def refuses_with_half_a_character(sample: Any) -> float:
+    from broker.errors import ConfigError
+
+    raise ConfigError("key", "value", "a\ud83db")
+
+
+def names_half_a_character(sample: Any) -> dict[str, float]:
+    return {"a\ud83d": 1.0}

@@ -198,12 +198,21 @@ async def test_a_policy_that_uses_up_its_calls_or_its_context_is_judged_and_not_
         ("says_nothing", "the agent ended without asking the policy anything"),
         ("no_result", "the last line that the agent printed is no JSON number or object with a reward: 'thinking aloud'"),
         ("nan", "the agent's result has reward nan, not a finite number"),
+        ("huge_number", f"the agent's result has reward 1{'0' * 116}..., not a finite number"),
+        ("cut_emoji", "the agent's result has a response that is no valid Unicode: half of a surrogate pair at 0"),
+        ("cut_name", r"the agent's result has a metric named 'words\ud83d'; a name has 1-100 printable characters"),
+        ("long_line", f"the last line that the agent printed is longer than 65536 bytes: '{'x' * 116}..."),
+        ("no_utf8", "the last line that the agent printed is no JSON number or object with a reward: '\ufffd\ufffd'"),
     ],
 )
 async def test_a_program_that_fails_is_an_episode_that_failed(play: Play, name: str, detail: str) -> None:
     failed = await fails(play, name)
     assert (failed.kind, failed.detail) == ("env", detail)
     assert failed.trace.endswith("in raises\n    raise KeyError(\"no such thing\")\nKeyError: 'no such thing'") == (name == "raises")
+
+
+async def test_characters_that_only_look_odd_pass(play: Play) -> None:
+    assert [(await play(name)).trajectory.response for name in ("nul", "line_separator")] == ["a\0b", "a\u2028b"]
 
 
 async def test_a_policy_that_cannot_be_had_is_nobodys_fault_here(play: Play) -> None:

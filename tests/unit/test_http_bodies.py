@@ -42,7 +42,6 @@ def chat(**fields: Any) -> ChatBody:
             "and one is of type 'image_url'",
         ),
         ({"temperature": -1}, "temperature", "temperature: -1 is not allowed; input should be greater than or equal to 0"),
-        ({"temperature": float("nan")}, "temperature", "temperature: nan is not allowed; input should be a finite number"),
         ({"temperature": "1"}, "temperature", "temperature: '1' is not allowed; input should be a valid number"),
         ({"top_p": 0}, "top_p", "top_p: 0 is not allowed; input should be greater than 0"),
         ({"n": 0}, "n", "n: 0 is not allowed; input should be greater than or equal to 1"),
@@ -90,6 +89,17 @@ def test_half_a_character() -> None:
     with pytest.raises(Problem, match="half of a surrogate pair"):
         chat(messages=[{"role": "user", "content": "\ud800"}])
     assert chat(messages=[{"role": "user", "content": "\U0001f600"}]).messages[0].content == "\U0001f600"
+    assert chat(messages=[{"role": "user", "content": "a\0"}]).messages[0].content == "a\0"
+    called = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}]
+    with pytest.raises(Problem, match="the arguments must be a JSON object"):
+        chat(messages=[{"role": "assistant", "tool_calls": called}])
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999"])
+def test_numbers_that_are_not_json(number: str) -> None:
+    raw = f'{{"messages": [{{"role": "user", "content": "x"}}], "tools": [{{"type": "function", "function": {{"x": {number}}}}}]}}'
+    with pytest.raises(Problem, match=f"^the body is no JSON: (it holds {number}|the number {number} is too large)$"):
+        parse(raw.encode(), ChatBody)
 
 
 def test_what_client_libraries_send_beside_is_let_through() -> None:

@@ -80,6 +80,8 @@ def test_long_pairs_are_left_out_whole(tokenizer: Tokenizer, tmp_path: Path) -> 
         ({"chosen": "c", "rejected": "r"}, "prompt is neither a text nor a list of messages"),
         ({"prompt": "p", "chosen": 3, "rejected": "r"}, "chosen is neither a text nor a list of messages"),
         ({"prompt": "p", "chosen": "c", "rejected": "c"}, "chosen and rejected are the same"),
+        ({"prompt": "p", "chosen": "c\ud83d", "rejected": "r"}, "not JSON: it holds half of a surrogate pair, which is no text"),
+        ({"prompt": "p", "chosen": "c", "rejected": float("nan")}, "not JSON: it holds NaN"),
         (
             {"prompt": "p", "chosen": [assistant("c"), user("u")], "rejected": "r"},
             "prompt and chosen: the last message must be the assistant's",

@@ -96,6 +96,8 @@ def test_the_reference_may_follow_a_marker(tmp_path: Path) -> None:
     [
         ("{", "not a JSON object: "),
         ("[1]", "not a JSON object: "),
+        (r'{"question": "\ud83d", "answer": "1"}', "not a JSON object: "),
+        ('{"question": "q", "answer": NaN}', "not a JSON object: "),
         ('{"question": "q"}', "no column 'answer'; it has question"),
         ('{"question": "", "answer": "a"}', "column 'question' holds '', not a text"),
         ('{"question": "q", "answer": null}', "column 'answer' holds None, not a text"),

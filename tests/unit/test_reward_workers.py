@@ -126,6 +126,8 @@ async def test_each_fault_says_what_it_was(workers: Workers) -> None:
         "too_many_parts": "a reward has at most 64 parts with printable names of at most 100 characters$",
         "a_long_name": "a reward has at most 64 parts with printable names of at most 100 characters$",
         "nothing": "the reward must be a number, got NoneType None$",
+        "refuses_with_half_a_character": r"key: 'value' is not allowed; a\?b$",
+        "names_half_a_character": "a reward has at most 64 parts with printable names of at most 100 characters$",
         "infinite_part": "part 'bad' must be finite, got inf$",
     }
     for name, detail in {**faults, **refusals}.items():

@@ -80,6 +80,11 @@ def test_calls_are_read(tokenizers: dict[str, Tokenizer], family: str, text: str
         ("<tool_call>7</tool_call>", 'the tool call has no text as "name"'),
         ('<tool_call>{"name": "add", "arguments": [3]}</tool_call>', 'the tool call\'s "arguments" is no object'),
         ("<tool_call>" + "[" * 100_000, "the tool call is no JSON: "),
+        (r'<tool_call>{"name": "add", "arguments": {"to": "\ud83d"}}', "the tool call is no JSON: it holds half of a surrogate pair"),
+        ('<tool_call>{"name": "add", "arguments": {"to": NaN}}', "the tool call is no JSON: it holds NaN"),
+        ('<tool_call>{"name": "add", "arguments": {"to": 1e999}}', "the tool call is no JSON: the number 1e999 is too large"),
+        (r'<tool_call>{"name": "add", "arguments": "{\"to\": \"\\ud83d\"}"}', 'the tool call\'s "arguments" is no object'),
+        (f'<tool_call>{{"name": "add", "arguments": {{"to": {10**30}}}}}', 'the tool call\'s "arguments" cannot be passed on: '),
     ],
 )
 def test_what_is_no_call_says_why(text: str, says: str) -> None:

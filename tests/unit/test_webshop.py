@@ -249,6 +249,27 @@ def test_malformed_products_are_named_by_file_and_row(tmp_path: Path, change: di
     assert problem in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("key", "raw", "problem"),
+    [
+        ("items", b'[{"asin": "a"}, {"asin": "b", "price": NaN}]', ":2: not JSON: it holds NaN"),
+        ("items", b' [{"asin": "a"},\n{"asin": "b"},\n{"name": "\\ud83d"}]', ":3: not JSON: it holds half of a surrogate pair"),
+        ("items", b'[{"asin": "a"}, {"asin": "\xff"}]', ":2: not UTF-8: invalid start byte"),
+        ("items", b'[{"asin": "a"}, {"asin": 1e999}]', ":2: not JSON: the number 1e999 is too large"),
+        ("attributes", b'{"a": {}, "b": {"attributes": [Infinity]}}', ":2: not JSON: it holds Infinity"),
+        ("human", b'{"a": [{"x": 1}, -Infinity]}', ":1: not JSON: it holds -Infinity"),
+        ("items", b'[{"asin": "a"}, {"asin": [' + b"[" * 100_000, ":2: not JSON: "),
+    ],
+)  # fmt: skip
+def test_what_json_must_not_hold_is_named_by_file_and_row(tmp_path: Path, key: str, raw: bytes, problem: str) -> None:
+    paths = written(tmp_path, items=[SHIRT], attributes=ATTRIBUTES, human=HUMAN)
+    Path(paths[key]).write_bytes(raw)
+    with pytest.raises(DataError) as caught:
+        files.load(paths["items"], paths["attributes"], paths["human"], None)
+    assert str(caught.value).startswith(f"{paths[key]}{problem}")
+    assert "\n" not in str(caught.value)
+
+
 def test_arguments_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     paths = written(tmp_path, items=[SHIRT], attributes=ATTRIBUTES, broken="{", other=[1])
     for args, key in (

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final, Literal, Self, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator, model_validator
 
+from broker import strict
 from broker.sections import sentence
 from text.openai.problems import Problem
 
@@ -73,8 +74,8 @@ class CalledFunction(_Strict):
     @classmethod
     def _object(cls, value: str) -> str:
         try:
-            found = json.loads(value or "{}")
-        except (ValueError, RecursionError):
+            found = strict.loads(value or "{}")
+        except strict.BadJson:
             found = None
         if not isinstance(found, dict):
             raise ValueError("the arguments must be a JSON object")
@@ -234,13 +235,11 @@ def parse(raw: bytes, model: type[B]) -> B:
         Problem: 400, naming the first bad field.
     """
     try:
-        values = json.loads(raw)
-    except (ValueError, RecursionError):
-        raise Problem(400, "the body is no JSON") from None
+        values = strict.loads(raw)
+    except strict.BadJson as error:
+        raise Problem(400, f"the body is no JSON: {error}") from None
     if not isinstance(values, dict):
         raise Problem(400, "the body must be a JSON object")
-    if b"\\ud" in raw.lower() and not _is_unicode(values):
-        raise Problem(400, "the body holds half of a surrogate pair, which is no text")
     try:
         body = model.model_validate({key: value for key, value in values.items() if value is not None})
     except ValidationError as error:
@@ -252,15 +251,6 @@ def parse(raw: bytes, model: type[B]) -> B:
         for number, message in enumerate(body.messages):
             _check_extra(message.model_extra, f"messages.{number}.", ignored=frozenset({"name", "refusal"}))
     return body
-
-
-def _is_unicode(values: dict[str, Any]) -> bool:
-    """JSON may spell what no encoding can write, and no tokenizer reads."""
-    try:
-        json.dumps(values, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _check_extra(extra: dict[str, Any] | None, where: str, ignored: frozenset[str] = _IGNORED) -> None:

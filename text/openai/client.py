@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import email.utils
-import json
 import logging
 import random
 from collections.abc import Mapping
@@ -12,6 +11,8 @@ from datetime import UTC
 from typing import Any, Final
 
 import aiohttp
+
+from broker import strict
 
 log = logging.getLogger(__name__)
 
@@ -134,9 +135,9 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
 
 def _object(raw: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(raw)
-    except (ValueError, RecursionError):
-        found = None
+        found = strict.loads(raw)
+    except strict.BadJson as error:
+        raise ValueError(f"the answer is no JSON object: {error}") from None
     if not isinstance(found, dict):
         raise ValueError("the answer is no JSON object")
     return found
