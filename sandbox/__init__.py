@@ -5,6 +5,9 @@ and Python in it and nothing else; a private ``/proc``; a ``/tmp`` of bounded si
 without capabilities; a filter on system calls; limits on time, memory, processes, files and output. It ends when whoever
 started it does.
 
+Tests of a program's functions (``mode="asserts"``) run in a second sandbox, where stand-ins pass plain data to the program and back
+(``sandbox.remote``): what a program does to its own process does not reach them.
+
 What no process here bounds: the kernel's own memory for very many empty files, and processor time of all processes of a program
 together beyond ``wall_s`` times the processors.
 """

@@ -9,7 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Final
+from types import CodeType
+from typing import Final, Literal
+
+Mode = Literal["script", "calls", "asserts", "tests"]
 
 DEVICES: Final = ("/dev/null", "/dev/urandom")
 ENVIRONMENT: Final = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
@@ -20,7 +23,14 @@ SWITCHES: Final = (  # file under /proc/sys, what it must not hold, the command
     ("user/max_user_namespaces", "0", "sysctl -w user.max_user_namespaces=15000"),
 )
 # The first bytes at the socket, whose number is the second argument, are code of ours.
-BOOT: Final = "import marshal, os, sys; exec(marshal.loads(os.read(int(sys.argv[2]), int(sys.argv.pop(1)))))"
+BOOT: Final = "import marshal, os, sys; code, modules = marshal.loads(os.read(int(sys.argv[2]), int(sys.argv.pop(1)))); exec(code)"
+# What goes along with ``inside.py``, each after what it imports.
+MODULES: Final[dict[Mode, tuple[str, ...]]] = {
+    "script": (),
+    "calls": (),
+    "asserts": ("plain", "channel", "host"),
+    "tests": ("plain", "channel", "remote", "judge"),
+}
 FIRST_UID: Final = 0x70000000  # nobody's, by systemd's table of uids
 NOBODY: Final = 65534
 
@@ -43,10 +53,15 @@ def python() -> str:
     return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 
 
-def inside(fd: int, mode: str, limits: Limits, *, uid: int, processes: int) -> list[str]:
-    """Python with our few lines in front of the program."""
-    numbers = (fd, uid, processes, limits.cpu_s, limits.memory_mib << 20, limits.open_files, limits.file_mib << 20)
-    return [python(), "-I", "-S", "-X", "utf8", "-c", BOOT, str(len(code())), *map(str, numbers), mode]
+def inside(fd: int, mode: Mode, limits: Limits, *, uid: int, processes: int, channel: int = -1, packages: Sequence[str] = ()) -> list[str]:
+    """Python with our few lines in front of the program.
+
+    Args:
+        fd: of the socket to us.
+        channel: of the socket between a program and its tests; -1: there is none.
+    """
+    numbers = (fd, uid, processes, limits.cpu_s, limits.memory_mib << 20, limits.open_files, limits.file_mib << 20, channel)
+    return [python(), "-I", "-S", "-X", "utf8", "-c", BOOT, str(len(code(mode))), *map(str, numbers), mode, *packages]
 
 
 def jail(bwrap: str, filter_fd: int, limits: Limits, *, root: bool, packages: Sequence[str] = ()) -> list[str]:
@@ -94,10 +109,14 @@ def mend(said: str, settings: Path = Path("/proc/sys")) -> str:
     return f"bubblewrap does not work here ({problem}); in a container start that with: {CONTAINER}"
 
 
-@lru_cache(maxsize=1)
-def code() -> bytes:
-    """What ``inside.py`` compiles to; the interpreter inside is the same. To compile it there would take a millisecond."""
-    return marshal.dumps(compile(Path(__file__).with_name("inside.py").read_text(encoding="utf-8"), "inside.py", "exec"))
+@lru_cache(maxsize=4)
+def code(mode: Mode) -> bytes:
+    """What ``inside.py`` and the modules of a mode compile to; the interpreter inside is the same. There it would take milliseconds."""
+    return marshal.dumps((_compiled("inside"), {f"sandbox.{name}": _compiled(name) for name in MODULES[mode]}))
+
+
+def _compiled(name: str) -> CodeType:
+    return compile(Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8"), f"{name}.py", "exec", dont_inherit=True)
 
 
 @lru_cache(maxsize=8)

@@ -6,13 +6,17 @@ import signal
 from dataclasses import dataclass
 from typing import Literal
 
-OUT_OF_MEMORY, NO_PYTHON = 86, 87  # exit codes of ours, see inside.py
+OUT_OF_MEMORY, NO_PYTHON, GONE = 86, 87, 88  # exit codes of ours, see inside.py and remote.py
+OUT_OF_TIME = 128 + signal.SIGXCPU
 KilledFor = Literal["", "time", "memory", "output"]
 
 
 @dataclass(frozen=True)
 class Checks:
-    """What is run against a program that has been loaded: ``first`` is code before all tests, or the name of a function."""
+    """What is run against a program that has been loaded: ``first`` is code before all tests, or the name of a function.
+
+    Code runs in a process of its own, for which the program's functions stand in; see ``sandbox.remote``.
+    """
 
     first: str
     each: tuple[str, ...]
@@ -41,7 +45,7 @@ class Ended:
     @property
     def timed_out(self) -> bool:
         """Whether it took too long, by the clock or by the processor's."""
-        return self.killed_for == "time" or self.exit_code == 128 + signal.SIGXCPU
+        return self.killed_for == "time" or (not self.killed_for and self.exit_code == OUT_OF_TIME)
 
     @property
     def out_of_memory(self) -> bool:

@@ -1,28 +1,28 @@
-"""Talks to a program in the sandbox: hands it over, reads what it says, ends it in time.
+"""Talks to a process in the sandbox: hands it what it needs, reads what it says, ends it in time.
 
-The program and its tests go through a socket, each text with its length in front; answers come back as lines.
+Texts go through a socket, each with its length in front; answers come back as lines.
 """
 
 from __future__ import annotations
 
 import os
-import secrets
 import selectors
 import socket
 import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from broker.errors import RlearnerError
 from broker.workers.limits import kill_tree
 from sandbox.command import Limits, mend
-from sandbox.ended import NO_PYTHON, Checks, Ended, KilledFor
-from sandbox.memory import used_mib
+from sandbox.ended import NO_PYTHON, OUT_OF_TIME, Ended, KilledFor
+from sandbox.usage import most_cpu_s, used_mib
 
 START_S: Final = 20.0  # until the program begins
 END_S: Final = 10.0  # until all its processes are gone once they have been killed
 LOOK_EVERY_S: Final = 0.1
+SIGKILLED: Final = 128 + 9
 
 
 class SandboxFailed(RlearnerError):
@@ -30,25 +30,39 @@ class SandboxFailed(RlearnerError):
 
 
 class Talk:
-    """One program while it runs; as a context, it leaves nothing of it behind.
+    """One process while it runs; as a context, it leaves nothing of it behind.
 
     Args:
         child: the sandbox's process, with pipes for what it prints.
         control: our end of the socket to ``inside.py``.
-        wall_s: how long the program may take.
+        wall_s: how long it may take from the moment it begins.
+        texts: what it is handed first.
+        then: what it is handed once it has loaded the program.
+        token: what lines with answers begin with; empty: it gives none.
+
+    Attributes:
+        loaded: whether it says that it has loaded the program.
+        silent: whether it has closed the socket.
     """
 
-    def __init__(self, child: subprocess.Popen[bytes], control: socket.socket, limits: Limits, wall_s: float) -> None:
+    def __init__(
+        self, child: subprocess.Popen[bytes], control: socket.socket, limits: Limits, wall_s: float, texts: Iterable[str],
+        then: Iterable[str] = (), token: str = "",
+    ) -> None:  # fmt: skip
         self._child, self._control, self._limits, self._wall_s = child, control, limits, wall_s
         assert child.stdout is not None
         assert child.stderr is not None
         self._streams = {child.stdout.fileno(): bytearray(), child.stderr.fileno(): bytearray(), control.fileno(): bytearray()}
-        self._pending = b""
+        self._handle = os.pidfd_open(child.pid)
+        self._pending, self._then, self._token = _frames(texts), _frames(then), token
         self._killed_for: KilledFor = ""
-        self._token = secrets.token_hex(16)
+        self._killed = self._stopped = False
         self._began: float | None = None
+        self._deadline: float = time.monotonic() + START_S
         self._looked = 0.0
         self._num_lines = 0
+        self._cpu_s = 0.0
+        self.loaded = self.silent = False
 
     def __enter__(self) -> Talk:
         return self
@@ -59,48 +73,37 @@ class Talk:
         for stream in (self._child.stdout, self._child.stderr):
             if stream is not None:
                 stream.close()
+        self._control.close()
+        os.close(self._handle)
 
-    def run(self, program: str, tests: Checks | None) -> Ended:
-        """Run a program until it ends or has to.
+    def register(self, selector: selectors.BaseSelector) -> None:
+        """Have a selector wake up for it. What a script says is read in passing: to wake up for it would delay its start."""
+        selector.register(self._handle, selectors.EVENT_READ, self)
+        for fd in self._streams:
+            os.set_blocking(fd, False)
+            if self._token or fd != self._control.fileno():
+                selector.register(fd, selectors.EVENT_READ, self)
 
-        Raises:
-            SandboxFailed: it did not begin, or its processes do not end.
-        """
-        self._pending = _frames([program])
-        self._tests = tests
-        deadline = time.monotonic() + START_S
-        with selectors.DefaultSelector() as selector:
-            for fd in self._streams:
-                os.set_blocking(fd, False)
-                if tests is not None or fd != self._control.fileno():
-                    selector.register(fd, selectors.EVENT_READ)
-            while selector.get_map():
-                self._converse(selector)
-                for key, events in selector.select(LOOK_EVERY_S):
-                    self._serve(selector, key.fd, events)
-                if self._began is not None and not self._killed_for:
-                    deadline = self._began + self._wall_s
-                if time.monotonic() > deadline:
-                    if self._killed_for:
-                        raise SandboxFailed("processes that were killed are still there")
-                    deadline = self._kill("time")
-                elif not self._killed_for and self._fat():
-                    deadline = self._kill("memory")
-                elif not self._killed_for and self._loud():
-                    deadline = self._kill("output")
-            self._converse(selector)
-        return self._ended()
+    def unlimited(self) -> float:
+        """Take its time limit away; the seconds that are left of it."""
+        left, self._deadline = self._deadline - time.monotonic(), float("inf")
+        return left
 
-    def _converse(self, selector: selectors.BaseSelector) -> None:
-        """Say what there is room for. What a script says is read in passing: to wake up for it would delay its start."""
+    def stop(self, *, after_s: float = 0.0) -> None:
+        """End it, unless it ends by itself in so many seconds; that counts as an end in good order."""
+        if not self._killed:
+            self._stopped, self._deadline = True, time.monotonic() + after_s
+
+    def converse(self, selector: selectors.BaseSelector) -> None:
+        """Say what there is room for."""
         control = self._control.fileno()
         if control in selector.get_map():
-            selector.modify(control, selectors.EVENT_READ | (selectors.EVENT_WRITE if self._pending else 0))
-            return
-        if self._tests is None:
-            self._serve(selector, control, (selectors.EVENT_WRITE if self._pending else 0) | selectors.EVENT_READ)
+            selector.modify(control, selectors.EVENT_READ | (selectors.EVENT_WRITE if self._pending else 0), self)
+        elif not self._token:
+            self.serve(selector, control, (selectors.EVENT_WRITE if self._pending else 0) | selectors.EVENT_READ)
 
-    def _serve(self, selector: selectors.BaseSelector, fd: int, events: int) -> None:
+    def serve(self, selector: selectors.BaseSelector, fd: int, events: int) -> None:
+        """One of its streams is ready."""
         if events & selectors.EVENT_WRITE:
             try:
                 self._pending = self._pending[self._control.send(self._pending) :]
@@ -110,6 +113,9 @@ class Talk:
                 self._pending = b""  # it does not listen any more
         if not events & selectors.EVENT_READ:
             return
+        if fd == self._handle:  # it has ended
+            selector.unregister(fd)
+            return
         try:
             data = os.read(fd, 1 << 16)
         except BlockingIOError:
@@ -117,21 +123,39 @@ class Talk:
         except ConnectionError:
             data = b""
         if not data:
+            self.silent = self.silent or fd == self._control.fileno()
             if fd in selector.get_map():
                 selector.unregister(fd)
-        elif not self._killed_for or fd == self._control.fileno():
+        elif not self._killed or fd == self._control.fileno():
             self._streams[fd] += data
             if fd == self._control.fileno():
                 self._hear()
+
+    def watch(self) -> None:
+        """End it if it has taken too much.
+
+        Raises:
+            SandboxFailed: its processes do not end.
+        """
+        if time.monotonic() > self._deadline:
+            if self._killed:
+                raise SandboxFailed("processes that were killed are still there")
+            self._kill("" if self._stopped else "time")
+        elif not self._killed and self._fat():
+            self._kill("memory")
+        elif not self._killed and sum(map(len, self._streams.values())) > self._limits.output_kib << 10:
+            self._kill("output")
 
     def _hear(self) -> None:
         lines = bytes(self._streams[self._control.fileno()]).split(b"\n")[:-1]
         for line in lines[self._num_lines :]:
             if line == b"up" and self._began is None:
                 self._began = time.monotonic()
-            elif line == b"loaded" and self._tests is not None:
-                self._pending += _frames([self._token, self._tests.first, str(len(self._tests.each)), *self._tests.each])
-                self._tests = None
+                if not self._killed and not self._stopped:
+                    self._deadline = self._began + self._wall_s
+            elif line == b"loaded" and not self.loaded:
+                self.loaded = True
+                self._pending += self._then
         self._num_lines = len(lines)
 
     def _fat(self) -> bool:
@@ -139,33 +163,80 @@ class Talk:
         if self._began is None or now < max(self._began, self._looked) + LOOK_EVERY_S:
             return False
         self._looked = now
+        if now > self._began + self._limits.cpu_s:
+            self._cpu_s = max(self._cpu_s, most_cpu_s(self._child.pid))
         return used_mib(self._child.pid, self._limits.memory_mib) > self._limits.memory_mib
 
-    def _loud(self) -> bool:
-        return sum(map(len, self._streams.values())) > self._limits.output_kib << 10
-
-    def _kill(self, why: KilledFor) -> float:
-        """End everything; until when it may take to be gone."""
-        self._killed_for = why
+    def _kill(self, why: KilledFor) -> None:
+        self._killed, self._killed_for = True, why
         kill_tree(self._child.pid)
-        return time.monotonic() + END_S
+        self._deadline = time.monotonic() + END_S
 
-    def _ended(self) -> Ended:
+    def ended(self) -> Ended:
+        """How it ended.
+
+        Raises:
+            SandboxFailed: it did not begin.
+        """
         exit_code = self._child.wait()
+        exit_code = 128 - exit_code if exit_code < 0 else exit_code
         stdout, stderr, said = (bytes(stream) for stream in self._streams.values())
         if self._began is None:
             why = "it did not start in time" if self._killed_for else stderr.decode("utf-8", "replace")
             raise SandboxFailed(mend(why))
-        lines = said.decode("utf-8", "replace").split("\n")[:-1]
+        if exit_code == SIGKILLED and not self._killed_for:
+            if self._killed:
+                exit_code = 0
+            elif self._cpu_s >= self._limits.cpu_s:
+                exit_code = OUT_OF_TIME  # it ignored the signal that says so
         return Ended(
-            exit_code=128 - exit_code if exit_code < 0 else exit_code,
+            exit_code=exit_code,
             killed_for=self._killed_for,
             compiled=exit_code != NO_PYTHON,
-            answers=_answers(lines, self._token),
+            answers=_answers(said.decode("utf-8", "replace").split("\n")[:-1], self._token),
             stdout=stdout,
             stderr=stderr,
             seconds=time.monotonic() - self._began,
         )
+
+
+class Loop:
+    """Attends to several processes at once."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._talks: list[Talk] = []
+
+    def __enter__(self) -> Loop:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._selector.close()
+
+    def add(self, talk: Talk) -> None:
+        """One more."""
+        self._talks.append(talk)
+        talk.register(self._selector)
+
+    def remove(self, talk: Talk) -> None:
+        """No more of one that has ended."""
+        self._talks.remove(talk)
+
+    def until(self, done: Callable[[], bool]) -> None:
+        """Attend until it is so, or until all have ended."""
+        while not done() and self._selector.get_map():
+            for talk in self._talks:
+                talk.converse(self._selector)
+            for key, events in self._selector.select(LOOK_EVERY_S):
+                key.data.serve(self._selector, key.fd, events)
+            for talk in self._talks:
+                talk.watch()
+        for talk in self._talks:
+            talk.converse(self._selector)
+
+    def is_over(self, talk: Talk) -> bool:
+        """Whether one has ended and all its streams are closed."""
+        return all(key.data is not talk for key in self._selector.get_map().values())
 
 
 def _answers(lines: Iterable[str], token: str) -> dict[int, str]:

@@ -3,8 +3,8 @@
     rewards: [{name: code, args: {timeout_s: 20, cpu_s: 4}}]
     python -m rewardhub.rewards.code train.jsonl --tests tests      # are all rows' tests well formed?
 
-The forms of the tests stand in ``rewardhub.rewards.code_tests``. Keep ``timeout_s`` below ``rewardhub.timeout_s``: the hub takes
-a score that is late for a failure of its own.
+The forms of the tests stand in ``rewardhub.rewards.code_tests``; asserts and test files take a second process beside the program's.
+Keep ``timeout_s`` below ``rewardhub.timeout_s``: the hub takes a score that is late for a failure of its own.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class CodeArgs(Section):
     all_or_nothing: bool = False  # 1 when every test passes, else 0; otherwise the share that passes
     timeout_s: PositiveFloat = 8.0  # by the clock, all tests of one response
     cpu_s: PositiveInt = 4  # processor time of one program, with each pair anew
-    memory_mib: Annotated[int, Field(ge=32)] = 1024  # of a program with all its processes
+    memory_mib: Annotated[int, Field(ge=32)] = 1024  # of a program with all its processes; as much again of its tests
     processes: PositiveInt = 32  # and threads
     open_files: Annotated[int, Field(ge=8)] = 64
     output_kib: PositiveInt = 1024
@@ -87,7 +87,7 @@ class Code:
         return self._scored(*(self._pairs(program, tests) if isinstance(tests, Pairs) else self._in_one(program, tests)))
 
     def _in_one(self, program: str, tests: Calls | Statements) -> tuple[float, list[Ended]]:
-        """All tests in the process that the program was loaded into."""
+        """All tests of functions: the program is loaded once."""
         if isinstance(tests, Statements):
             ended = self._sandbox.run(program, mode="asserts", tests=Checks(tests.first, tests.each))
             return sum(index in ended.answers for index in range(len(tests.each))) / len(tests.each), [ended]

@@ -7,8 +7,9 @@
 | calls | ``{"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}``: arguments and result of a function, or of a method of ``class Solution`` |
 | test file | Python source. Its functions ``test_*`` and methods ``test*`` of unittest classes are a test each; a file without any is one test. The program's names are there already, and ``import solution`` works. |
 
-Only with pairs and calls does the verdict fall outside of the process that the program runs in: a program that tampers with
-Python itself can make statements pass.
+No form runs a test in the program's process. Asserts and test files run in a second sandbox, where the program's functions, classes and
+objects are stand-ins (docs/rewards.md says what they can do); names that tests bind, Python's builtins and the modules of its library are
+never the program's.
 """  # noqa: E501 - a table
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import ast
 import json
 from dataclasses import dataclass
 from typing import Any, Final
+
+from sandbox.names import MODULE, names_of
 
 MAX_TESTS: Final = 10_000
 
@@ -44,13 +47,16 @@ class Calls:
 
 @dataclass(frozen=True)
 class Statements:
-    """Python that raises where a program is wrong; ``first`` is executed before all of it."""
+    """Python that raises where a program is wrong, executed apart from it; ``first`` before all of it."""
 
     first: str
     each: tuple[str, ...]
 
 
-def parse(reference: str) -> Pairs | Calls | Statements:
+Tests = Pairs | Calls | Statements
+
+
+def parse(reference: str) -> Tests:
     """The tests in a reference.
 
     Raises:
@@ -60,7 +66,7 @@ def parse(reference: str) -> Pairs | Calls | Statements:
     if not text:
         raise BadTests("there are no tests")
     if text[0] not in "[{":
-        return _file(text)
+        return _checked(_file(text))
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -69,6 +75,21 @@ def parse(reference: str) -> Pairs | Calls | Statements:
     size = len(tests.each if isinstance(tests, Statements) else tests.inputs if isinstance(tests, Pairs) else tests.arguments)
     if not 1 <= size <= MAX_TESTS:
         raise BadTests(f"{size} tests; between 1 and {MAX_TESTS} are allowed")
+    return _checked(tests)
+
+
+def _checked(tests: Tests) -> Tests:
+    """The same tests.
+
+    Raises:
+        BadTests: any program would pass them, or could tamper with them.
+    """
+    if isinstance(tests, Statements):
+        names = names_of((tests.first, *tests.each))
+        if names.unsafe:
+            raise BadTests(f"they use {names.unsafe[0]}: what a program returns would run among its tests")
+        if not names.program and not names.imports and MODULE not in tests.first + "".join(tests.each):
+            raise BadTests("they use nothing of the program; builtins and the modules of Python's library are never the program's")
     return tests
 
 
@@ -128,5 +149,5 @@ def _file(text: str) -> Statements:
 
 _UNITTEST: Final = (
     "import unittest\nresult = unittest.TestResult()\n{name}({method!r}).run(result)\n"
-    "assert result.testsRun == 1 and result.wasSuccessful(), result.errors + result.failures"
+    "assert result.testsRun == 1 and result.wasSuccessful() and not result.skipped, result.errors + result.failures"
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from sandbox import SandboxFailed
 SWAP = "class Solution:\n    def add(self, a, b): return (a, b)"
 DEEP = "import sys; sys.setrecursionlimit(10**6)\ndef f(n): return n and 1 + f(n - 1)\ndef add(a, b): return a + b + f(20000) * 0"
 FILE = "from solution import add as plus\ndef test_a(): assert plus(1, 1) == 2\ndef test_b(): assert add(1, 1) == 3"
+STUBBORN = "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\n"  # only SIGKILL ends it
 ADD = "def add(a, b):\n    return a + b\n"
 ASSERTS = json.dumps(["assert add(1, 2) == 3", "assert add(2, 2) == 4", "assert add(1, 1) == 3"])
 DOUBLE = json.dumps({"inputs": ["1\n", ["2", "3"]], "outputs": ["2\n", ["4", "6"]]})
@@ -63,6 +65,11 @@ def flags(scored: Scored) -> set[str]:
         (ECHO + "exit()", DOUBLE, 1.0, {"compiled"}),
         (ECHO + "exit(1)", DOUBLE, 0.0, {"compiled", "crashed"}),
         (DEEP, ASSERTS, 2 / 3, {"compiled"}),
+        (f"{STUBBORN}while True: pass", ASSERTS, 0.0, {"compiled", "timeout"}),
+        (f"{STUBBORN}def add(a, b):\n    while True: pass", ASSERTS, 0.0, {"compiled", "timeout"}),
+        (f"{STUBBORN}while True: pass", DOUBLE, 0.0, {"compiled", "timeout"}),
+        ("def add(a, b): return bytearray(1 << 30)", ASSERTS, 0.0, {"compiled", "memory"}),
+        ("import os\ndef add(a, b): os.abort()", ASSERTS, 0.0, {"compiled", "crashed"}),
     ],
 )  # fmt: skip
 def test_outcomes(code: Code, program: str | None, reference: str, passed: float, expected: set[str]) -> None:
@@ -83,6 +90,23 @@ def test_a_program_that_takes_too_long_keeps_what_it_had_passed() -> None:
         )
         assert scored.value == 0.5
         assert flags(scored) == {"compiled", "timeout"}
+
+
+@pytest.mark.sandbox
+def test_a_program_that_hides_its_outputs_is_ended_in_time_too() -> None:
+    scored = Code(CodeArgs(timeout_s=0.7)).score(sample("import os, time\nos.close(1); os.close(2); time.sleep(600)", DOUBLE))
+    assert scored.value == 0.0
+    assert flags(scored) == {"compiled", "timeout"}
+
+
+@pytest.mark.sandbox
+def test_packages_can_be_imported_by_programs_and_tests(tmp_path: Path) -> None:
+    (tmp_path / "ours.py").write_text("def twice(x): return 2 * x\n")
+    tmp_path.chmod(0o755)
+    code = Code(CodeArgs(packages=(str(tmp_path),)))
+    program = "import ours\ndef add(a, b): return ours.twice(a + b)"
+    assert code.score(sample(program, json.dumps(["import ours\nassert add(1, 2) == ours.twice(3)"]))).value == 1.0
+    assert code.score(sample("import ours\nprint(ours.twice(int(input())))", '{"inputs": ["2"], "outputs": ["4"]}')).value == 1.0
 
 
 @pytest.mark.sandbox
@@ -125,6 +149,8 @@ def test_none_runs_with_limits_alone_and_says_so(caplog: pytest.LogCaptureFixtur
         ('{"inputs": ["1"], "outputs": ["1"], "fn_name": "f"}', "lists of arguments, got '1'"),
         ('{"inputs": [], "outputs": [], "fn_name": "a b"}', "no name of a function"),
         ("def f(:", "the test file is no Python"),
+        ('["assert eval(f(1)) == 2"]', "they use eval: what a program returns would run among its tests"),
+        ('["assert sum([1, 2]) == 3", "assert math.isclose(1, 1)"]', "they use nothing of the program"),
     ],
 )
 def test_malformed_tests(reference: str, problem: str) -> None:
@@ -133,7 +159,7 @@ def test_malformed_tests(reference: str, problem: str) -> None:
 
 
 def test_forms() -> None:
-    assert parse('["assert 1"]') == Statements("", ("assert 1",))
+    assert parse('["assert f(1)"]') == Statements("", ("assert f(1)",))
     assert parse('[{"input": "1", "output": "2"}]') == parse('{"inputs": ["1"], "outputs": ["2"]}') == Pairs(("1",), ("2",))
     assert parse('{"fn_name": "f", "inputs": [[1]], "outputs": [2]}') == Calls("f", ("[1]",), (2,))
 

@@ -1,12 +1,15 @@
-"""What a process and all that descends from it take of memory (Linux)."""
+"""What a process and all that descends from it take of memory and processor time (Linux)."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 from pathlib import Path
+from typing import Final
 
 from broker.workers.limits import resident_mib
+
+_TICKS: Final = os.sysconf("SC_CLK_TCK")
 
 
 def used_mib(pid: int, enough: float) -> float:
@@ -21,6 +24,16 @@ def used_mib(pid: int, enough: float) -> float:
     if resident <= enough:
         return resident
     return sum(_share_mib(one) for one in pids)
+
+
+def most_cpu_s(pid: int) -> float:
+    """Processor seconds of the one that has used most, of the process and its descendants."""
+    most = 0
+    for one in _tree(pid):
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            fields = Path(f"/proc/{one}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+            most = max(most, int(fields[11]) + int(fields[12]))  # utime, stime
+    return most / _TICKS
 
 
 def _tree(pid: int) -> list[int]:

@@ -1,0 +1,89 @@
+"""Questions and answers between a program and its tests, over a socket. Runs inside, at both ends.
+
+A frame is a length, four bytes little-endian, and so many bytes of JSON. Either end may ask while the other waits for an answer: a test
+calls a function of the program's, which calls a function that the test gave it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from typing import Any
+
+MOST_BYTES = 32 << 20  # of a frame
+ASK = "ask"
+
+
+class TooMuch(ValueError):
+    """What was to be sent is larger than a frame may be."""
+
+
+class Channel:
+    """One end.
+
+    Args:
+        fd: of the socket.
+        obey: answers a question; raises nothing. Asked again with the error where its answer was too large.
+        hung_up: what to do when the other end is closed, or sends what is no frame; does not return.
+    """
+
+    def __init__(self, fd: int, obey: Callable[[Any], Any], hung_up: Callable[[], Any]) -> None:
+        self._fd, self._obey, self._hung_up = fd, obey, hung_up
+
+    def ask(self, question: Any) -> Any:
+        """The answer.
+
+        Raises:
+            TooMuch: the question is too large.
+        """
+        self._send([ASK, question])
+        return self._wait()
+
+    def serve(self) -> None:
+        """Answer until the other end hangs up."""
+        self._wait()
+        self._hung_up()  # an answer that nobody asked for
+
+    def _wait(self) -> Any:
+        while True:
+            kind, content = self._receive()
+            if kind != ASK:
+                return content
+            try:
+                self._send(["answer", self._obey(content)])
+            except TooMuch as error:
+                self._send(["answer", self._obey(error)])
+
+    def _send(self, message: Any) -> None:
+        data = json.dumps(message).encode("ascii")
+        if len(data) > MOST_BYTES:
+            raise TooMuch(f"{len(data)} bytes, and at most {MOST_BYTES} can be passed on")
+        left = memoryview(len(data).to_bytes(4, "little") + data)
+        try:
+            while left:
+                left = left[os.write(self._fd, left) :]
+        except OSError:
+            self._hung_up()
+
+    def _receive(self) -> Any:
+        size = int.from_bytes(self._exactly(4), "little")
+        if size > MOST_BYTES:
+            self._hung_up()
+        try:
+            kind, content = json.loads(self._exactly(size))
+        except (ValueError, TypeError, RecursionError):
+            self._hung_up()
+        return kind, content
+
+    def _exactly(self, count: int) -> bytes:
+        data = bytearray()
+        while len(data) < count:
+            try:
+                piece = os.read(self._fd, min(count - len(data), 1 << 20))
+            except OSError:
+                piece = b""
+            if not piece:
+                self._hung_up()
+            data += piece
+        return bytes(data)

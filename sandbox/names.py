@@ -1,0 +1,95 @@
+"""Which names tests take from the program, and which from Python's library. No process is started here.
+
+What tests bind themselves and what Python has built in is never the program's, so a program cannot replace what judges it.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Final
+
+BUILTIN: Final = frozenset(dir(builtins))
+ALIASES: Final = {"np": "numpy", "pd": "pandas"}
+# Tests that use one of these without an import mean the library's, unless it is all that they use.
+LIBRARY: Final = {
+    **dict.fromkeys(("Counter", "OrderedDict", "defaultdict", "deque", "namedtuple"), "collections"),
+    "isclose": "math", "deepcopy": "copy", "Decimal": "decimal", "Fraction": "fractions", "date": "datetime", "timedelta": "datetime",
+    **dict.fromkeys(("Any", "Callable", "Dict", "Iterable", "List", "Optional", "Sequence", "Set", "Tuple", "Union"), "typing"),
+}  # fmt: skip
+UNSAFE: Final = frozenset({"eval", "exec"})  # what a program returns would run among the tests
+MODULE: Final = "solution"
+
+
+@dataclass(frozen=True)
+class Names:
+    """Names that tests use and do not bind.
+
+    Attributes:
+        program: the program's.
+        library: module, and attribute of it (empty: the module itself), by name.
+        imports: whether they import ``solution``.
+        unsafe: those of ``UNSAFE`` that they use.
+    """
+
+    program: tuple[str, ...]
+    library: dict[str, tuple[str, str]] = field(default_factory=dict)
+    imports: bool = False
+    unsafe: tuple[str, ...] = ()
+
+
+@lru_cache(maxsize=8)
+def names_of(texts: tuple[str, ...]) -> Names:
+    """The names in these pieces of Python, which are executed in one scope, one after the other.
+
+    Raises:
+        SyntaxError, ValueError, RecursionError, MemoryError: a piece is no Python.
+    """
+    trees = [ast.parse(text) for text in texts]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    used = [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
+    dotted = {node.value.id for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)}
+    imported = {name.split(".")[0] for node in nodes for name in _imported(node)}
+    bound = {name for tree in trees for name in _bound(tree.body)}
+    free = [name for name in dict.fromkeys(used) if name not in bound and name not in BUILTIN and not name.startswith("__")]
+    library = {name: (ALIASES.get(name, name), "") for name in free if name in dotted and _is_module(name)}
+    rest = [name for name in free if name not in library]
+    if not all(name in LIBRARY for name in rest):
+        library |= {name: (LIBRARY[name], name) for name in rest if name in LIBRARY}
+    return Names(
+        program=tuple(name for name in rest if name not in library),
+        library=library,
+        imports=MODULE in imported,
+        unsafe=tuple(name for name in dict.fromkeys(used) if name in UNSAFE and name not in bound),
+    )
+
+
+def _is_module(name: str) -> bool:
+    return name in ALIASES or name in sys.stdlib_module_names
+
+
+def _imported(node: ast.AST) -> Iterable[str]:
+    if isinstance(node, ast.ImportFrom):
+        return [node.module or ""]
+    return [one.name for one in node.names] if isinstance(node, ast.Import) else []
+
+
+def _bound(body: Iterable[ast.AST]) -> Iterable[str]:
+    """What statements bind in their own scope; not what functions and classes in them bind in theirs."""
+    for node in body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield from ((one.asname or one.name).split(".")[0] for one in node.names)
+        elif isinstance(node, ast.Name):
+            if isinstance(node.ctx, ast.Store):
+                yield node.id
+        elif isinstance(node, ast.ExceptHandler):
+            yield from [node.name] if node.name else []
+            yield from _bound(node.body)
+        elif not isinstance(node, (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
+            yield from _bound(ast.iter_child_nodes(node))

@@ -1,0 +1,117 @@
+"""Plain data as JSON and back: all that a program and its tests can say to each other. Runs inside, so it imports little.
+
+What comes back is made of exact builtin types, whatever was sent: a subclass travels as the builtin that it derives from, and an object
+of any other class does not travel at all. So no ``__eq__`` of a program's ever decides a comparison in its tests.
+"""
+
+from __future__ import annotations
+
+import builtins
+import collections
+from collections.abc import Callable
+from typing import Any
+
+Other = Callable[[Any], Any]
+SMALL = 1 << 63  # beyond it an integer travels in base 16: base 10 takes quadratic time and has a limit
+SEQUENCES: dict[str, Any] = {
+    "list": list,
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "deque": collections.deque,
+}
+TYPES: dict[str, Any] = {name: value for name, value in vars(builtins).items() if isinstance(value, type)}
+MUTABLE = (list, dict, set, bytearray, collections.deque)
+
+
+class Garbled(ValueError):
+    """What came is not what ``to_json`` makes."""
+
+
+def to_json(value: Any, other: Other) -> Any:
+    """The value as what ``json`` writes.
+
+    Args:
+        value: plain data: None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, range, deque, Decimal,
+            Fraction, a builtin type, an array or scalar of numpy (as a list or number), or these nested.
+        other: makes JSON of anything else, or raises.
+    """
+    if value is None or isinstance(value, (bool, float, str)):
+        return value
+    if isinstance(value, int):
+        return value if -SMALL < value < SMALL else ["int", hex(value)]
+    for name, kind in SEQUENCES.items():
+        if isinstance(value, kind):
+            return [name, [to_json(one, other) for one in value]]
+    if isinstance(value, dict):
+        return ["dict", [[to_json(key, other), to_json(one, other)] for key, one in value.items()]]
+    if isinstance(value, (bytes, bytearray)):
+        return ["bytes" if isinstance(value, bytes) else "bytearray", value.hex()]
+    if isinstance(value, complex):
+        return ["complex", value.real, value.imag]
+    if isinstance(value, range):
+        return ["range", *(to_json(part, other) for part in (value.start, value.stop, value.step))]
+    if isinstance(value, type):
+        name = value.__name__
+        return ["type", name] if TYPES.get(name) is value else other(value)
+    whose = type(value).__module__
+    if whose in ("decimal", "fractions") and type(value).__name__ in ("Decimal", "Fraction"):
+        return ["number", type(value).__name__, str(value)]
+    if whose == "numpy" and hasattr(value, "tolist"):
+        return to_json(value.tolist(), other)
+    return other(value)
+
+
+def from_json(node: Any, other: Other) -> Any:
+    """What ``to_json`` was given; ``other`` reads what is none of its own, or raises.
+
+    Raises:
+        Garbled: it was not made by ``to_json``.
+    """
+    if node is None or type(node) in (bool, int, float, str):
+        return node
+    try:
+        return _read(node, other)
+    except (TypeError, ValueError, IndexError, OverflowError, ArithmeticError) as error:
+        raise Garbled(str(error)) from None
+
+
+def _read(node: Any, other: Other) -> Any:
+    if type(node) is not list:
+        raise Garbled(f"a {type(node).__name__}")
+    tag, *rest = node
+    if tag in SEQUENCES:
+        return SEQUENCES[tag]([from_json(one, other) for one in rest[0]])
+    if tag == "dict":
+        return {from_json(key, other): from_json(one, other) for key, one in rest[0]}
+    if tag == "int":
+        return int(rest[0], 16)
+    if tag in ("bytes", "bytearray"):
+        return TYPES[tag].fromhex(rest[0])
+    if tag == "complex":
+        return complex(float(rest[0]), float(rest[1]))
+    if tag == "range":
+        return range(*(from_json(part, other) for part in rest))
+    if tag == "type":
+        return TYPES[rest[0]]
+    if tag == "number":
+        if rest[0] == "Decimal":
+            from decimal import Decimal
+
+            return Decimal(rest[1])
+        from fractions import Fraction
+
+        return Fraction(rest[1])
+    return other(node)
+
+
+def put_back(old: Any, new: Any) -> None:
+    """Make a mutable container equal to another of its type, in place."""
+    if isinstance(old, (list, bytearray)):
+        old[:] = new
+    elif isinstance(old, (set, dict)):
+        old.clear()
+        old.update(new)
+    else:
+        old.clear()
+        old.extend(new)
