@@ -29,7 +29,7 @@ MODULES: Final[dict[Mode, tuple[str, ...]]] = {
     "script": (),
     "calls": (),
     "asserts": ("plain", "channel", "host"),
-    "tests": ("plain", "channel", "remote", "judge"),
+    "tests": ("plain", "channel", "remote", "pytest_subset", "judge"),
 }
 FIRST_UID: Final = 0x70000000  # nobody's, by systemd's table of uids
 NOBODY: Final = 65534

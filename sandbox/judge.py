@@ -50,6 +50,8 @@ def _scope(program: Program, names: dict[str, Any]) -> dict[str, Any]:
     """The names that the tests begin with."""
     offered = program.names(names["program"])
     sys.modules["solution"] = Solution(program, offered)
+    if not any(finder.find_spec("pytest", None) for finder in sys.meta_path):
+        sys.modules["pytest"] = sys.modules["sandbox.pytest_subset"]
     tests = ModuleType("tests")
     sys.modules["tests"] = tests
     scope = vars(tests)

@@ -5,7 +5,7 @@
 | asserts | a JSON list of Python statements: ``["assert add(1, 2) == 3", "assert add(0, 0) == 0"]`` |
 | pairs | ``{"inputs": [...], "outputs": [...]}``, what goes to stdin and must come out at stdout, a text or a list of lines each; or a JSON list of ``{"input": ..., "output": ...}`` |
 | calls | ``{"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}``: arguments and result of a function, or of a method of ``class Solution`` |
-| test file | Python source. Its functions ``test_*`` and methods ``test*`` of unittest classes are a test each; a file without any is one test. The program's names are there already, and ``import solution`` works. |
+| test file | Python source. Its functions ``test_*`` and the methods ``test*`` of its classes ``Test*`` and of unittest's are a test each; a file without any is one test, and must run something. The program's names are there already, and ``import solution`` works. |
 
 No form runs a test in the program's process. Asserts and test files run in a second sandbox, where the program's functions, classes and
 objects are stand-ins (docs/rewards.md says what they can do); names that tests bind, Python's builtins and the modules of its library are
@@ -136,18 +136,65 @@ def _python(text: str, what: str) -> ast.Module:
 
 
 def _file(text: str) -> Statements:
+    body = _python(text, "the test file").body
+    classes = {node.name: node for node in body if isinstance(node, ast.ClassDef)}
     found: list[str] = []
-    for node in _python(text, "the test file").body:
-        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-            found.append(f"{node.name}()")
-        elif isinstance(node, ast.ClassDef) and any("TestCase" in ast.unparse(base) for base in node.bases):
-            for method in node.body:
-                if isinstance(method, ast.FunctionDef) and method.name.startswith("test"):
-                    found.append(_UNITTEST.format(name=node.name, method=method.name))
-    return Statements(text, tuple(found)) if found else Statements("", (text,))
+    for node in body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name.startswith("test_"):
+            _without_arguments(node, 0)
+            found.append(_ASYNC.format(name=node.name) if isinstance(node, ast.AsyncFunctionDef) else f"{node.name}()")
+        elif isinstance(node, ast.ClassDef):
+            is_case = any("TestCase" in ast.unparse(base) for one in _lineage(node, classes) for base in one.bases)
+            if is_case or node.name.startswith("Test"):
+                form = _UNITTEST if is_case else _PLAIN
+                found += [form.format(name=node.name, method=method) for method in _methods(_lineage(node, classes))]
+    if found:
+        return Statements(text, tuple(found))
+    if all(isinstance(node, _SILENT) or _is_text(node) or _is_guard(node) for node in body):
+        raise BadTests("the test file has no test_* function, no class of tests, and runs nothing itself")
+    return Statements("", (text,))
 
 
+def _lineage(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> list[ast.ClassDef]:
+    """A class and those of the same file that it derives from."""
+    found = [node]
+    for one in found:
+        names = (base.id for base in one.bases if isinstance(base, ast.Name))
+        found += [classes[name] for name in names if name in classes and classes[name] not in found]
+    return found
+
+
+def _methods(lineage: list[ast.ClassDef]) -> list[str]:
+    methods = [one for node in lineage for one in node.body if isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    tests = {method.name: method for method in reversed(methods) if method.name.startswith("test")}
+    for method in tests.values():
+        _without_arguments(method, 1)
+    return [name for name in dict.fromkeys(method.name for method in methods) if name in tests]
+
+
+def _without_arguments(node: ast.FunctionDef | ast.AsyncFunctionDef, allowed: int) -> None:
+    arguments, patched = node.args, any("patch" in ast.unparse(one) for one in node.decorator_list)
+    if len(arguments.posonlyargs + arguments.args) - len(arguments.defaults) > allowed and not patched:
+        raise BadTests(f"{node.name} takes arguments; fixtures and parametrize are not supported")
+
+
+def _is_text(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def _is_guard(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
+
+
+_SILENT: Final = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.Pass)
+# One test each; a test that skips itself has failed.
 _UNITTEST: Final = (
-    "import unittest\nresult = unittest.TestResult()\n{name}({method!r}).run(result)\n"
-    "assert result.testsRun == 1 and result.wasSuccessful() and not result.skipped, result.errors + result.failures"
+    "import unittest\n_outcome = unittest.TestResult()\nunittest.TestSuite([{name}({method!r})]).run(_outcome)\n"
+    "assert _outcome.testsRun == 1 and _outcome.wasSuccessful() and not _outcome.skipped, _outcome.errors + _outcome.failures"
 )
+_PLAIN: Final = (
+    "_instance = {name}()\n"
+    "if hasattr(_instance, 'setup_method'): _instance.setup_method(*[None] * (_instance.setup_method.__code__.co_argcount - 1))\n"
+    "_instance.{method}()"
+)
+_ASYNC: Final = "import asyncio\nasyncio.run({name}())"

@@ -19,6 +19,42 @@ SWAP = "class Solution:\n    def add(self, a, b): return (a, b)"
 DEEP = "import sys; sys.setrecursionlimit(10**6)\ndef f(n): return n and 1 + f(n - 1)\ndef add(a, b): return a + b + f(20000) * 0"
 FILE = "from solution import add as plus\ndef test_a(): assert plus(1, 1) == 2\ndef test_b(): assert add(1, 1) == 3"
 STUBBORN = "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\n"  # only SIGKILL ends it
+CLASSES = """
+import unittest
+class Base(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls): cls.two = 2
+    def test_base(self): self.assertEqual(add(1, 1), self.two)
+class Derived(Base):
+    def test_wrong(self): self.assertEqual(add(1, 1), 3)
+class TestPlain:
+    def setup_method(self): self.one = 1
+    def test_right(self): assert add(self.one, 1) == 2
+    def test_wrong(self): assert add(self.one, 1) == 3
+async def test_wrong(): assert add(1, 1) == 3
+async def test_right(): assert add(1, 1) == 2
+class NoTests: pass
+class TestNothing(NoTests):
+    def helper(self): pass
+    def test_wrong(self): assert add(1, 1) == 3
+"""
+RAISES = "def add(a, b):\n    if b < 0: raise ValueError(f'{b} is negative')\n    return a + b / 3"
+PYTEST = """
+import pytest
+from pytest import approx
+def test_raises():
+    with pytest.raises(ValueError, match="-1 is neg") as caught:
+        add(1, -1)
+    assert str(caught.value) == "-1 is negative"
+def test_does_not_raise():
+    with pytest.raises(ValueError):
+        add(1, 1)
+def test_raises_another():
+    with pytest.raises(TypeError):
+        add(1, -1)
+def test_nearly(): assert add(1, 1) == approx(1.3333333333) and [add(1, 1)] == approx([4 / 3]) and add(1, 1) != approx(1.33)
+def test_called(): pytest.raises(ValueError, add, 1, -1)
+"""
 ADD = "def add(a, b):\n    return a + b\n"
 ASSERTS = json.dumps(["assert add(1, 2) == 3", "assert add(2, 2) == 4", "assert add(1, 1) == 3"])
 DOUBLE = json.dumps({"inputs": ["1\n", ["2", "3"]], "outputs": ["2\n", ["4", "6"]]})
@@ -54,6 +90,8 @@ def flags(scored: Scored) -> set[str]:
         (ADD, FILE, 0.5, {"compiled"}),
         (ADD, "import unittest\nclass T(unittest.TestCase):\n    def test_a(self): self.assertEqual(add(1, 1), 2)", 1.0, {"compiled"}),
         (ADD, "def check(f):\n    assert f(1, 1) == 2\ncheck(add)", 1.0, {"compiled"}),
+        (ADD, CLASSES, 0.5, {"compiled"}),
+        (RAISES, PYTEST, 0.6, {"compiled"}),
         (None, ASSERTS, 0.0, set()),
         ("def add(a, b) return", ASSERTS, 0.0, set()),
         ("raise RuntimeError", ASSERTS, 0.0, {"compiled", "crashed"}),
@@ -149,6 +187,9 @@ def test_none_runs_with_limits_alone_and_says_so(caplog: pytest.LogCaptureFixtur
         ('{"inputs": ["1"], "outputs": ["1"], "fn_name": "f"}', "lists of arguments, got '1'"),
         ('{"inputs": [], "outputs": [], "fn_name": "a b"}', "no name of a function"),
         ("def f(:", "the test file is no Python"),
+        ("def check(f):\n    assert f(1) == 2\n", "has no test_. function, no class of tests, and runs nothing itself"),
+        ("import unittest\nclass Case:\n    def test_a(self): f()\nif __name__ == '__main__': unittest.main()", "runs nothing itself"),
+        ("def test_a(tmp_path): f()", "test_a takes arguments; fixtures and parametrize are not supported"),
         ('["assert eval(f(1)) == 2"]', "they use eval: what a program returns would run among its tests"),
         ('["assert sum([1, 2]) == 3", "assert math.isclose(1, 1)"]', "they use nothing of the program"),
     ],
