@@ -82,6 +82,7 @@ RANGES: Final[dict[type, dict[str, Range]]] = {
     wire.GenerateReply: {"policy_version": OPTIONAL, "prefix_hit_tokens": NATURAL},
     wire.Metrics: {"time": NATURAL},
     wire.DeadLetter: {"sequence": NATURAL, "ticket": NATURAL},
+    wire.Attempt: {"deaths": NATURAL},
     wire.DesiredState: {},
     wire.Presence: {
         "pid": NATURAL, "epoch": NATURAL, "policy_version": OPTIONAL, "slots": NATURAL, "running": NATURAL, "waiting": NATURAL,

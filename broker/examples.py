@@ -78,6 +78,7 @@ EXAMPLES: Final[dict[type[wire.Message], wire.Message]] = {
             stream="episodes", sequence=93, ticket=419, reason="Group: Object contains unknown field `score`", by="rewardhub-a19",
             data=b"\x81\xa5score\x01",
         ),
+        wire.Attempt(deaths=2, hub="envhub-2f0", process="7c1e3b9a-4d52/pid:[4026531836]/4711/902166", alone=True),
         wire.DesiredState(state="paused", reason="disk being replaced"),
         wire.Presence(
             role="rollout", id="rollout-7c1", host="node-3", pid=4711, state="serving", address="tcp://127.0.0.1:41234", channel="zmq",

@@ -108,6 +108,9 @@ RERUNS: Final = Stream(
 METRICS: Final = Stream("metrics", Kind.BEST_EFFORT, (wire.Metrics,), "role.id", "all", "observers", "not")
 PRESENCE: Final = Stream("presence", Kind.BEST_EFFORT, (wire.Presence,), "role.id", "all", "those who need it", "not")
 DEAD: Final = Stream("dead", Kind.LOG, (wire.DeadLetter,), "stream", "all", "operator", "until purged", max_bytes=1 << 26)
+ATTEMPTS: Final = Stream(
+    "attempts", Kind.KV, (wire.Attempt,), "run.stream.ticket", "envhub", "envhub", "a day", ttl_s=86_400.0, memory=True
+)
 CONTROL: Final = Stream("control", Kind.KV, (wire.DesiredState,), "run", "operator", "all", "last value", essential=True)
 MEMBERS: Final = Stream("members", Kind.KV, (wire.Presence,), "run.role.id", "all", "envhub, learner", "60 s", ttl_s=60.0, memory=True)
 RUNS: Final = Stream("runs", Kind.KV, (wire.RunSpec,), "run", "learner", "all who join", "last value", essential=True)
@@ -127,6 +130,7 @@ STREAMS: Final[tuple[Stream, ...]] = (
     METRICS,
     PRESENCE,
     DEAD,
+    ATTEMPTS,
     CONTROL,
     MEMBERS,
     RUNS,

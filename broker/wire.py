@@ -110,8 +110,9 @@ class EvalTicket(Message, frozen=True, tag="EvalTicket"):
 FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
 EpisodeEnd = Literal["terminated", "truncated", "timeout", "length"]
 ClosedReason = Literal[
-    "late", "deadline", "env_error", "reward_error", "too_large", "malformed", "timeout", "too_many_deliveries", "aborted", "lost"
-]
+    "late", "deadline", "env_error", "reward_error", "too_large", "malformed", "timeout", "too_many_deliveries", "poisonous", "aborted",
+    "lost",
+]  # fmt: skip
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
@@ -339,6 +340,15 @@ class DeadLetter(Message, frozen=True, tag="DeadLetter"):
     data: bytes  # the original bytes, cut to 1 MiB
 
 
+class Attempt(Message, frozen=True, tag="Attempt"):
+    """What is known of a ticket that was delivered more than once, until it ends. A hub that plays it puts its name here first."""
+
+    deaths: int  # processes that may have died while they played it
+    hub: str = ""  # id of the environment hub that plays it, empty: none does
+    process: str = ""  # that hub's process, as its Presence names it
+    alone: bool = False  # that hub plays nothing else: if it dies, the ticket is poisonous
+
+
 class DesiredState(Message, frozen=True, tag="DesiredState"):
     """What the operator wants of the run."""
 
@@ -367,7 +377,7 @@ class Presence(Message, frozen=True, tag="Presence"):
     speed: float = 0.0  # rollout: tokens per second it generates when busy, 0 unknown
     idle_ratio: float = -1.0  # rollout: share of the last second without work, -1 unknown
     problem: str = ""  # one line: why it takes no work, empty while it does
-    process: str = ""  # learner: boot id, PID namespace, process id and start time; see broker/process_identity.py
+    process: str = ""  # learner, envhub: boot id, PID namespace, process id and start time; see broker/process_identity.py
     said: str = ""  # newest WARNING or ERROR that it logged, with its time, at most 300 characters; empty after 10 minutes
 
 
@@ -385,7 +395,7 @@ class RunSpec(Message, frozen=True, tag="RunSpec"):
 
 MESSAGES: Final[tuple[type[Message], ...]] = (
     Ticket, EvalTicket, Group, Closed, RulesChange, Parted, WeightsOffer, WeightsJoin, WeightsSession, GenerateRequest, AbortRequest,
-    GenerateReply, Metrics, DeadLetter, DesiredState, Presence, RunSpec,
+    GenerateReply, Metrics, DeadLetter, Attempt, DesiredState, Presence, RunSpec,
 )  # fmt: skip
 
 # Messages that hold columns or bytes may be large; of all others whatever is larger was not made by this program.

@@ -15,7 +15,9 @@ from broker.process import Member
 from broker.streams import TICKETS, Stream
 from broker.workers.line import clean
 from envhub.assignment import Assignment, destination, group, results, reward_pools
+from envhub.attempts import Attempts
 from envhub.domain import Domain
+from envhub.suspicion import Judgement
 from envhub.tally import Tally
 from envhub.task import Played
 
@@ -26,13 +28,22 @@ DETAIL_CHARS: Final = 1000
 
 @dataclass
 class InHand:
-    """A ticket in work."""
+    """A ticket in work.
+
+    Attributes:
+        judgement: of a ticket that was delivered before, None until it is known.
+        beginning: held while the note is written that this hub plays such a ticket.
+        begun: that note is written.
+    """
 
     asked: Assignment
     delivery: Delivery
     domain: Domain
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     played: dict[int, Played] = field(default_factory=dict)
+    judgement: Judgement | None = None
+    beginning: asyncio.Lock = field(default_factory=asyncio.Lock)
+    begun: bool = False
 
 
 class Outbox:
@@ -43,8 +54,8 @@ class Outbox:
             goes to another hub.
     """
 
-    def __init__(self, member: Member, tally: Tally) -> None:
-        self._member, self._bus, self._tally = member, member.bus, tally
+    def __init__(self, member: Member, tally: Tally, attempts: Attempts) -> None:
+        self._member, self._bus, self._tally, self._attempts = member, member.bus, tally, attempts
         self.failure: BaseException | None = None
         self._ending: set[asyncio.Task[None]] = set()
 
@@ -63,6 +74,11 @@ class Outbox:
     def refuse(self, stream: Stream, domain: str, delivery: Delivery, problem: str) -> None:
         """The message is no ticket of its queue; whatever ticket it stands for is closed."""
         self._background(self._refuse(stream, domain, delivery, problem))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether everything is stored and acknowledged."""
+        return not self._ending
 
     async def empty(self, timeout_s: float) -> None:
         """Wait until everything is stored and acknowledged."""
@@ -86,7 +102,7 @@ class Outbox:
             await self._close(held, "too_large" if isinstance(error, TooLarge) else "malformed", str(error))
             return
         self._tally.groups += 1
-        await held.delivery.ack()
+        await self._ack(held)
 
     async def _close(self, held: InHand, reason: wire.ClosedReason, detail: str) -> None:
         """The ticket to the operator unless it was only late, the closing to the log, then the acknowledgement."""
@@ -96,12 +112,19 @@ class Outbox:
             why = clean(f"{reason}: {detail}", DETAIL_CHARS)
             await self._bus.dead_letter(asked.stream, seq=delivery.seq, ticket=asked.number, reason=why, data=delivery.data)
         await self._publish_closed(asked.stream, asked.number, asked.domain, reason, detail, eval_step=asked.eval_step)
-        await delivery.ack()
+        await self._ack(held)
 
     async def _hand_back(self, held: InHand, delay_s: float, detail: str) -> None:
         log.info("%s handed back: %s", held.asked.key, detail)
         self._tally.handed_back += 1
+        if held.judgement is not None or held.delivery.num_delivered == 1:  # else the note of the hub before still holds
+            await self._attempts.hand_back(held.asked, held.judgement.deaths if held.judgement is not None else 0)
         await held.delivery.nak(delay_s)
+
+    async def _ack(self, held: InHand) -> None:
+        await held.delivery.ack()
+        if held.delivery.num_delivered > 1:
+            await self._attempts.end(held.asked)
 
     async def _refuse(self, stream: Stream, domain: str, delivery: Delivery, problem: str) -> None:
         number = delivery.ticket or (delivery.seq if stream is TICKETS else 0)  # a ticket's number is its sequence

@@ -23,11 +23,13 @@ from broker.errors import ConfigError, RlearnerError, UserError
 from broker.health import Health
 from broker.jetstream import Delivery
 from broker.process import Member, Stop, join
+from broker.process_identity import this_process
 from broker.runspec import section
 from broker.streams import EVALTICKETS, TICKETS, Stream
 from broker.timeouts import seconds
 from broker.workers.fault import Traces
 from envhub.assignment import assignment, task
+from envhub.attempts import Attempts
 from envhub.calls import Calls
 from envhub.config import EnvhubSection
 from envhub.domain import Domain, load_domains
@@ -86,7 +88,8 @@ class Hub:
         self.health = Health("domain", self.domains, self._broken_after, trial=self._trial, changed=member.poke)
         self.tally = Tally()
         self.turnstile = Turnstile(self.slots)
-        self.outbox = Outbox(member, self.tally)
+        self.attempts = Attempts(member.bus, member.id)
+        self.outbox = Outbox(member, self.tally, self.attempts)
         self._traces = Traces()
         self._in_hand: dict[str, InHand] = {}
         self._addresses: set[str] = set()
@@ -162,7 +165,7 @@ class Hub:
         there = (*self.servers.all(), *self.servers.learners())
         versions = [one.policy_version for one in there if one.policy == "actor" and one.epoch == epoch]
         self._perform(self.slots.advanced(max(versions, default=-1)))
-        self._perform(self.slots.tick(time.monotonic()))
+        self._perform(self.slots.tick(time.monotonic(), idle=self.outbox.is_empty))
         if self._serves_someone(TICKETS) and not self.slots.draining:
             self.health.start_trials()
 
@@ -248,9 +251,37 @@ class Hub:
             self.outbox.hand_back(InHand(asked, delivery, self.domains[domain]), self.health.delay_s(domain), "its domain fails here")
             return asked.group_size
         drop_late = (self.spec.config.get("train") or {}).get("on_late") == "drop"
-        self._in_hand[asked.key] = InHand(asked, delivery, self.domains[domain])
-        self._perform(self.slots.offer(asked.job(delivery.num_delivered, drop_late=drop_late), time.monotonic()))
+        held = self._in_hand[asked.key] = InHand(asked, delivery, self.domains[domain])
+        job = asked.job(delivery.num_delivered, drop_late=drop_late)
+        if delivery.num_delivered == 1:
+            self._perform(self.slots.offer(job, time.monotonic()))
+            return asked.group_size
+        self._perform(self.slots.hold(job))
+        if self._in_hand.get(asked.key) is held:
+            self.member.spawn(self._judge(held))
         return asked.group_size
+
+    async def _judge(self, held: InHand) -> None:
+        """Let a ticket that was delivered before begin, unless hubs died of it."""
+        key = held.asked.key
+        judgement = await self.attempts.judge(held.asked, held.delivery.num_delivered)
+        if self._in_hand.get(key) is not held:
+            return
+        held.judgement = judgement
+        if judgement.poisonous:
+            detail = f"{judgement.deaths} hubs died while they played this ticket, the last one while it played nothing else"
+            self._perform(self.slots.condemn(key, detail))
+            return
+        if judgement.alone:
+            log.warning("%s may have killed %d hubs; playing it alone", key, judgement.deaths)
+        self._perform(self.slots.admit(key, time.monotonic(), alone=judgement.alone))
+
+    async def _begin(self, held: InHand) -> None:
+        """Before the first episode of a ticket that was delivered before: note who plays it."""
+        async with held.beginning:
+            if held.judgement is not None and not held.begun:
+                await self.attempts.begin(held.asked, held.judgement)
+                held.begun = True
 
     # -- decisions into deeds
 
@@ -284,6 +315,7 @@ class Hub:
                 self._perform(self.slots.sampled(key, oldest_version))
 
         try:
+            await self._begin(held)
             played = await self.players.play(played_as, sampled)
         except EpisodeFailed as error:
             self._failed(key, held, episode, error)
@@ -335,6 +367,7 @@ class Hub:
             waiting=self.slots.waiting,
             serves=self.health.serves,
             problem=self.health.problem,
+            process=this_process(),
         )
 
     def metrics(self) -> dict[str, float]:

@@ -3,6 +3,7 @@
 Events are method calls, actions are returned; time is passed in (seconds of any monotonic clock) and nothing here waits
 or sends. A job is one ticket's group. Its episodes start as slots get free, in the order in which jobs came; a job larger
 than the hub runs in waves. Every accepted job ends in exactly one of ``Finish``, ``Close`` and ``HandBack``.
+A job that may have ended other processes is held until it is judged, and then begins only while the hub plays nothing else.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Literal
 
 from broker.streams import MAX_DELIVERIES
 from broker.wire import ClosedReason
+from envhub.line import Line
 
 FailureKind = Literal["env", "timeout", "generate", "machine", "fatal", "large"]
 
@@ -113,6 +115,7 @@ class Slots:
         self.n, self.max_retries = n, max_retries
         self.draining = False
         self.version = -1  # newest policy version seen
+        self._line = Line()
         self._groups: dict[str, _Group] = {}
         self._queue: deque[tuple[str, int, int]] = deque()  # episodes that wait for a slot: key, episode, attempt
         self._running = 0
@@ -131,12 +134,12 @@ class Slots:
     @property
     def free(self) -> int:
         """Slots that nobody runs in, waits for or has reserved; negative when more wait than there is room for."""
-        return self.n - self._running - len(self._queue) - self._reserved
+        return self.n - self._running - len(self._queue) - self._reserved - sum(self._need(job.group_size) for job in self._line.jobs())
 
     @property
     def jobs(self) -> list[str]:
-        """Keys of the groups in hand, oldest first."""
-        return list(self._groups)
+        """Keys of the groups in hand: those that have begun, oldest first, then those that wait to begin."""
+        return [*self._groups, *(job.key for job in self._line.jobs())]
 
     def what_next(self, key: str, episode: int, actions: list[Action]) -> str:
         """For the log, what ``failed`` led to where it cost nothing but time; what ends a ticket has a line of its own."""
@@ -150,7 +153,7 @@ class Slots:
 
     def reserve(self, group_size: int, limit: int) -> int:
         """Keep room for up to ``limit`` more groups; how many there is room for. Each is later offered or released."""
-        if self.draining:
+        if self.draining or self._line:
             return 0
         need = self._need(group_size)
         count = max(0, min(limit, self.free // need))
@@ -168,14 +171,36 @@ class Slots:
 
     def offer(self, job: Job, now: float) -> list[Action]:
         """A ticket came. Its room, if any was kept, must have been released just before."""
-        if job.key in self._groups:
+        return self._accept(job, alone=False) or self._enter(now)
+
+    def hold(self, job: Job) -> list[Action]:
+        """A ticket came that must be judged by ``admit`` or ``condemn`` before it begins."""
+        return self._accept(job, alone=None)
+
+    def admit(self, key: str, now: float, *, alone: bool) -> list[Action]:
+        """A job that was held may begin; with ``alone`` only while the hub does nothing else."""
+        self._line.judge(key, alone=alone)
+        return self._enter(now)
+
+    def condemn(self, key: str, detail: str) -> list[Action]:
+        """A job that was held must not begin."""
+        return self._stop(key, Close(key, "poisonous", detail)) if key in self._line else []
+
+    def _accept(self, job: Job, *, alone: bool | None) -> list[Action]:
+        if job.key in self._groups or job.key in self._line:
             return []  # delivered again while still in work here: the one run goes on
         if job.num_delivered >= MAX_DELIVERIES:
             return [Close(job.key, "too_many_deliveries", f"delivered {job.num_delivered} times and never finished")]
         if self.draining:
             return [HandBack(job.key, 0.0, "draining")]
-        self._groups[job.key] = _Group(job, now + job.deadline_s, job.group_size)
-        self._queue.extend((job.key, episode, 0) for episode in range(job.group_size))
+        self._line.put(job, alone=alone)
+        return []
+
+    def _enter(self, now: float, *, idle: bool = False) -> list[Action]:
+        """Begin the groups whose turn it is."""
+        while job := self._line.next(idle=idle and not self._groups):
+            self._groups[job.key] = _Group(job, now + job.deadline_s, job.group_size)
+            self._queue.extend((job.key, episode, 0) for episode in range(job.group_size))
         return self._fill()
 
     def finished(self, key: str, episode: int) -> list[Action]:
@@ -230,15 +255,20 @@ class Slots:
             actions += self._close_if_late(group)
         return actions
 
-    def tick(self, now: float) -> list[Action]:
-        """Time passed: groups beyond their deadline close with what they have, or without a group."""
+    def tick(self, now: float, *, idle: bool = True) -> list[Action]:
+        """Time passed: groups beyond their deadline close with what they have, or without a group.
+
+        Args:
+            now: the time.
+            idle: nothing that this hub ended is still being stored, so that a suspect group may begin.
+        """
         actions: list[Action] = []
         for group in [group for group in self._groups.values() if now >= group.until]:
             done, job = tuple(sorted(group.done)), group.job
             short = f"{len(done)} of at least {job.min_group_size} episodes after {job.deadline_s:g} s"
             enough = len(done) >= job.min_group_size
             actions += self._end(group, Finish(job.key, done) if enough else Close(job.key, "deadline", short))
-        return actions
+        return actions + self._enter(now, idle=idle)
 
     def drain(self) -> None:
         """Take no more tickets; finish those in hand."""
@@ -251,7 +281,7 @@ class Slots:
 
     def hand_back(self, keys: Iterable[str], delay_s: float, detail: str) -> list[Action]:
         """Give up groups in hand; another hub may take their tickets after ``delay_s``."""
-        ends = [action for key in keys for action in self._stop(self._groups[key], HandBack(key, delay_s, detail))]
+        ends = [action for key in keys for action in self._stop(key, HandBack(key, delay_s, detail))]
         return ends + self._fill()
 
     # -- inside
@@ -290,11 +320,13 @@ class Slots:
         return self._end(group, Close(job.key, "late", detail))
 
     def _end(self, group: _Group, ending: Action) -> list[Action]:
-        return self._stop(group, ending) + self._fill()
+        return self._stop(group.job.key, ending) + self._fill()
 
-    def _stop(self, group: _Group, ending: Action) -> list[Action]:
-        key = group.job.key
-        del self._groups[key]
+    def _stop(self, key: str, ending: Action) -> list[Action]:
+        self._line.leave(key)
+        group = self._groups.pop(key, None)
+        if group is None:
+            return [ending]  # it had not begun
         if group.waiting:
             self._queue = deque(entry for entry in self._queue if entry[0] != key)
         self._running -= len(group.running)

@@ -164,6 +164,51 @@ def test_a_redelivery_of_a_ticket_in_hand_changes_nothing() -> None:
     assert slots.running == 2
 
 
+def test_a_suspect_group_is_played_alone() -> None:
+    slots = Slots(4, max_retries=0)
+    assert slots.offer(job("a", size=1), 0.0) == [Start("a", 0, 0)]
+    assert slots.hold(job("s", size=1)) == []
+    assert slots.reserve(1, limit=1) == 0, "takes tickets while one is judged"
+    assert slots.offer(job("b", size=1), 0.0) == [], "it was fetched with the others and must wait its turn"
+    assert slots.free == 1
+    assert slots.admit("s", 0.0, alone=True) == []
+    assert slots.finished("a", 0) == [Finish("a", (0,))]
+    assert slots.tick(1.0, idle=False) == [], "the last group is still being stored"
+    assert slots.tick(2.0) == [Start("s", 0, 0)]
+    assert slots.tick(3.0) == []
+    assert slots.jobs == ["s", "b"]
+    assert slots.tick(12.0)[0] == Abort("s", 0), "its deadline does not run from its turn on"
+    assert slots.jobs == ["b"]
+    assert slots.running == 1
+    assert slots.reserve(1, limit=1) == 1
+
+
+def test_what_is_judged_harmless_begins_at_once() -> None:
+    slots = Slots(4, max_retries=0)
+    slots.hold(job("a"))
+    assert slots.hold(job("a")) == []
+    assert slots.admit("a", 0.0, alone=False) == [Start("a", 0, 0), Start("a", 1, 0)]
+    assert slots.admit("gone", 0.0, alone=True) == []
+
+
+def test_a_poisonous_ticket_closes_unplayed_and_those_behind_it_begin() -> None:
+    slots = Slots(4, max_retries=0)
+    slots.hold(job("a"))
+    slots.offer(job("b", size=1), 0.0)
+    assert slots.condemn("a", "deadly") == [Close("a", "poisonous", "deadly")]
+    assert slots.condemn("a", "deadly") == []
+    assert slots.tick(0.0) == [Start("b", 0, 0)]
+
+
+def test_a_held_ticket_is_handed_back_with_the_others() -> None:
+    slots = Slots(4, max_retries=0)
+    slots.offer(job("a", size=1), 0.0)
+    slots.hold(job("b"))
+    assert slots.expire() == [Abort("a", 0), HandBack("a", 0.0, "draining"), HandBack("b", 0.0, "draining")]
+    assert slots.admit("b", 0.0, alone=False) == []
+    assert slots.free == 4
+
+
 def test_draining_finishes_what_it_has_then_hands_back() -> None:
     slots = Slots(1, max_retries=0)
     slots.offer(job("a", size=2), 0.0)
@@ -187,6 +232,8 @@ class SlotsMachine(RuleBasedStateMachine):
         self.done: dict[str, set[int]] = {}
         self.oldest: dict[str, int] = {}
         self.ended: list[str] = []
+        self.held: list[str] = []  # not judged
+        self.suspects: set[str] = set()
 
     def perform(self, actions: list[object]) -> None:
         for action in actions:
@@ -220,6 +267,28 @@ class SlotsMachine(RuleBasedStateMachine):
             self.open[key] = Job(key, size, min(size, least), 10.0, staleness, num_redundant=min(redundant, size - min(size, least)))
             self.done[key] = set()
             self.perform(self.slots.offer(self.open[key], self.now))
+
+    @rule(size=st.integers(1, 8))
+    def ticket_again(self, size: int) -> None:
+        if self.slots.reserve(size, 1):
+            self.slots.release(size, 1)
+            self.next_key += 1
+            key = str(self.next_key)
+            self.open[key], self.done[key] = Job(key, size, size, 10.0), set()
+            self.held.append(key)
+            self.perform(self.slots.hold(self.open[key]))
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), verdict=st.sampled_from(["harmless", "suspect", "poisonous"]))
+    def judge(self, data: st.DataObject, verdict: str) -> None:
+        key = data.draw(st.sampled_from(self.held))
+        self.held.remove(key)
+        if verdict == "poisonous":
+            self.perform(self.slots.condemn(key, "x"))
+            return
+        if verdict == "suspect" and key in self.open:
+            self.suspects.add(key)
+        self.perform(self.slots.admit(key, self.now, alone=verdict == "suspect"))
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -273,6 +342,11 @@ class SlotsMachine(RuleBasedStateMachine):
         assert self.slots.waiting == 0 or self.slots.running == self.slots.n, "an episode waits beside a free slot"
         assert self.slots.waiting <= 8 - 1, "took a ticket without having room for it"
         assert len(self.ended) == len(set(self.ended))
+
+    @invariant()
+    def suspects_are_alone(self) -> None:
+        playing = {key for key, _ in self.running}
+        assert len(playing) <= 1 or not playing & self.suspects
 
     @invariant()
     def nothing_late_is_kept(self) -> None:
