@@ -14,6 +14,7 @@ from broker import wire
 from broker.answers import ApiError
 from broker.api import Entry, ask, bounds, find
 from broker.aside import aside
+from broker.consumers import find_consumer
 from broker.delivery import DEAD_BYTES, Delivery, decode, decode_aside, ticket_of
 from broker.errors import LostState, TooLarge
 from broker.kv import KeyValue
@@ -209,13 +210,19 @@ class Bus:
 
     async def last_delivered(self, stream: Stream, key: str) -> int:
         """Return the highest sequence of a work queue's key that was ever delivered to anyone, 0 if none was."""
-        try:
-            info = await ask(self.link, f"CONSUMER.INFO.{stream.stream_name(self.run)}.{key}")
-        except ApiError as error:
-            if error.err_code == NO_CONSUMER:
-                return 0
-            raise
-        return int(info["delivered"]["stream_seq"])
+        name, consumer = stream.stream_name(self.run), key
+        while True:
+            try:
+                info = await ask(self.link, f"CONSUMER.INFO.{name}.{consumer}")
+            except ApiError as error:
+                if error.err_code != NO_CONSUMER:
+                    raise
+                found = await find_consumer(self.link, name, key, stream.subject(self.run, key))
+                if found is None or found["durable_name"] == consumer:
+                    return 0
+                consumer = found["durable_name"]  # another program made it
+            else:
+                return int(info["delivered"]["stream_seq"])
 
     async def trim_parts(self, log: Stream, keep: Callable[[int], bool]) -> int:
         """Delete the parts of all tickets of a log that are not to be kept; how many tickets had some.

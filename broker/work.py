@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from broker.answers import Disconnected
-from broker.api import ask
+from broker.consumers import ensure_consumer, settings
 from broker.delivery import Delivery, nak_payload
 from broker.link import PAUSE_S, Link
 from broker.marks import Marks
@@ -19,7 +19,7 @@ from broker.natspy import Msg
 from broker.parts import Parts
 from broker.reader import PROTOCOL_BYTES
 from broker.sizes import INLINE_BYTES
-from broker.streams import ACK_WAIT_S, Stream
+from broker.streams import Stream
 from broker.subscribed import Subscribed
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,6 @@ SHORTEST_PULL_S: Final = 0.05  # below, a pull takes what is there and does not 
 GRACE_S: Final = 1.0  # beyond a pull's own expiry, before it may count as lost
 QUIET_S: Final = 0.25  # after a message, before those that have come are returned; the pull stays open for the others
 KEPT_S: Final = 3.0  # what came for nobody waits for the next fetch, then for another process
-MAX_WAITING_PULLS: Final = 8192  # hubs that may wait at one queue
 FIRST_PULL_BYTES: Final = 4 << 20
 LEAST_PULL_BYTES: Final = INLINE_BYTES + (64 << 10)  # the largest message that our own publishers send here
 MOST_PULL_BYTES: Final = 16 << 20
@@ -71,7 +70,8 @@ class WorkQueue:
 
     def __init__(self, link: Link, marks: Marks, parts: Parts, stream: Stream, run: str, key: str) -> None:
         self._link, self._marks, self._parts, self._types = link, marks, parts, stream.messages
-        self._stream_name, self._consumer, self._filter = stream.stream_name(run), key, stream.subject(run, key)
+        self._stream_name, self._key, self._filter = stream.stream_name(run), key, stream.subject(run, key)
+        self._consumer = key  # its name; another one's where another program made it
         self._inbox = ""
         self._subscribed: Subscribed | None = None  # to the inbox; None before the first pull, and after one was given up
         self._fetching = asyncio.Lock()
@@ -280,18 +280,7 @@ class WorkQueue:
             log.debug("not handed back; the broker delivers it again by itself")
 
     async def _ensure(self) -> None:
-        config: dict[str, Any] = {
-            "durable_name": self._consumer,
-            "filter_subject": self._filter,
-            "ack_policy": "explicit",
-            "ack_wait": int(ACK_WAIT_S * 1e9),
-            "deliver_policy": "all",
-            "max_ack_pending": -1,  # the default of 1,000 stalls a fleet without a word
-            "max_deliver": -1,  # the hub closes a ticket that comes too often; the broker never forgets one
-            "max_waiting": MAX_WAITING_PULLS,
-        }
-        name = self._stream_name
-        await ask(self._link, f"CONSUMER.DURABLE.CREATE.{name}.{self._consumer}", {"stream_name": name, "config": config})
+        self._consumer = await ensure_consumer(self._link, self._stream_name, settings(self._key, self._filter))
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> bool:
