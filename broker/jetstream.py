@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -175,6 +175,18 @@ class Bus:
     async def first_seq(self, stream: Stream) -> int:
         """Sequence of the oldest message kept; one past the newest when there is none."""
         return (await bounds(self.link, stream.stream_name(self.run)))[0]
+
+    async def bounds(self, stream: Stream) -> tuple[int, int]:
+        """Sequences of the oldest message kept and of the newest ever stored, of one moment; (last + 1, last) when there is none."""
+        return await bounds(self.link, stream.stream_name(self.run))
+
+    async def missing(self, stream: Stream, seqs: Collection[int]) -> set[int]:
+        """Return those of these sequences that were stored and are not kept any more."""
+        if not seqs:
+            return set()
+        state = (await ask(self.link, f"STREAM.INFO.{stream.stream_name(self.run)}", {"deleted_details": True}))["state"]
+        deleted, first, last = set(state.get("deleted") or ()), int(state["first_seq"]), int(state["last_seq"])
+        return {seq for seq in seqs if seq <= last and (seq < first or seq in deleted or not state["messages"])}
 
     async def info(self, stream: Stream) -> dict[str, Any]:
         """JetStream's own description of a stream: its configuration and state."""

@@ -19,6 +19,7 @@ from learner.evaluation import Evaluations
 from learner.evaluator import Evaluator
 from learner.gate import Gate
 from learner.ledger import Ledger
+from learner.orphans import OrphanWatch
 from learner.patience import Patience
 from learner.records import Records
 from learner.saver import Saver
@@ -101,6 +102,8 @@ async def open_services(
     await evaluator.open()
     issuer = Issuer(bus, TICKETS, gate.wait)
     reaper = Reaper(bus, ledger, roster, seconds(section(config, "train", TrainSection).ticket_timeout_s), lambda: watch.paused)
-    for work in (*book.services(), *evaluator.services(), issuer.serve(), gate.serve(), reaper.serve()):
+    pools = {reward.pool for domain in domains(config).values() for reward in domain.rewards}
+    orphans = OrphanWatch(bus, ledger, len(pools))
+    for work in (*book.services(), *evaluator.services(), issuer.serve(), gate.serve(), reaper.serve(), orphans.serve()):
         member.spawn(work)
     return Services(book, records, saver, evaluator, issuer)

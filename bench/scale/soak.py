@@ -179,7 +179,7 @@ class Learner:
 
 
 async def _soak(folder: Path) -> dict[str, Any]:
-    lake, maze, mine = (DomainRule(name, 1.0, 8, 8, 600.0) for name in ("lake", "maze", "mine"))
+    lake, maze, mine = (DomainRule(name, 1.0, 8, 1, 600.0) for name in ("lake", "maze", "mine"))
     rules = Rules(STEPS, GROUPS, STALENESS, "wait", 0, (lake, maze))
     bus = MemoryBus("soak", "learner")
     fleet = Fleet(bus, {"lake", "maze"})

@@ -41,7 +41,7 @@ def trajectory(episode: int = 0, reward: float = 1.0, runs: tuple[int, ...] = (0
 
 def group(trajectories: list[wire.Trajectory] | None = None, **more: Any) -> wire.Group:
     given: dict[str, Any] = {"ticket": 1, "domain": "lake", "task_index": 0, "min_version": 0, "hub": "h", "deliveries": 1, "pools": []}
-    return wire.Group(**{**given, **more}, trajectories=trajectories or [trajectory()])
+    return wire.Group(**{**given, **more}, trajectories=trajectories or [trajectory(0), trajectory(1)])
 
 
 def a_ledger(**more: Any) -> Ledger:
@@ -81,8 +81,10 @@ def test_bytes_that_do_not_decode_end_the_ticket_in_the_header() -> None:
         (group(policy="random"), "policy random"),
         (group(domain="sea"), "asked for lake task 0, not sea task 0"),
         (group(task_index=4), "asked for lake task 0, not lake task 4"),
-        (group([trajectory(token=100)]), "token id 100 of episode 0, the vocabulary has 100"),
-        (group([trajectory(runs=(0, 1, 1, 1))]), "a token of policy version 1 while 0 is being trained"),
+        (group([trajectory()]), "1 of the 2 episodes of ticket 1, which needs at least 2"),
+        (group([trajectory(), trajectory()]), "1 of the 2 episodes of ticket 1, which needs at least 2"),  # two samples of one episode
+        (group([trajectory(token=100), trajectory(1)]), "token id 100 of episode 0, the vocabulary has 100"),
+        (group([trajectory(runs=(0, 1, 1, 1)), trajectory(1)]), "a token of policy version 1 while 0 is being trained"),
     ],
 )
 def test_a_group_that_cannot_be_trained_on(bad: wire.Group, problem: str) -> None:
@@ -93,7 +95,8 @@ def test_a_group_that_cannot_be_trained_on(bad: wire.Group, problem: str) -> Non
 
 
 def test_a_group_without_sampled_tokens_is_as_new_as_can_be() -> None:
-    assert intake.read(record(group([trajectory(runs=())])), a_ledger(), 100).record == Arrived(1, 0, (1.0,))
+    nothing = [trajectory(episode, runs=()) for episode in (0, 1)]
+    assert intake.read(record(group(nothing)), a_ledger(), 100).record == Arrived(1, 0, (1.0, 1.0))
 
 
 # --------------------------------------------------------------------------------------------------- evaluation
@@ -286,7 +289,7 @@ async def test_a_step_that_could_stream_waits_if_it_is_told_to() -> None:
     backend = Whole()
     training = Training(lambda: backend, halves, AlgorithmSection(), stream=False)  # type: ignore[arg-type, return-value]
     await training.open()
-    training.add(group())
+    training.add(group([trajectory()]))
     await training.finish(version=0)
     assert backend.batches == [[1]]  # nobody was asked for scores
     training.close()

@@ -1,0 +1,102 @@
+"""Tickets that a hub acknowledges and forgets, on a real broker and under a real learner."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import learner_fleet as fleet
+import pytest
+from waits import until
+
+from broker import wire
+from broker.jetstream import Bus
+from broker.process import Stop
+from broker.streams import EPISODES, SAMPLES, TICKETS
+from learner import orphans
+from learner.grants import DomainRule, Rules
+from learner.ledger import Ended, Issue, Ledger
+from learner.orphans import OrphanWatch
+from learner.service import serve
+
+
+async def test_what_is_gone_from_a_queue(bus: Bus) -> None:
+    tickets = [action.ticket for action in a_ledger().open_credit() if isinstance(action, Issue)]
+    assert await bus.missing(TICKETS, {1, 2}) == set()
+    for ticket in tickets:
+        await bus.publish(TICKETS, ticket, key="lake", ticket=ticket.number)
+    numbers = {1, 2, 3, 4, 9}
+    assert await bus.missing(TICKETS, numbers) == set()
+    await bus.delete(TICKETS, 2)
+    await bus.delete(TICKETS, 4)
+    assert await bus.missing(TICKETS, numbers) == {2, 4}
+    await bus.delete(TICKETS, 1)
+    assert await bus.missing(TICKETS, numbers) == {1, 2, 4}
+    await bus.delete(TICKETS, 3)
+    assert await bus.missing(TICKETS, numbers) == {1, 2, 3, 4}
+    assert await bus.bounds(TICKETS) == (5, 4)
+
+
+def a_ledger() -> Ledger:
+    return Ledger(Rules(9, 4, 0, "wait", 0, (DomainRule("lake", 1.0, 2, 2, 9.0),)))
+
+
+async def test_only_what_is_in_no_stream_is_closed(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One ticket is in its queue, one being scored, one in the part of the log that was not read yet, one lost."""
+    monkeypatch.setattr(orphans, "GRACE_S", 0.2)
+    monkeypatch.setattr(orphans, "LOOK_EVERY_S", 0.1)
+    ledger = a_ledger()
+    tickets = [action.ticket for action in ledger.open_credit() if isinstance(action, Issue)]
+    for ticket in tickets:
+        await bus.publish(TICKETS, ticket, key="lake", ticket=ticket.number)
+    group = fleet.group(tickets[1], 0)
+    scored = await bus.publish(EPISODES, group, key="default", ticket=2)
+    await bus.publish(SAMPLES, fleet.group(tickets[2], 0), ticket=3)
+    for number in (2, 3, 4):
+        await bus.delete(TICKETS, number)  # as an acknowledgement does
+    watching = asyncio.create_task(OrphanWatch(bus, ledger, 1).serve())
+    await asyncio.sleep(1.0)
+    assert await bus.last_seq(SAMPLES) == 1, "closed a ticket although its group may be in a reward queue"
+    ledger.apply(Ended(3, "late"), 1)
+    await bus.publish(SAMPLES, group, ticket=2)
+    assert scored is not None
+    await bus.delete(EPISODES, scored)
+    await asyncio.sleep(1.0)
+    assert await bus.last_seq(SAMPLES) == 2, "closed a ticket although its record may not have been read"
+    ledger.apply(Ended(2, "late"), 2)
+    await until(lambda: _holds(bus, 3))
+    await asyncio.sleep(0.5)
+    watching.cancel()
+    assert await bus.last_seq(SAMPLES) == 3
+    async for entry in bus.read_log(SAMPLES, 3):
+        assert entry.message == wire.Closed(ticket=4, domain="lake", reason="timeout", detail=orphans.DETAIL, by=bus.name)
+        break
+
+
+async def _holds(bus: Bus, last: int) -> bool:
+    return await bus.last_seq(SAMPLES) >= last
+
+
+async def test_a_learner_replaces_a_ticket_that_was_acknowledged_without_a_record(
+    bus: Bus, broker_url: str, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(orphans, "GRACE_S", 0.5)
+    monkeypatch.setattr(orphans, "LOOK_EVERY_S", 0.2)
+
+    def answer(ticket: wire.Ticket) -> list[wire.Message | bytes]:
+        return [] if ticket.number == 2 else [fleet.group(ticket, ticket.min_version)]
+
+    config = fleet.config(str(tmp_path), run_name, train={"steps": 1, "ticket_timeout_s": 1800.0})
+    async with fleet.Hub(bus, answer) as hub, asyncio.timeout(240):
+        await serve(config, broker_url, Stop(), connect_deadline_s=60)
+    assert [(ticket.number, ticket.task_index) for ticket in hub.tickets] == [(1, 0), (2, 1), (3, 2)]
+    closed = [entry.message async for entry in _so_far(bus) if isinstance(entry.message, wire.Closed)]
+    assert [(one.ticket, one.reason, one.detail) for one in closed] == [(2, "timeout", orphans.DETAIL)]
+
+
+async def _so_far(bus: Bus):  # type: ignore[no-untyped-def]
+    last = await bus.last_seq(SAMPLES)
+    async for entry in bus.read_log(SAMPLES, await bus.first_seq(SAMPLES)):
+        yield entry
+        if entry.seq >= last:
+            return
