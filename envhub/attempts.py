@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Final, TypeVar
@@ -19,7 +18,7 @@ from envhub.suspicion import Judgement, judge
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_S: Final = 1.0  # at a suspect ticket that another living hub plays
+LISTEN_S: Final = 1.0  # at a time, for the beats of a hub
 
 T = TypeVar("T")
 
@@ -35,14 +34,13 @@ class Attempts:
     def __init__(self, bus: Bus, hub: str) -> None:
         self._bus, self._hub, self._process = bus, hub, this_process()
 
-    async def judge(self, asked: Assignment, num_delivered: int) -> Judgement:
-        """Judge a delivery, once no other living hub plays the ticket alone."""
-        while True:
-            past = await self._read(asked)
-            alive = past is not None and past.hub != "" and await self._lives(past)
-            if past is None or not (alive and past.alone):
-                return judge(num_delivered, past, died=past is not None and past.hub != "" and not alive)
-            await asyncio.sleep(LOOK_EVERY_S)
+    async def judge(self, asked: Assignment, num_delivered: int) -> Judgement | None:
+        """Judge a delivery; None while another living hub plays the ticket alone."""
+        past = await self._read(asked)
+        if past is None or not past.hub:
+            return judge(num_delivered, past, died=False)
+        alive = await self._lives(past)
+        return None if alive and past.alone else judge(num_delivered, past, died=not alive)
 
     async def begin(self, asked: Assignment, judgement: Judgement) -> None:
         """Note that this hub plays the ticket from now on; if it dies, others know."""
@@ -91,7 +89,7 @@ class Attempts:
                 heard = roster.get(attempt.hub)
                 if heard is not None and heard.process == attempt.process:
                     return True
-                await roster.changed(LOOK_EVERY_S)
+                await roster.changed(LISTEN_S)
             return False
         finally:
             await roster.close()

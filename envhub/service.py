@@ -49,6 +49,7 @@ from text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 TICK_S: Final = 0.25
+PLAYED_ELSEWHERE_S: Final = 30.0  # before a ticket is looked at again that another hub plays alone
 FAREWELL_S: Final = 10.0  # for the last publishes and hand-backs
 
 
@@ -266,6 +267,9 @@ class Hub:
         key = held.asked.key
         judgement = await self.attempts.judge(held.asked, held.delivery.num_delivered)
         if self._in_hand.get(key) is not held:
+            return
+        if judgement is None:
+            self._perform(self.slots.hand_back([key], PLAYED_ELSEWHERE_S, "another hub plays it alone"))
             return
         held.judgement = judgement
         if judgement.poisonous:

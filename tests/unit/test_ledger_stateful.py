@@ -15,7 +15,19 @@ from broker import wire
 from learner.grants import DomainRule, Rules
 from learner.ledger import Action, Arrived, Changed, Ended, Forget, Hold, Issue, Ledger, Record, Skip, Take
 
-REASONS = ("late", "deadline", "env_error", "reward_error", "too_large", "malformed", "timeout", "too_many_deliveries", "aborted", "lost")
+REASONS = (
+    "late",
+    "deadline",
+    "env_error",
+    "reward_error",
+    "too_large",
+    "malformed",
+    "timeout",
+    "too_many_deliveries",
+    "poisonous",
+    "aborted",
+    "lost",
+)
 
 
 class Fleet(RuleBasedStateMachine):
