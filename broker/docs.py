@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import msgspec
 
-from broker import checks, sizes, wire
+from broker import checks, consumers, sizes, streams, wire
 from broker.channel_bundle import FULL_AT, MAX_TOKEN_CHARS
 from broker.examples import EXAMPLES
 from broker.streams import STREAMS, Kind, Stream
@@ -44,9 +44,52 @@ A `Column` is a map of `dtype` (a numpy dtype string: `<i4` 32-bit integers, `<f
 The header `{wire.TICKET_HEADER}` carries the ticket's number beside messages that belong to one, so that a body that does not decode still
 closes its ticket; `{wire.EVAL_HEADER}` stands beside it on what belongs to an evaluation.
 
-Over ZeroMQ, requests and their answers travel in bundles: one frame, a MessagePack list of at most {FULL_AT} pairs of a token and a
-message. The asker chooses the token, a text of at most {MAX_TOKEN_CHARS} characters; the answer comes with the same, an `AbortRequest`
-with an empty one.
+## Writing a hub
+
+[third_party_hub.py](third_party_hub.py) is a complete environment hub on plain nats-py, pyzmq and msgpack. It follows these rules.
+
+**Join.** Read the run's `RunSpec` from the bucket `rl_runs` for the settings and the model's path (its tokenizer), and follow the
+`DesiredState` in `rl_control`: take no tickets while it is `paused`, end after `draining` and at once after `stopped`; no entry means
+`running`. Publish a `Presence` with role `envhub` and the domains in `serves`, every second or two to
+`rl.{{run}}.presence.envhub.{{id}}`, and put it into the bucket `rl_members` every 20 s. The learner tells by it who is there.
+
+**Take tickets.** The queue of a domain is read through one durable pull consumer that all hubs share. Its name is the domain's (in the
+stream `rl_{{run}}_episodes` the pool's). Whoever comes first creates it:
+
+| setting | value | why |
+|---|---|---|
+| `durable_name` | the domain or pool | two consumers of the same messages are refused by the broker (error 10100) |
+| `filter_subject` | `rl.{{run}}.tickets.{{domain}}` | |
+| `ack_policy`, `deliver_policy` | `explicit`, `all` | the broker allows no others for a work queue |
+| `ack_wait` | {streams.ACK_WAIT_S:g} s | a dead hub's tickets are delivered again after this time |
+| `max_ack_pending` | -1 | the default of 1,000 would bound the whole fleet |
+| `max_deliver` | -1 | the default too; with a limit the broker forgets a ticket that comes back often |
+| `max_waiting` | {consumers.MAX_WAITING_PULLS} | pulls that may wait at once; cannot be changed later |
+
+Official hubs change a consumer with other settings to these, but leave `max_waiting`, the storage and an `ack_wait` of
+{streams.ACK_WAIT_S:g} to {consumers.LONGEST_ACK_WAIT_S:g} s as they are, and use one of another name if its filter is the same.
+They refuse a push consumer, one that replays at the original pace and one that takes messages of other subjects.
+
+**Hold tickets.** While a ticket is in hand, send an in-progress mark (`+WPI` to the message's reply subject) every
+{streams.IN_PROGRESS_EVERY_S:g} s, from a task that the work cannot hold up. To give a ticket back, send `-NAK`. One that has been
+delivered {streams.MAX_DELIVERIES} times must be closed as `too_many_deliveries`. A hub may take part in finding tickets that kill hubs by
+keeping an [Attempt](#attempt); if it does not, its own death leaves no note.
+
+**Generate.** A rollout server's `Presence` names its `address` and `channel`. For `zmq` it is a ROUTER socket: connect one DEALER per
+server. Every ZeroMQ message is one frame, a *bundle*: a MessagePack list of at most {FULL_AT} pairs `[token, message]`. The token is a
+text of at most {MAX_TOKEN_CHARS} characters that the asker chooses and the answer repeats; it is empty for an `AbortRequest`. The message
+is the **bytes** (MessagePack `bin`) of an encoded `GenerateRequest` or `GenerateReply`, not a map in the list. A bundle is at most 8 MiB;
+answers come in any order, alone or together. For `nats`, send the bare message as a request to `rl.{{run}}.generate.{{server}}`.
+Nothing is kept: if a server does not answer, ask another one under a new `request_id`. A reply with finish_reason `error` or `abort` is
+no turn.
+
+**End tickets.** Store the record first, with the headers `{wire.TICKET_HEADER}: NUMBER` and `Nats-Msg-Id: tickets-NUMBER`
+(`evaltickets-NUMBER` for an evaluation), wait for the broker's confirmation, and acknowledge the ticket afterwards. The message id lets
+the broker drop a repetition within two minutes; the learner drops later ones. A scored group, or one of a domain without rewards, goes
+to `samples`; any other to `rl.{{run}}.episodes.{{pool}}` of its first pool, with the pools
+still to visit in `pools`. A group has the episodes that its ticket asked for, at least `min_group_size` of them, else the learner closes
+the ticket as `malformed`. If no group can be had, store a `Closed`. A ticket that is acknowledged without either is noticed by the
+learner within a minute, closed as `timeout` and replaced; later where groups that came before it are still being scored.
 """
 
 
