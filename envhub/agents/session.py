@@ -17,9 +17,10 @@ from text.growth import Conversation
 from text.openai import tools
 from text.openai.bodies import Body, ChatBody, ChatMessage, CompletionBody
 from text.openai.desk import Served
+from text.openai.generation import REPLY_ID_CHARS
+from text.openai.kept import Kept
 from text.openai.pieces import Tap
 from text.openai.problems import Problem
-from text.openai.server import REPLY_ID_CHARS
 from text.tokenizer import Tokenizer
 
 AGAIN_AT_ONCE = 503  # the openai client tries again after that
@@ -59,6 +60,7 @@ class Session:
         self.served = Served(
             task.policy, means.tokenizer.name, self._section.max_context_tokens, self._state, self._version, any_model=True
         )
+        self.kept = Kept()
         self.refused: wire.EpisodeEnd | None = None
         self.failed = ""
         self.generate_s = 0.0
@@ -91,18 +93,18 @@ class Session:
 
     def _rendered(self, body: ChatBody) -> str:
         """The prompt's text, in which turns with tool calls that came back unchanged stand as they were said."""
-        messages = [self._as_said(message) for message in body.messages]
+        messages = [self._as_said(message, body.most_calls) for message in body.messages]
         try:
             return self._means.tokenizer.render_chat(messages, tools=body.offered)
         except ConfigError:  # some templates want to see the calls that a tool answers
             return self._means.tokenizer.render_chat([message.plain() for message in body.messages], tools=body.offered)
 
-    def _as_said(self, message: ChatMessage) -> dict[str, Any]:
+    def _as_said(self, message: ChatMessage, most_calls: int | None) -> dict[str, Any]:
         plain = message.plain()
         if message.role == "assistant" and message.tool_calls:
             prefix = message.tool_calls[0].id[: len(tools.prefix_of("x" * REPLY_ID_CHARS, 0))]
             if (text := self._said.get(prefix)) is not None:
-                words, calls = tools.split(text, tools.spelling(self._means.tokenizer), prefix)
+                words, calls = tools.split(text, tools.spelling(self._means.tokenizer), prefix, most_calls)
                 if words == message.text and [one.model_dump() for one in message.tool_calls] == calls:
                     return {"role": "assistant", "content": text}
         return plain

@@ -81,6 +81,31 @@ async def test_openais_client_streams_what_it_gets_whole(served: Api) -> None:
     assert len({chunk.id for chunk in chunks}) == 1
 
 
+async def test_openais_client_streams_a_response_and_goes_on_from_it(served: Api) -> None:
+    openai = pytest.importorskip("openai", reason="OpenAI's client is in the extra agents")
+    client = openai.AsyncOpenAI(base_url=served.address, api_key=KEY, max_retries=0)
+    ask: dict[str, Any] = {"model": "actor", "input": "hello", "instructions": "be brief", "temperature": 0, "max_output_tokens": 20}
+    ask |= {"extra_body": {"ignore_eos": True}, "include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    whole = await client.responses.create(**ask)
+    events = [event async for event in await client.responses.create(**ask, stream=True)]
+    chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
+    assert whole.model_extra["prompt_token_ids"] == served.tokenizer.encode_chat(chat)
+    assert (whole.status, whole.incomplete_details.reason, whole.usage.output_tokens) == ("incomplete", "max_output_tokens", 20)
+    assert whole.output_text == served.tokenizer.decode(whole.model_extra["token_ids"])
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
+    assert len([event for event in events if event.type == "response.output_text.delta"]) > 10  # as they are sampled
+    last = events[-1]
+    assert (last.type, last.response.output_text) == ("response.incomplete", whole.output_text)
+    assert last.response.model_extra["token_ids"] == whole.model_extra["token_ids"]
+    entries = whole.output[0].content[0].logprobs
+    assert [len(entry.top_logprobs) for entry in entries] == [2] * 20
+    assert all(entry.top_logprobs[0].token == entry.token for entry in entries)  # greedy
+    more = await client.responses.create(model="actor", input="more", previous_response_id=last.response.id, max_output_tokens=3)
+    await client.close()
+    chat = [*chat[1:], {"role": "assistant", "content": whole.output_text}, {"role": "user", "content": "more"}]
+    assert more.model_extra["prompt_token_ids"] == served.tokenizer.encode_chat(chat)
+
+
 async def test_the_likeliest_tokens_are_those_of_the_model(served: Api, model_path: str) -> None:
     prompt = served.tokenizer.encode("the goal")
     ask = {"prompt": prompt, "max_tokens": 12, "ignore_eos": True, "logprobs": 4, "seed": 3}

@@ -74,6 +74,29 @@ def calls_tools(task: dict[str, Any]) -> Any:
     raise RuntimeError("no answer")
 
 
+ADD_TOOL = {"type": "function", "name": "add", "description": "adds", "parameters": {"type": "object", "properties": {}}, "strict": False}
+
+
+def responds(task: dict[str, Any]) -> Any:
+    """As agents do on the Responses API: sends all items back, as they came or, with ``refers``, by their ids."""
+    items: list[dict[str, Any]] = [{"role": "user", "content": "what is 2 + 3?"}]
+    while True:
+        answer = post("/responses", {"model": "any", "instructions": "be brief", "input": items, "tools": [ADD_TOOL], "store": True})
+        output = answer["output"]
+        items += [{"type": "item_reference", "id": one["id"]} for one in output] if os.environ.get("REFERS") else output
+        calls = [one for one in output if one["type"] == "function_call"]
+        if not calls:
+            return {"reward": float(output[-1]["content"][0]["text"] == "5"), "metrics": {"items": len(items)}}
+        for call in calls:
+            total = sum(json.loads(call["arguments"])["of"])
+            items.append({"type": "function_call_output", "call_id": call["call_id"], "output": str(total)})
+
+
+def asks_for_search(task: dict[str, Any]) -> Any:
+    """A tool that no policy of ours has."""
+    post("/responses", {"input": "hello", "tools": [{"type": "web_search"}]})
+
+
 def changes_calls(task: dict[str, Any]) -> Any:
     """Sends a call back with other arguments than were said."""
     chat: list[dict[str, Any]] = [{"role": "user", "content": "what is 2 + 3?"}]

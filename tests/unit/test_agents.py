@@ -163,6 +163,26 @@ async def test_tool_calls_are_read_as_the_template_writes_them_and_kept_as_they_
     assert refused.detail.endswith("HTTP Error 400: Bad Request")  # the small model's template has no calls
 
 
+@pytest.mark.parametrize("env", [{}, {"REFERS": "1"}], ids=["items", "references"])
+async def test_the_responses_api_is_recorded_like_a_chat(play: Play, with_tools: Tokenizer, env: dict[str, str]) -> None:
+    policy = Policy(with_tools, calling)
+    fields = {"tokenizer": with_tools, "max_context_tokens": 900, "sampling": {"max_tokens": 200}}
+    played = await play("responds", policy, env_args={"env": env}, **fields)
+    (one,) = played.trajectories
+    assert (one.reward, one.metrics["items"], len(one.turns)) == (1.0, 5.0, 2)  # a question, words, a call, its result, an answer
+    end = with_tools.token_id("<|im_end|>")
+    spans = [one.token_ids.array()[turn.start : turn.end].tolist() for turn in one.turns]
+    assert spans == [[*with_tools.encode(CALL), end], [*with_tools.encode("5"), end]]
+    text = with_tools.decode(one.token_ids.array(), skip_special_tokens=False)
+    assert "<|im_start|>system\nbe brief<|im_end|>" in text
+    assert "user\n<tool_response>\n5\n</tool_response><|im_end|>" in text
+
+
+async def test_a_request_that_nothing_here_serves_is_the_agents_failure(play: Play, with_tools: Tokenizer) -> None:
+    failed = await fails(play, "asks_for_search", tokenizer=with_tools)
+    assert (failed.kind, failed.detail.endswith("HTTP Error 400: Bad Request")) == ("env", True)
+
+
 async def test_a_function_is_an_agent_too(play: Play, tokenizer: Tokenizer) -> None:
     policy = Policy(tokenizer, lambda _: "ok")
     played = await play("", policy, env_args={"command": [], "function": f"{PROGRAMS}:asynchronous"})

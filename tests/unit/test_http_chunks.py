@@ -81,7 +81,7 @@ def answer(ids: Sequence[int], reason: wire.FinishReason, runs: Sequence[int]) -
 def streamed(tokenizer: Tokenizer, body: Body, told: Sequence[Piece], reply: wire.GenerateReply, prompt: Sequence[int] = (5,)) -> list[Any]:
     writer = Writer(body, tokenizer, "actor", "1")
     chunks = Chunks(body, tokenizer, writer, 0, prompt)
-    return [*(chunks.of([piece]) for piece in told), *chunks.last(Choice(0, prompt, reply))]
+    return [*(chunk for piece in told for chunk in chunks.of([piece])), *chunks.last(Choice(0, prompt, reply))]
 
 
 def test_every_token_is_in_one_chunk_with_its_version(tokenizer: Tokenizer) -> None:

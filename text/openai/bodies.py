@@ -1,4 +1,4 @@
-"""What clients send: the bodies of /v1/chat/completions and /v1/completions, checked; pure.
+"""What clients send: the bodies of /v1/chat/completions and /v1/completions, checked; pure. Those of /v1/responses become chats.
 
 A field that would change the output and is not known here is refused. One that is null, holds the value that changes nothing,
 or says nothing about the output is let through, so that common client libraries work.
@@ -7,6 +7,7 @@ or says nothing about the output is let through, so that common client libraries
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, Self, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator, model_validator
@@ -22,8 +23,20 @@ DEADLINE_S: Final = 600.0
 COMPLETION_TOKENS: Final = 16  # OpenAI's default for /v1/completions
 MOST_TOP_LOGPROBS: Final = 20  # OpenAI's own limit
 
-# Said about the client and not about the output.
-_IGNORED: Final = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_retention", "request_id"})
+# Said about the client and not about the output, or, as the last two, about how long to think and talk: a policy is trained for that.
+_IGNORED: Final = frozenset(
+    {
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_retention",
+        "request_id",
+        "reasoning_effort",
+        "verbosity",
+    }
+)
 # Fields that do nothing at these values.
 _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "presence_penalty": (0,),
@@ -38,7 +51,6 @@ _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "functions": ([],),
     "tools": ([],),  # of a completion; a chat has them
     "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
     "modalities": (["text"],),
 }
 
@@ -47,24 +59,26 @@ _TYPE_NAMES: Final = frozenset({"str", "int", "bool"})
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
+    """Types are not converted; unknown fields are kept for ``check_extra``."""
+
     model_config = ConfigDict(extra="allow", strict=True, frozen=True, allow_inf_nan=False)
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     """What a stream also holds."""
 
     include_usage: bool = False
 
 
-class Part(_Strict):
+class Part(Strict):
     """A piece of a message; only text is known here."""
 
     type: Literal["text"]
     text: str
 
 
-class CalledFunction(_Strict):
+class CalledFunction(Strict):
     """Name, and arguments as JSON."""
 
     name: str
@@ -82,7 +96,7 @@ class CalledFunction(_Strict):
         return value or "{}"
 
 
-class Called(_Strict):
+class Called(Strict):
     """A tool call that an assistant made."""
 
     id: str
@@ -90,20 +104,20 @@ class Called(_Strict):
     function: CalledFunction
 
 
-class OfferedFunction(_Strict):
+class OfferedFunction(Strict):
     """A function that the model may call; what else is in it goes into the chat template as it is."""
 
     name: Annotated[str, Field(min_length=1)]
 
 
-class Offered(_Strict):
+class Offered(Strict):
     """A tool."""
 
     type: Literal["function"]
     function: OfferedFunction
 
 
-class ChatMessage(_Strict):
+class ChatMessage(Strict):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -146,7 +160,7 @@ class ChatMessage(_Strict):
         return self
 
 
-class Body(_Strict):
+class Body(Strict):
     """What both calls have in common. The last seven fields are not OpenAI's."""
 
     model: str | None = None
@@ -190,6 +204,7 @@ class ChatBody(Body):
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] = 0
     tools: list[Offered] = []
     tool_choice: Literal["none", "auto"] = "auto"
+    parallel_tool_calls: bool = True
 
     @property
     def wants_logprobs(self) -> bool:
@@ -198,6 +213,11 @@ class ChatBody(Body):
     @property
     def wanted_top(self) -> int:
         return self.top_logprobs
+
+    @property
+    def most_calls(self) -> int | None:
+        """Of one answer; those that follow are not told of. None: any number."""
+        return None if self.parallel_tool_calls else 1
 
     @property
     def offered(self) -> list[dict[str, Any]]:
@@ -243,26 +263,42 @@ def parse(raw: bytes, model: type[B]) -> B:
     try:
         body = model.model_validate({key: value for key, value in values.items() if value is not None})
     except ValidationError as error:
-        raise _problem(error) from None
-    _check_extra(body.model_extra, "")
+        raise problem_of(error) from None
+    if isinstance(body, (ChatBody, CompletionBody)):
+        check_extra(body.model_extra, "")
     if isinstance(body, ChatBody):
         if body.top_logprobs and not body.logprobs:
             raise Problem(400, f"top_logprobs: {body.top_logprobs} is not allowed without logprobs: true", param="top_logprobs")
         for number, message in enumerate(body.messages):
-            _check_extra(message.model_extra, f"messages.{number}.", ignored=frozenset({"name", "refusal"}))
+            check_extra(message.model_extra, f"messages.{number}.", ignored=frozenset({"name", "refusal"}))
     return body
 
 
-def _check_extra(extra: dict[str, Any] | None, where: str, ignored: frozenset[str] = _IGNORED) -> None:
+def check_extra(
+    extra: Mapping[str, Any] | None, where: str, ignored: frozenset[str] = _IGNORED, neutral: Mapping[str, tuple[object, ...]] = _NEUTRAL
+) -> None:
+    """Refuse a field that would change the output and is not known.
+
+    Args:
+        extra: the fields that the model has no place for.
+        where: what stands before their names, for example ``messages.3.``.
+        ignored: names that say nothing about the output.
+        neutral: values that change nothing.
+
+    Raises:
+        Problem: 400, naming the field.
+    """
     for key, value in (extra or {}).items():
-        if value is not None and key not in ignored and value not in _NEUTRAL.get(key, ()):
+        if value is not None and key not in ignored and value not in neutral.get(key, ()):
             raise Problem(400, f"{where}{key} is not supported by this server", param=where + key, code="unsupported_parameter")
 
 
-def _problem(error: ValidationError) -> Problem:
+def problem_of(error: ValidationError, where: str = "") -> Problem:
+    """The first error of a body, or of the part of it that stands at ``where``, as what a client is told."""
     first = error.errors()[0]
     # The branches of a union stand in the location as types, such as ``str`` or ``list[str]``: nothing that a client wrote.
-    param = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or (part.isidentifier() and part not in _TYPE_NAMES))
+    parts = [str(part) for part in first["loc"] if isinstance(part, int) or (part.isidentifier() and part not in _TYPE_NAMES)]
+    param = ".".join([where, *parts] if where else parts)
     if first["type"] == "missing":
         return Problem(400, f"{param} must be given", param=param)
     said = repr(first["input"])

@@ -10,6 +10,7 @@ from text.openai.bodies import Body, ChatBody
 from text.openai.pieces import Piece, Top
 from text.openai.replies import Choice, Writer, runs_of, usage
 from text.openai.spoken import Spoken
+from text.openai.streaming import encode
 from text.tokenizer import Tokenizer
 
 
@@ -25,14 +26,12 @@ class Chunks:
     def __init__(self, body: Body, tokenizer: Tokenizer, writer: Writer, index: int, prompt: Sequence[int]) -> None:
         self._body, self._writer, self._index, self._prompt = body, writer, index, prompt
         self._chat = isinstance(body, ChatBody)
-        opener = tools.spelling(tokenizer).opener if isinstance(body, ChatBody) and body.offered else None
-        ends = frozenset((*body.stop_token_ids, *tokenizer.eos_token_ids))
-        self._spoken = Spoken(tokenizer, ends=ends, stops=body.stops, opener=opener)
+        self._spoken = spoken_of(body, tokenizer)
         self._told = self._offset = 0
         self._begun = False
         self.top: list[Top] = []
 
-    def of(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+    def of(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
         """One chunk of pieces that came since the last."""
         ids = [one for piece in pieces for one in piece.token_ids]
         logprobs = [one for piece in pieces for one in piece.logprobs]
@@ -44,7 +43,7 @@ class Chunks:
             else:
                 runs.append([piece.version, len(piece.token_ids)])
         self.top += top
-        return self._chunk(self._spoken.add(ids), ids, logprobs, runs, top)
+        return [self._chunk(self._spoken.add(ids), ids, logprobs, runs, top)]
 
     def last(self, choice: Choice) -> list[dict[str, Any]]:
         """What the choice has beyond what was told, and how it ended."""
@@ -84,9 +83,31 @@ class Chunks:
         return self._writer.object(kind, [{"index": self._index, "logprobs": None, "finish_reason": None} | choice])
 
 
+def spoken_of(body: Body, tokenizer: Tokenizer) -> Spoken:
+    """What of the answer to a request may be shown while it grows."""
+    opener = tools.spelling(tokenizer).opener if isinstance(body, ChatBody) and body.offered else None
+    ends = frozenset((*body.stop_token_ids, *tokenizer.eos_token_ids))
+    return Spoken(tokenizer, ends=ends, stops=body.stops, opener=opener)
+
+
 def usage_chunk(writer: Writer, body: Body, choices: Sequence[Choice]) -> dict[str, Any]:
     """What ``stream_options.include_usage`` asks for."""
     return writer.object("chat.completion.chunk" if isinstance(body, ChatBody) else "text_completion", []) | {"usage": usage(choices)}
+
+
+class ChatForm:
+    """How chats and completions are answered; see ``text.openai.generation.Form``."""
+
+    def __init__(self, body: Body, tokenizer: Tokenizer, writer: Writer) -> None:
+        self._body, self._tokenizer, self._writer = body, tokenizer, writer
+        self.whole = writer.whole
+
+    def events(self, index: int, prompt: Sequence[int]) -> Chunks:
+        return Chunks(self._body, self._tokenizer, self._writer, index, prompt)
+
+    def ending(self, choices: Sequence[Choice]) -> list[bytes]:
+        counted = [encode(usage_chunk(self._writer, self._body, choices))] if self._body.stream_options.include_usage else []
+        return [*counted, b"[DONE]"]
 
 
 def _behind(runs: Sequence[Sequence[int]], told: int) -> list[list[int]]:

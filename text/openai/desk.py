@@ -10,6 +10,7 @@ from typing import Protocol
 from broker import wire
 from broker.errors import ConfigError
 from text.openai.bodies import Body, ChatBody, CompletionBody
+from text.openai.kept import Kept
 from text.openai.pieces import Tap
 from text.openai.problems import Problem
 from text.tokenizer import Tokenizer
@@ -45,9 +46,14 @@ class Served:
 
 
 class Desk(Protocol):
-    """Answers whoever holds a certain key."""
+    """Answers the holder of a certain key.
+
+    Attributes:
+        kept: the answers that its later requests may refer to.
+    """
 
     served: Served
+    kept: Kept
 
     async def prompts(self, body: Body) -> list[Sequence[int]]:
         """The token ids of each prompt of a request.
@@ -75,6 +81,7 @@ class OneDesk:
 
     def __init__(self, handle: Handle, tokenizer: Tokenizer, served: Served) -> None:
         self._handle, self.served, self._tokenizer = handle, served, tokenizer
+        self.kept = Kept()
 
     async def handle(self, ask: wire.GenerateRequest, tap: Tap | None = None, /) -> wire.GenerateReply:
         return await self._handle(ask, tap)

@@ -43,11 +43,11 @@ class Writer:
     """
 
     def __init__(self, body: Body, tokenizer: Tokenizer, model: str, reply_id: str) -> None:
-        self._body, self._tokenizer, self._model = body, tokenizer, model
+        self._body, self._tokenizer, self.model = body, tokenizer, model
         self._chat = isinstance(body, ChatBody)
-        self._reply_id = reply_id
+        self.reply_id = reply_id
         self._id = ("chatcmpl-" if self._chat else "cmpl-") + reply_id
-        self._created = int(time.time())
+        self.created = int(time.time())
 
     def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """The answer in one piece."""
@@ -58,7 +58,7 @@ class Writer:
 
     def object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """What whole answers and the events of a stream have in common."""
-        return {"id": self._id, "object": kind, "created": self._created, "model": self._model, "choices": choices}
+        return {"id": self._id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
         ids = choice.reply.token_ids.array().tolist()
@@ -83,7 +83,8 @@ class Writer:
         ids, reason = choice.reply.token_ids.array().tolist(), choice.reply.finish_reason
         if isinstance(self._body, ChatBody) and self._body.offered and reason == "stop":
             spelled = tools.spelling(self._tokenizer)
-            text, calls = tools.split(tools.said(self._tokenizer, ids), spelled, tools.prefix_of(self._reply_id, choice.index))
+            prefix = tools.prefix_of(self.reply_id, choice.index)
+            text, calls = tools.split(tools.said(self._tokenizer, ids), spelled, prefix, self._body.most_calls)
             if calls:
                 return text, calls
         return self._text(ids, reason), []

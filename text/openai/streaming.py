@@ -7,20 +7,18 @@ when the client has read the one before.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol
 
 import msgspec
 from aiohttp import web
 
-from text.openai.bodies import Body
-from text.openai.chunks import Chunks, usage_chunk
 from text.openai.pieces import Piece, Tap
 from text.openai.problems import Problem
-from text.openai.replies import Choice, Writer
+from text.openai.replies import Choice
 
 HEADERS: Final = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-_json: Final = msgspec.json.Encoder()  # twenty times as fast as the standard library's, once for each token
+encode: Final = msgspec.json.Encoder().encode  # twenty times as fast as the standard library's, once for each token
 
 
 class Feed:
@@ -44,20 +42,33 @@ class Feed:
         self._news.set()
 
 
+class Events(Protocol):
+    """The events of one choice; each is a JSON object, whose ``type``, where it has one, also names the event."""
+
+    def of(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+        """Those of pieces that came since the last."""
+        ...
+
+    def last(self, choice: Choice) -> list[dict[str, Any]]:
+        """What the choice has beyond what was told, and how it ended."""
+        ...
+
+
 class Stream:
     """One streamed answer.
 
     Args:
         feeds, tasks, chunks: of each choice.
+        ending: the data of the events behind all choices.
         news: as the feeds have it.
     """
 
     def __init__(
-        self, body: Body, writer: Writer, feeds: Sequence[Feed], tasks: Sequence[asyncio.Task[Choice]], chunks: Sequence[Chunks],
-        news: asyncio.Event,
+        self, feeds: Sequence[Feed], tasks: Sequence[asyncio.Task[Choice]], chunks: Sequence[Events],
+        ending: Callable[[Sequence[Choice]], list[bytes]], news: asyncio.Event,
     ) -> None:  # fmt: skip
-        self._body, self._writer = body, writer
-        self._open = list(zip(feeds, tasks, chunks, strict=True))
+        self._ending = ending
+        self._open: list[tuple[Feed, asyncio.Task[Choice], Events]] = list(zip(feeds, tasks, chunks, strict=True))
         self._choices: list[Choice] = []
         self._news = news
         self._response = web.StreamResponse(headers=HEADERS)
@@ -79,18 +90,18 @@ class Stream:
         except Problem as problem:
             if not self._response.prepared:
                 raise
-            await self._event(request, problem.body)  # the status is sent; there is no [DONE] behind it
+            await self._event(request, problem.body)  # the status is sent, and nothing follows
             return self._response
-        if self._body.stream_options.include_usage:
-            await self._event(request, usage_chunk(self._writer, self._body, self._choices))
-        await self._response.write(b"data: [DONE]\n\n")
+        for data in self._ending(self._choices):
+            await self._response.write(b"data: " + data + b"\n\n")
         await self._response.write_eof()
         return self._response
 
-    async def _forward(self, request: web.Request, feed: Feed, task: asyncio.Task[Choice], chunks: Chunks) -> None:
+    async def _forward(self, request: web.Request, feed: Feed, task: asyncio.Task[Choice], chunks: Events) -> None:
         ended = task.done()  # asked first: all is told before the task ends
         if pieces := feed.take():
-            await self._event(request, chunks.of(pieces))
+            for chunk in chunks.of(pieces):
+                await self._event(request, chunk)
         if ended:
             self._open.remove((feed, task, chunks))
             choice = task.result()
@@ -101,4 +112,5 @@ class Stream:
     async def _event(self, request: web.Request, value: dict[str, Any]) -> None:
         if not self._response.prepared:
             await self._response.prepare(request)
-        await self._response.write(b"data: " + _json.encode(value) + b"\n\n")
+        name = f"event: {value['type']}\n".encode() if "type" in value else b""
+        await self._response.write(name + b"data: " + encode(value) + b"\n\n")

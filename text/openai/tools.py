@@ -43,16 +43,17 @@ def said(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
     return tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def split(text: str, how: ToolSpelling, prefix: str) -> tuple[str, list[dict[str, Any]]]:
+def split(text: str, how: ToolSpelling, prefix: str, most: int | None = None) -> tuple[str, list[dict[str, Any]]]:
     """The words before the first call, and the calls; no calls where there are none, or what looks like one does not parse.
 
     Args:
         text: as ``said``.
         how: as ``spelling``.
         prefix: of the calls' ids.
+        most: calls to tell of; None: all.
     """
     try:
-        calls = how.calls(text)
+        calls = how.calls(text)[:most]
     except BadCall:
         return text, []
     words = text.partition(how.opener)[0] if how.opener else ""

@@ -1,0 +1,52 @@
+"""Answers that later requests of the Responses API may refer to by their ids; bounded, the oldest go first."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, Final
+
+Item = dict[str, Any]
+
+MOST_BYTES: Final = 32 << 20
+
+
+class Kept:
+    """What one endpoint answered.
+
+    Args:
+        most_bytes: of all conversations together, by the size of their requests.
+    """
+
+    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
+        self._most = most_bytes
+        self._conversations: OrderedDict[str, tuple[list[Item], list[str], int]] = OrderedDict()
+        self._items: dict[str, Item] = {}
+        self._bytes = 0
+
+    def add(self, response_id: str, given: Sequence[Item], output: Sequence[Item], size: int) -> None:
+        """Keep an answer.
+
+        Args:
+            given: the whole input.
+            output: the items of the answer, each with its id.
+            size: bytes of the request.
+        """
+        ids = [str(item["id"]) for item in output]
+        self._conversations[response_id] = ([*given, *output], ids, size)
+        self._items |= dict(zip(ids, output, strict=True))
+        self._bytes += size
+        while self._bytes > self._most and len(self._conversations) > 1:
+            _, (_, gone, freed) = self._conversations.popitem(last=False)
+            self._bytes -= freed
+            for one in gone:
+                del self._items[one]
+
+    def conversation(self, response_id: str) -> list[Item] | None:
+        """Input and output of a kept answer."""
+        found = self._conversations.get(response_id)
+        return None if found is None else found[0]
+
+    def item(self, item_id: str) -> Item | None:
+        """One item of a kept answer."""
+        return self._items.get(item_id)
