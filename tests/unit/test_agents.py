@@ -41,7 +41,8 @@ class Policy(Scripted):
     async def turn(self, ask: Ask) -> Sampled:
         sampled = await super().turn(ask)
         number = len(self.asks)
-        return Sampled.of(sampled.token_ids, [-number / 8] * len(sampled.token_ids), [number, len(sampled.token_ids)], "stop", f"s{number}")
+        count, reason = len(sampled.token_ids), sampled.finish_reason if not self.close else "stop"
+        return Sampled.of(sampled.token_ids, [-number / 8] * count, [number, count], reason, f"s{number}")
 
 
 Play = Callable[..., Any]
@@ -161,6 +162,19 @@ async def test_tool_calls_are_read_as_the_template_writes_them_and_kept_as_they_
     assert len(changed.trajectories) == 2  # what was not said is not trained on as if it were
     refused = await fails(play, "calls_tools")
     assert refused.detail.endswith("HTTP Error 400: Bad Request")  # the small model's template has no calls
+
+
+@pytest.mark.parametrize("program", ["calls_tools", "responds"])
+async def test_a_call_that_is_cut_before_its_end_token_is_a_call(play: Play, with_tools: Tokenizer, program: str) -> None:
+    policy = Policy(with_tools, calling, close=False)
+    most = len(with_tools.encode(CALL))
+    fields = {"tokenizer": with_tools, "max_context_tokens": 900, "sampling": {"max_tokens": most}}
+    (one,) = (await play(program, policy, **fields)).trajectories
+    assert (one.reward, [turn.end - turn.start for turn in one.turns]) == (1.0, [most, 1])
+    text = with_tools.decode(one.token_ids.array(), skip_special_tokens=False)
+    assert f"assistant\n{CALL}<|im_end|>\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>" in text
+    cut = await play(program, policy, **(fields | {"sampling": {"max_tokens": most - len(with_tools.encode("}\n</tool_call>"))}}))
+    assert (cut.trajectory.reward, len(cut.trajectory.turns)) == (0.0, 1)  # half a call is words
 
 
 @pytest.mark.parametrize("env", [{}, {"REFERS": "1"}], ids=["items", "references"])

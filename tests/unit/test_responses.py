@@ -163,6 +163,9 @@ def test_an_answer_is_a_message_and_its_calls(tokenizer: Tokenizer) -> None:
     cut = form(tokenizer, body_of(), kept).whole([Choice(0, [4], reply(tokenizer.encode("so"), "length"))])
     assert (cut["status"], cut["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     assert cut["output"][0]["status"] == "incomplete"
+    called = form(tokenizer, body_of(tools=[ADD]), kept).whole([Choice(0, [4], reply(tokenizer.encode(f"so {CALL}"), "length"))])
+    assert (called["status"], called["incomplete_details"]) == ("completed", None)  # nothing of the call is missing
+    assert [(item["type"], item["status"]) for item in called["output"]] == [("message", "completed"), ("function_call", "completed")]
 
 
 def test_of_calls_in_parallel_a_client_may_want_one(tokenizer: Tokenizer) -> None:

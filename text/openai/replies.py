@@ -81,7 +81,7 @@ class Writer:
     def said(self, choice: Choice) -> tuple[str, list[dict[str, Any]]]:
         """Words and tool calls of a finished choice."""
         ids, reason = choice.reply.token_ids.array().tolist(), choice.reply.finish_reason
-        if isinstance(self._body, ChatBody) and self._body.offered and reason == "stop":
+        if isinstance(self._body, ChatBody) and self._body.offered and reason in ("stop", "length"):
             spelled = tools.spelling(self._tokenizer)
             prefix = tools.prefix_of(self.reply_id, choice.index)
             text, calls = tools.split(tools.said(self._tokenizer, ids), spelled, prefix, self._body.most_calls)

@@ -39,9 +39,11 @@ class ResponseForm:
         """The answer in one piece."""
         (choice,) = choices
         reason = choice.reply.finish_reason
-        made = self.object("completed" if reason == "stop" else "incomplete", self.items(choice))
+        output = self.items(choice)
+        complete = reason == "stop" or any(item["type"] == "function_call" for item in output)
+        made = self.object("completed" if complete else "incomplete", output)
         self._keep(made["id"], made["output"])
-        if reason != "stop":
+        if not complete:
             made["incomplete_details"] = {"reason": "max_output_tokens" if reason == "length" else reason}
         made["usage"] = _usage(choices)
         made |= {"policy_version": choice.reply.policy_version, "version_runs": runs_of(choice.reply)}
@@ -73,7 +75,7 @@ class ResponseForm:
     def items(self, choice: Choice) -> list[Item]:
         """The output: a message unless there are only calls, then the calls."""
         text, calls = self._writer.said(choice)
-        status = "completed" if choice.reply.finish_reason == "stop" else "incomplete"
+        status = "completed" if calls or choice.reply.finish_reason == "stop" else "incomplete"
         logprobs = self.logprobs(choice.reply.token_ids.array().tolist(), choice.reply.logprobs.array().tolist(), choice.top)
         message = [self.message(status, [self.part(text, logprobs)])] if text or not calls else []
         return message + [self.call(call, number, "completed") for number, call in enumerate(calls)]
