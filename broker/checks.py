@@ -23,6 +23,8 @@ SHORT_BYTES: Final = 4096
 LONG_BYTES: Final = 256 * 1024  # from here on min() is faster than argmin, which copies what it may not write to
 FEW_BYTES: Final = 64
 SMALLEST: Final = 5e-324
+MAX_BIAS: Final = 100  # as OpenAI allows
+MAX_GUIDE_CHARS: Final = 1 << 16  # a grammar of so much takes a second or two to make
 INT32_MAX: Final = 2**31 - 1
 LOGPROB_EPS: Final = 1e-3  # log_softmax in low precision may exceed 0 by a little
 DEAD_LETTER_BYTES: Final = 1 << 20
@@ -47,6 +49,7 @@ FRACTION: Final = Range(0, 1, "0 to 1")
 BODY: Final = Range(1, MAX_GROUP_BYTES, "1 to 2^30")
 PART: Final = Range(LEAST_PART_BYTES, MAX_PAYLOAD_BYTES, "2^16 to 2^23")
 OPTIONAL_FRACTION: Final = Range(-1, 1, "-1 to 1")
+PENALTY: Final = Range(-2, 2, "-2 to 2")
 SHARE: Final = Range(SMALLEST, 1, "> 0 and <= 1")
 
 # Every int and float field stands here; a test sees to it.
@@ -76,6 +79,7 @@ RANGES: Final[dict[type, dict[str, Range]]] = {
     wire.WeightsSession: {"rank": NATURAL, "world_size": NATURAL, "port": PORT, "version": VERSION, "timeout_s": NATURAL},
     wire.SamplingParams: {
         "max_tokens": COUNT, "temperature": NATURAL, "top_p": SHARE, "top_k": NATURAL, "min_p": FRACTION, "seed": NATURAL,
+        "frequency_penalty": PENALTY, "presence_penalty": PENALTY, "top_logprobs": NATURAL,
     },
     wire.GenerateRequest: {"min_version": VERSION, "deadline_s": POSITIVE, "expected_tokens": NATURAL, "prompt_top_k": NATURAL},
     wire.AbortRequest: {},
@@ -119,9 +123,9 @@ def check(message: wire.Message) -> None:
 
 
 def check_trajectory(trajectory: wire.Trajectory) -> None:
-    """Columns have n values each, at least one; turns are ordered, apart and inside; the mask is 1 in them and 0 elsewhere,
-    where logprobs are 0 too; logprobs are finite and at most 0.001, token ids >= 0; version runs have counts >= 1 that add up
-    to the number of sampled tokens."""
+    """Columns have n values each, at least one; turns are ordered, apart and inside; the mask is 1 in them, 0 at tokens drawn from a
+    reshaped distribution, and 0 elsewhere; logprobs are 0 where it is 0, finite and at most 0.001; token ids are >= 0; version runs have
+    counts >= 1 that add up to the ones of the mask."""
     _check_structure(trajectory)
     _check_values([trajectory])
 
@@ -181,7 +185,7 @@ def _check_values(trajectories: list[wire.Trajectory]) -> None:
 
 
 def _check_turns(turns: list[wire.Turn], mask: bytes, logprobs: bytes, n: int) -> int:
-    """Turns are ordered, apart and inside; the mask is 1 in them and 0 between, logprobs are 0 between; the tokens in them."""
+    """Turns are ordered, apart and inside; the mask is 0 or 1 in them and 0 between, logprobs are 0 where it is; the ones in them."""
     position = sampled = 0
     for turn in turns:
         start, end = turn.start, turn.end
@@ -189,15 +193,26 @@ def _check_turns(turns: list[wire.Turn], mask: bytes, logprobs: bytes, n: int) -
             raise _wrong("Turn", "start, end", (start, end), f"must lie in order within {position} to {n}")
         if start > position:
             _check_gap(mask, logprobs, position, start)
-        if not mask.startswith(b"\1" * (end - start), start):
-            raise _wrong("Trajectory", "loss_mask", "another value", f"must be 1 in the turn {start}:{end}")
+        ones = end - start
+        if not mask.startswith(b"\1" * ones, start):
+            ones = _check_mixed(mask, logprobs, start, end)
         if not -LARGEST <= turn.reward <= LARGEST:
             raise _wrong("Turn", "reward", turn.reward, ANY.text)
-        sampled += end - start
+        sampled += ones
         position = end
     if position < n:
         _check_gap(mask, logprobs, position, n)
     return sampled
+
+
+def _check_mixed(mask: bytes, logprobs: bytes, start: int, end: int) -> int:
+    """A turn with tokens that are not trained on, for what they were drawn from was reshaped: mask and logprob 0; the number of others."""
+    flags = np.frombuffer(mask, np.uint8, end - start, start)
+    if np.any(flags > 1):
+        raise _wrong("Trajectory", "loss_mask", "another value", f"must be 0 or 1 in the turn {start}:{end}")
+    if np.any(np.frombuffer(logprobs, _F4, end - start, 4 * start)[flags == 0] != 0):
+        raise _wrong("Trajectory", "logprobs", "another value", f"must be 0 where the mask is 0, in {start}:{end}")
+    return int(flags.sum())
 
 
 def _check_gap(mask: bytes, logprobs: bytes, start: int, end: int) -> None:
@@ -309,19 +324,35 @@ def _check_session(session: wire.WeightsSession) -> None:
 
 
 def _check_request(request: wire.GenerateRequest) -> None:
-    """There is a request_id and at least one token id; token ids are >= 0, stop strings are not empty."""
+    """There is a request_id and at least one token id; token ids are >= 0, stop strings are not empty; biases are from -100 to 100, and a
+    guides have at most 2^16 characters."""
     sampling, ids = request.sampling, request.token_ids
     _numbers(sampling)
     if sampling.stop and "" in sampling.stop:
         raise _wrong("SamplingParams", "stop", "''", "must not be empty")
     if sampling.stop_token_ids and min(sampling.stop_token_ids) < 0:
         raise _wrong("SamplingParams", "stop_token_ids", min(sampling.stop_token_ids), NATURAL.text)
+    if sampling.logit_bias or sampling.guides:
+        _check_reshaping(sampling)
     if ids.dtype != "<i4" or not ids.data or len(ids.data) % 4:
         _check_column("GenerateRequest", "token_ids", ids, "<i4")
         raise _wrong("GenerateRequest", "token_ids", "empty", "at least one token")
     _check_token_ids("GenerateRequest", ids.data)
     if not request.request_id:
         _check_request_id(request)
+
+
+def _check_reshaping(sampling: wire.SamplingParams) -> None:
+    for token, bias in sampling.logit_bias.items():
+        if token < 0 or not -MAX_BIAS <= bias <= MAX_BIAS:
+            raise _wrong(
+                "SamplingParams", "logit_bias", {token: bias}, f"must be token ids >= 0 with numbers from -{MAX_BIAS} to {MAX_BIAS}"
+            )
+    if any(not guide.schema for guide in sampling.guides):
+        raise _wrong("Guide", "schema", "''", "must not be empty")
+    size = sum(len(guide.schema) + len(guide.before) + len(guide.after) for guide in sampling.guides)
+    if size > MAX_GUIDE_CHARS:
+        raise _wrong("SamplingParams", "guides", f"of {size} characters", f"must have at most {MAX_GUIDE_CHARS}")
 
 
 def _check_request_id(request: wire.GenerateRequest | wire.AbortRequest) -> None:
@@ -332,7 +363,7 @@ def _check_request_id(request: wire.GenerateRequest | wire.AbortRequest) -> None
 
 def _check_reply(reply: wire.GenerateReply) -> None:
     """Columns have k values each, version runs count them; with finish_reason `error` there is a text in error and k is 0; top_ids
-    and top_logprobs come together, one value each, and without sampled tokens."""
+    and top_logprobs come together, one value each, and as many for each of k sampled tokens; reshaped holds 0 and 1."""
     ids, logprobs = reply.token_ids, reply.logprobs
     n = len(ids.data) // 4
     if ids.dtype != "<i4" or logprobs.dtype != "<f4" or len(ids.data) % 4 or len(logprobs.data) != 4 * n:
@@ -344,13 +375,19 @@ def _check_reply(reply: wire.GenerateReply) -> None:
     if reply.finish_reason == "error" and (n or not reply.error):
         raise _wrong("GenerateReply", "finish_reason", "error", "must come with a text in `error` and without tokens")
     if reply.top_ids is not None or reply.top_logprobs is not None:
-        if reply.top_ids is None or reply.top_logprobs is None or n:
-            raise _wrong("GenerateReply", "top_ids", "alone or with tokens", "must come with top_logprobs and without sampled tokens")
+        if reply.top_ids is None or reply.top_logprobs is None:
+            raise _wrong("GenerateReply", "top_ids", "alone", "must come with top_logprobs")
+        if n and len(reply.top_ids.data) % (4 * n):
+            raise _wrong("GenerateReply", "top_ids", f"of {len(reply.top_ids.data)} bytes", f"must be as many for each of {n} tokens")
         _check_column(
             "GenerateReply", "top_logprobs", reply.top_logprobs, "<f4", _check_column("GenerateReply", "top_ids", reply.top_ids, "<i4")
         )
         _check_token_ids("GenerateReply", reply.top_ids.data)
         _check_logprobs("GenerateReply", reply.top_logprobs.data)
+    if reply.reshaped is not None:
+        flags = reply.reshaped
+        if flags.dtype != "|u1" or len(flags.data) != n or flags.data.strip(b"\0\1"):
+            raise _wrong("GenerateReply", "reshaped", "another value", f"must be {n} bytes of dtype |u1, each 0 or 1")
 
 
 def _check_metrics(metrics: wire.Metrics) -> None:

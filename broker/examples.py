@@ -24,6 +24,8 @@ _EPISODE: Final = wire.Trajectory(
     metrics={"num_turns": 2.0},
 )
 
+_GUIDE: Final = wire.Guide(schema='{"type": "object"}', before="<tool_call>\n", after="\n</tool_call>")
+
 EXAMPLES: Final[dict[type[wire.Message], wire.Message]] = {
     type(example): example
     for example in (
@@ -62,14 +64,14 @@ EXAMPLES: Final[dict[type[wire.Message], wire.Message]] = {
         ),
         wire.GenerateRequest(
             request_id="lake-417-0-1", conversation_id="lake-417-0", token_ids=wire.column([1, 318, 27], "<i4"),
-            sampling=wire.SamplingParams(max_tokens=64, temperature=1.0, top_p=0.95, seed=1234, stop=["</answer>"]),
+            sampling=wire.SamplingParams(max_tokens=64, temperature=1.0, top_p=0.95, seed=1234, stop=["</answer>"], guides=[_GUIDE]),
             min_version=10, deadline_s=60.0, expected_tokens=24,
         ),
         wire.AbortRequest(request_id="lake-417-0-1"),
         wire.GenerateReply(
             request_id="lake-417-0-1", server="rollout-7c1", token_ids=wire.column([905, 2], "<i4"),
             logprobs=wire.column([-0.25, -0.0625], "<f4"), version_runs=wire.column([11, 2], "<i4"), finish_reason="stop",
-            policy_version=11, prefix_hit_tokens=2,
+            policy_version=11, prefix_hit_tokens=2, reshaped=wire.column([1, 0], "|u1"),
         ),
         wire.Metrics(
             role="rollout", id="rollout-7c1", time=1_767_225_600.0, values={"perf/tokens_per_s": 4120.5}, text={"state": "serving"},

@@ -267,6 +267,14 @@ class WeightsSession(Message, frozen=True, tag="WeightsSession"):
 # -------------------------------------------------------------------------------------------------- generate
 
 
+class Guide(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A form of an output: a JSON value between two texts, and nothing else."""
+
+    schema: str  # JSON schema of the value, as JSON
+    before: str = ""  # may name special tokens
+    after: str = ""  # may name special tokens
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How to sample; the returned logprobs are those of the distribution after all of these."""
 
@@ -279,6 +287,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     stop: list[str] = []  # strings that end generation; their tokens are kept
     stop_token_ids: list[int] = []  # tokens that end generation, beside the model's own; kept
     ignore_eos: bool = False  # whether the model's own end tokens are ordinary tokens
+    frequency_penalty: float = 0.0  # taken off a token's logit for each time that it was sampled in this output
+    presence_penalty: float = 0.0  # taken off a token's logit once it was sampled in this output
+    logit_bias: dict[int, float] = {}  # added to the logits of tokens
+    guides: list[Guide] = []  # the output keeps to one of these, and ends behind it; none: it is free
+    top_logprobs: int = 0  # the reply says which so many tokens were likeliest at each sampled one, if the engine can
 
 
 class GenerateRequest(Message, frozen=True, tag="GenerateRequest"):
@@ -312,8 +325,11 @@ class GenerateReply(Message, frozen=True, tag="GenerateReply"):
     policy_version: int  # the server's version when it answered
     prefix_hit_tokens: int = 0  # context tokens found in the cache
     error: str = ""  # one line, with finish_reason `error`
-    top_ids: Column | None = None  # <i4, shape ((n - 1) * k,): with prompt_top_k = k, for each of the n context tokens but the first
-    top_logprobs: Column | None = None  # <f4, shape ((n - 1) * k,): of top_ids at temperature 1, in falling order
+    # With prompt_top_k for each context token but the first, at temperature 1; with sampling.top_logprobs for each sampled token, under the
+    # distribution that it was drawn from. Where that has fewer tokens, its last one is repeated.
+    top_ids: Column | None = None  # <i4, so many for each token
+    top_logprobs: Column | None = None  # <f4, of top_ids, in falling order
+    reshaped: Column | None = None  # |u1, shape (k,): 1 where a guide, penalty or bias changed what a token was drawn from; None: nowhere
 
 
 # -------------------------------------------------------------------------------------------------- operator

@@ -57,13 +57,20 @@ class Ask(msgspec.Struct, frozen=True):
 
 @dataclass
 class Sampled:
-    """One turn: k tokens, k logprobs, flat pairs (policy_version, number of tokens)."""
+    """One turn: k tokens, k logprobs, flat pairs (policy_version, number of tokens).
+
+    Attributes:
+        reshaped: k bytes, 1 where a token was drawn from a reshaped distribution; empty: none was.
+        top: for each token the likeliest ones and their logprobs; empty where none were asked for or the engine tells none.
+    """
 
     token_ids: array[int] = field(default_factory=lambda: array("i"))
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     version_runs: array[int] = field(default_factory=lambda: array("i"))
     finish_reason: wire.FinishReason = "stop"
     server: str = ""
+    reshaped: bytes = b""
+    top: Sequence[Sequence[tuple[int, float]]] = ()
 
     @classmethod
     def of(
@@ -140,9 +147,12 @@ class Generator:
                 if failures > self._max_retries:
                     break
                 continue
+            whole = reply.finish_reason in ("stop", "length")
+            if _reshaped(ask.sampling) and not whole:
+                reply, done = _without_tokens(reply), None  # a guide and penalties count from the first token on: it begins anew
             done = _with(done, reply)
             self.tokens += len(reply.token_ids.data) // 4
-            if reply.finish_reason in ("stop", "length"):
+            if whole:
                 return done
             problem = f"{server.id}: {reply.finish_reason} before the turn was complete"
             sticky, avoid = server.id, frozenset({server.id} if reply.finish_reason == "abort" else ())
@@ -228,4 +238,25 @@ def _with(done: Sampled | None, reply: wire.GenerateReply) -> Sampled:
     token_ids, logprobs, version_runs = wire.growing(reply.token_ids), wire.growing(reply.logprobs), wire.growing(reply.version_runs)
     if done is not None:
         token_ids, logprobs, version_runs = done.token_ids + token_ids, done.logprobs + logprobs, done.version_runs + version_runs
-    return Sampled(token_ids, logprobs, version_runs, reply.finish_reason, reply.server)
+    reshaped = reply.reshaped.data if reply.reshaped is not None else b""
+    return Sampled(token_ids, logprobs, version_runs, reply.finish_reason, reply.server, reshaped, _top(reply))
+
+
+def _reshaped(sampling: wire.SamplingParams) -> bool:
+    return bool(sampling.guides or sampling.logit_bias or sampling.frequency_penalty or sampling.presence_penalty or sampling.top_logprobs)
+
+
+def _without_tokens(reply: wire.GenerateReply) -> wire.GenerateReply:
+    empty = wire.column((), "<i4")
+    return msgspec.structs.replace(
+        reply, token_ids=empty, logprobs=wire.column((), "<f4"), version_runs=empty, top_ids=None, top_logprobs=None, reshaped=None
+    )
+
+
+def _top(reply: wire.GenerateReply) -> list[list[tuple[int, float]]]:
+    """The likeliest tokens at each sampled one. One that is repeated stands for none."""
+    count = len(reply.token_ids.data) // 4
+    if reply.top_ids is None or reply.top_logprobs is None or not count:
+        return []
+    ids, logprobs = (one.array().reshape(count, -1).tolist() for one in (reply.top_ids, reply.top_logprobs))
+    return [list(dict(zip(*row, strict=True)).items()) for row in zip(ids, logprobs, strict=True)]

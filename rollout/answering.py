@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
 
 from broker import wire
 from rollout.engines.base import Engine, Output, TappedEngine
-from text.openai.pieces import Tap
+from text.openai.pieces import Piece, Tap, Top
 from text.openai.problems import ENGINE_FAILED
 
 SEND_S: Final = 2.0  # for aborted requests to be answered with their partial output
@@ -81,9 +82,28 @@ class Answering:
     async def _ask(self, request: wire.GenerateRequest, tap: Tap | None) -> Output:
         if request.prompt_top_k:
             return await self._score(request)
-        if tap is None or self._tapped is None:
+        if self._tapped is None:
             return await self._engine.generate(request)
-        return await self._tapped.generate(request, tap)
+        if request.sampling.top_logprobs and self._tapped.tells_top:
+            return await self._with_top(self._tapped, request, tap)
+        return await (self._engine.generate(request) if tap is None else self._tapped.generate(request, tap))
+
+    async def _with_top(self, engine: TappedEngine, request: wire.GenerateRequest, tap: Tap | None) -> Output:
+        """The likeliest tokens at each sampled one as columns, as a reply has them."""
+        k, tops = request.sampling.top_logprobs, list[Top]()
+
+        def told(piece: Piece) -> None:
+            tops.extend(piece.top)
+            if tap is not None:
+                tap.told(piece)
+
+        output = await engine.generate(request, Tap(told, k))
+        if output.error or len(tops) != len(output.token_ids):
+            return output
+        rows = [[*top, *[top[-1]] * (k - len(top))] for top in tops]
+        ids = np.array([[token for token, _ in row] for row in rows], np.int32)
+        values = np.array([[logprob for _, logprob in row] for row in rows], np.float32)
+        return replace(output, top_ids=ids, top_logprobs=values)
 
     async def _score(self, request: wire.GenerateRequest) -> Output:
         """Ended from here when it is aborted or out of time: nothing is sampled, so an engine has no output so far to end it with."""
@@ -122,4 +142,5 @@ class Answering:
             error=output.error,
             top_ids=None if output.top_ids is None else wire.column(output.top_ids.reshape(-1), "<i4"),
             top_logprobs=None if output.top_logprobs is None else wire.column(output.top_logprobs.reshape(-1), "<f4"),
+            reshaped=wire.column(output.reshaped, "|u1") if any(output.reshaped) else None,
         )

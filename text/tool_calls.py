@@ -50,11 +50,14 @@ class ToolSpelling:
     Attributes:
         opener: what stands before the JSON of a call, or of a list of calls, without white space at its ends; empty if nothing does.
         name_key, arguments_key: of the object.
+        before, after: all that stands around the JSON of one call, up to the end of the turn.
     """
 
     opener: str
     name_key: str
     arguments_key: str
+    before: str = ""
+    after: str = ""
 
     def calls(self, text: str) -> list[ToolCall]:
         """The calls in a turn's text, special tokens included, in their order; none where it is plain words.
@@ -118,9 +121,10 @@ def probe(rendered: str, before: str) -> tuple[ToolSpelling, str]:
         names = [key for key, item in keys.items() if item == _NAME]
         arguments = [key for key, item in keys.items() if item != _NAME]
         if names and arguments:
-            opener = without_thinking(rendered[_common(rendered, before.rstrip()) : start]).strip()
+            ahead = without_thinking(rendered[_common(rendered, before.rstrip()) : start]).lstrip()
+            opener = ahead.strip()
             behind = rendered[end:].lstrip().removeprefix("]") if opener.endswith("[") else rendered[end:]
-            return ToolSpelling(opener.removesuffix("[").rstrip(), names[0], arguments[0]), behind
+            return ToolSpelling(opener.removesuffix("[").rstrip(), names[0], arguments[0], ahead, rendered[end:]), behind
     raise UnknownSpelling("it does not write tool calls as JSON objects with a name and arguments")
 
 

@@ -110,6 +110,9 @@ def _played(task: Task, session: Session, result: Result, prompt: str, reference
     last = samples[-1]
     last.turns[-1] = msgspec.structs.replace(last.turns[-1], reward=reward)
     metrics = {**result.metrics, "num_turns": float(session.record.num_calls), "num_samples": float(len(samples))}
+    sampled = sum(turn.end - turn.start for one in samples for turn in one.turns)
+    if (untrained := sampled - sum(one.loss_mask.count(1) for one in samples)) > 0:
+        metrics["reshaped_share"] = untrained / sampled
     trajectories = [_trajectory(task, session, one, result, reward) for one in samples]
     response = session.record.last_response if result.response is None else result.response
     trajectories[-1] = msgspec.structs.replace(trajectories[-1], response=response, metrics=metrics)

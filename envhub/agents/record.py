@@ -24,8 +24,9 @@ class Sample:
     Attributes:
         number: from 0, in the order in which they began.
         text: what the tokens say, without the token that closes the last answer; None where nobody knows how to render it.
-        token_ids, loss_mask, logprobs: n values each; the mask is 1 where the policy sampled the token, logprobs are 0 elsewhere.
-        version_runs: flat pairs (policy_version, number of sampled tokens).
+        token_ids, loss_mask, logprobs: n values each; the mask is 1 where the policy sampled the token from its own distribution, logprobs
+            are 0 elsewhere.
+        version_runs: flat pairs (policy_version, number of tokens with mask 1).
         turns: spans of sampled tokens.
     """
 
@@ -51,9 +52,12 @@ class Sample:
         """Append what it did."""
         start = len(self.token_ids)
         self.token_ids.extend(sampled.token_ids)
-        self.loss_mask += b"\1" * len(sampled.token_ids)
-        self.logprobs.extend(sampled.logprobs)
-        for version, count in zip(sampled.version_runs[::2], sampled.version_runs[1::2], strict=True):
+        own = bytes(1 - flag for flag in sampled.reshaped) or b"\1" * len(sampled.token_ids)
+        self.loss_mask += own
+        self.logprobs.extend(logprob * bit for logprob, bit in zip(sampled.logprobs, own, strict=True))
+        at = 0
+        for version, length in zip(sampled.version_runs[::2], sampled.version_runs[1::2], strict=True):
+            count, at = own.count(1, at, at + length), at + length
             if self.version_runs and self.version_runs[-2] == version:
                 self.version_runs[-1] += count
             elif count:

@@ -8,6 +8,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from broker import wire
 from broker.errors import ConfigError
 from envhub.agents.record import Record
@@ -19,7 +21,7 @@ from text.openai.bodies import Body, ChatBody, ChatMessage, CompletionBody
 from text.openai.desk import Served
 from text.openai.generation import REPLY_ID_CHARS
 from text.openai.kept import Kept
-from text.openai.pieces import Tap
+from text.openai.pieces import Piece, Tap
 from text.openai.problems import Problem
 from text.tokenizer import Tokenizer
 
@@ -58,7 +60,13 @@ class Session:
         self._stop_token_ids = stops
         self.record = Record(means.tokenizer, closing, stops)
         self.served = Served(
-            task.policy, means.tokenizer.name, self._section.max_context_tokens, self._state, self._version, any_model=True
+            task.policy,
+            means.tokenizer.name,
+            self._section.max_context_tokens,
+            self._state,
+            self._version,
+            any_model=True,
+            top_logprobs=True,
         )
         self.kept = Kept()
         self.refused: wire.EpisodeEnd | None = None
@@ -115,6 +123,10 @@ class Session:
             self.refused = self.refused or "truncated"
             raise Problem(400, f"the episode's {self._section.max_turns} calls are used up", code="max_turns")
         self._begun += 1
+        if tap is not None and tap.top_logprobs:
+            ask = msgspec.structs.replace(ask, sampling=msgspec.structs.replace(ask.sampling, top_logprobs=tap.top_logprobs))
+        else:
+            tap = None
         prompt = array("i", ask.token_ids.array().tolist())
         started = time.perf_counter()
         try:
@@ -129,6 +141,8 @@ class Session:
         finally:
             self.generate_s += time.perf_counter() - started
         self.failed = ""
+        if ask.sampling.top_logprobs and not sampled.top:
+            raise Problem(400, "top_logprobs is not supported: the run's engine does not tell the likeliest tokens", param="top_logprobs")
         self._means.expected.add(len(sampled.token_ids))
         self.record.sampled(prompt, sampled)
         reply_id, _, index = ask.request_id.removeprefix("http.").partition(".")
@@ -136,6 +150,8 @@ class Session:
         if versions := sampled.version_runs[::2]:
             self._newest = max(self._newest, *versions)
             self._on_tokens(min(versions))
+        if tap is not None:
+            tap.told(Piece(sampled.token_ids.tolist(), sampled.logprobs.tolist(), self._newest, sampled.top))
         return wire.GenerateReply(
             request_id=ask.request_id,
             server=sampled.server,
@@ -161,6 +177,11 @@ class Session:
                 seed=mix(task.seed, task.episode, len(prompt), self._begun),
                 stop=[*sampling.stop, *asked.sampling.stop],
                 stop_token_ids=sorted({*self._stop_token_ids, *asked.sampling.stop_token_ids}),
+                frequency_penalty=asked.sampling.frequency_penalty,
+                presence_penalty=asked.sampling.presence_penalty,
+                logit_bias=asked.sampling.logit_bias,
+                guides=asked.sampling.guides,
+                top_logprobs=asked.sampling.top_logprobs,
             ),
             policy=task.policy,
             min_version=task.min_version,

@@ -53,6 +53,7 @@ class Output:
         finish_reason: ``error`` comes with a text in ``error`` and no tokens.
         prefix_hit_tokens: context tokens whose KV was found in the cache.
         error: one line.
+        reshaped: for each token whether a guide, penalty or bias changed what it was drawn from; empty: none did.
         top_ids, top_logprobs: (n - 1, k) for a request with ``prompt_top_k``, which samples nothing.
     """
 
@@ -62,6 +63,7 @@ class Output:
     finish_reason: wire.FinishReason = "error"
     prefix_hit_tokens: int = 0
     error: str = ""
+    reshaped: Sequence[bool] = ()
     top_ids: npt.NDArray[np.int32] | None = None
     top_logprobs: npt.NDArray[np.float32] | None = None
 

@@ -19,6 +19,7 @@ from rollout.engines.base import NO_VERSION, EngineConfig, Output, Stats, Update
 from rollout.engines.fit import made
 from rollout.engines.hf_core import Core
 from rollout.engines.memory import keep_freed_memory
+from rollout.engines.reshaping import is_reshaped
 from text.openai.pieces import Piece, Tap
 
 T = TypeVar("T")
@@ -41,6 +42,7 @@ class HFEngine:
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._waiting: dict[str, asyncio.Future[Output]] = {}
         self._taps: dict[str, Tap] = {}
+        self._preparing: set[str] = set()  # requests whose grammars are being made
         self._core: Core | None = None
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop
@@ -74,15 +76,23 @@ class HFEngine:
         now = time.monotonic()
         if tap is not None:
             self._taps[request.request_id] = tap
-        self._commands.put(lambda core: core.submit(request, now, None if tap is None else tap.top_logprobs))
         try:
+            made = None
+            if is_reshaped(request.sampling):
+                self._preparing.add(request.request_id)
+                made = await asyncio.to_thread(self._running_core().reshape, request.sampling)
+                if request.request_id not in self._preparing:
+                    return Output(finish_reason="abort")
+            self._commands.put(lambda core: core.submit(request, now, None if tap is None else tap.top_logprobs, made))
             return await future
         finally:
             self._taps.pop(request.request_id, None)
+            self._preparing.discard(request.request_id)
             if self._waiting.pop(request.request_id, None) is not None:  # nobody waits for it any more
                 self.abort(request.request_id)
 
     def abort(self, request_id: str) -> None:
+        self._preparing.discard(request_id)
         self._commands.put(lambda core: core.abort(request_id))
 
     async def adopt(self, version: int) -> None:

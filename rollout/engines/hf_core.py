@@ -18,10 +18,13 @@ from broker.weights.probe import check_probe
 from rollout.engines.base import NO_VERSION, EngineConfig, Output, Stats, UpdateMode, problem
 from rollout.engines.hf_attention import Segment
 from rollout.engines.hf_model import SlotModel, end_tokens
-from rollout.engines.hf_row import Row
-from rollout.engines.sampling import SamplingBatch, likeliest, sample, uniforms
+from rollout.engines.hf_row import Row, ends_of
+from rollout.engines.reshaping import MOVED, Reshaping, is_reshaped
+from rollout.engines.reshaping import problem as reshaping_problem
+from rollout.engines.sampling import SamplingBatch, likeliest, moved, sample, uniforms
 from rollout.engines.stopping import StopStrings
 from rollout.scheduler import Job, Scheduler
+from text.guides import BadGuide, Guides
 from text.openai.pieces import Piece
 from text.tokenizer import Tokenizer
 
@@ -45,6 +48,8 @@ class Core:
         self._taps: dict[str, int] = {}  # requests whose tokens are told, and how many of the likeliest with each
         self._prefill_tokens = section.prefill_tokens
         self._tokenizer = find_tokenizer(config)
+        self._guides = Guides(self._tokenizer, self.model.vocab_size) if self._tokenizer is not None else None
+        self._reshapings: dict[str, Reshaping] = {}  # of queued requests
         self._end_ids = end_tokens(self.model.model) | frozenset(self._tokenizer.eos_token_ids if self._tokenizer else ())
         self._requests: dict[str, wire.GenerateRequest] = {}
         self._rows: dict[int, Row] = {}  # by slot
@@ -65,20 +70,25 @@ class Core:
         """Whether there is anything to compute."""
         return bool(self._rows) and not self._stalled
 
-    def submit(self, request: wire.GenerateRequest, now: float, top_logprobs: int | None = None) -> None:
+    def submit(
+        self, request: wire.GenerateRequest, now: float, top_logprobs: int | None = None, reshaping: Reshaping | str | None = None
+    ) -> None:
         """Queue a request; what cannot be run is answered at once.
 
         Args:
             top_logprobs: its tokens are told as they come, each with so many of the likeliest; None: they are not.
+            reshaping: see ``reshape``.
         """
         why = problem(request, max_context_tokens=self.model.max_context, vocab_size=self.model.vocab_size)
         if not why and request.sampling.stop and self._tokenizer is None:
             why = "stop strings need a tokenizer, and the model's folder has none"
         if not why and self.scheduler.job(request.request_id) is not None:
             why = f"request_id {request.request_id!r} is already running or waiting"
-        if why:
-            self._answer(request.request_id, Output(error=why))
+        if why or isinstance(reshaping, str):
+            self._answer(request.request_id, Output(error=why or str(reshaping)))
             return
+        if reshaping is not None:
+            self._reshapings[request.request_id] = reshaping
         tokens = request.token_ids.array()
         expected = request.expected_tokens or request.sampling.max_tokens
         self._requests[request.request_id] = request
@@ -87,6 +97,17 @@ class Core:
         self.scheduler.submit(
             Job(request.request_id, request.conversation_id, tokens, expected, request.min_version, now, now + request.deadline_s)
         )
+
+    def reshape(self, sampling: wire.SamplingParams) -> Reshaping | str | None:
+        """What a request adds to the logits, None for nothing, or why it cannot; from any thread, for grammars take a second to make."""
+        if not is_reshaped(sampling):
+            return None
+        if why := reshaping_problem(sampling, self.model.vocab_size):
+            return why
+        try:
+            return Reshaping(sampling, self.model.vocab_size, ends_of(sampling, self._end_ids), self._guides)
+        except BadGuide as error:
+            return f"guide: {error}"
 
     def score(self, request: wire.GenerateRequest) -> Output:
         """The likeliest tokens at each position of a context, between two passes and without a slot."""
@@ -113,7 +134,8 @@ class Core:
             params = self._requests[start.job.request_id].sampling
             stops = StopStrings(self._tokenizer, params.stop) if params.stop and self._tokenizer else None
             room = self.model.max_context - len(start.job.tokens)
-            row = Row(start.job, params, start.reused, self.version, room, self._end_ids, stops)
+            reshaping = self._reshapings.pop(start.job.request_id, None)
+            row = Row(start.job, params, start.reused, self.version, room, self._end_ids, stops, reshaping)
             self._rows[start.slot] = row
             self._hits += start.reused
             if row.length - row.cached > 1:
@@ -224,6 +246,12 @@ class Core:
             rows = [row for row in rows if row.cached == row.length]
         if not rows:
             return
+        if any(row.reshaping is not None for row in rows):
+            rows, logits, flags = self._reshaped(rows, logits)
+            if not rows:
+                return
+        else:
+            flags = {}
         tokens, logprobs = self._draw(rows, logits)
         self._generated += len(rows)
         if self._taps:
@@ -233,9 +261,36 @@ class Core:
                 self.model.attention.wipe(row.job.slot)
                 self._end(row.job, "error", "the model's logits are not finite", keep=False)
                 continue
+            if row.reshaping is not None:
+                row.reshaping.take(token, flags[row.job.request_id])
             reason = row.add(token, logprob)
             if reason is not None:
                 self._end(row.job, reason)
+
+    @torch.inference_mode()
+    def _reshaped(self, rows: list[Row], logits: torch.Tensor) -> tuple[list[Row], torch.Tensor, dict[str, bool]]:
+        """The rows that go on, what they are drawn from, and of which requests that is not the model's own distribution."""
+        offsets: dict[int, npt.NDArray[np.float32]] = {}
+        broken: set[int] = set()
+        for index, row in enumerate(rows):
+            if row.reshaping is not None:
+                try:
+                    offsets[index] = row.reshaping.offsets()
+                except BadGuide as error:
+                    broken.add(index)
+                    self._end(row.job, "error", f"guide: {error}")
+        at = list(offsets)
+        shaped = logits.float()
+        if at:
+            own = shaped[at]
+            changed = own + torch.from_numpy(np.stack([offsets[index] for index in at])).to(own.device)
+            shaped = shaped.index_copy(0, torch.tensor(at, device=own.device), changed)
+            distances = moved(own, changed, [rows[index].params for index in at]).tolist()
+        else:
+            distances = []
+        flags = {rows[index].job.request_id: distance > MOVED for index, distance in zip(at, distances, strict=True)}
+        left = [index for index in range(len(rows)) if index not in broken]
+        return [rows[index] for index in left], shaped[left] if broken else shaped, flags
 
     @torch.inference_mode()
     def _tell(self, rows: list[Row], tokens: list[int], logprobs: list[float], logits: torch.Tensor) -> None:
@@ -276,6 +331,7 @@ class Core:
 
     def _answer(self, request_id: str, output: Output) -> None:
         self._requests.pop(request_id, None)
+        self._reshapings.pop(request_id, None)
         self._taps.pop(request_id, None)
         self._finished[output.finish_reason] += 1
         self.outbox.append((request_id, output))

@@ -8,6 +8,7 @@ import numpy as np
 
 from broker.wire import FinishReason, SamplingParams
 from rollout.engines.base import Output
+from rollout.engines.reshaping import Reshaping
 from rollout.engines.stopping import StopStrings
 from rollout.scheduler import Job, Tokens
 
@@ -19,13 +20,30 @@ class Row:
         length: tokens known, context and sampled.
         cached: leading tokens whose KV stands in the slot; the others are still to be run.
         seed: of its randomness; drawn here when the request has none.
+        reshaping: what it adds to the logits; None: nothing.
     """
 
-    __slots__ = ("_end_ids", "_marks", "_num_prompt", "_stops", "cached", "job", "length", "logprobs", "params", "reused", "seed", "tokens")
+    __slots__ = (
+        "_end_ids",
+        "_marks",
+        "_num_prompt",
+        "_stops",
+        "cached",
+        "job",
+        "length",
+        "logprobs",
+        "params",
+        "reshaping",
+        "reused",
+        "seed",
+        "tokens",
+    )
 
     def __init__(
-        self, job: Job, params: SamplingParams, reused: int, version: int, room: int, end_ids: frozenset[int], stops: StopStrings | None
-    ) -> None:
+        self, job: Job, params: SamplingParams, reused: int, version: int, room: int, end_ids: frozenset[int], stops: StopStrings | None,
+        reshaping: Reshaping | None = None,
+    ) -> None:  # fmt: skip
+        self.reshaping = reshaping
         self.job, self.params, self.reused = job, params, reused
         self._num_prompt = self.length = len(job.tokens)
         self.cached = reused
@@ -33,7 +51,7 @@ class Row:
         self.tokens[: self.length] = job.tokens
         self.logprobs: list[float] = []
         self._marks = [(version, 0)]  # from which sampled token on which version was used
-        self._end_ids = (frozenset() if params.ignore_eos else end_ids) | frozenset(params.stop_token_ids)
+        self._end_ids = ends_of(params, end_ids)
         self._stops = stops
         self.seed = int.from_bytes(os.urandom(8), "little") if params.seed is None else params.seed & (1 << 64) - 1
 
@@ -58,8 +76,15 @@ class Row:
             return Output(finish_reason="error", error=error, prefix_hit_tokens=self.reused)
         ends = [start for _, start in self._marks[1:]] + [len(self.logprobs)]
         runs = [(version, end - start) for (version, start), end in zip(self._marks, ends, strict=True) if end > start]
-        return Output(self.tokens[self._num_prompt : self.length].tolist(), self.logprobs, runs, reason, self.reused)
+        flags = self.reshaping.flags if self.reshaping is not None else ()
+        return Output(self.tokens[self._num_prompt : self.length].tolist(), self.logprobs, runs, reason, self.reused, reshaped=flags)
 
     def kept(self) -> Tokens:
         """The tokens whose KV the slot holds now."""
         return self.tokens[: self.cached]
+
+
+def ends_of(params: SamplingParams, end_ids: frozenset[int]) -> frozenset[int]:
+    """The tokens that end an output. One with a guide must be able to end."""
+    own = frozenset() if params.ignore_eos and not params.guides else end_ids
+    return own | frozenset(params.stop_token_ids)

@@ -12,12 +12,17 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
+
 from broker import wire
 from broker.errors import UserError
 from rollout.engines.args import RandomArgs
 from rollout.engines.base import EngineConfig, Output, Stats
+from rollout.engines.reshaping import MOVED, Reshaping, is_reshaped
+from rollout.engines.reshaping import problem as reshaping_problem
 from rollout.engines.stopping import StopStrings
 from rollout.engines.weightless import VERSION, WeightlessEngine
+from text.guides import BadGuide, Guides
 from text.hub import read_json, tokenizer_folder
 from text.openai.pieces import Piece, Tap
 from text.tokenizer import Tokenizer
@@ -30,7 +35,8 @@ class RandomEngine(WeightlessEngine):
 
     Without ``choices`` every token is uniform over the vocabulary. With them a whole choice is drawn uniformly, followed by
     the end token; its logprob stands on its first token and the rest have 0, so the sum over a reply is right. The sampling
-    parameters that shape a distribution (temperature, top-k, top-p, min-p) do nothing: there is only one here.
+    parameters that shape a distribution (temperature, top-k, top-p, min-p) do nothing: there is only one here. Penalties, biases and
+    guides reshape it, but not with choices.
     """
 
     name = "random"
@@ -44,10 +50,12 @@ class RandomEngine(WeightlessEngine):
         self._busy_since = 0.0
         self._choices: list[list[int]] = []
         self._tokenizer: Tokenizer
+        self._guides: Guides
 
     async def start(self) -> None:
         path = self._config.model_path
         self._tokenizer = Tokenizer.load(path, trust_remote_code=self._config.trust_remote_code)
+        self._guides = Guides(self._tokenizer)
         if self._args.choices:
             end = end_token(self._tokenizer, path)
             self._choices = [[*self._tokenizer.encode(choice), end] for choice in self._args.choices]
@@ -87,7 +95,15 @@ class RandomEngine(WeightlessEngine):
 
     async def _produce(self, request: wire.GenerateRequest, deadline: float, aborted: asyncio.Event, tap: Tap | None) -> Output:
         """The whole reply is drawn first; the delay is then spent on it, and what it had no time for is cut off."""
-        tokens, logprobs, reason = self._draw(request)
+        reshaping = None
+        if is_reshaped(request.sampling):
+            try:
+                reshaping = self._reshaping(request.sampling)
+                tokens, logprobs, reason = self._draw_reshaped(request, reshaping)
+            except BadGuide as error:
+                return Output(error=f"guide: {error}")
+        else:
+            tokens, logprobs, reason = self._draw(request)
         allowed = len(tokens)
         if tap is not None:
             pieces = [Piece([token], [logprob], VERSION) for token, logprob in zip(tokens, logprobs, strict=True)]
@@ -102,7 +118,15 @@ class RandomEngine(WeightlessEngine):
         if aborted.is_set() or allowed < len(tokens):
             reason = "abort" if aborted.is_set() else "deadline"
             tokens, logprobs = tokens[:allowed], logprobs[:allowed]
-        return Output(tokens, logprobs, [(VERSION, len(tokens))] if tokens else [], reason)
+        flags = reshaping.flags[: len(tokens)] if reshaping is not None else ()
+        return Output(tokens, logprobs, [(VERSION, len(tokens))] if tokens else [], reason, reshaped=flags)
+
+    def _reshaping(self, sampling: wire.SamplingParams) -> Reshaping:
+        if self._choices:
+            raise BadGuide("engine random with choices has no tokens to reshape")
+        if why := reshaping_problem(sampling, self._tokenizer.vocab_size):
+            raise BadGuide(why)
+        return Reshaping(sampling, self._tokenizer.vocab_size, self._ends(sampling), self._guides)
 
     async def _tell(self, pieces: Sequence[Piece], deadline: float, aborted: asyncio.Event, tap: Tap) -> int:
         """Tell them one by one, each after its delay; how many there was time for."""
@@ -119,10 +143,7 @@ class RandomEngine(WeightlessEngine):
 
     def _draw(self, request: wire.GenerateRequest) -> tuple[list[int], list[float], wire.FinishReason]:
         sampling = request.sampling
-        seed = sampling.seed if sampling.seed is not None else int.from_bytes(os.urandom(8), "little")
-        prompt = len(request.token_ids.array())
-        rng = random.Random(f"{seed} {prompt}")  # the position counts, as in every engine
-        limit = min(sampling.max_tokens, self._config.section.max_context_tokens - prompt)
+        rng, limit = self._start(request)
         if not self._choices:
             return self._uniform(rng, sampling, limit)
         share: defaultdict[tuple[int, ...], float] = defaultdict(float)
@@ -133,9 +154,38 @@ class RandomEngine(WeightlessEngine):
         logprobs = [math.log(min(1.0, share[tuple(tokens)]))] + [0.0] * (len(tokens) - 1)
         return tokens, logprobs, "stop" if len(tokens) == len(drawn) else "length"
 
+    def _start(self, request: wire.GenerateRequest) -> tuple[random.Random, int]:
+        """The randomness of a request, and how many tokens it may have."""
+        sampling, prompt = request.sampling, len(request.token_ids.array())
+        seed = sampling.seed if sampling.seed is not None else int.from_bytes(os.urandom(8), "little")
+        limit = min(sampling.max_tokens, self._config.section.max_context_tokens - prompt)
+        return random.Random(f"{seed} {prompt}"), limit  # the position counts, as in every engine
+
+    def _ends(self, sampling: wire.SamplingParams) -> set[int]:
+        own = sampling.ignore_eos and not sampling.guides
+        return {*(() if own else self._tokenizer.eos_token_ids), *sampling.stop_token_ids}
+
+    def _draw_reshaped(self, request: wire.GenerateRequest, reshaping: Reshaping) -> tuple[list[int], list[float], wire.FinishReason]:
+        """As ``_uniform``, from equal logits with the request's own offsets added."""
+        rng, limit = self._start(request)
+        sampling, size, ends = request.sampling, self._tokenizer.vocab_size, self._ends(request.sampling)
+        stops = StopStrings(self._tokenizer, sampling.stop) if sampling.stop else None
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        stopped = False
+        while len(tokens) < limit and not stopped:
+            weights = np.exp(reshaping.offsets().astype(np.float64))
+            probs = weights / weights.sum()
+            (token,) = rng.choices(range(size), cum_weights=probs.cumsum().tolist())
+            reshaping.take(token, bool(np.abs(probs - 1 / size).sum() / 2 > MOVED))
+            tokens.append(token)
+            logprobs.append(math.log(probs[token]))
+            stopped = token in ends or (stops is not None and stops.hit(tokens))
+        return tokens, logprobs, "stop" if stopped else "length"
+
     def _uniform(self, rng: random.Random, sampling: wire.SamplingParams, limit: int) -> tuple[list[int], list[float], wire.FinishReason]:
         size = self._tokenizer.vocab_size
-        ends = {*(() if sampling.ignore_eos else self._tokenizer.eos_token_ids), *sampling.stop_token_ids}
+        ends = self._ends(sampling)
         stops = StopStrings(self._tokenizer, sampling.stop) if sampling.stop else None
         tokens: list[int] = []
         stopped = False

@@ -131,6 +131,34 @@ def likeliest(logits: torch.Tensor, params: Sequence[SamplingParams], k: int) ->
     return tokens, values
 
 
+def moved(logits: torch.Tensor, reshaped: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """How much probability a change of the logits moves from some tokens to others, after temperature and cut-offs.
+
+    Args:
+        logits, reshaped: (n, vocabulary), the model's and what is drawn from.
+        params: of the n rows.
+
+    Returns:
+        (n,) float32, the total variation distance of both distributions, from 0 to 1.
+    """
+    batch = SamplingBatch.of(params, logits.device)
+    return (_distribution(logits, batch) - _distribution(reshaped, batch)).abs().sum(-1) / 2
+
+
+def _distribution(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """What rows are drawn from, (n, vocabulary) probabilities."""
+    logits = logits.float()
+    logprobs = (logits if batch.temperature is None else logits / batch.temperature).log_softmax(-1)
+    if batch.filtered is not None:
+        kept, order = _kept(logprobs[batch.filtered], batch, min(max(_CANDIDATES, batch.max_top_k), logprobs.shape[-1]))
+        logprobs[batch.filtered] = torch.full_like(logprobs[batch.filtered], float("-inf")).scatter(-1, order, kept.log_softmax(-1))
+    probs = logprobs.exp()
+    if batch.greedy is None:
+        return probs
+    certain = torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).to(probs.dtype)
+    return torch.where(batch.greedy[:, None], certain, probs)
+
+
 def _draw(logprobs: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Invert the cumulative distribution; in float64, or a long tail of small probabilities is rounded away."""
     cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)

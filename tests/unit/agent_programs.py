@@ -92,6 +92,28 @@ def responds(task: dict[str, Any]) -> Any:
             items.append({"type": "function_call_output", "call_id": call["call_id"], "output": str(total)})
 
 
+def wants_forms(task: dict[str, Any]) -> Any:
+    """Every way in which an agent may reshape what is drawn from, and the likeliest tokens."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+    chat: list[dict[str, Any]] = [{"role": "user", "content": "what is 2 + 3?"}]
+    asked = {"messages": chat, "response_format": form, "frequency_penalty": 0.5, "presence_penalty": -0.5, "logit_bias": {"7": -100}}
+    choice = post("/chat/completions", asked | {"logprobs": True, "top_logprobs": 2, "reasoning_effort": "low"})["choices"][0]
+    called = {"input": "add", "tools": [ADD_TOOL], "tool_choice": {"type": "function", "name": "add"}, "parallel_tool_calls": False}
+    post("/responses", called | {"reasoning": {"effort": "low"}})
+    return {"reward": 1, "metrics": {"tops": sum(len(one["top_logprobs"]) for one in choice["logprobs"]["content"])}}
+
+
+def wants_no_form(task: dict[str, Any]) -> Any:
+    """A schema that no grammar supports."""
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"type": "thing"}}}
+    try:
+        post("/chat/completions", {"messages": [{"role": "user", "content": "hello"}], "response_format": form})
+    except urllib.error.HTTPError as error:
+        print(json.load(error)["error"]["message"], file=sys.stderr)
+        raise SystemExit(3) from None
+
+
 def asks_for_search(task: dict[str, Any]) -> Any:
     """A tool that no policy of ours has."""
     post("/responses", {"input": "hello", "tools": [{"type": "web_search"}]})

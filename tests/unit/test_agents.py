@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import time
+from array import array
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -190,6 +192,54 @@ async def test_the_responses_api_is_recorded_like_a_chat(play: Play, with_tools:
     text = with_tools.decode(one.token_ids.array(), skip_special_tokens=False)
     assert "<|im_start|>system\nbe brief<|im_end|>" in text
     assert "user\n<tool_response>\n5\n</tool_response><|im_end|>" in text
+
+
+class Reshaped(Policy):
+    """Every other token was drawn from a reshaped distribution; the likeliest tokens are told."""
+
+    async def turn(self, ask: Ask) -> Sampled:
+        sampled = await super().turn(ask)
+        count = len(sampled.token_ids)
+        sampled.reshaped = bytes(n % 2 for n in range(count))
+        sampled.version_runs = array("i", [3, count - 1, 4, 1])
+        if ask.sampling.top_logprobs:
+            sampled.top = [[(token, -0.25), (token + 1, -1.0)] for token in sampled.token_ids]
+        return sampled
+
+
+async def test_tokens_of_a_reshaped_distribution_are_not_trained_on(play: Play, with_tools: Tokenizer) -> None:
+    policy = Reshaped(with_tools, lambda _: "12345")
+    fields = {"tokenizer": with_tools, "max_context_tokens": 900, "sampling": {"max_tokens": 200}}
+    played = await play("wants_forms", policy, **fields)
+    said = [*with_tools.encode("12345"), with_tools.token_id("<|im_end|>")]
+    for number, one in enumerate(played.trajectories, start=1):
+        checks.check_trajectory(one)
+        (turn,) = one.turns
+        assert one.token_ids.array()[turn.start :].tolist() == said
+        mask, logprobs = (column.array()[turn.start :].tolist() for column in (one.loss_mask, one.logprobs))
+        assert mask == [1 - n % 2 for n in range(len(said))]
+        assert logprobs == [-number / 8 * bit for bit in mask]
+        own = sum(mask[:-1])
+        assert one.version_runs.array().tolist() == ([3, own, 4, 1] if mask[-1] else [3, own])
+    assert played.trajectory.metrics["reshaped_share"] == pytest.approx(sum(n % 2 for n in range(len(said))) / len(said))
+    assert played.trajectory.metrics["tops"] == 2 * len(said)
+    first, second = (ask.sampling for ask in policy.asks)
+    assert (first.frequency_penalty, first.presence_penalty, first.logit_bias, first.top_logprobs) == (0.5, -0.5, {7: -100.0}, 2)
+    (form,), (call,) = first.guides, second.guides
+    assert (json.loads(form.schema)["properties"], form.before, form.after) == ({"a": {"type": "integer"}}, "", "")
+    assert (call.before, call.after) == ("<tool_call>\n", "\n</tool_call>")
+    assert json.loads(call.schema)["properties"]["name"] == {"const": "add"}
+
+
+async def test_top_logprobs_of_an_engine_without_them_are_refused(play: Play, with_tools: Tokenizer) -> None:
+    failed = await fails(play, "wants_forms", policy=Policy(with_tools, lambda _: "1"), tokenizer=with_tools, max_context_tokens=900)
+    assert (failed.kind, failed.detail.endswith("HTTP Error 400: Bad Request")) == ("env", True)
+
+
+async def test_a_form_that_no_grammar_supports_is_the_agents_failure(play: Play, with_tools: Tokenizer) -> None:
+    failed = await fails(play, "wants_no_form", tokenizer=with_tools)
+    assert failed.kind == "env"
+    assert failed.detail.endswith("response_format: no grammar can be made of its schema: Invalid type: thing")
 
 
 async def test_a_request_that_nothing_here_serves_is_the_agents_failure(play: Play, with_tools: Tokenizer) -> None:

@@ -22,6 +22,7 @@ from envhub.players import Limits, Players
 from envhub.task import Task
 from text.growth import Conversation
 from text.growth_rules import GrowthRules
+from text.openai import tools
 from text.tokenizer import Tokenizer
 from text.tool_calls import BadCall, ToolCall, ToolSpelling
 
@@ -38,13 +39,14 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]
 @pytest.mark.parametrize(
     ("family", "spelling"),
     [
-        ("hermes", ToolSpelling("<tool_call>", "name", "arguments")),
+        ("hermes", ToolSpelling("<tool_call>", "name", "arguments", "<tool_call>\n", "\n</tool_call>")),
         ("bare", ToolSpelling("", "name", "parameters")),
-        ("listed", ToolSpelling("[TOOL_CALLS]", "name", "arguments")),
+        ("listed", ToolSpelling("[TOOL_CALLS]", "name", "arguments", "[TOOL_CALLS][", "]")),
     ],
 )
 def test_the_spelling_is_read_off_the_template(tokenizers: dict[str, Tokenizer], family: str, spelling: ToolSpelling) -> None:
-    assert GrowthRules(tokenizers[family], tools=json.dumps(TOOLS))._spelling == spelling
+    assert tools.spelling(tokenizers[family]) == spelling
+    assert GrowthRules(tokenizers[family], tools=json.dumps(TOOLS))._spelling.opener == spelling.opener
 
 
 def test_a_template_without_tool_calls_is_refused_where_there_are_tools(tokenizers: dict[str, Tokenizer]) -> None:

@@ -219,8 +219,8 @@ BAD_TRAJECTORIES: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": f4([-0.1, 0, 0, -1, -1, 0, 0, -1, -1])}, r"must be 0 where the mask is 0, in 0:3"),
     ({"logprobs": f4([0, 0, 0, -1, -1, 0, math.nan, -1, -1])}, r"must be 0 where the mask is 0, in 5:7"),
     ({"loss_mask": i4([0, 0, 0])}, r"loss_mask\.dtype: <i4; must be \|u1"),
-    ({"loss_mask": u1([0, 0, 0, 1, 1, 0, 0, 1, 2])}, "must be 1 in the turn 7:9"),
-    ({"loss_mask": u1([0, 0, 0, 1, 0, 0, 0, 1, 1])}, "must be 1 in the turn 3:5"),
+    ({"loss_mask": u1([0, 0, 0, 1, 1, 0, 0, 1, 2])}, "must be 0 or 1 in the turn 7:9"),
+    ({"loss_mask": u1([0, 0, 0, 1, 0, 0, 0, 1, 1])}, "logprobs: another value; must be 0 where the mask is 0, in 3:5"),
     ({"loss_mask": u1([0, 0, 1, 1, 1, 0, 0, 1, 1])}, "must be 0 outside the turns, in 0:3"),
     ({"loss_mask": u1([0, 0, 0, 1, 1, 0, 255, 1, 1])}, "must be 0 outside the turns, in 5:7"),
     ({"turns": [T0]}, "must be 0 outside the turns, in 5:9"),
@@ -263,6 +263,11 @@ def test_a_trajectory_that_contradicts_itself_is_refused(changes: dict[str, Any]
         {"turns": [T0, replace(T0, start=5, end=5), T1]},  # a turn may end before its first token
         {"turns": [T0, replace(T1, end=8), replace(T1, start=8)]},  # turns may touch
         {"loss_mask": u1([0] * 9), "logprobs": f4([0] * 9), "version_runs": i4([]), "turns": []},  # nothing sampled
+        {
+            "loss_mask": u1([0, 0, 0, 1, 0, 0, 0, 1, 1]),
+            "logprobs": f4([0, 0, 0, -1, 0, 0, 0, -1, -1]),
+            "version_runs": i4([11, 3]),
+        },  # reshaped
         {"loss_mask": u1([1] * 9), "version_runs": i4([0, 9]), "turns": [replace(T0, start=0, end=9)]},
     ],
 )
@@ -294,13 +299,13 @@ def test_the_fast_check_agrees_with_the_plain_one(data: st.DataObject) -> None:
             runs = data.draw(st.lists(st.integers(-1, 3), max_size=4))
     covered = [any(turn.start <= i < turn.end for turn in turns) for i in range(n)]
     right = (
-        all(bit == inside for bit, inside in zip(mask, covered, strict=True))
-        and all(math.isfinite(p) and (p <= 1e-3 if inside else p == 0) for p, inside in zip(logprobs, covered, strict=True))
+        all(bit in (0, inside) for bit, inside in zip(mask, covered, strict=True))  # in a turn 0: drawn from a reshaped distribution
+        and all(math.isfinite(p) and (p <= 1e-3 if bit else p == 0) for p, bit in zip(logprobs, mask, strict=True))
         and all(token >= 0 for token in ids)
         and len(runs) % 2 == 0
         and all(version >= 0 for version in runs[::2])
         and all(count >= 1 for count in runs[1::2])
-        and sum(runs[1::2]) == sum(covered)
+        and sum(runs[1::2]) == sum(mask)
     )
     trajectory = replace(TRAJECTORY, token_ids=i4(ids), loss_mask=u1(mask), logprobs=f4(logprobs), version_runs=i4(runs), turns=turns)
     try:
@@ -327,6 +332,26 @@ def test_the_fast_check_agrees_with_the_plain_one(data: st.DataObject) -> None:
         (replace(REQUEST, request_id=""), "request_id"),
         (replace(REQUEST, sampling=wire.SamplingParams(max_tokens=1, stop=["a", ""])), "stop"),
         (replace(REQUEST, sampling=wire.SamplingParams(max_tokens=1, stop_token_ids=[5, -4])), "stop_token_ids: -4"),
+        (replace(REQUEST, sampling=wire.SamplingParams(max_tokens=1, presence_penalty=2.5)), r"presence_penalty: 2\.5; -2 to 2"),
+        (
+            replace(REQUEST, sampling=wire.SamplingParams(max_tokens=1, logit_bias={7: 101.0})),
+            r"logit_bias: \{7: 101\.0\}; must be token ids",
+        ),
+        (
+            replace(REQUEST, sampling=wire.SamplingParams(max_tokens=1, logit_bias={-7: 1.0})),
+            r"logit_bias: \{-7: 1\.0\}; must be token ids",
+        ),
+        (
+            replace(REQUEST, sampling=wire.SamplingParams(max_tokens=1, guides=[wire.Guide(schema="")])),
+            r"Guide\.schema: ''; must not be empty",
+        ),
+        (
+            replace(REQUEST, sampling=wire.SamplingParams(max_tokens=1, guides=[wire.Guide(schema="{}", before="x" * 65535)])),
+            "guides: of 65537 characters; must have at most 65536",
+        ),
+        (replace(REPLY, reshaped=u1([1])), "reshaped: another value; must be 2 bytes"),
+        (replace(REPLY, reshaped=u1([1, 2])), "reshaped: another value; must be 2 bytes of dtype"),
+        (replace(REPLY, top_ids=i4([1, 2, 3]), top_logprobs=f4([-1, -2, -3])), "must be as many for each of 2 tokens"),
         (wire.AbortRequest(request_id=""), r"AbortRequest\.request_id"),
         (replace(REPLY, logprobs=f4([-0.5])), "must be 8 bytes for 2 values"),
         (replace(REPLY, logprobs=f4([-0.5, math.nan])), "logprobs: nan"),
@@ -351,7 +376,8 @@ def test_other_rules(message: wire.Message, pattern: str) -> None:
 
 
 def test_an_error_reply_needs_no_tokens() -> None:
-    reply = replace(REPLY, finish_reason="error", error="x", token_ids=i4([]), logprobs=f4([]), version_runs=i4([]), policy_version=-1)
+    empty = {"token_ids": i4([]), "logprobs": f4([]), "version_runs": i4([]), "reshaped": None}
+    reply = replace(REPLY, finish_reason="error", error="x", policy_version=-1, **empty)
     assert wire.decode(wire.encode(reply), wire.GenerateReply) == reply
 
 

@@ -39,18 +39,15 @@ _IGNORED: Final = frozenset(
 )
 # Fields that do nothing at these values.
 _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
     "repetition_penalty": (1,),
-    "logit_bias": ({},),
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
     "top_logprobs": (0,),  # of a completion; a chat has them
-    "response_format": ({"type": "text"},),
+    "response_format": ({"type": "text"},),  # of a completion
     "functions": ([],),
     "tools": ([],),  # of a completion; a chat has them
-    "tool_choice": ("none", "auto"),
+    "tool_choice": ("none", "auto"),  # of a completion
     "modalities": (["text"],),
 }
 
@@ -117,6 +114,40 @@ class Offered(Strict):
     function: OfferedFunction
 
 
+class NamedChoice(Strict):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    function: OfferedFunction
+
+
+class JsonSchema(Strict):
+    """A schema and what describes it; whether it is strict or not, the answer keeps to it."""
+
+    name: str = ""
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+
+
+class ResponseFormat(Strict):
+    """The form of an answer."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_one(self) -> Self:
+        if self.type == "json_schema" and (self.json_schema is None or self.json_schema.schema_ is None):
+            raise ValueError("json_schema.schema must be given")
+        return self
+
+    @property
+    def wanted(self) -> dict[str, Any] | None:
+        """Of the JSON that is wanted; None for text."""
+        if self.type == "text":
+            return None
+        return {"type": "object"} if self.json_schema is None else self.json_schema.schema_
+
+
 class ChatMessage(Strict):
     """One turn of a conversation."""
 
@@ -175,11 +206,26 @@ class Body(Strict):
     prompt_cache_key: str = ""  # requests with one key extend the same prefix
     top_k: Annotated[int, Field(ge=-1)] = 0
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = {}  # by token id
     stop_token_ids: list[TokenId] = []
     ignore_eos: bool = False
     return_token_ids: bool = True
     min_version: Annotated[int, Field(ge=0, lt=2**62)] = 0  # wait for at least this policy version
     deadline_s: Annotated[float, Field(gt=0, le=86400)] = DEADLINE_S  # then the output so far comes
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _ids(cls, value: dict[str, float]) -> dict[str, float]:
+        odd = next((key for key in value if not (key.isascii() and key.isdigit() and int(key) < 2**31)), None)
+        if odd is not None:
+            raise ValueError(f"keys must be token ids, and one is {odd!r}")
+        return value
+
+    @property
+    def biases(self) -> dict[int, float]:
+        return {int(key): value for key, value in self.logit_bias.items()}
 
     @property
     def wants_logprobs(self) -> bool:
@@ -203,8 +249,9 @@ class ChatBody(Body):
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] = 0
     tools: list[Offered] = []
-    tool_choice: Literal["none", "auto"] = "auto"
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice = "auto"
     parallel_tool_calls: bool = True
+    response_format: ResponseFormat = ResponseFormat()
 
     @property
     def wants_logprobs(self) -> bool:
@@ -222,7 +269,24 @@ class ChatBody(Body):
     @property
     def offered(self) -> list[dict[str, Any]]:
         """The tools as chat templates take them; none where the client wants no calls."""
-        return [one.model_dump() for one in self.tools] if self.tool_choice == "auto" else []
+        return [one.model_dump() for one in self.tools] if self.tool_choice != "none" else []
+
+    @property
+    def forced(self) -> bool:
+        """Whether the answer must be a call."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedChoice)
+
+    @property
+    def callable_tools(self) -> list[dict[str, Any]]:
+        """The tools that the answer may call."""
+        name = self.tool_choice.function.name if isinstance(self.tool_choice, NamedChoice) else None
+        return [one for one in self.offered if name in (None, one["function"]["name"])]
+
+    @model_validator(mode="after")
+    def _can_call(self) -> Self:
+        if self.forced and not self.callable_tools:
+            raise ValueError("tool_choice wants a call, and tools has none that it may be")
+        return self
 
 
 class CompletionBody(Body):

@@ -17,6 +17,7 @@ from broker import wire
 from text.openai import tools
 from text.openai.bodies import MOST_CHOICES, Body, ChatBody, CompletionBody
 from text.openai.desk import Desk, Served
+from text.openai.guided import guides_of
 from text.openai.problems import ENGINE_FAILED, Problem
 from text.openai.replies import Choice, Writer
 from text.openai.streaming import Events, Feed, Stream
@@ -60,12 +61,16 @@ async def generate(
     _check_top(body, desk.served)
     if isinstance(body, ChatBody) and body.offered:
         tools.spelling(tokenizer)  # refused before anything is sampled
+    guides = await asyncio.to_thread(guides_of, body, tokenizer) if isinstance(body, ChatBody) else []
+    if (odd := next((one for one in body.biases if one >= tokenizer.vocab_size), None)) is not None:
+        allowed = f"token ids below {tokenizer.vocab_size}"
+        raise Problem(400, f"logit_bias: {odd} is not allowed; {allowed}", param="logit_bias")
     prompts = await desk.prompts(body)
     _check_prompts(body, prompts, desk.served)
     reply_id = secrets.token_hex(REPLY_ID_CHARS // 2)
     most = min(limit or desk.served.max_context_tokens, desk.served.max_context_tokens)
     conversation = _conversation(body) or reply_id
-    asks = [_ask(body, prompts, index, most, reply_id, conversation) for index in range(len(prompts) * body.n)]
+    asks = [_ask(body, prompts, index, most, reply_id, conversation, guides) for index in range(len(prompts) * body.n)]
     news = asyncio.Event()
     feeds = [Feed(news, body.wanted_top if desk.served.top_logprobs else 0) for _ in asks]
     made = form(Writer(body, tokenizer, desk.served.model, reply_id))
@@ -116,7 +121,13 @@ def _check_prompts(body: Body, prompts: Sequence[Sequence[int]], served: Served)
 
 
 def _ask(
-    body: Body, prompts: Sequence[Sequence[int]], index: int, max_tokens: int, reply_id: str, conversation: str
+    body: Body,
+    prompts: Sequence[Sequence[int]],
+    index: int,
+    max_tokens: int,
+    reply_id: str,
+    conversation: str,
+    guides: list[wire.Guide],
 ) -> wire.GenerateRequest:
     """One choice. With a seed, the i-th of a prompt is sampled with seed + i; they would all be the same otherwise."""
     return wire.GenerateRequest(
@@ -133,6 +144,10 @@ def _ask(
             stop=body.stops,
             stop_token_ids=body.stop_token_ids,
             ignore_eos=body.ignore_eos,
+            frequency_penalty=body.frequency_penalty,
+            presence_penalty=body.presence_penalty,
+            logit_bias=body.biases,
+            guides=guides,
         ),
         min_version=body.min_version,
         deadline_s=body.deadline_s,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Final
 
@@ -29,10 +30,17 @@ def spelling(tokenizer: Tokenizer) -> ToolSpelling:
     try:
         words = tokenizer.render_chat([_ASKED, {"role": "assistant", "content": _SAID}], add_generation_prompt=False, tools=_OFFERED)
         called = tokenizer.render_chat([_ASKED, PROBE], add_generation_prompt=False, tools=_OFFERED)
-        return probe(called, words[: words.index(_SAID)])[0]
+        found = probe(called, words[: words.index(_SAID)])[0]
+        return replace(found, after=found.after[: _end(found.after, tokenizer)])
     except (UnknownSpelling, ConfigError, ValueError) as error:
         said = error.allowed if isinstance(error, ConfigError) else str(error)
         raise Problem(400, f"the model's chat template cannot be used with tools: {said}", param="tools") from None
+
+
+def _end(text: str, tokenizer: Tokenizer) -> int:
+    """Where the turn ends in what a template puts behind a call."""
+    ends = [tokenizer.decode([one], skip_special_tokens=False) for one in tokenizer.eos_token_ids]
+    return min((at for end in ends if end and (at := text.find(end)) >= 0), default=len(text.rstrip()))
 
 
 def said(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
