@@ -102,7 +102,7 @@ class Core:
         """What a request adds to the logits, None for nothing, or why it cannot; from any thread, for grammars take a second to make."""
         if not is_reshaped(sampling):
             return None
-        if why := reshaping_problem(sampling, self.model.vocab_size):
+        if why := reshaping_problem(sampling, self.model.vocab_size, self._tokenizer):
             return why
         try:
             return Reshaping(sampling, self.model.vocab_size, ends_of(sampling, self._end_ids), self._guides)

@@ -79,6 +79,8 @@ class OpenAIEngine(WeightlessEngine):
     async def generate(self, request: wire.GenerateRequest) -> Output:
         if (refused := self._refused(request, self._running)) is not None:
             return refused
+        if request.sampling.guides or request.sampling.logit_bias:
+            return self._count(Output(error="engine openai forwards neither guides nor logit_bias"))
         ended: asyncio.Future[wire.FinishReason] = asyncio.get_running_loop().create_future()
         self._running[request.request_id] = ended
         work = asyncio.create_task(self._forward(request))
@@ -194,6 +196,8 @@ class OpenAIEngine(WeightlessEngine):
             "min_p": sampling.min_p or None,
             "stop_token_ids": sampling.stop_token_ids if self._args.token_ids else None,
             "ignore_eos": sampling.ignore_eos or None,
+            "frequency_penalty": sampling.frequency_penalty or None,
+            "presence_penalty": sampling.presence_penalty or None,
         }
         return body | {key: value for key, value in extra.items() if value not in (None, [])}
 

@@ -124,7 +124,7 @@ class RandomEngine(WeightlessEngine):
     def _reshaping(self, sampling: wire.SamplingParams) -> Reshaping:
         if self._choices:
             raise BadGuide("engine random with choices has no tokens to reshape")
-        if why := reshaping_problem(sampling, self._tokenizer.vocab_size):
+        if why := reshaping_problem(sampling, self._tokenizer.vocab_size, self._tokenizer):
             raise BadGuide(why)
         return Reshaping(sampling, self._tokenizer.vocab_size, self._ends(sampling), self._guides)
 

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from broker import wire
 from text.guides import BadGuide, Guides, Matcher
+from text.tokenizer import Tokenizer
 
 # A token counts as drawn from the policy's own distribution where reshaping moved at most this much of its probability.
 MOVED: Final = 1e-3
@@ -20,8 +21,10 @@ def is_reshaped(sampling: wire.SamplingParams) -> bool:
     return bool(sampling.frequency_penalty or sampling.presence_penalty or sampling.logit_bias or sampling.guides)
 
 
-def problem(sampling: wire.SamplingParams, vocab_size: int) -> str:
+def problem(sampling: wire.SamplingParams, vocab_size: int, tokenizer: Tokenizer | None) -> str:
     """Why a request cannot be reshaped so, in one line; empty when it can."""
+    if sampling.guides and tokenizer is None:
+        return "guides need a tokenizer, and the model's folder has none"
     odd = next((token for token in sampling.logit_bias if token >= vocab_size), None)
     return "" if odd is None else f"logit_bias: token id {odd} is outside the model's vocabulary of {vocab_size}"
 
@@ -48,8 +51,7 @@ class Reshaping:
         self._bias[list(sampling.logit_bias)] = list(sampling.logit_bias.values())
         self._matcher: Matcher | None = None
         if sampling.guides:
-            if guides is None:
-                raise BadGuide("answers of a given form need a tokenizer, and the model's folder has none")
+            assert guides is not None, "see problem"
             self._matcher = guides.matcher(sampling.guides)
         self.flags: list[bool] = []
 

@@ -54,13 +54,16 @@ def filtered(sampling: wire.SamplingParams) -> bool:
     return sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0)
 
 
-def generate_body(rid: str, context: Sequence[int], sampling: wire.SamplingParams, limit: int, namespace: str) -> dict[str, Any]:
+def generate_body(
+    rid: str, context: Sequence[int], sampling: wire.SamplingParams, limit: int, namespace: str, grammar: str = ""
+) -> dict[str, Any]:
     """The body of ``/generate``.
 
     Args:
         rid: unique, and no prefix of another's, for an abort reaches all that begin with it.
         limit: most tokens to sample.
         namespace: of the prefix cache; what was read under one is never found under another.
+        grammar: of the guides, in llguidance's variant of Lark, which its server takes as ``ebnf``.
     """
     params: dict[str, Any] = {
         "max_new_tokens": limit,
@@ -73,6 +76,10 @@ def generate_body(rid: str, context: Sequence[int], sampling: wire.SamplingParam
     }
     params |= {"stop": list(sampling.stop)} if sampling.stop else {}
     params |= {"stop_token_ids": list(sampling.stop_token_ids)} if sampling.stop_token_ids else {}
+    params |= {"frequency_penalty": sampling.frequency_penalty} if sampling.frequency_penalty else {}
+    params |= {"presence_penalty": sampling.presence_penalty} if sampling.presence_penalty else {}
+    params |= {"logit_bias": {str(token): bias for token, bias in sampling.logit_bias.items()}} if sampling.logit_bias else {}
+    params |= {"ebnf": grammar} if grammar else {}
     params |= {"sampling_seed": sampling.seed % _SEEDS} if sampling.seed is not None else {}
     body = {"rid": rid, "input_ids": list(context), "sampling_params": params, "return_logprob": True, "extra_key": namespace}
     return body | ({"return_sampling_mask": True} if filtered(sampling) else {})

@@ -74,6 +74,7 @@ def options(
         "dp-size": copies,
         "weight-version": str(version),
         "sampling-defaults": "openai",  # nothing from the model's generation_config.json shapes what is trained on
+        "grammar-backend": "llguidance",  # the library of engine hf
         "sampling-mask-max-tokens": TOLD_CANDIDATES,
         "log-level": "warning",  # a line for each batch and request would fill the disk in time
         "trust-remote-code": trust_remote_code,

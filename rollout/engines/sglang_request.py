@@ -7,6 +7,7 @@ import itertools
 
 from broker import wire
 from rollout.engines.base import NO_VERSION, Output
+from rollout.engines.reshaping import is_reshaped
 from rollout.engines.sglang_api import Leg, as_sampled, first_of, joined
 from rollout.engines.stopping import StopStrings
 from rollout.scheduler import Job
@@ -83,4 +84,11 @@ class Running:
 
     def output(self, reason: wire.FinishReason) -> Output:
         """All of it."""
-        return Output(self._token_ids, self._logprobs, joined(self._runs), reason, self._hits)
+        flags = (
+            [True] * len(self._token_ids) if is_reshaped(self.request.sampling) else ()
+        )  # SGLang does not tell where a distribution is another
+        return Output(self._token_ids, self._logprobs, joined(self._runs), reason, self._hits, reshaped=flags)
+
+    def start_again(self) -> None:
+        """Forget what was sampled: grammars and penalties count from an output's first token on, and a call knows only its own."""
+        self._token_ids, self._logprobs, self._runs = [], [], []

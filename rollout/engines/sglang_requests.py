@@ -15,10 +15,12 @@ import numpy as np
 
 from broker import wire
 from rollout.engines.base import NO_VERSION, EngineConfig, Output, Stats
+from rollout.engines.reshaping import is_reshaped
 from rollout.engines.sglang_api import Api, Refused, generate_body, read_leg, read_top, score_body
 from rollout.engines.sglang_request import Running
 from rollout.engines.stopping import StopStrings
 from rollout.scheduler import Job, Scheduler
+from text.guides import Guides
 from text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -231,12 +233,15 @@ class Requests:
 
     async def _legs(self, running: Running) -> Output:
         assert self.api is not None
+        sampling, grammar = running.request.sampling, ""
+        if sampling.guides and self.tokenizer is not None:
+            grammar = Guides(self.tokenizer).grammar(sampling.guides)
         while True:
             await self._allowed(running)
             if running.ended is not None:
                 return running.output(running.ended)
             running.rid, running.sent_by, running.forbidden, loads = uuid.uuid4().hex, self.scheduler.version, frozenset(), self.loads
-            body = generate_body(running.rid, running.context(), running.request.sampling, running.left, f"weights-{loads}")
+            body = generate_body(running.rid, running.context(), running.request.sampling, running.left, f"weights-{loads}", grammar)
             try:
                 reply = await self.api.post("/generate", body)
             finally:
@@ -256,6 +261,8 @@ class Requests:
                 return running.output("abort")  # the server's own doing
             if not running.left:
                 return running.output("length")
+            if is_reshaped(sampling):
+                running.start_again()
 
     async def _allowed(self, running: Running) -> None:
         """Returns once the request may be sent, or is to end."""

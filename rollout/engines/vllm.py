@@ -20,6 +20,7 @@ from broker.errors import TransferFailed
 from broker.weights.probe import check_probe
 from rollout.engines.base import NO_VERSION, EngineConfig, Output, Stats, UpdateMode, problem
 from rollout.engines.fit import check_fit
+from rollout.engines.reshaping import problem as reshaping_problem
 from rollout.engines.vllm_loading import Loading
 from rollout.engines.vllm_output import NOT_FINITE, top_rows
 from rollout.engines.vllm_requests import Requests, fail
@@ -72,8 +73,9 @@ class VLLMEngine:
         if request.request_id in self._requests:
             return Output(error=f"request_id {request.request_id!r} is already running or waiting")
         why = problem(request, max_context_tokens=self._config.section.max_context_tokens, vocab_size=opened.vocab_size)
-        if not why and request.sampling.stop and not opened.has_tokenizer:
+        if not why and request.sampling.stop and opened.tokenizer is None:
             why = "stop strings need a tokenizer, and the model's folder has none"
+        why = why or reshaping_problem(request.sampling, opened.vocab_size, opened.tokenizer)
         if why:
             return self._requests.count(Output(error=why))
         return self._requests.count(await self._score(request)) if request.prompt_top_k else await self._requests.run(request, tap)

@@ -60,7 +60,12 @@ def sampling_fields(sampling: wire.SamplingParams, num_prompt: int, max_context:
     """The fields of vLLM's SamplingParams."""
     ends = {*(() if sampling.ignore_eos else end_ids), *sampling.stop_token_ids}
     stop = [text for text in sampling.stop if text]
-    return {
+    reshaping = {
+        "frequency_penalty": sampling.frequency_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "logit_bias": sampling.logit_bias,
+    }
+    return {name: value for name, value in reshaping.items() if value} | {
         "max_tokens": min(sampling.max_tokens, max_context - num_prompt),
         "temperature": sampling.temperature,
         "top_k": sampling.top_k,
@@ -78,7 +83,7 @@ def sampling_fields(sampling: wire.SamplingParams, num_prompt: int, max_context:
     }
 
 
-def output_of(completion: Any, cached: int | None, temperature: float, keep_before: int | None = None) -> Output:
+def output_of(completion: Any, cached: int | None, temperature: float, keep_before: int | None = None, reshaped: bool = False) -> Output:
     """What a request came to, from vLLM's completion.
 
     Args:
@@ -86,6 +91,7 @@ def output_of(completion: Any, cached: int | None, temperature: float, keep_befo
         cached: context tokens found in the cache.
         temperature: as asked for.
         keep_before: tokens of loads from this serial number on were sampled from weights that turned out wrong, and are cut off.
+        reshaped: whether the request reshapes distributions; vLLM does not tell where that changes one, so all count as changed.
     """
     reason = _REASONS.get(completion.finish_reason)
     if reason is None:
@@ -104,7 +110,7 @@ def output_of(completion: Any, cached: int | None, temperature: float, keep_befo
         tokens, logprobs, reason = tokens[:count], logprobs[:count], "abort"
     if temperature == 0:
         logprobs = [0.0] * len(tokens)
-    return Output(tokens, logprobs, runs, reason, cached or 0)
+    return Output(tokens, logprobs, runs, reason, cached or 0, reshaped=[True] * len(tokens) if reshaped else ())
 
 
 def top_rows(rows: Sequence[Any], k: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:

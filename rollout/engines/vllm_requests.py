@@ -6,16 +6,18 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from broker import wire
 from rollout.engines.base import EngineConfig, Output, Stats
+from rollout.engines.reshaping import is_reshaped
 from rollout.engines.vllm_asking import as_deltas, final_only, first_line
 from rollout.engines.vllm_loading import Loading
 from rollout.engines.vllm_output import NOT_FINITE, output_of, sampling_fields
 from rollout.engines.vllm_telling import Telling
 from rollout.scheduler import Job, Scheduler
+from text.guides import Guides
 from text.openai.pieces import Tap
 
 Spawn = Callable[[Coroutine[Any, Any, None]], None]
@@ -206,10 +208,15 @@ class Requests:
 
     async def _sample(self, loading: Loading, run: Run) -> Output:
         from vllm import SamplingParams
+        from vllm.sampling_params import StructuredOutputsParams
 
         request = run.request
         prompt: list[int] = run.job.tokens.tolist()
         fields = sampling_fields(request.sampling, len(prompt), self._max_context, loading.opened.end_ids)
+        if request.sampling.guides:
+            assert loading.opened.tokenizer is not None, "see reshaping.problem"
+            grammar = Guides(loading.opened.tokenizer).grammar(request.sampling.guides)
+            fields["structured_outputs"] = StructuredOutputsParams(grammar=grammar)
         if run.tap is not None:
             fields["logprobs"] = run.tap.top_logprobs
         while True:
@@ -224,12 +231,12 @@ class Requests:
         if run.ended_by is not None and not completion.token_ids:
             return Output(finish_reason=run.ended_by)
         wrong = await loading.wrong_since(completion)
-        output = output_of(completion, final.num_cached_tokens, request.sampling.temperature, wrong)
+        output = output_of(completion, final.num_cached_tokens, request.sampling.temperature, wrong, is_reshaped(request.sampling))
         loading.poisoned |= output.error == NOT_FINITE
         self._hits += output.prefix_hit_tokens
         self._prefilled += len(prompt) - output.prefix_hit_tokens
         if output.finish_reason == "abort" and run.ended_by is not None:
-            return Output(output.token_ids, output.logprobs, output.version_runs, run.ended_by, output.prefix_hit_tokens)
+            return replace(output, finish_reason=run.ended_by)
         return output
 
     def _end(self, run: Run, why: Literal["abort", "deadline"]) -> None:

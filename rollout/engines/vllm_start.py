@@ -23,6 +23,7 @@ from rollout.engines.hf_core import find_tokenizer
 from rollout.engines.hf_model import end_tokens, fitting_context, load, one_line
 from rollout.engines.hf_weights import HeldWeights
 from rollout.engines.vllm_store import OWNER, SharedWeights
+from text.tokenizer import Tokenizer
 
 SPARE_SEQUENCES: Final = 2  # beside those that generate: the probe of new weights, and one that scores a context
 CPU_KV_CACHE_GIB: Final = 1.0
@@ -46,7 +47,7 @@ class Opened:
         llm: the AsyncLLM.
         shared: the weights as the learner names them.
         end_ids: tokens that end a generation.
-        has_tokenizer: whether stop strings can be found.
+        tokenizer: of the model; without one there are no stop strings and no guides.
         folder: holds vLLM's log of errors.
     """
 
@@ -54,7 +55,7 @@ class Opened:
     shared: SharedWeights
     vocab_size: int
     end_ids: frozenset[int]
-    has_tokenizer: bool
+    tokenizer: Tokenizer | None
     folder: Path
 
     def close(self) -> None:
@@ -101,7 +102,7 @@ def open_llm(config: EngineConfig) -> Opened:
         del model
         _environment(config, folder, on_cpu=on_cpu)
         llm = _open(engine_args(config, args, context, has_tokenizer=tokenizer is not None, on_cpu=on_cpu), folder)
-        return Opened(llm, shared, vocab_size, ends, tokenizer is not None, folder)
+        return Opened(llm, shared, vocab_size, ends, tokenizer, folder)
     except BaseException:
         if shared is not None:
             shared.close()
@@ -212,6 +213,7 @@ def _open(fields: Mapping[str, Any], folder: Path) -> Any:
     Raises:
         UserError: it does not start.
     """
+    from vllm.config import StructuredOutputsConfig
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -219,7 +221,9 @@ def _open(fields: Mapping[str, Any], folder: Path) -> Any:
     from rollout.engines.vllm_worker import BACKEND, EXTENSION
 
     try:
-        arguments = AsyncEngineArgs(**fields, worker_extension_cls=EXTENSION, weight_transfer_config=WeightTransferConfig(backend=BACKEND))
+        own: dict[str, Any] = {"structured_outputs_config": StructuredOutputsConfig(backend="guidance")}  # the library of engine hf
+        own |= {"worker_extension_cls": EXTENSION, "weight_transfer_config": WeightTransferConfig(backend=BACKEND)}
+        arguments = AsyncEngineArgs(**(own | dict(fields)))
         return AsyncLLM.from_engine_args(arguments)
     except (ValueError, TypeError, RuntimeError, OSError, KeyError, AssertionError, NotImplementedError) as error:
         raise UserError(f"engine vllm does not start with {fields['model']!r}: {cause(str(error), folder / 'errors.log')}") from error

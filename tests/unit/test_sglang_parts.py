@@ -60,6 +60,7 @@ def test_the_command_line() -> None:
     assert given == [
         "--model-path=/m", "--host=127.0.0.1", "--port=5", "--dtype=bfloat16", "--context-length=1008", "--max-running-requests=8",
         "--chunked-prefill-size=2048", "--tp-size=2", "--dp-size=2", "--weight-version=-1", "--sampling-defaults=openai",
+        "--grammar-backend=llguidance",
         "--sampling-mask-max-tokens=8192",
         "--log-level=warning",
         "--disable-radix-cache", "--mem-fraction-static=0.8", "--attention-backend=fa3", "--enable-metrics",
@@ -149,6 +150,13 @@ def test_reading_scores() -> None:
         read_scores({"meta_info": meta}, 3)
     with pytest.raises(Refused, match="the 1 likeliest tokens at each of 1 positions"):
         read_top({"meta_info": meta}, 2, 1)
+
+
+def test_a_request_that_reshapes_what_it_is_drawn_from() -> None:
+    sampling = wire.SamplingParams(max_tokens=9, frequency_penalty=0.5, presence_penalty=-1.0, logit_bias={7: -100.0})
+    params = generate_body("r", [1], sampling, 9, "w", "start: value")["sampling_params"]
+    found = {name: params[name] for name in ("frequency_penalty", "presence_penalty", "logit_bias", "ebnf")}
+    assert found == {"frequency_penalty": 0.5, "presence_penalty": -1.0, "logit_bias": {"7": -100.0}, "ebnf": "start: value"}
 
 
 def test_the_body_of_a_request() -> None:

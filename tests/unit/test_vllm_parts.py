@@ -61,6 +61,14 @@ def test_sampling_fields() -> None:
     assert (greedy["seed"], greedy["stop_token_ids"], greedy["detokenize"]) == (None, [], False)
 
 
+def test_a_request_that_reshapes_what_it_is_drawn_from() -> None:
+    given = wire.SamplingParams(max_tokens=50, frequency_penalty=0.5, presence_penalty=-1.0, logit_bias={7: -100.0})
+    fields = sampling_fields(given, 10, 128, {1})
+    assert (fields["frequency_penalty"], fields["presence_penalty"], fields["logit_bias"]) == (0.5, -1.0, {7: -100.0})
+    output = output_of(completion([5, 6], [-0.5, -0.25], [Span("1:3", 0, 2)]), 0, 1.0, reshaped=True)
+    assert list(output.reshaped) == [True, True]  # vLLM does not say where: none is trained on
+
+
 def completion(tokens: list[int], logprobs: list[float], spans: list[Span], reason: str = "length") -> SimpleNamespace:
     return SimpleNamespace(finish_reason=reason, token_ids=tokens, logprobs=SimpleNamespace(logprobs=logprobs), weight_versions=spans)
 
