@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from itertools import pairwise
 from typing import Final
 
 import msgspec
@@ -25,6 +26,8 @@ _NUMBER_WITH_UNIT: Final = re.compile(
     re.IGNORECASE,
 )
 _DELIMITED: Final = re.compile(r"\\\(|\\\[|(?<!\\)\$.*?(?<!\\)\$|\\boxed|\\fbox", re.DOTALL)
+_MATH: Final = re.compile(r"\\\(|\\\[|(?<!\\)\$")
+_CONNECTED: Final = re.compile(r"(?:[\s$,;.&]|\\[()\[\],; ]|\\q?quad|\\text\s*\{\s*(?:and|or)\s*\}|and|or)*")
 _EMPHASIS: Final = re.compile(r"(?<![\w)}*])(\*{1,3}|_{2,3}|`+)(?=\S)([^*`\n]*?\S)\1(?![\w({*])")
 _COMMAND: Final = re.compile(r"\\[A-Za-z]+")
 _TEXT_COMMAND: Final = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
@@ -48,18 +51,18 @@ class Answer(msgspec.Struct, frozen=True):
 def answer_of(text: str, marker: str) -> Answer:
     """The answer of a response or reference.
 
-    What follows the last marker: its first line, or a box after it. Without a marker, the box, if all boxes hold the same; several
-    different ones are left in place for math-verify, which takes boxes that belong together as a set. Else a single line that is nothing
-    but a formula, else the whole text.
+    What follows the last marker: its first line, or a box after it. Without a marker, all boxes: different ones are a set, unless they
+    stand in formulas of their own with prose in between, which is left to math-verify: it takes the last. Without boxes, a single line
+    that is nothing but a formula, else the whole text.
     """
     text = text[-LONGEST_ANSWER:]
     _, found, after = text.rpartition(marker) if marker else ("", "", text)
     if found and not BOXED.search(after):
         return Answer(undressed(next((line for line in after.splitlines() if line.strip()), "")), bare=True)
     text = after if found else text
-    boxes = dict.fromkeys(content for content in boxed(text))
-    if len(boxes) == 1:
-        return Answer(next(iter(boxes)), bare=True)
+    boxes = list(dict.fromkeys(boxed(text)))
+    if len(boxes) == 1 or (boxes and _belong_together(text)):
+        return Answer(", ".join(boxes), bare=True)  # the blank tells a set from digit groups
     line = undressed(text)
     if boxes or not line or "\n" in line or len(line) > LONGEST_LINE or _DELIMITED.search(line):
         return Answer(text, bare=False)
@@ -68,6 +71,17 @@ def answer_of(text: str, marker: str) -> Answer:
 
 def boxed(text: str) -> list[str]:
     """What the outermost boxes hold, in order, with the percent sign that follows one; those that never close are left out."""
+    return [content for content, _, _ in _boxes(text)]
+
+
+def _belong_together(text: str) -> bool:
+    places = [(start, end) for _, start, end in _boxes(text)]
+    between = [text[end:start] for (_, end), (start, _) in pairwise(places)]
+    return _MATH.search(text) is None or all(_CONNECTED.fullmatch(part) for part in between)
+
+
+def _boxes(text: str) -> list[tuple[str, int, int]]:
+    """Each outermost box: what it holds, where it starts and where it ends."""
     found, position = [], 0
     while (start := BOXED.search(text, position)) is not None:
         depth, position = 1, start.end()
@@ -81,7 +95,8 @@ def boxed(text: str) -> list[str]:
         if depth:
             break
         percent = re.match(r"\s*\$?\s*\\?%", text[position:])
-        found.append(text[start.end() : position - 1].strip() + ("\\%" if percent else ""))
+        content = text[start.end() : position - 1].strip() + ("\\%" if percent else "")
+        found.append((content, start.start(), position + (percent.end() if percent else 0)))
     return found
 
 

@@ -1,0 +1,121 @@
+"""Feeds adversarial and equivalent answers to ``math_answer`` in worker processes, the way a reward hub does.
+
+    python -m bench.answers [--workers 2] [--every 1]
+
+The last line is JSON: ``adversarial`` and ``equivalent`` count the cases; ``voided`` had no score, which would void a group; ``over_2_s``
+took longer on the clock; ``executed`` made a file that only code from an answer would make; ``wrong_verdicts``; ``slowest_s``;
+``neighbours_s``, how long 40 plain answers take next to a costly one; ``per_s``, ordinary answers a second.
+The cases are in ``bench.answer_cases``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from bench.answer_cases import CANARY, Pair, adversarial, pairs
+from broker.config import Reward
+from rewardhub.rewards.base import Sample
+from rewardhub.workers import ScoreFailed, Workers
+
+REWARD: Final = Reward(name="math_answer")
+TIMEOUT_S: Final = 10.0  # rewardhub.timeout_s
+LIMIT_S: Final = 2.0
+ORDINARY: Final = 6000
+
+
+class Outcome(NamedTuple):
+    """What became of one answer; ``right`` is None without a score."""
+
+    right: bool | None
+    seconds: float
+
+
+def sample(response: str, reference: str) -> Sample:
+    """One episode."""
+    return Sample(
+        domain="math", task_index=0, prompt="", response=response, reference=reference, reward=0.0, reward_parts={}, success=False,
+        end="terminated", num_turns=1, num_tokens=1, metrics={},
+    )  # fmt: skip
+
+
+async def judge(workers: Workers, cases: Sequence[Pair], at_once: int) -> list[Outcome]:
+    """The outcome of each; no more of them at once than there are workers, so that none waits for another."""
+    room = asyncio.Semaphore(at_once)
+
+    async def one(case: Pair) -> Outcome:
+        async with room:
+            started = time.monotonic()
+            try:
+                value = (await workers.score(REWARD, sample(case.response, case.reference))).value
+            except ScoreFailed as error:
+                print(f"voided: {case.response[:80]!r} against {case.reference[:40]!r}: {error}")
+                return Outcome(None, time.monotonic() - started)
+            return Outcome((value == 1.0) == case.equal, time.monotonic() - started)
+
+    found = await asyncio.gather(*map(one, cases))
+    for case, outcome in zip(cases, found, strict=True):
+        if outcome.right is False:
+            print(f"wrong: {case.response[:80]!r} against {case.reference[:60]!r} must be {'equal' if case.equal else 'different'}")
+        if outcome.seconds > LIMIT_S:
+            print(f"slow: {case.response[:80]!r}: {outcome.seconds:.1f} s")
+    return found
+
+
+async def measure(num_workers: int, every: int) -> dict[str, float]:
+    """Judge every so many of the cases."""
+    with tempfile.TemporaryDirectory() as folder:
+        attacks = [Pair(text.replace(CANARY, f"{folder}/made_{n}"), "#### 18", False) for n, text in enumerate(adversarial())][::every]
+        equivalent = pairs()[::every]
+        workers = Workers(num_workers, TIMEOUT_S, [REWARD], memory_mib=4096)
+        await workers.start()
+        try:
+            outcomes = [*await judge(workers, attacks, num_workers), *await judge(workers, equivalent, num_workers)]
+            executed = len(os.listdir(folder))
+            costly = asyncio.create_task(workers.score(REWARD, sample(r"\boxed{\binom{10^9}{5\cdot 10^8}}", "#### 18")))
+            plain = [Pair(f"#### {n}", "18", n == 18) for n in range(40)]
+            started = time.monotonic()
+            await judge(workers, plain, 40)
+            neighbours_s = time.monotonic() - started
+            await costly
+            ordinary = [Pair(f"{n} apples and 1 more.\n#### {n + 1}", f"{n}+1\n#### {n + 1:,}", True) for n in range(ORDINARY // every)]
+            ordinary[::2] = [Pair(f"So it is $\\boxed{{{n}}}$.", str(n), True) for n in range(len(ordinary[::2]))]
+            started = time.monotonic()
+            outcomes += await judge(workers, ordinary, 8 * num_workers)
+            per_s = len(ordinary) / (time.monotonic() - started)
+        finally:
+            await workers.close()
+    return {
+        "adversarial": len(attacks),
+        "equivalent": len(equivalent),
+        "voided": sum(one.right is None for one in outcomes),
+        "over_2_s": sum(one.seconds > LIMIT_S for one in outcomes),
+        "executed": executed,
+        "wrong_verdicts": sum(one.right is False for one in outcomes),
+        "killed_workers": workers.num_killed,
+        "slowest_s": round(max(one.seconds for one in outcomes), 2),
+        "neighbours_s": round(neighbours_s, 2),
+        "per_s": round(per_s, 1),
+    }
+
+
+def main() -> int:
+    """Measure; 0 when nothing was voided, late, executed or judged wrongly."""
+    parser = argparse.ArgumentParser(prog="python -m bench.answers", description="Adversarial and equivalent answers to math_answer.")
+    parser.add_argument("--workers", type=int, default=2, help="worker processes (2)")
+    parser.add_argument("--every", type=int, default=1, help="only every so many of the cases (1)")
+    options = parser.parse_args()
+    result = asyncio.run(measure(options.workers, options.every))
+    print(json.dumps(result))
+    return 0 if not any(result[name] for name in ("voided", "over_2_s", "executed", "wrong_verdicts")) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

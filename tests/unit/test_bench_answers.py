@@ -1,0 +1,25 @@
+"""The benchmark of answers on some of its cases: nothing is voided, executed or judged wrongly."""
+
+from __future__ import annotations
+
+import asyncio
+
+from bench.answer_cases import adversarial, pairs
+from bench.answers import measure
+
+
+def test_there_are_enough_cases_and_each_stands_once() -> None:
+    attacks, cases = adversarial(), pairs()
+    assert len(set(attacks)) == len(attacks) >= 200
+    assert len(set(cases)) >= 300
+    assert sum(case.equal for case in cases) >= 100
+    assert sum(not case.equal for case in cases) >= 100
+
+
+def test_a_part_of_the_cases_is_judged_rightly() -> None:
+    found = asyncio.run(measure(2, 17))
+    assert {name: found[name] for name in ("voided", "executed", "wrong_verdicts", "killed_workers")} == dict.fromkeys(
+        ("voided", "executed", "wrong_verdicts", "killed_workers"), 0
+    )
+    assert found["adversarial"] >= 15
+    assert found["equivalent"] >= 30
