@@ -250,6 +250,11 @@ def _fractions() -> Iterator[Pair]:
             yield Pair(form, f"\\frac{{{a}}}{{{b + 1}}}", False)
     yield Pair("#### 0.3333333", "\\frac{1}{3}", True)
     yield Pair("#### 0.33", "\\frac{1}{3}", False)
+    for power in (4, 7, 20):
+        yield Pair(f"#### 2e-{power}", f"2 \\cdot 10^{{-{power}}}", True)
+        yield Pair(f"\\boxed{{10^{{-{power}}}}}", f"2 \\cdot 10^{{-{power}}}", False)
+        yield Pair("#### 0.0", f"10^{{-{power}}}", False)
+        yield Pair("#### 0", f"1e-{power}", False)
     yield Pair("\\boxed{3\\frac{1}{2}}", "7/2", True)
 
 

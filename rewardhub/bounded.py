@@ -2,8 +2,8 @@
 
 A response can make a library compute for hours, also inside C code that no exception reaches. The process that runs such a library is
 forked from one that has loaded it, so a replacement takes milliseconds. CPU time is counted, not time on the clock: a machine that
-stands still does not change what a response is worth. Only on a crowded machine, where CPU time passes slowly, a call that has used a
-quarter of its time ends when it would have ended elsewhere, so that it does not hold up the calls after it.
+stands still does not change what a response is worth. On a crowded machine, where CPU time passes slowly, a call that has used half of its
+time ends after one and a half times its limit on the clock, so that it holds up the calls after it less.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OWN_FAULT: Final = (signal.SIGPROF, signal.SIGSEGV, signal.SIGABRT, signal.SIGF
 
 
 _PATIENCE: Final = 1.5  # times the CPU time, on the clock, before a call that has used a share of its CPU time is ended
-_SHARE: Final = 0.25
+_SHARE: Final = 0.5
 
 
 class TooCostly(Exception):

@@ -38,7 +38,12 @@ def check(config: dict[str, Any]) -> None:
     for name, domain in domains(config).items():
         for index, reward in enumerate(domain.rewards):
             key = f"domains.{name}.rewards.{index}"
-            takes_s = getattr(function.check(reward.name, reward.args, key), "timeout_s", None)
+            args = function.check(reward.name, reward.args, key)
+            cpu_s = getattr(args, "cpu_s", None) if reward.name == "math_answer" else None
+            if cpu_s is not None and 2 * cpu_s > waits_s:
+                allowed = f"at most half of rewardhub.timeout_s, which is {waits_s:g}: an answer must be known to cost too much before that"
+                raise ConfigError(f"{key}.args.cpu_s", cpu_s, allowed)
+            takes_s = getattr(args, "timeout_s", None)
             if takes_s is not None and function.concurrent(reward) is None and takes_s >= waits_s:
                 allowed = f"below rewardhub.timeout_s, which is {waits_s:g}: what is late for the hub is no score but a failure"
                 raise ConfigError(f"{key}.args.timeout_s", takes_s, allowed)

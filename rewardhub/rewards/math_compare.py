@@ -17,15 +17,23 @@ from rewardhub.rewards.math_cost import MAX_CHARS, costly, costly_text
 from rewardhub.rewards.math_text import Answer
 
 Verdict = Literal["equal", "different", "too_costly"]
+SMALL: Final = 1e-3
+# Pairs that use most of what parsing and comparing use: a forked process then starts with imports done and caches filled.
 WARM_UP: Final = (
-    r"$\frac{1}{2}$",
-    r"$(1,2]$",
-    r"$\{1, 2\}$",
-    r"$x^2 + 2x\sqrt{3}$",
-    r"$x=-1$",
-    "2.5",
-    r"$\pi \cdot 10^{3}$",
-    r"\boxed{1} and \boxed{2}",
+    (r"$\frac{1}{2}$", "0.5"),
+    (r"$(1,2]$", r"$(1,3]$"),
+    (r"$(-\infty,1)\cup(2,\infty)$", r"$(-\infty,1)\cup[2,\infty)$"),
+    (r"$\{1, 2\}$", r"\boxed{2} and \boxed{1}"),
+    (r"$x^2 + 2x\sqrt{3} - \pi \cdot 10^{3}$", r"$x(x+2\sqrt{3}) - 1000\pi$"),
+    (r"$\sin^2 x + \cos^2 x$", "$1$"),
+    (r"$\log_2 8$", "$3$"),
+    (r"$\int_0^1 x dx$", r"$\sum_{i=1}^{2} \frac{1}{i}$"),
+    (r"$y=2x+3$", r"$3+2x=y+1$"),
+    (r"$x=-1$", "$-1$"),
+    (r"$1 < x < 2$", "$(1,2)$"),
+    (r"$(1,2)$", "$1 < x < 2$"),
+    (r"$\begin{pmatrix}1\\2\end{pmatrix}$", r"$\begin{pmatrix}1\\3\end{pmatrix}$"),
+    (r"$50\%$", "$0.5$"),
 )
 
 
@@ -59,9 +67,10 @@ def prepare() -> None:
     import math_verify
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns that its timeouts are off
-    for text in WARM_UP:
-        found = math_verify.parse(text, parsing_timeout=None)
-        math_verify.verify(found, found, timeout_seconds=None)
+    for one, other in WARM_UP:
+        gold, found = (math_verify.parse(text, parsing_timeout=None) for text in (one, other))
+        for loose in (False, True):
+            math_verify.verify(gold, found, timeout_seconds=None, strict=not loose, allow_set_relation_comp=loose)
 
 
 def answer(data: bytes) -> bytes:
@@ -143,5 +152,18 @@ def _compare(gold: tuple[Any, ...], found: list[Any], options: Options) -> Verdi
         return "equal"
     if any(costly(one) for one in _expressions(gold) + _expressions(found)):
         return "too_costly"
-    equal = math_verify.verify(list(gold), found, timeout_seconds=None, **msgspec.structs.asdict(options))
-    return "equal" if equal else "different"
+    settings = msgspec.structs.asdict(options)
+    pairs = ((one, other) for one in gold for other in found if _near(one, other, options.float_rounding))
+    return "equal" if any(math_verify.verify(one, other, timeout_seconds=None, **settings) for one, other in pairs) else "different"
+
+
+def _near(gold: Any, found: Any, digits: int) -> bool:
+    """False for a small number and one that differs from it by more than a share: math-verify takes all small numbers for zero."""
+    import sympy
+
+    if not all(isinstance(one, sympy.Expr) and one.is_number for one in (gold, found)):
+        return True
+    one, other = gold.evalf(30), found.evalf(30)
+    if not (one.is_Float or one.is_Rational) or not (other.is_Float or other.is_Rational) or abs(one) >= SMALL:
+        return True
+    return bool(abs(one - other) <= abs(one) * sympy.Rational(str(math_text.relative(digits))))

@@ -119,11 +119,18 @@ def number(text: str) -> tuple[Fraction, bool] | None:
     return (-value if "-" in (found["sign"] + found["sign2"]).replace("−", "-") else value), found["part"] is not None
 
 
-def same_number(one: tuple[Fraction, bool], other: tuple[Fraction, bool], digits: int) -> bool:
-    """Whether two numbers are equal: rounded to so many decimals if one of them has a decimal point, else exactly."""
-    if one[1] or other[1]:
-        return round(one[0], digits) == round(other[0], digits)
-    return one[0] == other[0]
+def same_number(gold: tuple[Fraction, bool], found: tuple[Fraction, bool], digits: int) -> bool:
+    """Whether two numbers are equal: rounded to this many decimals if one of them has a decimal point, else exactly."""
+    if gold[1] or found[1]:
+        # Rounding makes zero of every small number, so the difference must be small for the reference, too.
+        near = abs(gold[0] - found[0]) <= abs(gold[0]) * relative(digits)
+        return near and round(gold[0], digits) == round(found[0], digits)
+    return gold[0] == found[0]
+
+
+def relative(digits: int) -> Fraction:
+    """The share of a reference that an answer may differ by where numbers are rounded to this many decimals."""
+    return Fraction(10) ** (2 - digits)
 
 
 def has_unit(text: str) -> bool:

@@ -157,6 +157,21 @@ async def test_groups_visit_their_pools_and_end_in_their_log(bus: Bus, broker_ur
     assert await bus.last_seq(DEAD) == 0
 
 
+async def test_a_costly_answer_scores_the_lowest_and_its_group_goes_on(bus: Bus, broker_url: str) -> None:
+    await publish_spec(bus, {**CONFIG, "rewardhub": {**CONFIG["rewardhub"], "timeout_s": 60.0}})
+    await put(bus, group(1, r"\boxed{\binom{10^9}{5\cdot 10^8}}", "#### 42", r"\boxed{10^{10^{10}}}"))
+    async with hub(broker_url, bus.run, "both"):
+        (record,) = await records(bus, SAMPLES, 1)
+    assert isinstance(record.message, wire.Group)
+    slow, right, large = record.message.trajectories
+    blamed = {"math_answer": 0.0, "math_answer/too_costly": 1.0}
+    assert not slow.success
+    assert {name: slow.reward_parts[name] for name in blamed} == blamed
+    assert {name: large.reward_parts[name] for name in blamed} == blamed
+    assert (right.reward_parts, right.success) == ({"math_answer": 1.0, "length": 7.0}, True)
+    assert await bus.last_seq(DEAD) == 0
+
+
 async def test_a_group_in_parts_is_scored_and_leaves_one_upload(bus: Bus, broker_url: str) -> None:
     await publish_spec(bus)
     one = large_groups.group(1, 5 * large_groups.MB, domain="qa", pools=["default", "style"], reference="#### 42")

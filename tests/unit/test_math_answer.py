@@ -113,6 +113,10 @@ def test_an_empty_reference_is_an_error_not_a_zero() -> None:
         ("#### Step 1: add 3\nSo it is \\boxed{42}", "42", 1.0),
         ("#### Final answer\n$\\boxed{3}$", "42", 0.0),
         (r"\boxed{50}\%", "0.5", 1.0),
+        ("#### 0.0", "0.0000001", 0.0),
+        ("#### 1e-7", "0.0000001", 1.0),
+        (r"\boxed{10^{-20}}", "10^{-30}", 0.0),
+        (r"\boxed{\frac{1}{10^{30}}}", "10^{-30}", 1.0),
     ],
 )
 def test_boxes_factors_and_digit_groups(response: str, reference: str, expected: float) -> None:

@@ -149,6 +149,14 @@ def test_a_reward_that_may_outlast_the_hub_is_refused() -> None:
     config.check({**spec, "rewardhub": {"timeout_s": 20.5}})
 
 
+def test_an_answer_is_too_costly_before_the_hub_gives_up() -> None:
+    spec = {"domains": {"m": {"env": "qa", "rewards": [{"name": "math_answer", "args": {"cpu_s": 3}}]}}, "rewardhub": {"timeout_s": 5}}
+    line = r"^domains\.m\.rewards\.0\.args\.cpu_s: 3\.0 is not allowed; at most half of rewardhub\.timeout_s, which is 5: "
+    with pytest.raises(ConfigError, match=line):
+        config.check(spec)
+    config.check({**spec, "rewardhub": {"timeout_s": 6}})
+
+
 @pytest.mark.parametrize(
     ("args", "response", "value"),
     [
