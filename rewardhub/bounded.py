@@ -2,8 +2,8 @@
 
 A response can make a library compute for hours, also inside C code that no exception reaches. The process that runs such a library is
 forked from one that has loaded it, so a replacement takes milliseconds. CPU time is counted, not time on the clock: a machine that
-stands still does not change what a response is worth. On a crowded machine, where CPU time passes slowly, a call that has used half of its
-time ends after one and a half times its limit on the clock, so that it holds up the calls after it less.
+stands still does not change what a response is worth. On a crowded machine, where CPU time passes slowly, a call that has used a quarter
+of its time ends after one and a half times its limit on the clock, so that it holds up the calls after it less.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _OWN_FAULT: Final = (signal.SIGPROF, signal.SIGSEGV, signal.SIGABRT, signal.SIGF
 
 
 _PATIENCE: Final = 1.5  # times the CPU time, on the clock, before a call that has used a share of its CPU time is ended
-_SHARE: Final = 0.5
+_POLL_S: Final = 0.1
+_SHARE: Final = 0.25
 
 
 class TooCostly(Exception):
@@ -94,7 +95,9 @@ class _Child:
         except BrokenPipeError:
             return None
         used_s = self._used_s()
-        while not select.select([self._in], [], [], _PATIENCE * self._cpu_s)[0]:
+        waits_s = _PATIENCE * self._cpu_s
+        while not select.select([self._in], [], [], waits_s)[0]:
+            waits_s = _POLL_S
             if self._used_s() - used_s >= _SHARE * self._cpu_s:
                 os.kill(self._pid, signal.SIGPROF)
         return _read(self._in)
