@@ -77,9 +77,8 @@ def _metrics(value: object) -> dict[str, float]:
     if len(value) > MAX_METRICS:
         raise Malformed(f"step returned {len(value)} metrics, the limit is {MAX_METRICS}")
     for name in value:
-        if not isinstance(name, str) or not 0 < len(name) <= NAME_CHARS:
-            raise Malformed(f"step returned a metric named {_shown(name)}; a name is a text of 1-{NAME_CHARS} characters")
-        text("step returned a metric whose name", name)
+        if not isinstance(name, str) or not 0 < len(name) <= NAME_CHARS or not name.isprintable():
+            raise Malformed(f"step returned a metric named {_shown(name)}; a name is a text of 1-{NAME_CHARS} printable characters")
     return {str(name): _number(f"metric {name!r}", number) for name, number in value.items()}
 
 

