@@ -82,3 +82,26 @@ def test_without_bubblewrap_tests_run_apart_too() -> None:
 )  # fmt: skip
 def test_what_a_test_can_do(program: str, tests: list[str], passed: float) -> None:
     assert score(Code(CodeArgs(sandbox="none", timeout_s=60, cpu_s=30)), program, json.dumps(tests)) == passed
+
+
+CHANNEL = (
+    "import os, stat\nS = [fd for fd in range(3, 20) if os.path.exists(f'/proc/self/fd/{fd}') and stat.S_ISSOCK(os.fstat(fd).st_mode)]\n"
+)
+
+
+@pytest.mark.sandbox
+@pytest.mark.parametrize(
+    "program",
+    [
+        f"{CHANNEL}def f(x):\n    for fd in S: os.close(fd)\n    import time; time.sleep(600)",
+        f"{CHANNEL}def f(x):\n    for fd in S: os.write(fd, (30 << 20).to_bytes(4, 'little') + b'[' * 9999)\n    import time; time.sleep(600)",
+        f"{CHANNEL}def f(x):\n    for fd in S:\n        for _ in range(99): os.write(fd, b'\\x02\\0\\0\\0[]')",
+        "import os, sys\nos.execv(sys.executable, [sys.executable, '-c', 'import time; time.sleep(600)'])",
+        "import os, signal\ndef f(x): os.kill(os.getpid(), signal.SIGSTOP)",
+        "import os\nif not os.fork():\n    while True:\n        try: os.fork()\n        except OSError: pass\ndef f(x): return 1",
+        "def f(x): return {n * (2**61 - 1): n for n in range(30000)}",
+    ],
+)
+def test_a_program_that_disturbs_its_tests_scores_nothing_and_fails_nobody(program: str) -> None:
+    hub = Code(CodeArgs(memory_mib=128, cpu_s=1, timeout_s=2))
+    assert score(hub, program, json.dumps(["assert f(1) == 40503", "assert f(2) == 40504"])) == 0.0
