@@ -55,7 +55,8 @@ def _scope(program: Program, names: dict[str, Any]) -> dict[str, Any]:
     tests = ModuleType("tests")
     sys.modules["tests"] = tests
     scope = vars(tests)
-    scope.update(offered, __builtins__=builtins)
+    missing = {name: None for name in names["program"] if hasattr(builtins, name)}  # Python's own must not pass for the program's
+    scope.update(missing | offered, __builtins__=builtins)
     for name, (module, attribute) in names["library"].items():
         try:
             found = importlib.import_module(module)

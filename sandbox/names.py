@@ -23,6 +23,7 @@ LIBRARY: Final = {
 }  # fmt: skip
 UNSAFE: Final = frozenset({"eval", "exec"})  # what a program returns would run among the tests
 MODULE: Final = "solution"
+_NO_SUBJECT: Final = (type, bool, type(None), type(NotImplemented), type(...))
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,12 @@ def names_of(texts: tuple[str, ...]) -> Names:
     rest = [name for name in free if name not in library]
     if not all(name in LIBRARY for name in rest):
         library |= {name: (LIBRARY[name], name) for name in rest if name in LIBRARY}
+    program = tuple(name for name in rest if name not in library)
+    if not program and MODULE not in imported:  # a problem may ask for a function that is called as one of Python's own
+        own = {name for name in used if name in BUILTIN and name not in bound and not isinstance(getattr(builtins, name), _NO_SUBJECT)}
+        program = tuple(own) if len(own) == 1 else ()
     return Names(
-        program=tuple(name for name in rest if name not in library),
+        program=program,
         library=library,
         imports=MODULE in imported,
         unsafe=tuple(name for name in dict.fromkeys(used) if name in UNSAFE and name not in bound),

@@ -77,6 +77,8 @@ def test_without_bubblewrap_tests_run_apart_too() -> None:
         ("def f(): f.n += 1; return f.n\nf.n = 0", ["assert f() == 1", "assert f() == 2 and f.n == 2"], 1.0),
         ("class V:\n    def __init__(s, x): s.x = x\n    def __add__(s, o): return V(s.x + o.x)", ["assert (V(1) + V(2)).x == 3", "V(1) + 1"], 0.5),
         ("def f(n):\n    print(n)\n    return 1 / n", ["import io, contextlib\nout = io.StringIO()\nwith contextlib.redirect_stdout(out):\n    f(2)\n    try: f(0)\n    except ZeroDivisionError: pass\nassert out.getvalue() == '2\\n0\\n'"], 1.0),
+        ("def sum(a, b): return a * b", ["assert sum(2, 3) == 6", "assert sum(2, 3) == 5"], 0.5),
+        ("def add(a, b): return a + b", ["assert sum([2, 3]) == 5"], 0.0),
         ("LIMIT = 7\nNAMES = ['a']", ["assert LIMIT == 7 and NAMES == ['a']", "import solution as s\nassert s.LIMIT == 7 and not hasattr(s, 'x')"], 1.0),
     ],
 )  # fmt: skip

@@ -191,7 +191,7 @@ def test_none_runs_with_limits_alone_and_says_so(caplog: pytest.LogCaptureFixtur
         ("import unittest\nclass Case:\n    def test_a(self): f()\nif __name__ == '__main__': unittest.main()", "runs nothing itself"),
         ("def test_a(tmp_path): f()", "test_a takes arguments; fixtures and parametrize are not supported"),
         ('["assert eval(f(1)) == 2"]', "they use eval: what a program returns would run among its tests"),
-        ('["assert sum([1, 2]) == 3", "assert math.isclose(1, 1)"]', "they use nothing of the program"),
+        ('["assert sum([1, 2]) == 3", "assert math.isclose(abs(1), 1)"]', "they use nothing of the program"),
     ],
 )
 def test_malformed_tests(reference: str, problem: str) -> None:

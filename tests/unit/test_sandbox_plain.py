@@ -120,6 +120,9 @@ def test_what_is_garbled(node: Any) -> None:
         (["try:\n    f()\nexcept E as e:\n    assert str(e)"], ("f", "E"), {}),
         (["for i, (a, b) in enumerate(g()):\n    assert a == b == i\nwith h() as k:\n    k()"], ("g", "h"), {}),
         (["assert [n for n in f()] and n"], ("f", "n"), {}),
+        (["assert sum(10, 15) == 6", "assert sum(4, 8) == 7"], ("sum",), {}),  # all that they use, so it is the program's
+        (["assert sum(10, 15) == 6", "assert abs(-1) == 1"], (), {}),
+        (["assert isinstance(f(1), int) and sum(f(2)) == 3"], ("f",), {}),
     ],
 )
 def test_names_of_tests(texts: list[str], program: tuple[str, ...], library: dict[str, tuple[str, str]]) -> None:
