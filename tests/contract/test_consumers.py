@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
+from envhub_world import LAKE, World
 
 from broker.api import ask
 from broker.consumers import _takes, adopted, differences, ensure_consumer, settings
@@ -76,6 +79,20 @@ async def test_a_consumer_that_cannot_be_used_is_named_with_what_is_wrong(bus: B
     assert f"the consumer {name} of stream {TICKETS.stream_name(bus.run)}, which another program made" in str(caught.value)
     assert says in str(caught.value)
     assert f"nats consumer rm {TICKETS.stream_name(bus.run)} {name}" in str(caught.value)
+
+
+async def test_a_hub_ends_with_one_line_where_it_cannot_use_the_consumer(bus: Bus, broker_url: str, tmp_path: Path) -> None:
+    world = World(bus, broker_url, tmp_path)
+    await world.publish_spec({"lake": LAKE})
+    await make(bus, deliver_subject="elsewhere")
+    child = world.spawn("--n", "2")
+    _, said = await asyncio.to_thread(child.communicate, timeout=100)
+    await world.close()
+    assert child.returncode == 2
+    assert "Traceback" not in said
+    last = said.splitlines()[-1]
+    assert last.startswith(f"error: the consumer lake of stream {TICKETS.stream_name(bus.run)}")
+    assert "can not update push consumer to pull based" in last
 
 
 async def test_ours_is_made_once_and_not_changed(bus: Bus) -> None:
