@@ -4,7 +4,7 @@ BIN := .venv/bin
 TORCH ?= torch==2.13.0+cpu
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c requirements/constraints.txt
 
-.PHONY: setup check test test-fast test-options test-vllm vllm-env test-peers test-deepspeed test-megatron chaos quickstart bench bubblewrap clean
+.PHONY: setup check test test-fast test-options test-frameworks test-vllm vllm-env test-peers test-deepspeed test-megatron chaos quickstart bench bubblewrap clean
 
 setup: .venv/ready
 
@@ -73,6 +73,19 @@ test-vllm: vllm-env
 test-options: setup
 	RL_OPTIONS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit/test_train_options.py tests/contract/test_lora_ranks.py tests/contract/test_critic_ranks.py
 
+# Agents of other libraries, in an environment and a folder of their own: each plays and trains five steps, some ten minutes in all.
+FRAMEWORKS := .venv-frameworks/bin
+test-frameworks: setup .venv-frameworks/ready
+	RL_FRAMEWORKS_PYTHON=$(CURDIR)/$(FRAMEWORKS)/python RL_FRAMEWORKS_MODULES=$(CURDIR)/.venv-frameworks/node_modules \
+		OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/frameworks -v
+
+.venv-frameworks/ready: requirements/frameworks.txt requirements/frameworks.json
+	@test -x $(FRAMEWORKS)/python || $(PYTHON) -m venv .venv-frameworks
+	@$(FRAMEWORKS)/pip --disable-pip-version-check install --quiet -r requirements/frameworks.txt
+	@cp requirements/frameworks.json .venv-frameworks/package.json
+	@npm install --prefix .venv-frameworks --no-audit --no-fund --silent
+	@touch .venv-frameworks/ready
+
 # The whole matrix, more than an hour on two cores: every role killed 50 times, the broker 20 times in a run of its own, both ends of a
 # broadcast behind every bucket, every role frozen for a minute, a learner 100 times slower than the hubs, 100,000 fuzzed inputs.
 # RL_CHAOS_SEED and RL_FUZZ_SEED pick others.
@@ -89,4 +102,4 @@ bench: setup
 	for name in codec bus engine weights; do $(BIN)/python -m bench.$$name || exit 1; done
 
 clean:
-	rm -rf .venv .venv-vllm build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-vllm .venv-frameworks build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,79 @@
+"""Agents written on other libraries, unmodified and with their defaults: each plays and trains five steps. By ``make test-frameworks``."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import yaml
+
+from text.tokenizer import Tokenizer
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+sys.path.insert(0, str(ROOT / "tests" / "unit"))
+from template_models import make_tokenizer_folder  # noqa: E402
+
+PYTHON, MODULES = os.environ.get("RL_FRAMEWORKS_PYTHON"), os.environ.get("RL_FRAMEWORKS_MODULES")
+STEPS = 5
+TOKENS = 16384  # smolagents' own prompts have 7,000 of this model's small tokens
+AGENTS = sorted(path.name for path in (HERE / "agents").iterdir() if path.suffix in (".py", ".mjs") and path.stem != "common")
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.skipif(not (PYTHON and MODULES), reason="needs other frameworks: make test-frameworks")]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random model whose chat template has tools."""
+    made = make_tokenizer_folder(tmp_path_factory.mktemp("model"), "hermes")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = transformers.Qwen3Config(
+        **sizes, head_dim=16, vocab_size=Tokenizer.load(made).vocab_size, bos_token_id=None, eos_token_id=2, pad_token_id=0,
+        max_position_embeddings=TOKENS, tie_word_embeddings=True,
+    )  # fmt: skip
+    transformers.Qwen3ForCausalLM(config).save_pretrained(made)
+    return made
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_an_agent_plays_and_trains(name: str, model: Path, tmp_path: Path) -> None:
+    assert PYTHON is not None
+    assert MODULES is not None
+    agents = shutil.copytree(HERE / "agents", tmp_path / "agents")
+    (tmp_path / "node_modules").symlink_to(MODULES)
+    run = tmp_path / "runs" / "r"
+    config: dict[str, Any] = {
+        "run": {"dir": str(tmp_path / "runs"), "name": "r"},
+        "model": {"path": str(model)},
+        "domains": {
+            "d": {
+                "env": "agent", "context": "steps", "group_size": 2, "max_turns": 12, "max_context_tokens": TOKENS,
+                "env_args": {
+                    "command": [PYTHON if name.endswith(".py") else "node", str(agents / name)], "num_tasks": 64,
+                    "env": {"OPENAI_AGENTS_DISABLE_TRACING": "1"},  # it would send traces to OpenAI
+                },
+                "sampling": {"max_tokens": 120},
+            }
+        },
+        "train": {"steps": STEPS, "groups_per_step": 1, "max_staleness": 1, "lr": 1.0e-4, "micro_batch_tokens": TOKENS, "num_threads": 1},
+        "algorithm": {"adv_estimator": "grpo", "pg_variant": "ppo"},
+        "rollout": {"engine": "hf", "max_running": 8, "max_context_tokens": TOKENS, "num_threads": 1, "engine_args": {"kv_slots": 8}},
+        "envhub": {"n": 4, "episode_timeout_s": 300.0},
+    }  # fmt: skip
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    command = [sys.executable, "-m", "learner.cli", "up", str(tmp_path / "config.yaml")]
+    ended = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=800, check=False)
+    assert ended.returncode == 0, ended.stdout[-4000:]
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == STEPS
+    assert all(row["response_length/mean"] > 0 for row in rows)  # of tokens that are trained on
+    assert rows[-1]["ticket/trained"] == STEPS
