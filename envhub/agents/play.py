@@ -82,7 +82,7 @@ class Agents:
 
 
 def _result(args: AgentArgs, session: Session, ended: program.Ended) -> Result:
-    """What the program came to. One that gives up because the policy used up its calls or its context has not crashed.
+    """What the program came to. One that gives up because the policy used up its calls, its context or an answer's length has not crashed.
 
     Raises:
         EpisodeFailed: it has.
@@ -92,6 +92,8 @@ def _result(args: AgentArgs, session: Session, ended: program.Ended) -> Result:
     except BadResult as error:
         if session.failed:
             raise EpisodeFailed("generate", f"{error} ({session.failed})") from None
+        if session.refused is None and session.cut:
+            session.refused = "length"
         if session.refused is None:
             raise EpisodeFailed("env", str(error), error.trace) from None
         result = Result(None if args.reward == "none" else 0.0)

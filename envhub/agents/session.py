@@ -49,6 +49,7 @@ class Session:
     Attributes:
         record: what was sampled.
         refused: why a call was refused that the policy is to blame for: ``truncated``, ``length``, or nothing.
+        cut: whether the last answer ended for its length.
         failed: why the last call failed that nobody here is to blame for.
         generate_s: seconds that calls took, together.
     """
@@ -70,6 +71,7 @@ class Session:
         )
         self.kept = Kept()
         self.refused: wire.EpisodeEnd | None = None
+        self.cut = False
         self.failed = ""
         self.generate_s = 0.0
         self._said: dict[str, str] = {}  # texts of answers, by the beginning of their calls' ids
@@ -145,6 +147,7 @@ class Session:
             raise Problem(400, "top_logprobs is not supported: the run's engine does not tell the likeliest tokens", param="top_logprobs")
         self._means.expected.add(len(sampled.token_ids))
         self.record.sampled(prompt, sampled)
+        self.cut = sampled.finish_reason == "length"
         reply_id, _, index = ask.request_id.removeprefix("http.").partition(".")
         self._said[tools.prefix_of(reply_id, int(index))] = tools.said(self._means.tokenizer, sampled.token_ids)
         if versions := sampled.version_runs[::2]:

@@ -150,6 +150,14 @@ def too_many_but_knows(task: dict[str, Any]) -> Any:
         return {"reward": 0.25, "metrics": {"status": error.code}}
 
 
+def wants_whole_answers(task: dict[str, Any]) -> Any:
+    """As some libraries do: an answer that was cut is an error."""
+    choice = post("/chat/completions", {"messages": [{"role": "user", "content": "hello"}]})["choices"][0]
+    if choice["finish_reason"] == "length":
+        raise RuntimeError("the answer is not complete")
+    raise KeyError("no such thing")
+
+
 def too_long(task: dict[str, Any]) -> Any:
     chat: Chat = []
     while True:

@@ -274,6 +274,13 @@ async def test_a_policy_that_uses_up_its_calls_or_its_context_is_judged_and_not_
     assert (first.kind, first.detail) == ("fatal", "the agent's first prompt does not fit into max_context_tokens, which is 50")
 
 
+async def test_an_agent_that_gives_up_on_a_cut_answer_is_judged_and_not_tried_again(play: Play, tokenizer: Tokenizer) -> None:
+    played = await play("wants_whole_answers", Policy(tokenizer, lambda _: "without end", close=False), sampling={"max_tokens": 5})
+    assert (played.trajectory.end, played.trajectory.reward, played.trajectory.reward_parts) == ("length", 0.0, {"env": 0.0})
+    whole = await fails(play, "wants_whole_answers")
+    assert (whole.kind, whole.detail) == ("env", "the agent ended with exit code 1: KeyError: 'no such thing'")
+
+
 @pytest.mark.parametrize(
     ("name", "detail"),
     [
