@@ -77,7 +77,7 @@ async def test_the_store_is_full_in_the_middle_of_a_step(tmp_path: Path) -> None
         await filler.free()
         await filler.leave(ROOM_MIB)
         await w.finish()
-        assert await w.bus.first_seq(SAMPLES) > 2 * reached * chaos.GROUPS  # long after the store was full
+        assert await w.bus.first_seq(SAMPLES) > reached * chaos.GROUPS  # trimmed behind what had filled it
         times = {child.name: child.log.read_text().count(SAID) for child in w.fleet.children}
         assert {name: count for name, count in times.items() if count > 4} == {}  # filled twice, and a short respite by the reserve
         assert len(checkpoint.found(w.watch.folder / "checkpoints")) == 2
