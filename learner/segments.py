@@ -7,6 +7,7 @@ line of a crash with it. It continues in a new file under the old name, so an ea
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,6 +18,8 @@ from broker.errors import UserError
 from learner import ledgerfile
 from learner.ledger import Ledger
 from learner.ledgerfile import Line, Scribe
+
+log = logging.getLogger(__name__)
 
 FOLDER: Final = "ledger"
 SUFFIX: Final = ".jsonl"
@@ -106,6 +109,9 @@ def resume(folder: Path, ledger: Ledger, max_bytes: int = MAX_BYTES) -> tuple[Le
         OSError: no space, for example.
     """
     first, lines = _kept(folder, ledger)
+    if lines[0].state == "unrecorded":
+        why = newest(folder)[1] or "files are missing"
+        log.error("%s: %s; what became of the tickets before step %d is not recorded any more and cannot be audited", folder, why, first)
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.glob(".step-*"):  # left by a crash
         path.unlink(missing_ok=True)

@@ -74,9 +74,15 @@ def on_disk(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         "warnings": warnings(rows[-RECENT:]),
         "tickets": {name: counts[name] for name in TICKETS if name in counts},
         "dead": dead,
-        "ledger_file": problem or ("ok" if lines else "none yet"),
+        "ledger_file": problem or _state_of(lines),
         "checkpoints": [_step_of(path) for path in checkpoint.found(folder / "checkpoints")],
     }
+
+
+def _state_of(lines: list[ledgerfile.Line]) -> str:
+    if lines and lines[0].state == "unrecorded":
+        return f"nothing is recorded of tickets before step {lines[0].step}"
+    return "ok" if lines else "none yet"
 
 
 def _step_of(path: Path) -> int | str:

@@ -17,6 +17,7 @@ from learner import archive, checkpoint, intake, ledgerfile, patience, segments
 from learner.config import SamplesSection
 from learner.ledger import Issue, Ledger
 from learner.ledgerfile import Line, Scribe
+from learner.ops.status import on_disk
 from learner.records import Records
 
 
@@ -80,12 +81,26 @@ async def test_more_steps_later(tmp_path: Path) -> None:
     assert ends == [(0, 4), (1, 7), (2, 7), (3, 12), (4, 12)]
 
 
-async def test_a_run_older_than_its_ledger_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", ["deleted", "one line"])
+async def test_a_run_older_than_its_ledger_file(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str) -> None:
+    """It goes on, and says what is not known any more, once and in its status."""
     world = kit.World(tmp_path / "run", kit.group_only, steps=4)
     with pytest.raises(kit.Killed):
         await world.learn(die_at=6)  # checkpoint of step 2
-    shutil.rmtree(tmp_path / "run" / segments.FOLDER)
+    folder = tmp_path / "run" / segments.FOLDER
+    if damage == "deleted":
+        shutil.rmtree(folder)
+        why = "files are missing"
+    else:
+        file = folder / "step-000000.jsonl"
+        rows = file.read_bytes().split(b"\n")
+        file.write_bytes(b"\n".join([*rows[:2], b"{garbage", *rows[3:]]))
+        why = "step-000000.jsonl:3: "
     await world.learn()
+    assert caplog.text.count(f"{folder}: {why}") == 1
+    assert "what became of the tickets before step 2 is not recorded any more and cannot be audited" in caplog.text
+    status = on_disk(tmp_path / "run", {"train": {"steps": 4}})
+    assert status["ledger_file"] == "nothing is recorded of tickets before step 2"
     lines = kit.ledger_lines(tmp_path / "run")
     assert lines[0].state == "unrecorded"
     assert (lines[0].step, lines[0].seq, lines[0].counts["issued"]) == (2, 4, 8)
