@@ -180,6 +180,8 @@ def absence(found: Mapping[str, Any]) -> list[str]:
     config = shlex.quote(os.path.relpath(Path(found["folder"], "config.yaml")))
     if found["broker"] is None and found["broker_error"].startswith(STARTING):
         return []
+    if found.get("learner", "none") == "none" and found["step"] >= found["steps"]:
+        return [f"no learner is running: all {found['steps']} steps are done"]
     if found["broker"] is None and UNKNOWN in found["broker_error"]:
         again = f"`rlearner start {config} --broker URL`"
         return [f"no learner is running; {again} starts the run again, with --rebase if the broker has lost its store"]
@@ -189,8 +191,6 @@ def absence(found: Mapping[str, Any]) -> list[str]:
         return []
     if found["learner"] == "silent":
         return [f"the learner has not been heard for {CENSUS_S:g} s: it is very busy, or died less than {MEMBERS.ttl_s:g} s ago"]
-    if found["step"] >= found["steps"]:
-        return [f"no learner is running: all {found['steps']} steps are done"]
     return [f"no learner is running; start it again: rlearner start {config} --broker {found['broker']}"]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from learner.ops.status import wrapped
+from learner.ops.status import absence, wrapped
 
 
 def test_what_does_not_fit_goes_below_the_second_column() -> None:
@@ -18,3 +18,10 @@ def test_what_does_not_fit_goes_below_the_second_column() -> None:
 def test_an_id_or_a_path_is_never_broken() -> None:
     path = "/a/very-long/path/" + "x" * 60
     assert wrapped([f"  warning      see {path}"], 40) == ["  warning      see", f"               {path}"]
+
+
+def test_a_finished_run_is_not_said_to_be_started_again() -> None:
+    """Its private broker has ended with it."""
+    finished = {"folder": "/runs/a", "step": 40, "steps": 40, "broker": None, "broker_error": "no broker answered"}
+    assert absence(finished) == ["no learner is running: all 40 steps are done"]
+    assert absence({**finished, "step": 39})[0].endswith("starts the run again where it stopped")
