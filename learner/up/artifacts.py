@@ -114,7 +114,8 @@ def draw_rewards(run: str, lines: list[Row], out: Path) -> Path | None:
     below.xaxis.set_major_locator(MaxNLocator(integer=True))
     for axes in (above, below):
         axes.grid(alpha=0.3)
-        axes.legend(loc="best", fontsize="small")
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(loc="best", fontsize="small")
     figure.tight_layout()
     figure.savefig(out, dpi=120)
     pyplot.close(figure)

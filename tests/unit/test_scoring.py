@@ -70,7 +70,7 @@ def reply(**fields: object) -> wire.GenerateReply:
     return wire.GenerateReply(**(base | empty | fields))
 
 
-def test_candidates_come_in_pairs_and_without_tokens() -> None:
+def test_candidates_come_in_pairs_and_as_many_for_each_token() -> None:
     ids, logprobs = wire.column([3, 4], "<i4"), wire.column([-0.5, -1.5], "<f4")
     assert wire.decode(wire.encode(reply(top_ids=ids, top_logprobs=logprobs)), wire.GenerateReply).top_ids == ids
     for fields in (
@@ -80,8 +80,8 @@ def test_candidates_come_in_pairs_and_without_tokens() -> None:
         {"top_ids": wire.column([-1, 4], "<i4"), "top_logprobs": logprobs},
         {"top_ids": ids, "top_logprobs": wire.column([-0.5, float("nan")], "<f4")},
         {
-            "top_ids": ids, "top_logprobs": logprobs, "token_ids": wire.column([1], "<i4"), "logprobs": wire.column([-1], "<f4"),
-            "version_runs": wire.column([0, 1], "<i4"),
+            "top_ids": ids, "top_logprobs": logprobs, "token_ids": wire.column([1] * 3, "<i4"), "logprobs": wire.column([-1] * 3, "<f4"),
+            "version_runs": wire.column([0, 3], "<i4"),
         },
     ):  # fmt: skip
         with pytest.raises(WireError, match=r"GenerateReply\.(top_|token_ids|logprobs)"):
