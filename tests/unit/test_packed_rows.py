@@ -54,6 +54,7 @@ def save(folder, config_class, model_class, more):
 
 
 def relative(a, b):
+    """Rounding in float32 comes to about 1e-6 here, a token in the wrong place to more than 1e-3."""
     return float((a - b).norm() / b.norm())
 
 
@@ -111,7 +112,7 @@ def test_the_gradient_is_the_same_packed_or_padded_however_cut(path, mode, seed,
     rows, algorithm = samples(seed), AlgorithmSection(loss_agg_mode=mode)
     parts = [rows[a:b] for a, b in itertools.pairwise(sorted({0, 9, *cuts}))]
     expected = accumulated(path, [rows], algorithm, PADDED, max_length=50)
-    assert relative(accumulated(path, parts, algorithm, PACKED, max_length=50), expected) < 1e-6
+    assert relative(accumulated(path, parts, algorithm, PACKED, max_length=50), expected) < 1e-5
 
 
 @pytest.mark.parametrize(
