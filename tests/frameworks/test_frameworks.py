@@ -44,21 +44,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.mark.parametrize("name", AGENTS)
-def test_an_agent_plays_and_trains(name: str, model: Path, tmp_path: Path) -> None:
-    assert PYTHON is not None
-    assert MODULES is not None
-    agents = shutil.copytree(HERE / "agents", tmp_path / "agents")
-    (tmp_path / "node_modules").symlink_to(MODULES)
-    run = tmp_path / "runs" / "r"
+def up(command: list[str], model: Path, folder: Path, **sections: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+    """A whole run ``r`` in ``folder / "runs"`` whose agent is ``command``."""
     config: dict[str, Any] = {
-        "run": {"dir": str(tmp_path / "runs"), "name": "r"},
+        "run": {"dir": str(folder / "runs"), "name": "r"},
         "model": {"path": str(model)},
         "domains": {
             "d": {
                 "env": "agent", "context": "steps", "group_size": 2, "max_turns": 12, "max_context_tokens": TOKENS,
                 "env_args": {
-                    "command": [PYTHON if name.endswith(".py") else "node", str(agents / name)], "num_tasks": 64,
+                    "command": command, "num_tasks": 64,
                     "env": {"OPENAI_AGENTS_DISABLE_TRACING": "1"},  # it would send traces to OpenAI
                 },
                 "sampling": {"max_tokens": 120},
@@ -68,12 +63,33 @@ def test_an_agent_plays_and_trains(name: str, model: Path, tmp_path: Path) -> No
         "algorithm": {"adv_estimator": "grpo", "pg_variant": "ppo"},
         "rollout": {"engine": "hf", "max_running": 8, "max_context_tokens": TOKENS, "num_threads": 1, "engine_args": {"kv_slots": 8}},
         "envhub": {"n": 4, "episode_timeout_s": 300.0},
+        **sections,
     }  # fmt: skip
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    command = [sys.executable, "-m", "learner.cli", "up", str(tmp_path / "config.yaml")]
-    ended = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=800, check=False)
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    start = [sys.executable, "-m", "learner.cli", "up", str(folder / "config.yaml")]
+    return subprocess.run(start, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=800, check=False)
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_an_agent_plays_and_trains(name: str, model: Path, tmp_path: Path) -> None:
+    assert PYTHON is not None
+    assert MODULES is not None
+    agents = shutil.copytree(HERE / "agents", tmp_path / "agents")
+    (tmp_path / "node_modules").symlink_to(MODULES)
+    ended = up([PYTHON if name.endswith(".py") else "node", str(agents / name)], model, tmp_path)
     assert ended.returncode == 0, ended.stdout[-4000:]
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / "runs" / "r" / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == STEPS
     assert all(row["response_length/mean"] > 0 for row in rows)  # of tokens that are trained on
     assert rows[-1]["ticket/trained"] == STEPS
+
+
+def test_an_agent_whose_requests_are_always_refused_ends_the_run(model: Path, tmp_path: Path) -> None:
+    assert PYTHON is not None
+    agent = "from openai import OpenAI; OpenAI().chat.completions.create(model='m', messages=[{'role': 'user', 'content': 'hi'}], n=0)"
+    ended = up([PYTHON, "-c", agent], model, tmp_path, failures={"give_up_after_s": 20.0})
+    last = ended.stdout.splitlines()[-1]
+    assert ended.returncode == 2, ended.stdout[-4000:]
+    assert last.startswith("error: learner: for 20 s every hub of domain d was broken and no group was trained: envhub-1: domain d: ")
+    refusal = "n: 0 is not allowed; input should be greater than or equal to 1"
+    assert f"the agent ended with exit code 1: openai.BadRequestError: Error code: 400 - {refusal}; fix that" in last
