@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from bench.answer_cases import CANARY, Pair, adversarial, pairs
-from broker.config import Reward
+from broker.settings.config import Reward
 from rewardhub.rewards.base import Sample
 from rewardhub.workers import ScoreFailed, Workers
 

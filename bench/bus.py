@@ -21,10 +21,10 @@ import numpy as np
 import uvloop
 
 from bench.codec import trajectory
-from broker import wire
-from broker.jetstream import Bus
-from broker.server import BrokerServer
-from broker.streams import EPISODES
+from broker.contract import wire
+from broker.contract.streams import EPISODES
+from broker.jetstream.bus import Bus
+from broker.server.private_server import BrokerServer
 
 POOL = "bench"
 WRITERS = 64  # groups that are published at once, as by one busy hub

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from bench.fleet import Fleet, free_port
-from broker.api import ask
-from broker.jetstream import Bus
-from broker.provision import stream_config
-from broker.server import BrokerServer, Cluster
-from broker.streams import STREAMS
+from broker.contract.streams import STREAMS
+from broker.jetstream.api import ask
+from broker.jetstream.bus import Bus
+from broker.jetstream.provision import stream_config
+from broker.server.private_server import BrokerServer, Cluster
 
 NODES = 3
 

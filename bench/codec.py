@@ -16,7 +16,7 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
-from broker import wire
+from broker.contract import wire
 
 
 def trajectory(num_tokens: int, episode: int) -> wire.Trajectory:

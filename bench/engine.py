@@ -27,10 +27,10 @@ import torch
 import transformers
 from transformers.generation import ContinuousBatchingConfig
 
-from broker import wire
+from broker.contract import wire
 from rollout.config import RolloutSection
 from rollout.engines.base import EngineConfig
-from rollout.engines.hf import HFEngine
+from rollout.engines.hf.engine import HFEngine
 from text.config import TinyModel
 from text.tiny import build_tiny
 

@@ -30,10 +30,11 @@ from typing import Any, Final
 import uvloop
 
 from bench.hub_scene import Scene, scene
-from broker import channel, wire
-from broker.children import spawn
+from broker.channel import carriers
+from broker.contract import wire
 from broker.errors import UserError
-from broker.jetstream import Bus
+from broker.jetstream.bus import Bus
+from broker.runtime.children import spawn
 
 QUICK: Final = ((1, 0.1), (8, 0.1), (32, 0.1), (128, 0.1))  # (n, latency in seconds)
 FULL: Final = (*QUICK, (512, 0.1), (4096, 1.0))
@@ -86,7 +87,7 @@ async def _bare(made: Scene, folder: Path, seconds: float) -> float:
 async def ask_forever(n: int, url: str, address: str) -> None:
     """The bare client: batches of n requests, one after the other."""
     bus = await Bus.connect(url, "bench", name="bench-bare", deadline_s=20)
-    client = channel.connect("zmq", bus)
+    client = carriers.connect("zmq", bus)
     context = wire.column(array("i", range(CONTEXT)), "<i4")
     number = 0
     while True:

@@ -29,8 +29,8 @@ from typing import Any, Final
 
 from bench.fleet import Child, Fleet, run_audit
 from bench.watch import Watch
-from broker.jetstream import Bus
-from broker.runspec import validate
+from broker.jetstream.bus import Bus
+from broker.settings.runspec import validate
 from learner.prepare import to_yaml
 
 RUN: Final = "faults"

@@ -18,16 +18,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from broker.children import spawn
-from broker.entry import EXIT_STOPPED
-from broker.server import BrokerServer
+from broker.runtime.children import spawn
+from broker.runtime.entry import EXIT_STOPPED
+from broker.server.private_server import BrokerServer
 
 RESTART_AFTER_S: Final = 0.5
 LOOK_EVERY_S: Final = 0.05
 PATIENCE_S: Final = 150.0  # longest wait for processes to leave, on a busy machine
 FENCED: Final = "a newer learner took over"  # what a learner says that ends with 2 because another one has its run
 WAITS: Final = b"waiting for the learner to resume it"  # what a process says that joins a run that is stopped
-MODULES: Final = {"learner": "learner.cli", "rollout": "rollout.cli", "envhub": "envhub.cli", "rewardhub": "rewardhub.cli"}
+MODULES: Final = {"learner": "rlearner.cli", "rollout": "rollout.cli", "envhub": "envhub.cli", "rewardhub": "rewardhub.cli"}
 
 
 @dataclass
@@ -231,7 +231,7 @@ def free_port() -> int:
 
 def run_audit(folder: Path, url: str, tap: Path | None = None) -> dict[str, Any]:
     """What ``rlearner audit RUN --json`` prints, with its exit code as ``code``."""
-    command = [sys.executable, "-m", "learner.cli", "audit", str(folder), "--json", "--broker", url, "--connect-deadline", "90"]
+    command = [sys.executable, "-m", "rlearner.cli", "audit", str(folder), "--json", "--broker", url, "--connect-deadline", "90"]
     done = subprocess.run([*command, *(["--tap", str(tap)] if tap else [])], capture_output=True, text=True, timeout=300, check=False)
     if not done.stdout.startswith("{"):
         raise RuntimeError(done.stderr)

@@ -19,13 +19,14 @@ from typing import Any, Final
 import psutil
 
 from bench.slow_server import SlowServer
-from broker import runspec, wire
-from broker.children import spawn
-from broker.jetstream import Bus
-from broker.server import BrokerServer
-from broker.streams import MEMBERS, SAMPLES, TICKETS
+from broker.contract import wire
+from broker.contract.streams import MEMBERS, SAMPLES, TICKETS
+from broker.jetstream.bus import Bus
+from broker.runtime.children import spawn
+from broker.server.private_server import BrokerServer
+from broker.settings import runspec
 from envhub.envs.base import StepResult
-from envhub.envs.frozenlake import FrozenLake, FrozenLakeArgs
+from envhub.envs.games.frozenlake import FrozenLake, FrozenLakeArgs
 from text.config import TinyModel
 from text.tiny import build_tiny
 from text.tokenizer import Tokenizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from broker import wire
+from broker.contract import wire
 
 
 def trajectory(

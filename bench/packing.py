@@ -14,9 +14,9 @@ from typing import Final
 
 import numpy as np
 
+from learner.algorithm.samples import TrainSample
 from learner.backends.torch import TorchBackend
 from learner.config import AlgorithmSection, TrainSection
-from learner.samples import TrainSample
 from text.config import ModelSection
 
 _VOCABULARY: Final = 64

@@ -14,10 +14,10 @@ from typing import Final
 from bench.cluster import settled
 from bench.fleet import Child, Fleet
 from bench.netns import MONITOR_PORT, Network, broker_configuration
-from broker import wire
-from broker.children import spawn
-from broker.jetstream import Bus
-from broker.server import HEADROOM_BYTES, find_binary
+from broker.contract import wire
+from broker.jetstream.bus import Bus
+from broker.runtime.children import spawn
+from broker.server.private_server import HEADROOM_BYTES, find_binary
 
 PORT: Final = 4222
 CLUSTER_PORT: Final = 6222

@@ -23,12 +23,12 @@ import numpy as np
 
 from bench import made_up
 from bench.fleet import Fleet
-from broker import wire
-from broker.jetstream import Bus
-from broker.runspec import validate
-from broker.streams import SAMPLES, TICKETS
-from learner.metrics import read_lines
+from broker.contract import wire
+from broker.contract.streams import SAMPLES, TICKETS
+from broker.jetstream.bus import Bus
+from broker.settings.runspec import validate
 from learner.prepare import to_yaml
+from learner.reporting.metrics import read_lines
 
 RUN: Final = "resume"
 TINY: Final = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2, "head_dim": 16, "intermediate_size": 64}
@@ -108,8 +108,8 @@ async def disturbed(folder: Path, steps: int, resumes: int, seed: int) -> int:
 
 
 def undisturbed(folder: Path, first: int, last: int) -> dict[str, Any]:
-    """What ``rlearner replay`` finds: see ``learner/ops/replaying.py``."""
-    command = [sys.executable, "-m", "learner.cli", "replay", RUN, "--dir", str(folder / "runs"), "--json"]
+    """What ``rlearner replay`` finds: see ``rlearner/ops/replaying.py``."""
+    command = [sys.executable, "-m", "rlearner.cli", "replay", RUN, "--dir", str(folder / "runs"), "--json"]
     done = subprocess.run(
         [*command, "--from", str(first), "--to", str(last)], capture_output=True, text=True, timeout=10 * LIMIT_S, check=False
     )

@@ -16,8 +16,8 @@ import sys
 import time
 from collections.abc import Sequence
 
-from broker.config import Reward
 from broker.errors import DataError, UserError
+from broker.settings.config import Reward
 from rewardhub.rewards.base import Sample
 from rewardhub.workers import Workers
 

@@ -31,13 +31,15 @@ from bench.engine import Requests, make_model, make_requests
 from bench.others import NEVER_QUIET, Others
 from bench.pairs import interval, median
 from bench.server_http import KEY, Streamed, add_tokenizer
-from broker import channel, runspec, wire
-from broker.channel import ChannelClient
-from broker.children import spawn
-from broker.entry import EXIT_USER_ERROR
-from broker.jetstream import Bus
-from broker.presence import Roster
-from broker.server import BrokerServer
+from broker.channel import carriers
+from broker.channel.carriers import ChannelClient
+from broker.contract import wire
+from broker.jetstream.bus import Bus
+from broker.runtime.children import spawn
+from broker.runtime.entry import EXIT_USER_ERROR
+from broker.runtime.presence import Roster
+from broker.server.private_server import BrokerServer
+from broker.settings import runspec
 
 START_S: Final = 600.0
 CONTEXT: Final = 512
@@ -125,7 +127,7 @@ async def serving(engine: str, model: Path, folder: Path, options: argparse.Name
         config = runspec.validate({"rollout": rollout, "domains": {"lake": domain}})
         spec = wire.RunSpec(run=RUN, wire_version=wire.WIRE_VERSION, epoch=0, config=config, model_path=str(model))
         await runspec.publish_runspec(bus, spec)
-        roster, client = Roster(bus), channel.connect("zmq", bus)
+        roster, client = Roster(bus), carriers.connect("zmq", bus)
         await roster.start()
         command = [sys.executable, "-m", "rollout.cli", "--broker", broker.url, "--run", RUN, "--id", "server", "--gpus", "cpu"]
         command += ["--engine", engine, *(["--policy", "baseline", "--model", str(model)] if frozen else [])]

@@ -25,7 +25,7 @@ async def vllm_arm(folder: str, requests: list[tuple[list[int], int]], threads: 
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from rollout.engines.vllm_start import IN_PROCESS
+    from rollout.engines.vllm.start import IN_PROCESS
 
     arguments = AsyncEngineArgs(
         model=folder, skip_tokenizer_init=True, dtype="float32", max_model_len=CONTEXT, max_num_seqs=len(requests) + 2,
@@ -56,7 +56,7 @@ async def hf_arm(folder: str, requests: list[tuple[list[int], int]], threads: in
     from bench.server import asked
     from rollout.config import RolloutSection
     from rollout.engines.base import EngineConfig
-    from rollout.engines.hf import HFEngine
+    from rollout.engines.hf.engine import HFEngine
 
     section = RolloutSection(max_running=len(requests), max_context_tokens=CONTEXT, num_threads=threads)
     engine = HFEngine(EngineConfig(folder, section, device="cpu", policy_version=0))

@@ -11,7 +11,7 @@ from typing import Any, Final
 import aiohttp
 import msgspec
 
-from broker import wire
+from broker.contract import wire
 from text.config import TinyModel
 from text.tiny import _write_tokenizer
 

@@ -7,10 +7,10 @@ import os
 import random
 import time
 
-from broker import wire
+from broker.contract import wire
 from learner.backends.torch import TorchBackend
 from rollout.engines.base import Output
-from rollout.engines.hf import HFEngine
+from rollout.engines.hf.engine import HFEngine
 from text.openai.pieces import Tap
 
 STEP_S = float(os.environ.get("RL_SIMULATED_STEP_S", "3"))

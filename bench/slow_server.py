@@ -11,11 +11,11 @@ from typing import Any, Final
 import msgspec
 import zmq
 
-from broker import wire
-from broker.announce import Announcer
-from broker.channel_bundle import unpack
-from broker.channel_socket import LoopSocket
-from broker.jetstream import Bus
+from broker.channel.bundle import unpack
+from broker.channel.zmq_socket import LoopSocket
+from broker.contract import wire
+from broker.jetstream.bus import Bus
+from broker.runtime.announce import Announcer
 from text.tokenizer import Tokenizer
 
 JITTER: Final = 0.1  # share of the latency by which an answer may come earlier or later

@@ -23,7 +23,7 @@ import msgspec
 import nats
 from nats.aio.msg import Msg
 
-from broker.streams import SAMPLES, TICKETS
+from broker.contract.streams import SAMPLES, TICKETS
 
 
 class Tap:

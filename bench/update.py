@@ -40,12 +40,12 @@ from bench.others import NEVER_QUIET, Others
 from bench.pairs import by_second, interval, median
 from bench.server import Served, serving
 from bench.update_bare import Movers
-from broker import wire
-from broker.jetstream import Bus
-from broker.unstored import watch_metrics
+from broker.contract import wire
+from broker.jetstream.bus import Bus
+from broker.nats.core_messages import watch_metrics
+from broker.weights.memory.staging import plan_of
 from broker.weights.probe import make_probe
-from broker.weights.send import Sender
-from broker.weights.staging import plan_of
+from broker.weights.sender.send import Sender
 
 PROBE: Final = [9, 20, 31, 42, 53, 64, 75, 86]
 SKIPPED: Final = 2  # reports after the last window

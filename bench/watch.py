@@ -9,11 +9,11 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Final
 
-from broker import wire
+from broker.contract import wire
+from broker.contract.streams import SAMPLES, TICKETS
 from broker.errors import RlearnerError
-from broker.jetstream import Bus
-from broker.streams import SAMPLES, TICKETS
-from learner.metrics import read_lines
+from broker.jetstream.bus import Bus
+from learner.reporting.metrics import read_lines
 
 LOOK_EVERY_S: Final = 0.02
 

@@ -36,9 +36,9 @@ import torch
 
 from bench.weights_ends import HOST, Channel, End, large_model, small_tensors
 from broker.weights import fp8
-from broker.weights.copying import copy_into
 from broker.weights.group import serve_store
-from broker.weights.staging import Flat, plan_of
+from broker.weights.memory.copying import copy_into
+from broker.weights.memory.staging import Flat, plan_of
 
 CHANGED: Final = 0.03
 TRANSPORTS: Final = ("shared", "gloo")

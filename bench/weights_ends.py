@@ -13,18 +13,18 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from broker import wire
+from broker.contract import wire
 from broker.weights import fp8
-from broker.weights.buffers import Buffers
-from broker.weights.cargo import Base
-from broker.weights.copying import copy_all
-from broker.weights.follow import follow
+from broker.weights.bucket_payload import Base
 from broker.weights.group import Communicator, Watch, connect_store
-from broker.weights.membership import Start, session_name
-from broker.weights.shared import Segment, Window
-from broker.weights.staging import Flat, Staging, plan_of
-from broker.weights.transfer import Settings, lead
-from rollout.engines.hf_weights import HeldWeights
+from broker.weights.memory.copying import copy_all
+from broker.weights.memory.shared import Segment, Window
+from broker.weights.memory.staging import Flat, Staging, plan_of
+from broker.weights.receiver.buffers import Buffers
+from broker.weights.receiver.follow import follow
+from broker.weights.sender.membership import Start, session_name
+from broker.weights.sender.transfer import Settings, lead
+from rollout.engines.hf.weights import HeldWeights
 
 HOST: Final = "127.0.0.1"
 CPU: Final = torch.device("cpu")
@@ -138,7 +138,7 @@ class Channel:
             self.buffers.arrived(arrival, received.digest)
 
     def whole(self, version: int) -> None:
-        """Copy, digests, transfer, load; on the sender in three threads, as in ``broker.weights.send``."""
+        """Copy, digests, transfer, load; on the sender in three threads, as in ``broker.weights.sender.send``."""
         if self.staging is None:
             self.transfer(version)
             if self.engine is not None:

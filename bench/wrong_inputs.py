@@ -22,7 +22,7 @@ LIMIT_S: Final = 240.0
 MARK: Final = "RL_WRONG_INPUT"  # in the environment of everything that an input starts
 NOWHERE: Final = ("--broker", "nats://127.0.0.1:1", "--connect-deadline", "0.5")
 MODULES: Final = {
-    "rlearner": "learner.cli",
+    "rlearner": "rlearner.cli",
     "broker": "broker.cli",
     "rollout-server": "rollout.cli",
     "envhub": "envhub.cli",

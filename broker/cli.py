@@ -10,14 +10,17 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, get_args, get_type_hints
 
-from broker import letters, operations, process, wire
-from broker.arguments import Parser, complete, natural, port, positive
-from broker.entry import enter
+from broker import operations
+from broker.contract import wire
 from broker.errors import UserError
-from broker.jetstream import Bus
-from broker.keeper import Keeper
-from broker.process import Stop
-from broker.server import BrokerServer, Cluster
+from broker.jetstream import dead_letters
+from broker.jetstream.bus import Bus
+from broker.runtime import process
+from broker.runtime.entry import enter
+from broker.runtime.process import Stop
+from broker.server.private_server import BrokerServer, Cluster
+from broker.server.server_supervisor import Keeper
+from broker.settings.arguments import Parser, complete, natural, port, positive
 
 LOOK_EVERY_S: Final = 0.5
 DEADLINE_S: Final = 2.0  # for a broker to answer an operator
@@ -75,18 +78,18 @@ def parser() -> argparse.ArgumentParser:
     _add_operator_options(control, operations.control)
 
     dead = commands.add_parser("dead", help="messages that nobody could use").add_subparsers(dest="dead", required=True, metavar="COMMAND")
-    _add_operator_options(dead.add_parser("list", help="one line each"), letters.list_letters)
+    _add_operator_options(dead.add_parser("list", help="one line each"), dead_letters.list_letters)
     show = dead.add_parser("show", help="one of them whole")
     show.add_argument("number", type=natural, help="as `broker dead list` shows it")
     show.add_argument("--raw", action="store_true", help="write the original bytes to standard output and nothing else")
-    _add_operator_options(show, letters.show_letter)
+    _add_operator_options(show, dead_letters.show_letter)
     again = dead.add_parser("retry", help="do it again now, to look at what happens; nothing of it is trained on")
     again.add_argument("number", type=natural, help="as `broker dead list` shows it")
     again.add_argument("--timeout", type=positive, default=300.0, metavar="SECONDS", help="wait so long for each process (%(default)s)")
-    _add_operator_options(again, letters.retry_letter)
+    _add_operator_options(again, dead_letters.retry_letter)
     purge = dead.add_parser("purge", help="delete them")
     purge.add_argument("--through", type=natural, default=None, metavar="NUMBER", help="only up to this one")
-    _add_operator_options(purge, letters.purge_letters)
+    _add_operator_options(purge, dead_letters.purge_letters)
     return complete(root, EXAMPLES)
 
 

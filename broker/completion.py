@@ -12,8 +12,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, get_args
 
-from broker.config import Section
-from broker.runspec import SECTIONS
+from broker.settings.config import Section
+from broker.settings.runspec import SECTIONS
 
 COMMANDS: Final = ("rlearner", "rollout-server", "envhub", "rewardhub", "broker")
 RUNS: Final = "runs"

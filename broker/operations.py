@@ -7,13 +7,13 @@ import asyncio
 from collections import Counter
 from typing import Any
 
-from broker import wire
-from broker.answers import ApiError
+from broker.contract import wire
+from broker.contract.streams import CONTROL, STREAMS, Kind
 from broker.errors import UserError
-from broker.jetstream import Bus
-from broker.presence import census
-from broker.runspec import find_runs
-from broker.streams import CONTROL, STREAMS, Kind
+from broker.jetstream.bus import Bus
+from broker.nats.nats_errors import ApiError
+from broker.runtime.presence import census
+from broker.settings.runspec import find_runs
 
 
 async def choose_run(bus: Bus, options: argparse.Namespace) -> None:

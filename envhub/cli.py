@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from broker.arguments import Parser, add_config, complete, count, natural, share, tokens
-from broker.entry import enter
+from broker.runtime.entry import enter
+from broker.settings.arguments import Parser, add_config, complete, count, natural, share, tokens
 
 EPILOG = """also:
   envhub demos CONFIG    write demonstrations of an imperfect solver for a warm start
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The options of a hub."""
-    from broker import process
+    from broker.runtime import process
 
     parser = Parser(prog="envhub", description="Run environments for a run.", epilog=EPILOG)
     parser.add_argument("--n", type=count, default=None, metavar="N", help="environments running at once (the run's envhub.n)")
@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _serve(arguments: Sequence[str]) -> int:
-    from broker import process
+    from broker.runtime import process
     from envhub.service import serve
 
     options = parser().parse_args(arguments)
@@ -64,7 +64,7 @@ def demos_parser() -> argparse.ArgumentParser:
 
 
 def _demos(arguments: Sequence[str]) -> int:
-    from broker.runspec import load, validate
+    from broker.settings.runspec import load, validate
     from envhub.demos import write_demonstrations
 
     options = demos_parser().parse_intermixed_args(arguments)
@@ -95,8 +95,8 @@ def render_parser() -> argparse.ArgumentParser:
 
 
 def _render(arguments: Sequence[str]) -> int:
-    from broker.runspec import load, validate
-    from envhub.render import write_gif
+    from broker.settings.runspec import load, validate
+    from envhub.episodes.render import write_gif
 
     options = render_parser().parse_intermixed_args(arguments)
     config = validate(load(options.config, options.overrides))

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import PositiveFloat, PositiveInt
 
-from broker.config import Section
 from broker.errors import ConfigError
+from broker.settings.config import Section
 
 if TYPE_CHECKING:
     from envhub.domain import Domain
@@ -20,7 +20,7 @@ class EnvhubSection(Section):
 
     n: PositiveInt = 64  # environments running at once
     step_timeout_s: PositiveFloat = 30.0  # one reset or step
-    episode_timeout_s: PositiveFloat | None = None  # null: derived, see broker.timeouts
+    episode_timeout_s: PositiveFloat | None = None  # null: derived, see broker.settings.timeouts
     generate_timeout_s: PositiveFloat | None = None  # one turn, retries included; null: derived from the next one
     min_tokens_per_s: PositiveFloat = 10.0  # that a loaded server still samples for one request
     max_retries: PositiveInt = 3  # of one turn on other servers, and of one episode after an error
@@ -55,7 +55,7 @@ def data_digests(config: dict[str, Any]) -> dict[str, str]:
     Raises:
         UserError: a file cannot be read.
     """
-    from broker.runspec import digest_file
+    from broker.settings.runspec import digest_file
     from envhub.domain import load_domains
 
     files = {file for domain in load_domains(config).values() for file in domain.environment.data_files(domain.args)}

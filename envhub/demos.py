@@ -14,7 +14,7 @@ import numpy as np
 from broker.errors import ConfigError, UserError
 from envhub.domain import Domain, load_domains
 from envhub.envs.base import can_demonstrate
-from envhub.generate import mix
+from envhub.servers.generate import mix
 
 Messages = list[dict[str, str]]
 

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from broker.config import DomainSection, Section, takes_steps
 from broker.errors import ConfigError, DataError
-from broker.registry import check_method, resolve
-from broker.runspec import domains as sections
-from broker.sections import parse
+from broker.settings.config import DomainSection, Section, takes_steps
+from broker.settings.registry import check_method, resolve
+from broker.settings.runspec import domains as sections
+from broker.settings.sections import parse
 from envhub.agents import AGENTS
 from envhub.agents.env import Agent
-from envhub.context import Memory, StepContext, load_memory
 from envhub.envs import ENVS
 from envhub.envs.base import Environment, Isolation, Split
+from envhub.episodes.context import Memory, StepContext, load_memory
 
 
 @dataclass(frozen=True)

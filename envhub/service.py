@@ -17,33 +17,34 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Final
 
-from broker import channel, wire
-from broker.config import BrokerSection
+from broker.channel import carriers
+from broker.contract import wire
+from broker.contract.streams import EVALTICKETS, TICKETS, Stream
 from broker.errors import ConfigError, RlearnerError, UserError
-from broker.health import Health
-from broker.jetstream import Delivery
-from broker.process import Member, Stop, join
-from broker.process_identity import this_process
-from broker.runspec import section
-from broker.streams import EVALTICKETS, TICKETS, Stream
-from broker.timeouts import seconds
-from broker.workers.fault import Traces
-from envhub.assignment import assignment, task
-from envhub.attempts import Attempts
-from envhub.calls import Calls
+from broker.jetstream.bus import Delivery
+from broker.runtime.process import Member, Stop, join
+from broker.runtime.process_identity import this_process
+from broker.runtime.work_health import Health
+from broker.runtime.workers.fault import Traces
+from broker.settings.config import BrokerSection
+from broker.settings.runspec import section
+from broker.settings.timeouts import seconds
 from envhub.config import EnvhubSection
 from envhub.domain import Domain, load_domains
-from envhub.feed import Feed, Turnstile
-from envhub.generate import Generator
-from envhub.nursery import Nurseries
-from envhub.outbox import InHand, Outbox
-from envhub.players import Limits, Players
-from envhub.rerun import Reruns
-from envhub.servers import Servers
+from envhub.episodes.calls import Calls
+from envhub.episodes.rerun import Reruns
+from envhub.episodes.runners import Limits, Players
+from envhub.episodes.task import EpisodeFailed
+from envhub.episodes.trial import trial
+from envhub.servers.generate import Generator
+from envhub.servers.servers import Servers
 from envhub.slots import OF_THE_HOST, Abort, Action, Close, Finish, HandBack, Slots, Start
 from envhub.tally import Tally
-from envhub.task import EpisodeFailed
-from envhub.trial import trial
+from envhub.tickets.assignment import assignment, task
+from envhub.tickets.attempts import Attempts
+from envhub.tickets.feed import Feed, Turnstile
+from envhub.tickets.outbox import InHand, Outbox
+from envhub.workers.worker_pool import Nurseries
 from text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ class Hub:
         for domain in self.domains.values():
             domain.check()
         tokenizer = Tokenizer.load(member.spec.model_path, trust_remote_code=(config.get("model") or {}).get("trust_remote_code", False))
-        self.client = channel.connect(section(config, "broker", BrokerSection).channel, member.bus)
+        self.client = carriers.connect(section(config, "broker", BrokerSection).channel, member.bus)
         self.servers = Servers(member.bus, lambda: self.generator.in_use(), random.Random())
         self.generator = Generator(self.client, self.servers, name=member.id, max_retries=self.settings.max_retries)
         limits = Limits(seconds(self.settings.episode_timeout_s), seconds(self.settings.generate_timeout_s))

@@ -13,9 +13,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from broker.streams import MAX_DELIVERIES
-from broker.wire import ClosedReason
-from envhub.line import Line
+from broker.contract.streams import MAX_DELIVERIES
+from broker.contract.wire import ClosedReason
+from envhub.tickets.line import Line
 
 FailureKind = Literal["env", "timeout", "generate", "machine", "fatal", "large"]
 

@@ -1,6 +1,6 @@
 """What the learner's sections must be together, and what they name: checked before anything starts, without importing torch.
 
-Which packages they need is another question, see ``learner.doctor.lacking``.
+Which packages they need is another question, see ``rlearner.doctor.lacking``.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def check(config: dict[str, Any]) -> None:
     _check_names(config)
     _check_model(config)
     _check_training(config)
-    from learner.capacity import check_groups
     from learner.combinations import check_algorithm
+    from learner.credit.capacity import check_groups
 
     check_groups(config)
     check_algorithm(config)
@@ -50,12 +50,12 @@ def check(config: dict[str, Any]) -> None:
 
 
 def _check_names(config: dict[str, Any]) -> None:
-    from learner.advantages import ADVANTAGES
+    from learner.algorithm.advantages import ADVANTAGES
+    from learner.algorithm.corrections import CORRECTIONS
+    from learner.algorithm.filters import FILTERS
+    from learner.algorithm.losses import LOSSES
     from learner.backends import BACKENDS
-    from learner.corrections import CORRECTIONS
-    from learner.filters import FILTERS
-    from learner.losses import LOSSES
-    from learner.trackers import TRACKERS
+    from learner.reporting.trackers import TRACKERS
 
     algorithm = config["algorithm"]
     check_name("algorithm.adv_estimator", "advantages", algorithm["adv_estimator"], ADVANTAGES)
@@ -73,7 +73,7 @@ def _check_names(config: dict[str, Any]) -> None:
 
 def check_name(key: str, kind: str, name: str, table: Mapping[str, str]) -> None:
     """Refuse a name that resolves to nothing, or to something that cannot be called as it will be; the table's are taken at their word."""
-    from broker.registry import check_call, resolve
+    from broker.settings.registry import check_call, resolve
 
     if name in table:
         return

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from broker.config import takes_steps
 from broker.errors import ConfigError
-from learner.advantages import COUNT_EPISODES, NEEDS_GROUPS, WHOLE_BATCH
-from learner.assembly import waits_for_batch
+from broker.settings.config import takes_steps
+from learner.algorithm.advantages import COUNT_EPISODES, NEEDS_GROUPS, WHOLE_BATCH
+from learner.algorithm.assembly import waits_for_batch
 from learner.config import AlgorithmSection, RewardNormalization
 
 # Engines whose logprobs are those of the distribution that top-p, top-k and min-p leave; all others' are of the whole one.

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from broker.config import Device, Section
+from broker.settings.config import Device, Section
 
 Beta = Annotated[float, Field(ge=0, lt=1)]  # of Adam's averages
 
@@ -74,7 +74,9 @@ class TrainSection(Optimization):
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: NonNegativeInt = 0
     betas: tuple[Beta, Beta] = (0.9, 0.999)
-    ticket_timeout_s: PositiveFloat | None = None  # the learner closes a ticket that nobody ended; null: derived, see broker.timeouts
+    ticket_timeout_s: PositiveFloat | None = (
+        None  # the learner closes a ticket that nobody ended; null: derived, see broker.settings.timeouts
+    )
     weights_bucket_mib: PositiveFloat = 32.0
     weights_timeout_s: PositiveFloat = 30.0  # longest wait for one bucket
     # shared: servers of this host read them in the learner's memory, others get them by gloo; gloo: all by gloo; nccl: between GPUs, to no
@@ -111,7 +113,7 @@ class CriticSection(Section):
 class AlgorithmSection(Section):
     """What the gradient is."""
 
-    adv_estimator: str = "grpo"  # a name of the registry in learner/advantages
+    adv_estimator: str = "grpo"  # a name of the registry in learner/algorithm/advantages
     norm_std: bool = True  # divide by the group's standard deviation
     gamma: Annotated[float, Field(ge=0, le=1)] = 1.0  # discount: per sampled token, in gigpo per turn
     gae_lambda: Annotated[float, Field(ge=0, le=1)] = 1.0
@@ -127,12 +129,12 @@ class AlgorithmSection(Section):
     whiten_advantages: bool = False  # over the trained tokens of the step
     advantage_clip: PositiveFloat | None = None  # advantages into [-x, x], after whitening
     keep_fraction: Annotated[float, Field(gt=0, le=1)] = 0.25  # starpo_s: groups of a step that are trained on
-    pg_variant: str = "ppo"  # a name of the registry in learner/losses
+    pg_variant: str = "ppo"  # a name of the registry in learner/algorithm/losses
     clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
     clip_high: Annotated[float, Field(ge=0)] = 0.2
     dual_clip: PositiveFloat | None = None
     importance_sampling_level: Literal["sequence", "token"] = "sequence"  # topr: whose ratio tapers
-    correction: str = "none"  # a name of the registry in learner/corrections
+    correction: str = "none"  # a name of the registry in learner/algorithm/corrections
     correction_level: Literal["token", "sequence", "geometric"] = "token"  # whose ratio is bounded
     correction_low: NonNegativeFloat = 0.5  # icepop, mis: ratios below count nothing
     correction_high: PositiveFloat = 2.0  # ratios above are cut (tis, decoupled) or count nothing (icepop, mis)
@@ -154,7 +156,9 @@ class AlgorithmSection(Section):
     entropy_coef: NonNegativeFloat = 0.0
     critic: CriticSection = CriticSection()
     filter_zero_variance: bool = False  # dynamic sampling: such groups are filtered and replaced
-    group_filter: str = ""  # a name of the registry in learner/filters, or your function: groups that it does not want are replaced, too
+    group_filter: str = (
+        ""  # a name of the registry in learner/algorithm/filters, or your function: groups that it does not want are replaced, too
+    )
     max_replacements_per_step: NonNegativeInt = 64  # at this bound what there is gets trained
 
 
@@ -191,7 +195,7 @@ class EvalSection(Section):
     baseline: str = ""  # policy measured once beside the actor, for example ``random``; empty: none
     against: list[str] = Field(default_factory=list)  # other policies, measured on the same tasks at every evaluation
     baseline_args: dict[str, Any] = Field(default_factory=dict)  # engine_args of the server of ``random`` in ``rlearner up``
-    timeout_s: PositiveFloat | None = None  # the run waits this long for its last evaluation; null: derived, see broker.timeouts
+    timeout_s: PositiveFloat | None = None  # the run waits this long for its last evaluation; null: derived, see broker.settings.timeouts
 
 
 class CheckpointSection(Section):
@@ -212,7 +216,7 @@ class SamplesSection(Section):
 class TrackersSection(Section):
     """Where metrics go beside metrics.jsonl."""
 
-    use: list[str] = Field(default_factory=lambda: ["tensorboard"])  # names of the registry in learner/trackers
+    use: list[str] = Field(default_factory=lambda: ["tensorboard"])  # names of the registry in learner/reporting/trackers
     project: str = "rlearner"
     args: dict[str, dict[str, Any]] = Field(default_factory=dict)  # of each tracker by its name
     texts_every: NonNegativeInt = 10  # steps between two training episodes shown as text, with those of each evaluation; 0: no texts
@@ -220,7 +224,7 @@ class TrackersSection(Section):
 
 
 class FailuresSection(Section):
-    """When a run whose groups only fail ends, with exit code 2 and the most frequent reason; see learner/giveup.py."""
+    """When a run whose groups only fail ends, with exit code 2 and the most frequent reason; see learner/give_up.py."""
 
     give_up_after: NonNegativeInt | None = None  # groups, if all of the first ones fail; null: 4 * train.groups_per_step; 0: never
     # share of failures, by domain weights, among the last max(4 * groups_per_step, 32) groups of each domain; 1.0: all of them

@@ -13,8 +13,8 @@ from typing import Any, Final
 import yaml
 
 from broker.errors import ConfigError, UserError
-from learner import checkpoint
-from learner.ops.place import noted_epoch
+from learner.checkpoints import checkpoint
+from learner.run_folder import noted_epoch
 from text.hub import is_local, read_json, tokenizer_folder
 from text.tokenizer import Tokenizer
 

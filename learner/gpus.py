@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from broker import gpus
 from broker.errors import ConfigError, UserError
+from broker.runtime import gpus
 
 SMI_TIMEOUT_S: Final = 20.0
 PATIENCE_S: Final = 10.0  # an ended learner's ranks may need seconds to give their memory back

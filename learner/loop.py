@@ -9,19 +9,19 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
-from broker import wire
-from broker.jetstream import Bus, LogRecord
-from broker.process import Stop
-from broker.streams import SAMPLES
-from learner.book import Book
-from learner.consumer import Consumer
-from learner.evaluator import Evaluator
-from learner.giveup import GiveUp
-from learner.intake import Intake
-from learner.ledger import Action, Forget, Issue, Ledger, Refuse
-from learner.records import Records
-from learner.recovery import Resumed
-from learner.tickets import Issuer
+from broker.contract import wire
+from broker.contract.streams import SAMPLES
+from broker.jetstream.bus import Bus, LogRecord
+from broker.runtime.process import Stop
+from learner.credit.consumer import Consumer
+from learner.credit.intake import Intake
+from learner.credit.ledger import Action, Forget, Issue, Ledger, Refuse
+from learner.credit.records import Records
+from learner.credit.recovery import Resumed
+from learner.credit.tickets import Issuer
+from learner.evaluation.evaluator import Evaluator
+from learner.give_up import GiveUp
+from learner.reporting.metrics_writer import Book
 from learner.training import Trained, Training
 
 log = logging.getLogger(__name__)

@@ -11,16 +11,16 @@ from importlib import import_module
 from typing import Any, Final
 
 from broker.errors import ConfigError
-from broker.registry import resolve
-from broker.runspec import domains, section
-from learner.advantages import ADVANTAGES
+from broker.settings.registry import resolve
+from broker.settings.runspec import domains, section
+from learner.algorithm.advantages import ADVANTAGES
 from learner.backends import BACKENDS
 from learner.config import AlgorithmSection, TrainSection
 from learner.training import Training
 from text.config import ModelSection
 from text.library import import_transformers
 
-HEAVY: Final = ("transformers.models.auto.modeling_auto", "transformers.modeling_utils", "learner.trackers.tensorboard")
+HEAVY: Final = ("transformers.models.auto.modeling_auto", "transformers.modeling_utils", "learner.reporting.trackers.tensorboard")
 
 
 def begin_imports(config: dict[str, Any]) -> None:

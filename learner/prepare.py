@@ -13,13 +13,13 @@ from typing import IO, Any, Final
 
 import yaml
 
-from broker.children import spawn
-from broker.config import RunSection
-from broker.entry import EXIT_STOPPED
 from broker.errors import ConfigError, UserError
-from broker.registry import resolve
-from broker.runspec import section
-from learner import checkpoint
+from broker.runtime.children import spawn
+from broker.runtime.entry import EXIT_STOPPED
+from broker.settings.config import RunSection
+from broker.settings.registry import resolve
+from broker.settings.runspec import section
+from learner.checkpoints import checkpoint
 from learner.config import TrainSection, WarmStartSection
 from text.config import ModelSection
 
@@ -167,7 +167,7 @@ class Preparation:
             log.info("no warm start: the checkpoint that the run goes on from would replace its weights")
             return path
         # Importing torch takes seconds; they pass while the demonstrations are played in a process of their own.
-        importing = threading.Thread(target=import_module, args=("learner.pipelines.sft",), name="import-sft", daemon=True)
+        importing = threading.Thread(target=import_module, args=("learner.offline.sft",), name="import-sft", daemon=True)
         importing.start()
         data = self._demonstrations()
         importing.join()  # two threads that import transformers at once may find half of it
@@ -219,7 +219,7 @@ class Preparation:
         return child.returncode
 
     def _train(self, path: str, data: str, out: Path) -> None:
-        from learner.pipelines.sft import run_sft
+        from learner.offline.sft import run_sft
 
         train = section(self._config, "train", TrainSection)
         self._say("warm start")

@@ -1,24 +1,25 @@
 """Refuse to start while another learner of the run is alive.
 
-Every learner beats (``broker/announce.py``) from before it loads anything. One that starts looks for a holder twice: before it loads
-anything, and right before it takes the epoch. Who held the run last stands in the members bucket and in the run's folder; if that process
-is known to have ended, or there never was one, there is nothing to wait for. Otherwise its beats are waited for, at most one presence TTL.
+Every learner beats (``broker.runtime.announce``) from before it loads anything. One that starts looks for a holder twice: before it loads
+anything, and right before it takes the epoch. The last holder's process is noted in the members bucket and in the run's folder; if that
+process is known to have ended, or there never was one, there is nothing to wait for. Otherwise the learner listens for its beats
+for at most one presence TTL.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from broker import wire
-from broker.announce import member_key
+from broker.contract import wire
+from broker.contract.streams import MEMBERS
 from broker.errors import UserError
-from broker.jetstream import Bus
-from broker.presence import SILENT_AFTER_S, TICK_S, Roster
-from broker.process_identity import has_ended, this_process
-from broker.runspec import newest_epoch
-from broker.streams import MEMBERS
-from learner.ops.place import noted_epoch, noted_holder
-from learner.shown import ID
+from broker.jetstream.bus import Bus
+from broker.runtime.announce import member_key
+from broker.runtime.presence import SILENT_AFTER_S, TICK_S, Roster
+from broker.runtime.process_identity import has_ended, this_process
+from broker.settings.runspec import newest_epoch
+from learner.reporting.status import ID
+from learner.run_folder import noted_epoch, noted_holder
 
 SOMEONE = ""  # a holder of whom nothing but an epoch is known
 

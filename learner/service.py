@@ -10,37 +10,38 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from broker import logs, wire
-from broker.config import BrokerSection
+from broker.contract import wire
+from broker.contract.streams import RUNS, SAMPLES
 from broker.errors import ConfigError, Fenced, LostState, UserError
-from broker.jetstream import Bus
-from broker.peek import peek
-from broker.presence import Roster
-from broker.process import Member, Stop, Stopped, unless_stopped
-from broker.process_identity import this_process
-from broker.runspec import domains, section
-from broker.streams import RUNS, SAMPLES
-from learner import checkpoint
-from learner.company import roles, watch_company
+from broker.jetstream.bus import Bus
+from broker.jetstream.stored_message import peek
+from broker.runtime import logs
+from broker.runtime.presence import Roster
+from broker.runtime.process import Member, Stop, Stopped, unless_stopped
+from broker.runtime.process_identity import this_process
+from broker.settings.config import BrokerSection
+from broker.settings.runspec import domains, section
+from learner.checkpoints import checkpoint
 from learner.config import AlgorithmSection, FailuresSection, TrainSection
 from learner.continuing import refuse, settings_of
-from learner.giveup import GiveUp, watch_hubs
-from learner.grants import Rules, rules_of
-from learner.intake import rules_change
-from learner.ledger import Changed, Ledger
+from learner.credit.grants import Rules, rules_of
+from learner.credit.intake import rules_change
+from learner.credit.ledger import Changed, Ledger
+from learner.credit.recovery import Recovery
+from learner.give_up import GiveUp, watch_hubs
 from learner.loop import Loop
 from learner.opening import begin_imports, open_training
-from learner.ops.place import note_broker, note_epoch, noted_epoch
 from learner.prepare import Interrupted, Preparation, data_digests, nothing_left, refuse_fewer_steps, run_folder, write_config
-from learner.recovery import Recovery
+from learner.reporting.missing_roles import roles, watch_company
+from learner.reporting.status import ID, Shown
 from learner.rivals import Rivals
+from learner.run_folder import note_broker, note_epoch, noted_epoch
 from learner.services import open_services, open_trackers
-from learner.shown import ID, Shown
 from learner.watch import Watch
 from text.config import ModelSection
 
 if TYPE_CHECKING:
-    from broker.weights.send import Sender
+    from broker.weights.sender.send import Sender
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ async def serve(
     Args:
         config: validated, with ``run.name`` set.
         url: of the broker.
-        rebase: go on although the broker has lost its store, see ``learner/recovery.py``.
+        rebase: go on although the broker has lost its store, see ``learner/credit/recovery.py``.
         take_over: start although another learner of the run is alive, which is fenced once this one has loaded.
         force: go on with settings that a run should not change, see ``learner/continuing.py``.
 
@@ -217,7 +218,7 @@ class Learner:
 
     async def _load(self, stack: AsyncExitStack, path: Path | None, model_path: str, *, rebase: bool) -> Recovery:
         """Model, ledger and what the broker has, of one checkpoint or from the beginning; nothing is changed."""
-        from learner.offering import Offering  # imports torch
+        from learner.weights.offering import Offering  # imports torch
 
         resumed = checkpoint.read(path) if path is not None else None
         if resumed is not None:
@@ -319,7 +320,7 @@ class Learner:
         stack.push_async_callback(sender.close)
         self.member.spawn(sender.join())  # a learner that can offer no weights any more is better started anew
         if self.train.weights_snapshot_every:
-            from learner.snapshots import open_snapshots
+            from learner.weights.snapshots import open_snapshots
 
             bind = section(self.config, "broker", BrokerSection).bind
             await open_snapshots(stack, self.train, bind, self.folder, self.bus.run, sender)

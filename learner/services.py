@@ -7,28 +7,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from broker.config import PRIVATE_STORE_GIB, BrokerSection
-from broker.presence import Roster
-from broker.process import Member, Stop
-from broker.runspec import domains, section
-from broker.streams import EVALTICKETS, TICKETS
-from broker.timeouts import seconds
-from learner.book import Book
+from broker.contract.streams import EVALTICKETS, TICKETS
+from broker.runtime.presence import Roster
+from broker.runtime.process import Member, Stop
+from broker.settings.config import PRIVATE_STORE_GIB, BrokerSection
+from broker.settings.runspec import domains, section
+from broker.settings.timeouts import seconds
+from learner.checkpoints.disk_retry import Patience
+from learner.checkpoints.saver import Saver
 from learner.config import CheckpointSection, EvalSection, SamplesSection, TrackersSection, TrainSection
-from learner.evaluation import Evaluations
-from learner.evaluator import Evaluator
-from learner.gate import Gate
-from learner.ledger import Ledger
-from learner.orphans import OrphanWatch
-from learner.patience import Patience
-from learner.records import Records
-from learner.saver import Saver
-from learner.showcase import Showcase
-from learner.shown import Shown
-from learner.tickets import Issuer, Reaper
-from learner.trackers import Trackers
+from learner.credit.ledger import Ledger
+from learner.credit.orphans import OrphanWatch
+from learner.credit.records import Records
+from learner.credit.store_gate import Gate
+from learner.credit.tickets import Issuer, Reaper
+from learner.evaluation.evaluation import Evaluations
+from learner.evaluation.evaluator import Evaluator
+from learner.reporting.metrics_writer import Book
+from learner.reporting.showcase import Showcase
+from learner.reporting.status import Shown
+from learner.reporting.trackers import Trackers
+from learner.reporting.transcripts import Transcripts
 from learner.training import Training
-from learner.transcripts import Transcripts
 from learner.watch import Watch
 
 

@@ -14,13 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from broker import wire
-from learner.adjust import adjust
-from learner.assembly import Assembly
+from broker.contract import wire
+from learner.algorithm.assembly import Assembly
+from learner.algorithm.batch_adjust import adjust
+from learner.algorithm.packing import Cutter
+from learner.algorithm.samples import TrainSample
 from learner.config import AlgorithmSection
-from learner.metrics import describe
-from learner.packing import Cutter
-from learner.samples import TrainSample
+from learner.reporting.metrics import describe
 
 if TYPE_CHECKING:
     from learner.backends.base import Backend

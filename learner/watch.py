@@ -6,12 +6,12 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
-from broker import wire
+from broker.contract import wire
+from broker.contract.streams import CONTROL, RUNS
 from broker.errors import Fenced
-from broker.jetstream import Bus
-from broker.process import Stop, Stopped
-from broker.runspec import publish_runspec
-from broker.streams import CONTROL, RUNS
+from broker.jetstream.bus import Bus
+from broker.runtime.process import Stop, Stopped
+from broker.settings.runspec import publish_runspec
 
 log = logging.getLogger(__name__)
 

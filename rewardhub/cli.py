@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
-from broker import process
-from broker.arguments import Parser, complete, count, names, tokens
-from broker.entry import enter
+from broker.runtime import process
+from broker.runtime.entry import enter
+from broker.settings.arguments import Parser, complete, count, names, tokens
 
 EXAMPLES: Final = {"rewardhub": ["rewardhub --run quick", "rewardhub --rewards judge --workers 2"]}
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from pydantic import PositiveFloat, PositiveInt
 
-from broker.config import DomainSection, Reward, Section, num_greedy
 from broker.errors import ConfigError, UserError
+from broker.settings.config import DomainSection, Reward, Section, num_greedy
 
 
 class RewardhubSection(Section):
@@ -31,7 +31,7 @@ def check(config: dict[str, Any]) -> None:
     Raises:
         ConfigError: unknown name (the known ones are listed), no such file, module or function, arguments it does not take.
     """
-    from broker.runspec import domains, section
+    from broker.settings.runspec import domains, section
     from rewardhub.rewards import function
 
     waits_s = section(config, "rewardhub", RewardhubSection).timeout_s
@@ -54,7 +54,7 @@ def scoring_s(config: dict[str, Any]) -> dict[str, float]:
 
     One hub at a time for each pool, busy with ``max_groups`` such groups, every try of every score at its timeout.
     """
-    from broker.runspec import domains, section
+    from broker.settings.runspec import domains, section
     from rewardhub.rewards import function
 
     settings, greedy = section(config, "rewardhub", RewardhubSection), num_greedy(config["algorithm"]["adv_estimator"])

@@ -13,10 +13,10 @@ from typing import Any, Final
 
 import msgspec
 
-from broker.config import Reward
 from broker.errors import RlearnerError
-from broker.findings import Finding
-from broker.runspec import domains
+from broker.settings.config import Reward
+from broker.settings.preflight import Finding
+from broker.settings.runspec import domains
 from rewardhub.rewards import math_text
 
 LOOK_S: Final = 20.0  # for the references of one reward; those that are left are named as a number

@@ -11,9 +11,9 @@ from typing import Final
 
 import msgspec
 
-from broker import wire
-from broker.config import DomainSection, Reward
-from broker.streams import EPISODES, EVALS, MAX_DELIVERIES, SAMPLES, Stream
+from broker.contract import wire
+from broker.contract.streams import EPISODES, EVALS, MAX_DELIVERIES, SAMPLES, Stream
+from broker.settings.config import DomainSection, Reward
 from rewardhub.config import labels
 from rewardhub.rewards.base import Sample, Scored, Value
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from broker.config import Reward
+from broker.settings.config import Reward
 from rewardhub.hosts import Hosts
 from rewardhub.rewards import function
 from rewardhub.rewards.base import Sample, Scored

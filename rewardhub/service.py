@@ -18,21 +18,22 @@ from typing import Final
 
 import msgspec
 
-from broker import gpus, wire
-from broker.config import Reward
+from broker.contract import wire
+from broker.contract.streams import EPISODES, RERUNS
 from broker.errors import TooLarge, UserError, WireError
-from broker.health import Health
-from broker.jetstream import Delivery
-from broker.process import Member, Stop, join
-from broker.pulling import fetch_unless
-from broker.runspec import domains, section
-from broker.streams import EPISODES, RERUNS
-from broker.subscribed import Subscribed
-from broker.unstored import respond
-from rewardhub.carry import carry_out, rerun
+from broker.jetstream.bus import Delivery
+from broker.jetstream.pulling import fetch_unless
+from broker.nats.core_messages import respond
+from broker.nats.subscription import Subscribed
+from broker.runtime import gpus
+from broker.runtime.process import Member, Stop, join
+from broker.runtime.work_health import Health
+from broker.settings.config import Reward
+from broker.settings.runspec import domains, section
 from rewardhub.config import RewardhubSection, all_pools, pools_of_kinds
 from rewardhub.routing import Close, Forward, Scoring, log_of, refusal
 from rewardhub.scorers import Scorers
+from rewardhub.scoring_job import carry_out, rerun
 from rewardhub.tally import Tally
 from rewardhub.trials import Trials
 from rewardhub.workers import NoWorker
@@ -281,7 +282,7 @@ class Hub:
         return await self.trials.trial(pool, self.domains, self.workers)
 
     async def rerun(self, message: wire.Message) -> wire.Message | None:
-        """See ``rewardhub.carry.rerun``."""
+        """See ``rewardhub.scoring_job.rerun``."""
         return await rerun(message, self.domains, self.workers, self.member.id)
 
     async def _forward(self, job: _Job, forward: Forward, seconds: float) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from broker.errors import UserError
-from broker.runspec import domains, section
+from broker.settings.runspec import domains, section
 from rewardhub.config import RewardhubSection
 from rewardhub.rewards.base import Sample
 from rewardhub.scorers import Scorers

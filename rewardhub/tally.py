@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 
-from broker import wire
+from broker.contract import wire
 
 
 class Tally:

@@ -8,11 +8,11 @@ from typing import Final
 
 import msgspec
 
-from broker import wire
-from broker.config import DomainSection
-from rewardhub.carry import carry_out
+from broker.contract import wire
+from broker.settings.config import DomainSection
 from rewardhub.routing import Forward, Scoring
 from rewardhub.scorers import Scorers
+from rewardhub.scoring_job import carry_out
 from rewardhub.workers import NoWorker
 
 MAX_KEPT: Final = 5  # of a pool

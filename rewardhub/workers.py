@@ -12,11 +12,11 @@ from typing import Any, Final
 import msgspec
 import psutil
 
-from broker.config import Reward
 from broker.errors import RlearnerError, UserError
-from broker.workers import limits, line
-from broker.workers.output import Output
-from broker.workers.start import start
+from broker.runtime.workers import limits, line
+from broker.runtime.workers.output import Output
+from broker.runtime.workers.start import start
+from broker.settings.config import Reward
 from rewardhub import protocol
 from rewardhub.rewards.base import Sample, Scored
 

@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from broker import wire
+from broker.contract import wire
 from rollout.engines.base import Engine, Output, TappedEngine
 from text.openai.pieces import Piece, Tap, Top
 from text.openai.problems import ENGINE_FAILED

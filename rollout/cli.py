@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
-from broker import process
-from broker.arguments import Parser, complete, port
-from broker.entry import enter
+from broker.runtime import process
+from broker.runtime.entry import enter
+from broker.settings.arguments import Parser, complete, port
 from rollout import service
 
 HTTP_PORT: Final = 8000

@@ -6,10 +6,10 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from broker.config import Section
 from broker.errors import ConfigError
-from broker.registry import known, resolve
-from broker.sections import parse
+from broker.settings.config import Section
+from broker.settings.registry import known, resolve
+from broker.settings.sections import parse
 from rollout.engines import ENGINE_ARGS, ENGINES, WEIGHTLESS
 
 ACTOR: Final = "actor"

@@ -11,7 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from broker.errors import UserError
-from broker.sections import parse
+from broker.settings.sections import parse
 from rollout.config import RolloutSection, check, check_engine_name
 from text.config import check_model_path
 from text.hub import is_local

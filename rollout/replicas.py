@@ -17,12 +17,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from broker import gpus
-from broker.children import spawn
-from broker.entry import EXIT_USER_ERROR
 from broker.errors import UserError
-from broker.process import Stop
-from broker.registry import resolve
+from broker.runtime import gpus
+from broker.runtime.children import spawn
+from broker.runtime.entry import EXIT_USER_ERROR
+from broker.runtime.process import Stop
+from broker.settings.registry import resolve
 from rollout.config import RolloutSection
 from rollout.engines import ENGINE_ARGS
 

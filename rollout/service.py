@@ -16,9 +16,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Literal
 
-from broker import channel, gpus, process, registry, runspec, wire
-from broker.config import BrokerSection
+from broker.channel import carriers
+from broker.contract import wire
 from broker.errors import UserError
+from broker.runtime import gpus, process
+from broker.settings import registry, runspec
+from broker.settings.config import BrokerSection
 from rollout import replicas
 from rollout.answering import Answering
 from rollout.config import ACTOR, RolloutSection
@@ -31,8 +34,8 @@ from text.config import check_model_path
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from broker.weights.receive import Receiver
-    from broker.weights.source import Source
+    from broker.weights.receiver.receive import Receiver
+    from broker.weights.snapshots.snapshot_source import Source
     from rollout.http import HttpApi
 
 log = logging.getLogger(__name__)
@@ -127,7 +130,7 @@ class Service:
     def __init__(self, member: process.Member, spec: wire.RunSpec, section: RolloutSection, engine: Engine) -> None:
         self._member, self._spec, self._section, self._engine = member, spec, section, engine
         self._broker = runspec.section(spec.config, "broker", BrokerSection)
-        self._channel = channel.serve(self._broker.channel, member.bus, member.id, bind=self._broker.bind)
+        self._channel = carriers.serve(self._broker.channel, member.bus, member.id, bind=self._broker.bind)
         self._receiver: Receiver | None = None
         self._snapshots: Source | None = None
         self._http: HttpApi | None = None
@@ -239,7 +242,7 @@ class Service:
         return await take_http(self.handle, served, bind=self._broker.bind, port=port, trust_remote_code=trust)
 
     async def _follow_weights(self) -> None:
-        from broker.weights.receive import Receiver  # imports torch, which an engine without weights does without
+        from broker.weights.receiver.receive import Receiver  # imports torch, which an engine without weights does without
 
         train = self._spec.config.get("train") or {}
         self._receiver = Receiver(
@@ -263,7 +266,7 @@ class Service:
         Raises:
             UserError: an address that is none.
         """
-        from broker.weights.source import Source, is_url
+        from broker.weights.snapshots.snapshot_source import Source, is_url
 
         where = self._section.snapshot
         if where is None:
@@ -280,8 +283,8 @@ class Service:
             return held, stay and getattr(self._engine, "keeps_tensors", False)
         from torch import device
 
-        from rollout.engines.hf_model import load
-        from rollout.engines.hf_weights import HeldWeights
+        from rollout.engines.hf.model import load
+        from rollout.engines.hf.weights import HeldWeights
 
         return HeldWeights(load(_engine_config(self._spec, self._section), device("cpu"))).tensors(), True
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from broker.errors import RlearnerError
-from broker.workers.limits import kill_tree
+from broker.runtime.workers.limits import kill_tree
 from sandbox.command import Limits, mend
 from sandbox.ended import NO_PYTHON, OUT_OF_TIME, Ended, KilledFor
 from sandbox.usage import most_cpu_s, used_mib

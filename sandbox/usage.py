@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-from broker.workers.limits import resident_mib
+from broker.runtime.workers.limits import resident_mib
 
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from broker.jetstream import Bus
-from broker.server import BrokerServer
+from broker.jetstream.bus import Bus
+from broker.server.private_server import BrokerServer
 
 hypothesis.settings.register_profile("rlearner", deadline=None)  # a busy machine is no failure of what is tested
 hypothesis.settings.load_profile("rlearner")

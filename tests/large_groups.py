@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from broker import wire
-from broker.examples import EXAMPLES
+from broker.contract import wire
+from broker.contract.examples import EXAMPLES
 
 MB = 1_000_000
 GROUP = EXAMPLES[wire.Group]

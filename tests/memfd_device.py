@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from broker.weights.devices import Card, Device
+from broker.weights.memory.devices import Card, Device
 
 UNITS = {name: name.encode().ljust(16, b"-") for name in ("left", "right")}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Final
 
-from broker.jetstream import Bus
+from broker.jetstream.bus import Bus
 
 LIMIT_MIB: Final = 352  # of such a store: the logs of evaluations and dead letters have 320 MiB reserved, of which they need not use any
 PIECE: Final = b"x" * (4 << 20)

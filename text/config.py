@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt
 
-from broker.config import Section, Seed
+from broker.settings.config import Section, Seed
 
 
 class TinyModel(Section):

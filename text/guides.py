@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from broker import wire
+from broker.contract import wire
 from text.hub import tokenizer_folder
 from text.tokenizer import Tokenizer
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from broker.errors import ConfigError
-from broker.findings import Finding
+from broker.settings.preflight import Finding
 
 _TOKENIZER_FILES: Final = (
     "config.json", "generation_config.json", "tokenizer*.json", "tokenizer.model", "special_tokens_map.json",

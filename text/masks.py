@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from text.growth import Conversation
+from text.incremental_tokenization import Conversation
 from text.tokenizer import Tokenizer
 
 

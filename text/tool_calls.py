@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
-from broker import strict
+from broker.contract import strict
 from text.thinking import without_thinking
 
 _NAME: Final = "probe_tool_11213"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from broker.errors import UserError
-from broker.gpus import existing
+from broker.runtime.gpus import existing
 
 # Dense bf16 multiply-adds a second, counted as two operations each, by the vendor's data sheets; the first name that is part of the
 # device's counts. Sparse figures, which are twice as large, are nowhere.

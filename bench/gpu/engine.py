@@ -17,7 +17,7 @@ import time
 from typing import Any
 
 from bench.gpu import common, load
-from broker import wire
+from broker.contract import wire
 
 
 def main(arguments: list[str] | None = None) -> int:

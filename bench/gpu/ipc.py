@@ -27,12 +27,12 @@ import torch
 from bench.gpu import common
 from bench.gpu.weights import tensors_of
 from broker.errors import TransferFailed, UserError
-from broker.weights.cuda import Cuda
-from broker.weights.devices import Device
 from broker.weights.digest import combine, digest_bucket
 from broker.weights.group import Watch
-from broker.weights.shared import Segment, Window
-from broker.weights.staging import Flat, Staging, plan_of
+from broker.weights.memory.cuda import Cuda
+from broker.weights.memory.devices import Device
+from broker.weights.memory.shared import Segment, Window
+from broker.weights.memory.staging import Flat, Staging, plan_of
 
 WAIT_S: Final = 120.0
 LET_GO_S: Final = 20.0  # until the driver has taken back what a killed process had

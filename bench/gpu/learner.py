@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from bench.gpu import common
-from broker.registry import resolve
+from broker.settings.registry import resolve
+from learner.algorithm.samples import TrainSample
 from learner.backends import BACKENDS
 from learner.config import AlgorithmSection, TrainSection
-from learner.samples import TrainSample
 from text.config import ModelSection
 
 

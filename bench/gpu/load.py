@@ -14,13 +14,15 @@ from typing import Any, Final
 
 import numpy as np
 
-from broker import channel, runspec, wire
-from broker.children import spawn
+from broker.channel import carriers
+from broker.contract import wire
 from broker.errors import UserError
-from broker.jetstream import Bus
-from broker.presence import Roster
-from broker.registry import resolve
-from broker.server import BrokerServer
+from broker.jetstream.bus import Bus
+from broker.runtime.children import spawn
+from broker.runtime.presence import Roster
+from broker.server.private_server import BrokerServer
+from broker.settings import runspec
+from broker.settings.registry import resolve
 from rollout.config import RolloutSection
 from rollout.engines import ENGINES
 from rollout.engines.base import Engine, EngineConfig
@@ -93,7 +95,7 @@ async def served(options: argparse.Namespace, model: str, settings: RolloutSecti
         await runspec.publish_runspec(
             bus, wire.RunSpec(run="bench-gpu", wire_version=wire.WIRE_VERSION, epoch=0, config=config, model_path=model)
         )
-        roster, client = Roster(bus), channel.connect("zmq", bus)
+        roster, client = Roster(bus), carriers.connect("zmq", bus)
         await roster.start()
         log_path = Path(folder) / "server.log"
         gpus = "cpu" if options.device == "cpu" else "auto"

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from bench.gpu import common
 from broker.errors import UserError
-from broker.gpus import existing
+from broker.runtime.gpus import existing
 from text.config import TinyModel
 from text.tiny import CHARACTERS
 
@@ -75,7 +75,7 @@ def _measure(options: argparse.Namespace, device: str) -> int:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""} if options.device == "cpu" else dict(os.environ)
     ipc = _ipc(options, environment) if options.engine == "hf" else None
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "learner.cli", "up", str(config), *settings(options, folder)]
+        command = [sys.executable, "-m", "rlearner.cli", "up", str(config), *settings(options, folder)]
         try:
             done = subprocess.run(command, env=environment, timeout=options.timeout_s, check=False, stderr=subprocess.PIPE, text=True)
         except subprocess.TimeoutExpired:
@@ -83,7 +83,7 @@ def _measure(options: argparse.Namespace, device: str) -> int:
         if done.returncode == 2:
             raise UserError(done.stderr.strip().splitlines()[-1].removeprefix("error: "))
         audit = subprocess.run(
-            [sys.executable, "-m", "learner.cli", "audit", f"{folder}/bench", "--json"], capture_output=True, text=True, check=False
+            [sys.executable, "-m", "rlearner.cli", "audit", f"{folder}/bench", "--json"], capture_output=True, text=True, check=False
         )
         file = Path(folder) / "bench" / "metrics.jsonl"
         lines = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []

@@ -20,7 +20,7 @@ import torch
 from bench.gpu import common
 from broker.weights.digest import combine, digest_bucket
 from broker.weights.group import Communicator, Watch, connect_store, serve_store
-from broker.weights.staging import Flat, plan_of
+from broker.weights.memory.staging import Flat, plan_of
 
 HOST: Final = "127.0.0.1"
 WAIT_S: Final = 120.0

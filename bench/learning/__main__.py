@@ -20,7 +20,7 @@ from typing import Any
 from bench.learning import pool, report, settings
 from bench.learning.figures import algorithm_rows, loss_at, staleness_rows
 from broker.errors import UserError
-from broker.runspec import load, validate
+from broker.settings.runspec import load, validate
 
 
 def warm_start(folder: Path, context: str) -> str:

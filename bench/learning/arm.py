@@ -17,21 +17,21 @@ from typing import Any
 import numpy as np
 
 from bench.learning.play import Hub
-from broker import wire
+from broker.contract import wire
 from broker.errors import UserError
-from broker.jetstream import LogRecord
-from broker.registry import resolve
-from broker.runspec import domains, section
-from envhub.assignment import assignment
-from learner import intake
-from learner.advantages import ADVANTAGES
+from broker.jetstream.bus import LogRecord
+from broker.settings.registry import resolve
+from broker.settings.runspec import domains, section
+from envhub.tickets.assignment import assignment
+from learner.algorithm.advantages import ADVANTAGES
 from learner.backends import BACKENDS
 from learner.config import AlgorithmSection, EvalSection, TrainSection
-from learner.evaluation import Evaluations
-from learner.grants import rules_of
-from learner.ledger import Action, Forget, Hold, Issue, Ledger, Take
-from learner.offering import probe
+from learner.credit import intake
+from learner.credit.grants import rules_of
+from learner.credit.ledger import Action, Forget, Hold, Issue, Ledger, Take
+from learner.evaluation.evaluation import Evaluations
 from learner.training import Training
+from learner.weights.offering import probe
 from text.config import ModelSection
 
 SHOWN = ("actor/grad_norm", "actor/entropy", "actor/pg_clipfrac", "actor/ppo_kl", "rollout_corr/ess", "rollout_corr/masked_fraction")

@@ -24,7 +24,7 @@ import numpy as np
 from bench.learning.arm import Arm, measure
 from bench.learning.figures import interval, rate
 from broker.errors import ConfigError, UserError
-from broker.runspec import load, validate
+from broker.settings.runspec import load, validate
 
 MEASURED = ("train.num_threads=1", "rollout.num_threads=1", "eval.temperature=1.0")
 
@@ -56,7 +56,7 @@ def check_contexts(configs: Sequence[dict[str, Any]]) -> None:
     Raises:
         ConfigError: some would see whole conversations, others one turn at a time.
     """
-    from broker.config import takes_steps
+    from broker.settings.config import takes_steps
 
     estimators = [config["algorithm"]["adv_estimator"] for config in configs]
     for name, domain in configs[0]["domains"].items():

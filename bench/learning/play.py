@@ -14,18 +14,18 @@ from typing import Any
 
 import torch
 
-from broker import wire
-from broker.runspec import section
-from envhub import assignment
-from envhub.assignment import Assignment
-from envhub.calls import Calls
+from broker.contract import wire
+from broker.settings.runspec import section
 from envhub.domain import load_domains
-from envhub.generate import Ask, Sampled, TurnFailed
-from envhub.players import Limits, Players
-from envhub.task import Played
+from envhub.episodes.calls import Calls
+from envhub.episodes.runners import Limits, Players
+from envhub.episodes.task import Played
+from envhub.servers.generate import Ask, Sampled, TurnFailed
+from envhub.tickets import assignment
+from envhub.tickets.assignment import Assignment
 from rollout.config import RolloutSection
 from rollout.engines.base import EngineConfig, Output
-from rollout.engines.hf_core import Core
+from rollout.engines.hf.core import Core
 from text.tokenizer import Tokenizer
 
 PATIENCE_S = 3600.0  # nothing here waits for a network
@@ -74,7 +74,7 @@ class Hub:
         return groups.result()
 
     async def turn(self, ask: Ask) -> Sampled:
-        """What ``envhub.generate.Generator`` does over a network."""
+        """What ``envhub.servers.generate.Generator`` does over a network."""
         request = wire.GenerateRequest(
             request_id=str(next(self._numbers)),
             conversation_id=ask.conversation_id,

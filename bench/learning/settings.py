@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any, Final
 
-from broker.config import takes_steps
-from broker.runspec import load, validate
+from broker.settings.config import takes_steps
+from broker.settings.runspec import load, validate
 
 CONFIG: Final = "configs/quickstart.yaml"
 SEEDS: Final = (0, 1, 2)

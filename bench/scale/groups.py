@@ -22,12 +22,12 @@ import msgspec
 import numpy as np
 import uvloop
 
-from broker import wire
-from broker.examples import EXAMPLES
-from broker.jetstream import Bus, Delivery, WorkQueue
-from broker.natspy import Client
-from broker.server import BrokerServer
-from broker.streams import EPISODES
+from broker.contract import wire
+from broker.contract.examples import EXAMPLES
+from broker.contract.streams import EPISODES
+from broker.jetstream.bus import Bus, Delivery, WorkQueue
+from broker.nats.client import Client
+from broker.server.private_server import BrokerServer
 
 SIZES_MIB: Final = (1, 8, 64, 256)
 TOTAL_MIB: Final = {1: 96, 8: 192, 64: 512, 256: 1536}  # that one round moves: enough groups that both sides work at once

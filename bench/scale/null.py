@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from learner.algorithm.samples import TrainSample
 from learner.backends.torch import TorchBackend
-from learner.samples import TrainSample
 
 
 class NullBackend(TorchBackend):

@@ -21,19 +21,19 @@ from typing import Any, Final
 
 import uvloop
 
-from broker import wire
-from broker.jetstream import Bus
-from broker.link import Link
-from broker.presence import Roster
-from broker.process import Member, Stop, join, raise_file_limit
-from broker.pulling import fetch_unless
-from broker.runspec import publish_runspec
-from broker.server import BrokerServer
-from broker.streams import CONTROL, EPISODES, EVALTICKETS, RERUNS, TICKETS, WEIGHTS
-from broker.unstored import respond
-from envhub.feed import Feed, Turnstile
-from envhub.servers import Servers
+from broker.contract import wire
+from broker.contract.streams import CONTROL, EPISODES, EVALTICKETS, RERUNS, TICKETS, WEIGHTS
+from broker.jetstream.bus import Bus
+from broker.jetstream.pulling import fetch_unless
+from broker.nats.connection import Link
+from broker.nats.core_messages import respond
+from broker.runtime.presence import Roster
+from broker.runtime.process import Member, Stop, join, raise_file_limit
+from broker.server.private_server import BrokerServer
+from broker.settings.runspec import publish_runspec
+from envhub.servers.servers import Servers
 from envhub.slots import Slots
+from envhub.tickets.feed import Feed, Turnstile
 
 SIZES: Final = (60, 250, 1000)
 CHILDREN: Final = 4

@@ -15,16 +15,16 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-from broker.jetstream import LogRecord
-from broker.process import Stop
-from learner import checkpoint
+from broker.jetstream.bus import LogRecord
+from broker.runtime.process import Stop
+from learner.checkpoints import checkpoint
 from learner.config import SamplesSection
-from learner.grants import DomainRule, Rules
-from learner.intake import Intake
-from learner.ledger import Action, Arrived, Ended, Issue, Ledger
-from learner.metrics import MetricsFile, count_tickets
-from learner.records import Records
-from learner.recovery import known
+from learner.credit.grants import DomainRule, Rules
+from learner.credit.intake import Intake
+from learner.credit.ledger import Action, Arrived, Ended, Issue, Ledger
+from learner.credit.records import Records
+from learner.credit.recovery import known
+from learner.reporting.metrics import MetricsFile, count_tickets
 
 GROUPS: Final = 1_000_000
 FEW: Final = 1_000

@@ -15,19 +15,19 @@ from pathlib import Path
 from typing import Any, Final
 
 from bench.scale.virtual import MemoryBus, run
-from broker import wire
-from broker.config import DomainSection
-from broker.process import Stop
-from broker.streams import EVALS, EVALTICKETS, SAMPLES, TICKETS
-from learner import intake
+from broker.contract import wire
+from broker.contract.streams import EVALS, EVALTICKETS, SAMPLES, TICKETS
+from broker.runtime.process import Stop
+from broker.settings.config import DomainSection
+from learner.checkpoints.disk_retry import Patience
 from learner.config import EvalSection
-from learner.evaluation import Evaluations
-from learner.evaluator import Evaluator
-from learner.grants import DomainRule, Rules
-from learner.ledger import Action, Forget, Issue, Ledger
-from learner.patience import Patience
-from learner.tickets import Issuer, Reaper
-from learner.transcripts import Transcripts
+from learner.credit import intake
+from learner.credit.grants import DomainRule, Rules
+from learner.credit.ledger import Action, Forget, Issue, Ledger
+from learner.credit.tickets import Issuer, Reaper
+from learner.evaluation.evaluation import Evaluations
+from learner.evaluation.evaluator import Evaluator
+from learner.reporting.transcripts import Transcripts
 
 STEPS: Final = 1_000
 STEP_S: Final = 1_200.0
@@ -136,7 +136,7 @@ class Learner:
         change = wire.RulesChange(epoch=self.epoch, rules=self.rules.plain())
         await self.bus.publish(SAMPLES, change)
         for number in range(await self.bus.last_seq(TICKETS) + 1, self.ledger.state.issued + 1):
-            self.issuer.put(self.ledger.ticket(number))  # what the last life granted and did not publish, as in learner.recovery
+            self.issuer.put(self.ledger.ticket(number))  # what the last life granted and did not publish, as in learner.credit.recovery
         self._perform(self.ledger.open_credit())
         work = (self._read(until), self.issuer.serve(), self.reaper.serve(), *self.evaluator.services())
         tasks = [asyncio.create_task(one) for one in work]

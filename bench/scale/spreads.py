@@ -8,8 +8,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from envhub.choose import Server, choose
-from envhub.sample import Sample
+from envhub.servers.choose import Server, choose
+from envhub.servers.sample import Sample
 
 ROWS: Final = ((20, 200), (100, 1000))  # servers, hubs
 SPEEDS: Final = {"equal": (1.0,), "1:2:4": (1.0, 2.0, 4.0)}
@@ -137,7 +137,7 @@ class Fleet:
             server.waiting.append((number, tokens))
 
     def _load(self, hub: Hub, server: SimServer) -> int:
-        """As ``envhub.generate.Generator`` reckons it."""
+        """As ``envhub.servers.generate.Generator`` reckons it."""
         ours = hub.outstanding.get(server.id, 0)
         return max(ours, server.shown[0] + ours - hub.seen.get(server.id, 0))
 

@@ -20,10 +20,10 @@ import numpy as np
 import yaml
 
 from bench import made_up
-from broker import wire
-from broker.jetstream import Bus, Delivery
-from broker.server import BrokerServer
-from broker.streams import SAMPLES, TICKETS
+from broker.contract import wire
+from broker.contract.streams import SAMPLES, TICKETS
+from broker.jetstream.bus import Bus, Delivery
+from broker.server.private_server import BrokerServer
 
 RUN: Final = "throughput"
 STEPS: Final = 100
@@ -79,7 +79,7 @@ def _start_learner(folder: Path, url: str) -> subprocess.Popen[bytes]:
     path = folder / "throughput.yaml"
     path.write_text(yaml.safe_dump(config))
     log = (folder / "learner.log").open("wb")
-    return subprocess.Popen([sys.executable, "-m", "learner.cli", "start", str(path), "--broker", url], stderr=log, stdout=log)
+    return subprocess.Popen([sys.executable, "-m", "rlearner.cli", "start", str(path), "--broker", url], stderr=log, stdout=log)
 
 
 async def _answer(url: str, learner: subprocess.Popen[bytes]) -> float:

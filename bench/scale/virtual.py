@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
-from broker import wire
-from broker.jetstream import LogRecord
-from broker.streams import Stream
+from broker.contract import wire
+from broker.contract.streams import Stream
+from broker.jetstream.bus import LogRecord
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 class MemoryBus:
-    """What the learner's parts use of ``broker.jetstream.Bus``, without a broker."""
+    """What the learner's parts use of ``broker.jetstream.bus.Bus``, without a broker."""
 
     def __init__(self, run: str, name: str) -> None:
         self.run, self.name = run, name

@@ -13,12 +13,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from broker import wire
+from broker.contract import wire
 from broker.errors import TransferFailed, UserError
 from broker.weights.digest import combine, digest_bucket
-from broker.weights.ondemand import OnDemand
+from broker.weights.memory.on_demand import OnDemand
+from broker.weights.memory.staging import plan_of
 from broker.weights.plan import Plan
-from broker.weights.staging import plan_of
 
 log = logging.getLogger(__name__)
 

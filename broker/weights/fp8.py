@@ -22,7 +22,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from broker.weights.ondemand import OnDemand
+from broker.weights.memory.on_demand import OnDemand
 from broker.weights.plan import ITEM_BYTES, TensorSpec
 
 NAME: Final = "fp8"  # of this in ``train.weights_dtype``

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from broker import wire
+from broker.contract import wire
 from broker.errors import TransferFailed
 
 

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Awaitable
 
-from broker.registry import resolve
+from broker.settings.registry import resolve
 
 
 async def _wait(value: Awaitable[object]) -> object:

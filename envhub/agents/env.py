@@ -30,9 +30,9 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from broker.config import DomainSection, Section
 from broker.errors import ConfigError, DataError
-from broker.workers.start import BOOT
+from broker.runtime.workers.start import BOOT
+from broker.settings.config import DomainSection, Section
 from envhub.agents.result import Source
 from envhub.envs.base import Environment, Split
 
@@ -66,7 +66,7 @@ class AgentArgs(Section):
 
 
 class Agent(Environment):
-    """The class behind ``env: agent``. Nobody steps it: ``envhub.agents.play`` runs its program instead."""
+    """The class behind ``env: agent``. Nobody steps it: ``envhub.agents.run_episode`` runs its program instead."""
 
     Args = AgentArgs
     isolation = "none"

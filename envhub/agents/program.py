@@ -10,8 +10,8 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from broker.children import spawn
-from broker.workers import limits
+from broker.runtime.children import spawn
+from broker.runtime.workers import limits
 
 KEPT_BYTES: Final = 1 << 16  # of each of the two outputs, from the end
 FLUSH_S: Final = 1.0  # for what it wrote to come out of the pipes once it has ended

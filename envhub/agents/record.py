@@ -12,8 +12,8 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from broker import wire
-from envhub.generate import Sampled
+from broker.contract import wire
+from envhub.servers.generate import Sampled
 from text.tokenizer import Tokenizer
 
 

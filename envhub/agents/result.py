@@ -7,8 +7,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-from broker.strict import text_problem
-from broker.workers.fault import MAX_TRACE_CHARS
+from broker.contract.strict import text_problem
+from broker.runtime.workers.fault import MAX_TRACE_CHARS
 from envhub.agents.program import KEPT_BYTES
 
 Source = Literal["result", "exit", "none"]

@@ -10,12 +10,12 @@ from typing import Any
 
 import msgspec
 
-from broker import wire
+from broker.contract import wire
 from broker.errors import ConfigError
 from envhub.agents.record import Record
-from envhub.generate import Ask, Expected, Sampled, TurnFailed, mix
-from envhub.task import Task
-from text.growth import Conversation
+from envhub.episodes.task import Task
+from envhub.servers.generate import Ask, Expected, Sampled, TurnFailed, mix
+from text.incremental_tokenization import Conversation
 from text.openai import tools
 from text.openai.bodies import Body, ChatBody, ChatMessage, CompletionBody
 from text.openai.desk import Served
@@ -33,7 +33,7 @@ class Means:
     """What a session asks the policy with.
 
     Attributes:
-        turn: samples one turn; see ``envhub.generate.Generator``.
+        turn: samples one turn; see ``envhub.servers.generate.Generator``.
         expected: tokens a turn of the domain takes.
     """
 

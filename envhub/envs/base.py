@@ -21,8 +21,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from broker.config import Section
 from broker.errors import UserError
+from broker.settings.config import Section
 from text.tool_calls import ToolCall
 
 Split = Literal["train", "eval"]

@@ -1,4 +1,4 @@
-"""Training backends by name; a new one is one file plus one line here. Resolved by ``broker.registry.resolve``."""
+"""Training backends by name; a new one is one file plus one line here. Resolved by ``broker.settings.registry.resolve``."""
 
 from __future__ import annotations
 

@@ -12,10 +12,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from broker import wire
+from broker.contract import wire
+from learner.algorithm.packing import Cutter
+from learner.algorithm.samples import Scores, TrainSample
 from learner.config import AlgorithmSection, TrainSection
-from learner.packing import Cutter
-from learner.samples import Scores, TrainSample
 from text.config import ModelSection
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from learner.algorithm.samples import Array, TrainSample
 from learner.backends.attention import Packing, layout, positions
-from learner.samples import Array, TrainSample
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from learner.algorithm.packing import Cutter, by_length
+from learner.algorithm.samples import Array, TrainSample
 from learner.backends.optim import Optimizer
 from learner.backends.ranks.collectives import from_rank_0, sum_over_ranks
 from learner.backends.ranks.critic import CriticOnRanks
@@ -24,8 +26,6 @@ from learner.backends.ranks.meeting import join, on_rank
 from learner.backends.ranks.messages import Build, Call, Columns, Command, Discard, Reply, Run, Score, Step, Sums, Sync
 from learner.backends.torch import TorchBackend
 from learner.config import AlgorithmSection, TrainSection
-from learner.packing import Cutter, by_length
-from learner.samples import Array, TrainSample
 from text.config import ModelSection
 
 T = TypeVar("T")

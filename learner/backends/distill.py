@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from broker.errors import ConfigError
+from learner.algorithm.losses.distill import candidates, kl, with_rest
+from learner.algorithm.samples import Array, TrainSample
 from learner.backends.batch import Batch
 from learner.backends.policy import Policy
 from learner.backends.torch import TorchBackend
-from learner.losses.distill import candidates, kl, with_rest
-from learner.samples import Array, TrainSample
 from text.config import check_model_path
 
 
@@ -32,7 +32,8 @@ class DistillBackend(TorchBackend):
 
     Args:
         direction: forward or reverse.
-        top_k: compare the teacher's best candidates and the rest as one (``learner.losses.distill.candidates``); 0 compares all tokens.
+        top_k: compare the teacher's best candidates and the rest as one (``learner.algorithm.losses.distill.candidates``); 0 compares
+        all tokens.
         teacher: folder or hub name of a teacher that is loaded here; None where samples bring what it says.
         others: what ``TorchBackend`` takes.
     """

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from learner.aggregation import Counts
+from learner.algorithm.aggregation import Counts
+from learner.algorithm.losses.ratios import correction_metrics, ratio_metrics
 from learner.config import AlgorithmSection
-from learner.losses.ratios import correction_metrics, ratio_metrics
 
 
 def figures(sums: Mapping[str, float], counts: Counts, scale: float, algorithm: AlgorithmSection) -> dict[str, float]:

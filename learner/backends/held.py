@@ -13,12 +13,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from broker import wire
+from broker.contract import wire
 from broker.errors import ConfigError
 from broker.weights import fp8
 from broker.weights.adapter import PREFIX, digest_of
-from broker.weights.staging import plan_of
-from learner.aggregation import Counts
+from broker.weights.memory.staging import plan_of
+from learner.algorithm.aggregation import Counts
+from learner.algorithm.kl import Coefficient
 from learner.backends.as_sent import as_sent
 from learner.backends.base import Snapshot
 from learner.backends.critic import Critic
@@ -27,7 +28,6 @@ from learner.backends.objective import Objective
 from learner.backends.optim import Optimizer
 from learner.backends.policy import Policy, pick_device
 from learner.config import AlgorithmSection, TrainSection, kl_in_reward
-from learner.kl import Coefficient
 from text.config import ModelSection
 from text.hub import copy_tokenizer
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor, nn
 
-from broker import wire
+from broker.contract import wire
 from broker.errors import ConfigError
 from broker.weights.adapter import PREFIX, merge
 from learner.config import LoraSection

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from broker.registry import resolve
-from learner.aggregation import token_weights
+from broker.settings.registry import resolve
+from learner.algorithm.aggregation import token_weights
+from learner.algorithm.corrections import CORRECTIONS
+from learner.algorithm.corrections.base import Corrector, Facts, interpolate
+from learner.algorithm.kl import kl_penalty
+from learner.algorithm.losses import LOSSES
+from learner.algorithm.losses.base import Loss, Tokens
+from learner.algorithm.losses.ratios import correction_sums, ratio_sums
 from learner.backends.batch import Batch
 from learner.config import AlgorithmSection
-from learner.corrections import CORRECTIONS
-from learner.corrections.base import Corrector, Facts, interpolate
-from learner.kl import kl_penalty
-from learner.losses import LOSSES
-from learner.losses.base import Loss, Tokens
-from learner.losses.ratios import correction_sums, ratio_sums
 
 
 class Objective:
-    """The numerator of a loss; the denominator is known when the whole batch has been seen (``learner.aggregation``)."""
+    """The numerator of a loss; the denominator is known when the whole batch has been seen (``learner.algorithm.aggregation``)."""
 
     def __init__(self, algorithm: AlgorithmSection) -> None:
         self._algorithm = algorithm

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from broker.errors import WireError
-from learner.aggregation import Counts, denominator
+from learner.algorithm.aggregation import Counts, denominator
+from learner.algorithm.kl import kl_penalty
+from learner.algorithm.packing import Cutter, by_length, cut, minibatches
+from learner.algorithm.samples import Array, Scores, TrainSample
 from learner.backends.batch import Batch, collate
 from learner.backends.figures import average, figures
 from learner.backends.held import Held
 from learner.backends.offload import activations_in_host_memory
 from learner.backends.ranks.dealing import Job
-from learner.kl import kl_penalty
-from learner.packing import Cutter, by_length, cut, minibatches
-from learner.samples import Array, Scores, TrainSample
 
 
 class TorchBackend(Held):

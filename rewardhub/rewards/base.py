@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Final, Protocol
 
 import msgspec
 
-from broker.config import Section
+from broker.settings.config import Section
 
 Value = float | dict[str, float]  # a number, or the number of each part; parts add up to the reward
 

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from broker.config import Section
+from broker.settings.config import Section
 from rewardhub.rewards.base import InvalidValue, Sample, Scored
 from rewardhub.rewards.code_tests import BadTests, Calls, Pairs, Statements, parse
 from sandbox import Checks, Ended, Sandbox

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator
 
-from broker.config import Section
+from broker.settings.config import Section
 from rewardhub.rewards.base import Sample
 
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from broker.config import Reward
 from broker.errors import ConfigError
-from broker.registry import check_method, resolve
-from broker.sections import parse
+from broker.settings.config import Reward
+from broker.settings.registry import check_method, resolve
+from broker.settings.sections import parse
 from rewardhub.rewards import REWARDS
 from rewardhub.rewards.base import Sample
 

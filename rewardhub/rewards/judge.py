@@ -22,8 +22,8 @@ from typing import Annotated, Any, ClassVar, Final, Self
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from broker.config import HttpUrl, Section
 from broker.errors import UserError
+from broker.settings.config import HttpUrl, Section
 from rewardhub.rewards.base import NoScore, Sample, Scored
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from typing import Self
 
 from pydantic import PositiveInt, model_validator
 
-from broker.config import Section
+from broker.settings.config import Section
 from rewardhub.rewards.base import Sample
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 from pydantic import Field, PositiveFloat
 
-from broker.config import Section
+from broker.settings.config import Section
 from rewardhub.bounded import Bounded, TooCostly
 from rewardhub.rewards import math_compare, math_text
 from rewardhub.rewards.base import NoScore, ResponseFault, Sample, Scored

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from broker.config import Device, Section
+from broker.settings.config import Device, Section
 from rewardhub.rewards.base import NoScore, Sample, Scored
 
 if TYPE_CHECKING:

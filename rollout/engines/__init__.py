@@ -1,15 +1,15 @@
-"""The registry of engines: one file and one line each. Looked up by ``broker.registry.resolve("engines", name, ENGINES)``."""
+"""The registry of engines: one file and one line each. Looked up by ``broker.settings.registry.resolve("engines", name, ENGINES)``."""
 
 from __future__ import annotations
 
 from typing import Final
 
 ENGINES: Final[dict[str, str]] = {
-    "hf": "rollout.engines.hf:HFEngine",
+    "hf": "rollout.engines.hf.engine:HFEngine",
     "openai": "rollout.engines.openai:OpenAIEngine",
     "random": "rollout.engines.random:RandomEngine",
-    "sglang": "rollout.engines.sglang:SGLangEngine",
-    "vllm": "rollout.engines.vllm:VLLMEngine",
+    "sglang": "rollout.engines.sglang.engine:SGLangEngine",
+    "vllm": "rollout.engines.vllm.engine:VLLMEngine",
 }
 
 # What may stand in ``rollout.engine_args``, as pydantic models that import nothing heavy.
@@ -17,7 +17,7 @@ ENGINE_ARGS: Final[dict[str, str]] = {
     "hf": "rollout.engines.args:HFArgs",
     "openai": "rollout.engines.args:OpenAIArgs",
     "random": "rollout.engines.args:RandomArgs",
-    "sglang": "rollout.engines.sglang_args:SGLangArgs",
+    "sglang": "rollout.engines.sglang.args:SGLangArgs",
     "vllm": "rollout.engines.args:VLLMArgs",
 }
 

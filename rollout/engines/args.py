@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from broker.config import HttpUrl, Section
+from broker.settings.config import HttpUrl, Section
 
 
 class HFArgs(Section):

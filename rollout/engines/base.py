@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from broker import wire
+from broker.contract import wire
 from rollout.config import RolloutSection
 from text.openai.pieces import Tap
 

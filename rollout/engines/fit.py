@@ -17,7 +17,7 @@ def check_fit(held: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tens
     Raises:
         TransferFailed: a name is missing or unknown, or a shape differs; the first one is named.
     """
-    from broker.weights.ondemand import OnDemand  # imports torch
+    from broker.weights.memory.on_demand import OnDemand  # imports torch
 
     if isinstance(tensors, OnDemand):
         tensors = tensors.base  # nothing is computed for a look at shapes
@@ -32,6 +32,6 @@ def check_fit(held: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tens
 
 def made(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
     """An update whose tensors are there: an adapter's are merged now, what travelled as FP8 is made whole, all others were."""
-    from broker.weights.ondemand import OnDemand
+    from broker.weights.memory.on_demand import OnDemand
 
     return tensors.made() if isinstance(tensors, OnDemand) else tensors

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from broker import wire
+from broker.contract import wire
 from broker.errors import ConfigError, UserError
 from rollout.config import ACTOR
 from rollout.engines.args import OpenAIArgs

@@ -14,12 +14,12 @@ from typing import Final
 
 import numpy as np
 
-from broker import wire
+from broker.contract import wire
 from broker.errors import UserError
 from rollout.engines.args import RandomArgs
 from rollout.engines.base import EngineConfig, Output, Stats
-from rollout.engines.reshaping import MOVED, Reshaping, is_reshaped
-from rollout.engines.reshaping import problem as reshaping_problem
+from rollout.engines.hf.reshaping import MOVED, Reshaping, is_reshaped
+from rollout.engines.hf.reshaping import problem as reshaping_problem
 from rollout.engines.stopping import StopStrings
 from rollout.engines.weightless import VERSION, WeightlessEngine
 from text.guides import BadGuide, Guides

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 import numpy as np
 import numpy.typing as npt
 
-from broker import wire
+from broker.contract import wire
 from rollout.engines.base import EngineConfig, Output, UpdateMode, problem
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from broker.weights.group import Buckets, Communicator, Watch
-from broker.weights.shared import Window
-from broker.weights.staging import Flat, Staged
+from broker.weights.memory.shared import Window
+from broker.weights.memory.staging import Flat, Staged
 from learner.backends.torch import TorchBackend
-from rollout.engines.hf import HFEngine
+from rollout.engines.hf.engine import HFEngine
 
 ORDER = Path(__file__).with_name("order.json")
 SHARED = Path(__file__).with_name("shared").exists()  # the weights go by shared memory

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.fleet import Fleet
-from broker.runspec import validate
+from broker.settings.runspec import validate
 from learner.prepare import to_yaml
 
 ROOT = Path(__file__).parents[2]

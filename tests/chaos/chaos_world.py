@@ -15,8 +15,8 @@ from reconcile import check_lines, reconcile
 
 from bench.fleet import Fleet, run_audit
 from bench.watch import Watch
-from broker.jetstream import Bus
-from broker.streams import EPISODES, SAMPLES, TICKETS
+from broker.contract.streams import EPISODES, SAMPLES, TICKETS
+from broker.jetstream.bus import Bus
 
 KILLS = int(os.environ.get("RL_CHAOS_KILLS", "5"))  # of each role; `make chaos` has 50
 BROKER_KILLS = int(os.environ.get("RL_CHAOS_BROKER_KILLS", "0"))  # in a run of its own; `make chaos` has 20

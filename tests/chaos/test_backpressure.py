@@ -16,7 +16,7 @@ import psutil
 import pytest
 from chaos_world import LIMIT_S, World, world
 
-from broker.streams import EPISODES, SAMPLES, TICKETS
+from broker.contract.streams import EPISODES, SAMPLES, TICKETS
 
 STEP_S = float(os.environ.get("RL_CHAOS_SLOW_STEP_S", "1.5"))
 STEPS = int(os.environ.get("RL_CHAOS_SLOW_STEPS", "9"))

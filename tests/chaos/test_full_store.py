@@ -12,10 +12,11 @@ from chaos_world import LIMIT_S, World, world
 from store_filler import LIMIT_MIB, Filler
 
 from bench.fleet import Fleet
-from broker import reserve, wire
-from broker.server import BrokerServer
-from broker.streams import RESERVE, RUNS, SAMPLES
-from learner import checkpoint
+from broker.contract import wire
+from broker.contract.streams import RESERVE, RUNS, SAMPLES
+from broker.jetstream import reserve
+from broker.server.private_server import BrokerServer
+from learner.checkpoints import checkpoint
 
 STEPS = 40
 SAID = "cannot store"

@@ -16,8 +16,8 @@ from chaos_world import KEEP_ALL, LIMIT_S, World, world
 
 from bench.netns import network, why_not
 from bench.partitioned import PartitionedFleet
-from broker import wire
-from broker.streams import MEMBERS
+from broker.contract import wire
+from broker.contract.streams import MEMBERS
 
 # Seconds of each partition. `make chaos` has 1, 30 and 180; nothing in the system remembers a message id for longer than 120 s.
 PARTITION_S = [float(number) for number in os.environ.get("RL_CHAOS_PARTITION_S", "1").split(",")]

@@ -17,7 +17,7 @@ import nats
 from nats.aio.msg import Msg
 
 from bench.watch import Watch
-from broker.streams import EPISODES, SAMPLES, TICKETS, WEIGHTS, WEIGHTSYNC, Stream
+from broker.contract.streams import EPISODES, SAMPLES, TICKETS, WEIGHTS, WEIGHTSYNC, Stream
 
 ANYWHERE = "anywhere"
 FILES = ("ledger", "line", "checkpoint", "trim")  # of the learner: its books, its line, a checkpoint begun, a checkpoint complete

@@ -13,11 +13,11 @@ import msgspec
 import pytest
 
 from bench.cluster import NODES, Nodes
-from broker import wire
-from broker.api import ask
-from broker.examples import EXAMPLES
-from broker.jetstream import Bus, Delivery
-from broker.streams import CONTROL, SAMPLES, TICKETS
+from broker.contract import wire
+from broker.contract.examples import EXAMPLES
+from broker.contract.streams import CONTROL, SAMPLES, TICKETS
+from broker.jetstream.api import ask
+from broker.jetstream.bus import Bus, Delivery
 
 SECONDS_DOWN = 1.5
 ROUNDS = int(os.environ.get("RL_CHAOS_CLUSTER", "1"))  # of killing each server; `make chaos` has 5

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from broker.registry import resolve
+from broker.settings.registry import resolve
 from learner.backends import BACKENDS
 from learner.config import AlgorithmSection, TrainSection
 from text.config import ModelSection

@@ -6,7 +6,7 @@ from typing import Any
 
 from waits import LONG_S
 
-from broker import wire
+from broker.contract import wire
 from text.config import TinyModel
 
 PROMPT = [10, 11, 12, 13]

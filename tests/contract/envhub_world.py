@@ -14,12 +14,14 @@ from typing import Any
 
 from waits import LONG_S
 
-from broker import channel, runspec, wire
-from broker.announce import Announcer
-from broker.jetstream import Bus
-from broker.process import Stop, add_join_options
-from broker.store import MESSAGE_ID, store
-from broker.streams import EVALTICKETS, SAMPLES, TICKETS, Stream
+from broker.channel import carriers
+from broker.contract import wire
+from broker.contract.streams import EVALTICKETS, SAMPLES, TICKETS, Stream
+from broker.jetstream.bus import Bus
+from broker.jetstream.publish import MESSAGE_ID, store
+from broker.runtime.announce import Announcer
+from broker.runtime.process import Stop, add_join_options
+from broker.settings import runspec
 from envhub.service import serve
 from text.config import TinyModel
 from text.tiny import _write_tokenizer
@@ -38,7 +40,7 @@ class Server:
         self.world, self.name, self.script, self.policy, self.version = world, name, script, policy, version
         self.asked: list[wire.GenerateRequest] = []
         self.aborted: list[str] = []
-        self.channel = channel.serve("zmq", world.bus, name)
+        self.channel = carriers.serve("zmq", world.bus, name)
         self.announcer = Announcer(world.bus, self.presence, every_s=0.5)
 
     async def start(self) -> None:

@@ -12,9 +12,9 @@ from typing import Any, cast
 
 import aiohttp
 
-from broker import wire
-from broker.process import Member
-from broker.registry import resolve
+from broker.contract import wire
+from broker.runtime.process import Member
+from broker.settings.registry import resolve
 from rollout.config import RolloutSection
 from rollout.engines import ENGINES
 from rollout.engines.base import EngineConfig

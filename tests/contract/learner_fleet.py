@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from bench import made_up
-from broker import wire
-from broker.jetstream import Bus, Delivery
-from broker.runspec import validate
-from broker.streams import EVALS, EVALTICKETS, SAMPLES, TICKETS
+from broker.contract import wire
+from broker.contract.streams import EVALS, EVALTICKETS, SAMPLES, TICKETS
+from broker.jetstream.bus import Bus, Delivery
+from broker.settings.runspec import validate
 
 PROMPT, RESPONSE = 5, 3
 TINY = {"hidden_size": 16, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 16, "intermediate_size": 32}

@@ -23,10 +23,10 @@ import torch
 from aiohttp import web
 from sglang_wire import FIELDS, SAMPLING, SHIFT, join, late, load_folder
 
-from broker import wire
+from broker.contract import wire
 from rollout.config import RolloutSection
 from rollout.engines.base import EngineConfig, Output
-from rollout.engines.hf_core import Core
+from rollout.engines.hf.core import Core
 
 
 class Double:

@@ -13,8 +13,8 @@ from sglang_double import Double, double
 
 from rollout.config import RolloutSection
 from rollout.engines.base import EngineConfig
-from rollout.engines.hf_model import SlotModel
-from rollout.engines.sglang import SGLangEngine
+from rollout.engines.hf.model import SlotModel
+from rollout.engines.sglang.engine import SGLangEngine
 from text.tiny import build_tiny
 
 

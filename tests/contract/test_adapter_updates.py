@@ -19,19 +19,19 @@ pytest.importorskip("peft", reason="LoRA needs the extra rlearner[lora]")
 
 from torch_backend_kit import backend, samples, save_model
 
-from broker import wire
-from broker.jetstream import Bus
-from broker.presence import Roster
-from broker.weights.receive import Receiver
-from broker.weights.send import Sender
+from broker.contract import wire
+from broker.jetstream.bus import Bus
+from broker.runtime.presence import Roster
+from broker.weights.receiver.receive import Receiver
+from broker.weights.sender.send import Sender
 from learner.backends.torch import TorchBackend
 from learner.config import TrainSection
-from learner.offering import Offering
+from learner.weights.offering import Offering
 from rollout.config import RolloutSection
 from rollout.engines.base import EngineConfig
-from rollout.engines.hf import HFEngine
-from rollout.engines.hf_model import load
-from rollout.engines.hf_weights import HeldWeights
+from rollout.engines.hf.engine import HFEngine
+from rollout.engines.hf.model import load
+from rollout.engines.hf.weights import HeldWeights
 from rollout.service import Service
 from text.config import ModelSection
 

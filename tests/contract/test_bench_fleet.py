@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from bench.fleet import Fleet
-from broker import wire
-from broker.jetstream import Bus
-from broker.runspec import publish_runspec
-from broker.streams import CONTROL
+from broker.contract import wire
+from broker.contract.streams import CONTROL
+from broker.jetstream.bus import Bus
+from broker.settings.runspec import publish_runspec
 
 
 async def test_who_comes_back_when_the_run_is_over_is_told_to_end(tmp_path: Path) -> None:

@@ -14,11 +14,11 @@ import test_rewardhub as reward_world
 from envhub_world import KIT, LAKE, World
 from waits import LONG_S, until
 
-from broker import wire
-from broker.jetstream import Bus
-from broker.presence import Roster
-from broker.streams import SAMPLES, TICKETS
-from learner.ops.status import on_broker, text_of
+from broker.contract import wire
+from broker.contract.streams import SAMPLES, TICKETS
+from broker.jetstream.bus import Bus
+from broker.runtime.presence import Roster
+from rlearner.ops.status import on_broker, text_of
 
 NUM_TICKETS = 12
 ON_DISK = {
@@ -102,7 +102,7 @@ async def test_a_hub_where_every_reset_raises_costs_no_ticket_while_another_work
 async def test_where_all_hubs_are_broken_the_run_waits_and_goes_on_when_one_is_repaired(
     world: World, roster: Roster, monkeypatch: pytest.MonkeyPatch, env: str
 ) -> None:
-    monkeypatch.setattr("broker.breaker.FIRST_PAUSE_S", 0.5)
+    monkeypatch.setattr("broker.runtime.breaker.FIRST_PAUSE_S", 0.5)
     await world.publish_spec({"d": bad_host(env)}, sections={"envhub": {"max_retries": 1, "broken_after": 2}})
     await world.server()
     flag = world.folder / "bad"

@@ -12,12 +12,12 @@ import learner_fleet as fleet
 import pytest
 from waits import until
 
-from broker import wire
-from broker.announce import Announcer
-from broker.jetstream import Bus
-from broker.process import Stop
-from broker.streams import SAMPLES, TICKETS, Stream
-from learner import segments
+from broker.contract import wire
+from broker.contract.streams import SAMPLES, TICKETS, Stream
+from broker.jetstream.bus import Bus
+from broker.runtime.announce import Announcer
+from broker.runtime.process import Stop
+from learner.credit import ledger_segments
 from learner.service import serve
 
 LAKE = {"env": "frozenlake", "group_size": 2, "max_turns": 4, "max_context_tokens": 64, "deadline_s": 20, "sampling": {"max_tokens": 4}}
@@ -160,5 +160,5 @@ async def test_a_ticket_that_its_hub_forgot_is_closed_and_withdrawn(bus: Bus, br
     assert tickets_of(lines(config)[-1]) == (3, 2, 0, 0, 1, 0)
     assert lines(config)[-1]["ticket/closed_timeout"] == 1
     assert await bus.depth(TICKETS) == {}
-    closed = [line for line in segments.Lines(tmp_path / run_name / segments.FOLDER) if line.state == "dead"]
+    closed = [line for line in ledger_segments.Lines(tmp_path / run_name / ledger_segments.FOLDER) if line.state == "dead"]
     assert [(line.ticket, line.reason) for line in closed] == [(1, "timeout")]

@@ -15,16 +15,17 @@ import zmq
 import zmq.asyncio
 from waits import LONG_S, until
 
-from broker import channel, wire
-from broker.channel import ChannelClient, ChannelServer
-from broker.channel_bundle import pack, unpack
-from broker.channel_zmq import ZmqClient
+from broker.channel import carriers
+from broker.channel.bundle import pack, unpack
+from broker.channel.carriers import ChannelClient, ChannelServer
+from broker.channel.over_zmq import ZmqClient
+from broker.contract import wire
+from broker.contract.streams import DEAD, GENERATE
 from broker.errors import ConfigError, RequestFailed, WireError
-from broker.jetstream import Bus
-from broker.registry import known
-from broker.streams import DEAD, GENERATE
+from broker.jetstream.bus import Bus
+from broker.settings.registry import known
 
-KINDS = known("channels", channel.SERVERS)
+KINDS = known("channels", carriers.SERVERS)
 
 
 def request(name: str = "r1", tokens: int = 3, **more: object) -> wire.GenerateRequest:
@@ -88,7 +89,7 @@ async def serve(kind: str, bus: Bus) -> AsyncIterator[Serve]:
     servers: list[ChannelServer] = []
 
     async def start(engine: Engine, server_id: str = "s1") -> ChannelServer:
-        server = channel.serve(kind, bus, server_id)
+        server = carriers.serve(kind, bus, server_id)
         await server.start(engine.handle, engine.abort)
         servers.append(server)
         return server
@@ -100,7 +101,7 @@ async def serve(kind: str, bus: Bus) -> AsyncIterator[Serve]:
 
 @pytest.fixture
 async def client(kind: str, bus: Bus) -> AsyncIterator[ChannelClient]:
-    made = channel.connect(kind, bus)
+    made = carriers.connect(kind, bus)
     yield made
     await made.close()
 
@@ -141,7 +142,7 @@ async def test_many_requests_run_at_once_and_answers_find_their_askers(serve: Se
 async def test_two_askers_and_two_servers_do_not_mix(serve: Serve, client: ChannelClient, kind: str, bus: Bus) -> None:
     one, two = Engine(), Engine()
     first, second = await serve(one, "s1"), await serve(two, "s2")
-    other = channel.connect(kind, bus)
+    other = carriers.connect(kind, bus)
     try:
         replies = await asyncio.gather(
             client.generate(first.address, request("same", 1), timeout_s=60),
@@ -343,7 +344,7 @@ async def test_a_closing_server_returns_partial_outputs(serve: Serve, client: Ch
 async def test_a_closing_server_answers_for_a_handler_that_hangs(
     serve: Serve, client: ChannelClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("broker.channel_desk.CLOSE_WITHIN_S", 0.2)
+    monkeypatch.setattr("broker.channel.endpoint.CLOSE_WITHIN_S", 0.2)
     engine = Engine(at_once=False)
     engine.abort = lambda request_id: None  # type: ignore[method-assign]
     server = await serve(engine)
@@ -374,12 +375,12 @@ async def test_a_large_request_and_reply_pass(serve: Serve, client: ChannelClien
 
 def test_only_loopback_may_be_bound() -> None:
     with pytest.raises(ConfigError, match=r"broker\.bind: '0\.0\.0\.0' is not allowed; only a loopback address .* encrypted"):
-        channel.serve("zmq", None, "s1", bind="0.0.0.0")  # type: ignore[arg-type]
+        carriers.serve("zmq", None, "s1", bind="0.0.0.0")  # type: ignore[arg-type]
 
 
 def test_an_unknown_kind_lists_the_known() -> None:
     with pytest.raises(ConfigError, match="nats, zmq"):
-        channel.connect("carrier-pigeon", None)  # type: ignore[arg-type]
+        carriers.connect("carrier-pigeon", None)  # type: ignore[arg-type]
 
 
 SERVER_PROGRAM = """
@@ -400,7 +401,7 @@ asyncio.run(main())
 async def test_a_killed_zmq_server_fails_its_requests_at_once(bus: Bus) -> None:
     with subprocess.Popen([sys.executable, "-c", SERVER_PROGRAM], stdout=subprocess.PIPE, text=True) as process:  # noqa: ASYNC220
         assert process.stdout is not None
-        client = channel.connect("zmq", bus)
+        client = carriers.connect("zmq", bus)
         try:
             address = (await asyncio.to_thread(process.stdout.readline)).strip()
             task = asyncio.create_task(client.generate(address, request(), timeout_s=60))
@@ -426,7 +427,7 @@ async def ask_closed_ports(client: ChannelClient, ports: range) -> list[BaseExce
 
 async def test_a_client_asks_more_servers_than_a_context_has_sockets_by_default(bus: Bus) -> None:
     """ZeroMQ's default of 1,023 sockets is enough for 341 servers."""
-    client = channel.connect("zmq", bus)
+    client = carriers.connect("zmq", bus)
     outcomes = await ask_closed_ports(client, range(1, 501))
     await client.close()
     assert {type(outcome) for outcome in outcomes} == {RequestFailed}

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from envhub_world import LAKE, World
 
-from broker.api import ask
-from broker.consumers import _takes, adopted, differences, ensure_consumer, settings
+from broker.contract.examples import EXAMPLES
+from broker.contract.streams import TICKETS
+from broker.contract.wire import Ticket
 from broker.errors import UserError
-from broker.examples import EXAMPLES
-from broker.jetstream import Bus
-from broker.streams import TICKETS
-from broker.wire import Ticket
+from broker.jetstream.api import ask
+from broker.jetstream.bus import Bus
+from broker.jetstream.consumers import _takes, adopted, differences, ensure_consumer, settings
 
 
 async def make(bus: Bus, **changes: Any) -> None:

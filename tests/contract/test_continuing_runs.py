@@ -16,11 +16,11 @@ import learner_fleet as fleet
 import pytest
 import yaml
 
-from broker import wire
+from broker.contract import wire
 from broker.errors import ConfigError
-from broker.jetstream import Bus
-from broker.process import Stop
-from broker.runspec import newest_epoch
+from broker.jetstream.bus import Bus
+from broker.runtime.process import Stop
+from broker.settings.runspec import newest_epoch
 from learner.prepare import to_yaml
 from learner.service import serve
 from text.config import TinyModel
@@ -99,7 +99,7 @@ async def test_up_refuses_a_model_of_another_shape_before_it_starts_anything(
     other = build_tiny(tmp_path / "other", TinyModel.model_validate(OTHER))
     file = tmp_path / "run.yaml"
     file.write_text(to_yaml(config))
-    command = [sys.executable, "-m", "learner.cli", "up", str(file), "train.steps=2", f"model.path={other}", "--force"]
+    command = [sys.executable, "-m", "rlearner.cli", "up", str(file), "train.steps=2", f"model.path={other}", "--force"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=120, env=env, check=False)
     held = tmp_path / run_name / "checkpoints" / "step-000001"

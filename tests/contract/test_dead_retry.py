@@ -10,12 +10,13 @@ import test_rewardhub as reward_world
 from envhub_world import LAKE, World
 from test_isolation import UNIT, bad
 
-from broker import cli, wire
+from broker import cli
+from broker.contract import wire
+from broker.contract.examples import EXAMPLES
+from broker.contract.streams import DEAD, EPISODES, EVALS, EVALTICKETS, SAMPLES, TICKETS
 from broker.errors import UserError
-from broker.examples import EXAMPLES
-from broker.jetstream import Bus
-from broker.presence import census
-from broker.streams import DEAD, EPISODES, EVALS, EVALTICKETS, SAMPLES, TICKETS
+from broker.jetstream.bus import Bus
+from broker.runtime.presence import census
 
 RAISED = "ValueError: broken in two lines (envhub_bad.py:94 in _raises)"
 

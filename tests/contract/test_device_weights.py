@@ -18,12 +18,12 @@ from torch import Tensor
 from waits import until
 from weights_model import content, make_tensors, probe_logprobs
 
-from broker import wire
-from broker.jetstream import Bus
+from broker.contract import wire
+from broker.jetstream.bus import Bus
+from broker.weights.memory.staging import plan_of
 from broker.weights.probe import check_probe
-from broker.weights.receive import Receiver
-from broker.weights.send import Sender
-from broker.weights.staging import plan_of
+from broker.weights.receiver.receive import Receiver
+from broker.weights.sender.send import Sender
 
 
 def mapped(child: Child) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from sglang_double import double
 from waits import LONG_S
 
 from broker.errors import ConfigError, TransferFailed, UserError
-from broker.registry import resolve
+from broker.settings.registry import resolve
 from broker.weights.probe import make_probe
 from rollout.config import RolloutSection, check_engine
 from rollout.engines import ENGINE_ARGS, ENGINES

@@ -13,14 +13,14 @@ import pytest
 from envhub_world import KIT, LAKE, World
 from waits import until
 
-from broker import wire
+from broker.contract import wire
+from broker.contract.streams import DEAD, EPISODES, EVALS, EVALTICKETS, SAMPLES, TICKETS
 from broker.errors import ConfigError, UserError
-from broker.jetstream import Bus
-from broker.presence import Roster
-from broker.process import Stop
-from broker.streams import DEAD, EPISODES, EVALS, EVALTICKETS, SAMPLES, TICKETS
-from broker.unstored import watch_metrics
-from envhub.frames import read_frames
+from broker.jetstream.bus import Bus
+from broker.nats.core_messages import watch_metrics
+from broker.runtime.presence import Roster
+from broker.runtime.process import Stop
+from envhub.episodes.frames import read_frames
 from envhub.service import serve
 
 
@@ -213,7 +213,7 @@ async def test_a_run_that_is_stopped_ends_the_hub_at_once(world: World) -> None:
     await world.ticket()
     child = world.spawn()
     await until(lambda: len(holding.asked) == 2)
-    from broker.streams import CONTROL
+    from broker.contract.streams import CONTROL
 
     await (await world.bus.key_value(CONTROL)).put(world.bus.run, wire.DesiredState(state="stopped"))
     assert await asyncio.to_thread(child.wait, 100) == 0

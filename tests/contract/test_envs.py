@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from broker.config import DomainSection
 from broker.errors import ConfigError, NotInstalled
-from broker.registry import known
+from broker.settings.config import DomainSection
+from broker.settings.registry import known
 from envhub.domain import Domain, load_domain
 from envhub.envs import ENVS
 from envhub.envs.base import Environment, Observation, StepResult, can_demonstrate, can_render
@@ -34,7 +34,7 @@ def domain(request: pytest.FixtureRequest, tmp_path: Path) -> Domain:
 
 
 def load_domain_class(name: str) -> type[Environment]:
-    from broker.registry import resolve
+    from broker.settings.registry import resolve
 
     found: type[Environment] = resolve("envs", name, ENVS)
     return found

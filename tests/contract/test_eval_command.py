@@ -25,7 +25,7 @@ def command(folder: Path, model: str | Path, *arguments: str) -> subprocess.Comp
     line = [
         sys.executable,
         "-m",
-        "learner.cli",
+        "rlearner.cli",
         "eval",
         str(model),
         "configs/quickstart.yaml",

@@ -10,17 +10,17 @@ from pathlib import Path
 import learner_fleet as fleet
 from waits import LONG_S, until
 
-from broker import wire
-from broker.config import DomainSection
-from broker.jetstream import Bus, Delivery
-from broker.process import Stop
-from broker.streams import EVALS, EVALTICKETS
-from learner import evaluator as module
+from broker.contract import wire
+from broker.contract.streams import EVALS, EVALTICKETS
+from broker.jetstream.bus import Bus, Delivery
+from broker.runtime.process import Stop
+from broker.settings.config import DomainSection
+from learner.checkpoints.disk_retry import Patience
 from learner.config import EvalSection
-from learner.evaluation import Evaluations
-from learner.evaluator import Evaluator
-from learner.patience import Patience
-from learner.transcripts import Transcripts
+from learner.evaluation import evaluator as module
+from learner.evaluation.evaluation import Evaluations
+from learner.evaluation.evaluator import Evaluator
+from learner.reporting.transcripts import Transcripts
 
 TASKS = 6
 

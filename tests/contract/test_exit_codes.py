@@ -12,7 +12,7 @@ from pathlib import Path
 
 from waits import LONG_S, until
 
-from learner import checkpoint
+from learner.checkpoints import checkpoint
 
 LIMIT_S = 3 * LONG_S  # of one life of a whole run
 SETTINGS = [
@@ -32,7 +32,7 @@ async def up(folder: Path, *settings: str) -> AsyncIterator[asyncio.subprocess.P
     """``rlearner up``, killed if the test ends before it does; its output goes to ``up.log``."""
     with (folder / "up.log").open("ab") as log:
         child = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "learner.cli", "up", *SETTINGS, f"run.dir={folder}", *settings, stdout=log, stderr=log
+            sys.executable, "-m", "rlearner.cli", "up", *SETTINGS, f"run.dir={folder}", *settings, stdout=log, stderr=log
         )
     try:
         async with asyncio.timeout(LIMIT_S):
@@ -60,7 +60,7 @@ async def test_a_run_ends_with_130_until_all_its_steps_are_made(tmp_path: Path) 
     async with up(tmp_path, "train.steps=100000") as child:
         await trains(child, tmp_path, made.step)
         stop = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "learner.cli", "stop", "codes", "--dir", str(tmp_path), env=os.environ
+            sys.executable, "-m", "rlearner.cli", "stop", "codes", "--dir", str(tmp_path), env=os.environ
         )
         assert await stop.wait() == 0
         assert await child.wait() == 130

@@ -20,22 +20,22 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
 from torch_backend_kit import backend, samples, save_model
 
-from broker import wire
-from broker.jetstream import Bus
-from broker.presence import Roster
+from broker.contract import wire
+from broker.jetstream.bus import Bus
+from broker.runtime.presence import Roster
 from broker.weights import fp8
+from broker.weights.memory.staging import plan_of
 from broker.weights.probe import check_probe
-from broker.weights.publish import Publisher
-from broker.weights.receive import Receiver
-from broker.weights.send import Sender
-from broker.weights.source import Source
-from broker.weights.staging import plan_of
+from broker.weights.receiver.receive import Receiver
+from broker.weights.sender.send import Sender
+from broker.weights.snapshots.publish import Publisher
+from broker.weights.snapshots.snapshot_source import Source
 from learner.config import TrainSection
-from learner.offering import Offering
-from learner.snapshots import SnapshotServer
+from learner.weights.offering import Offering
+from learner.weights.snapshots import SnapshotServer
 from rollout.config import RolloutSection
 from rollout.engines.base import EngineConfig
-from rollout.engines.hf import HFEngine
+from rollout.engines.hf.engine import HFEngine
 from text.config import ModelSection
 
 SHAPES = {"embed": [300, 200], "layers.0.up.weight": [2000, 700], "layers.1.down.weight": [130, 2001], "norm": [1023]}

@@ -15,14 +15,14 @@ import learner_fleet as fleet
 import pytest
 from waits import LONG_S, until
 
-from broker import wire
+from broker.contract import wire
+from broker.contract.streams import SAMPLES
 from broker.errors import UserError
-from broker.jetstream import Bus
-from broker.process import Stop
-from broker.streams import SAMPLES
-from learner import checkpoint
-from learner.metrics import read_lines
+from broker.jetstream.bus import Bus
+from broker.runtime.process import Stop
+from learner.checkpoints import checkpoint
 from learner.opening import HEAVY
+from learner.reporting.metrics import read_lines
 from learner.service import serve
 
 SIZE_MIB = 4

@@ -8,13 +8,13 @@ from pathlib import Path
 import learner_fleet as fleet
 import pytest
 
-from broker import wire
-from broker.announce import Announcer
+from broker.contract import wire
+from broker.contract.streams import CONTROL
 from broker.errors import UserError
-from broker.jetstream import Bus
-from broker.process import Stop
-from broker.streams import CONTROL
-from learner import checkpoint
+from broker.jetstream.bus import Bus
+from broker.runtime.announce import Announcer
+from broker.runtime.process import Stop
+from learner.checkpoints import checkpoint
 from learner.service import serve
 
 WHY = "reset raised KeyError: 'x' (bad.py:7 in reset)"

@@ -20,9 +20,10 @@ import pytest
 from http_kit import KEY, Api, api
 from waits import LONG_S
 
-from broker import runspec, wire
+from broker.contract import wire
 from broker.errors import ConfigError, UserError
-from broker.jetstream import Bus
+from broker.jetstream.bus import Bus
+from broker.settings import runspec
 from rewardhub.rewards.base import NoScore, Sample
 from rewardhub.rewards.judge import Judge, JudgeArgs
 from rollout.http import take_http

@@ -10,10 +10,10 @@ import msgspec
 import nats
 import pytest
 
-from broker import wire
-from broker.examples import EXAMPLES
-from broker.jetstream import Bus
-from broker.streams import DEAD, SAMPLES, TICKETS
+from broker.contract import wire
+from broker.contract.examples import EXAMPLES
+from broker.contract.streams import DEAD, SAMPLES, TICKETS
+from broker.jetstream.bus import Bus
 
 
 def expected(value: Any) -> Any:

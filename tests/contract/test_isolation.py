@@ -15,9 +15,9 @@ import test_rewardhub as reward_world
 from envhub_world import LAKE, World
 from waits import LONG_S, until
 
-from broker import wire
-from broker.jetstream import Bus
-from broker.streams import DEAD, SAMPLES
+from broker.contract import wire
+from broker.contract.streams import DEAD, SAMPLES
+from broker.jetstream.bus import Bus
 
 UNIT = Path(__file__).parents[1] / "unit"
 FAULTS = {

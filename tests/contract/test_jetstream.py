@@ -19,17 +19,18 @@ import msgspec
 import pytest
 from waits import LONG_S, until
 
-from broker import reader, wire
-from broker.answers import ApiError, Disconnected
-from broker.api import Entry, ask
+from broker.contract import wire
+from broker.contract.examples import EXAMPLES
+from broker.contract.streams import ACK_WAIT_S, CONTROL, DEAD, EPISODES, EVALS, METRICS, SAMPLES, TICKETS, WEIGHTS, WEIGHTSYNC, Stream
 from broker.errors import BrokerUnreachable, ConfigError, LostState, RequestFailed, WireError
-from broker.examples import EXAMPLES
-from broker.jetstream import Bus, LogRecord
-from broker.reader import follow
-from broker.server import BrokerServer
-from broker.store import MESSAGE_ID, store
-from broker.streams import ACK_WAIT_S, CONTROL, DEAD, EPISODES, EVALS, METRICS, SAMPLES, TICKETS, WEIGHTS, WEIGHTSYNC, Stream
-from broker.unstored import publish_metrics, request, respond, watch_metrics
+from broker.jetstream import log_reader as reader
+from broker.jetstream.api import Entry, ask
+from broker.jetstream.bus import Bus, LogRecord
+from broker.jetstream.log_reader import follow
+from broker.jetstream.publish import MESSAGE_ID, store
+from broker.nats.core_messages import publish_metrics, request, respond, watch_metrics
+from broker.nats.nats_errors import ApiError, Disconnected
+from broker.server.private_server import BrokerServer
 
 WHEEL_BINARY = str(Path(sysconfig.get_path("scripts")) / "nats-server")
 BINARIES = [binary for binary in (WHEEL_BINARY, "/usr/sbin/nats-server") if os.access(binary, os.X_OK)]
@@ -215,8 +216,8 @@ async def test_a_malformed_message_still_names_its_ticket(bus: Bus) -> None:
 
 _HOLD_ONE = """
 import asyncio, sys
-from broker.jetstream import Bus
-from broker.streams import TICKETS
+from broker.jetstream.bus import Bus
+from broker.contract.streams import TICKETS
 async def hold():
     bus = await Bus.connect(sys.argv[1], sys.argv[2], name="victim")
     await (await bus.work_queue(TICKETS, "lake")).fetch(1, 20.0)
@@ -316,7 +317,7 @@ async def test_a_large_message_arrives_and_a_larger_one_is_refused(bus: Bus) -> 
 
 
 async def test_publishing_to_a_purged_run_says_so(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("broker.store.NO_STREAM_AFTER_S", 0.3)
+    monkeypatch.setattr("broker.jetstream.publish.NO_STREAM_AFTER_S", 0.3)
     await bus.delete_streams()
     with pytest.raises(LostState, match="has no stream for"):
         await bus.publish(SAMPLES, closed(1))
@@ -678,7 +679,7 @@ async def test_a_client_that_gave_up_is_replaced(bus: Bus) -> None:
 
 
 async def test_a_client_that_is_stuck_is_replaced(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("broker.link.STUCK_AFTER_S", 0.4)
+    monkeypatch.setattr("broker.nats.connection.STUCK_AFTER_S", 0.4)
     stuck = bus.link._client
     assert bus.link._watching is not None
     bus.link._watching.cancel()
@@ -738,7 +739,7 @@ async def test_a_record_that_a_replica_skips_is_asked_of_the_leader(bus: Bus, mo
                 if entry.seq not in (2, 4, 5):
                     yield entry
 
-    monkeypatch.setattr("broker.jetstream.follow", with_a_gap)
+    monkeypatch.setattr("broker.jetstream.bus.follow", with_a_gap)
     await ask(bus.link, f"STREAM.MSG.DELETE.{SAMPLES.stream_name(bus.run)}", {"seq": 5})  # and one is gone everywhere
     read = []
     async with aclosing(bus.read_log(SAMPLES, 1)) as records:
@@ -770,7 +771,7 @@ async def test_a_watcher_reads_what_its_subscription_missed_and_nothing_that_was
     bus: Bus, other: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A plain subscription sees a put that is refused, and may miss one that is not."""
-    monkeypatch.setattr("broker.kv.READ_AGAIN_S", 0.5)
+    monkeypatch.setattr("broker.jetstream.kv.READ_AGAIN_S", 0.5)
     control, theirs = await bus.key_value(CONTROL), await other.key_value(CONTROL)
     first = await control.put(bus.run, wire.DesiredState(state="running"))
     seen: list[tuple[str, int]] = []

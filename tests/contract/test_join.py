@@ -16,15 +16,16 @@ import msgspec
 import pytest
 from waits import LONG_S, until
 
-from broker import runspec, wire
+from broker.contract import wire
+from broker.contract.streams import CONTROL, RUNS
 from broker.errors import BrokerUnreachable, UserError
-from broker.jetstream import Bus
-from broker.presence import Roster
-from broker.process import Member, Stop, Stopped, add_join_options, join
-from broker.server import BrokerServer
-from broker.store import MESSAGE_ID, store
-from broker.streams import CONTROL, RUNS
-from broker.unstored import watch_metrics
+from broker.jetstream.bus import Bus
+from broker.jetstream.publish import MESSAGE_ID, store
+from broker.nats.core_messages import watch_metrics
+from broker.runtime.presence import Roster
+from broker.runtime.process import Member, Stop, Stopped, add_join_options, join
+from broker.server.private_server import BrokerServer
+from broker.settings import runspec
 
 
 @pytest.fixture
@@ -312,7 +313,7 @@ async def test_an_address_that_is_none(address: str) -> None:
 
 _MEMBER = """
 import argparse, sys
-from broker.process import add_join_options, join, main
+from broker.runtime.process import add_join_options, join, main
 parser = argparse.ArgumentParser()
 add_join_options(parser)
 options = parser.parse_args()

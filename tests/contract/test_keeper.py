@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from broker.jetstream import Bus
-from broker.keeper import Keeper
-from broker.server import BrokerServer, find_binary
-from broker.streams import SAMPLES
-from broker.wire import Closed
+from broker.contract.streams import SAMPLES
+from broker.contract.wire import Closed
+from broker.jetstream.bus import Bus
+from broker.server.private_server import BrokerServer, find_binary
+from broker.server.server_supervisor import Keeper
 
 SIZE_MIB = 24
 BINARIES = sorted({find_binary(), find_binary(sync_always=True)})

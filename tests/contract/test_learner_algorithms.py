@@ -11,9 +11,9 @@ import msgspec
 from safetensors.numpy import load_file
 from test_learner_service import lines, plain, run, run_apart, tickets_of
 
-from broker import wire
-from broker.jetstream import Bus
-from broker.process import Stop
+from broker.contract import wire
+from broker.jetstream.bus import Bus
+from broker.runtime.process import Stop
 
 PPO = {
     "adv_estimator": "gae", "critic": {"enabled": True, "lr": 1e-3}, "num_epochs": 2, "num_minibatches": 2, "correction": "tis",

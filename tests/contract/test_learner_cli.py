@@ -15,20 +15,20 @@ import learner_fleet as fleet
 import pytest
 import yaml
 
-from broker import wire
-from broker.jetstream import Bus
-from broker.runspec import validate
-from broker.streams import TICKETS
-from learner import checkpoint
-from learner.cli import main
+from broker.contract import wire
+from broker.contract.streams import TICKETS
+from broker.jetstream.bus import Bus
+from broker.settings.runspec import validate
+from learner.checkpoints import checkpoint
 from learner.prepare import to_yaml
+from rlearner.cli import main
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def rlearner(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "learner.cli", *arguments], capture_output=True, text=True, timeout=120, env=ENV, check=False
+        [sys.executable, "-m", "rlearner.cli", *arguments], capture_output=True, text=True, timeout=120, env=ENV, check=False
     )
 
 
@@ -92,7 +92,7 @@ def test_an_unreachable_broker_is_waited_for_until_the_deadline(tmp_path: Path) 
 
 
 def test_nothing_heavy_is_imported_for_the_command_line() -> None:
-    code = "import sys, learner.cli, learner.config, learner.service; print({'torch', 'transformers', 'gymnasium'} & set(sys.modules))"
+    code = "import sys, rlearner.cli, learner.config, learner.service; print({'torch', 'transformers', 'gymnasium'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "set()"
 
@@ -102,7 +102,7 @@ async def test_sigterm_leaves_a_checkpoint_and_exit_code_130(bus: Bus, broker_ur
     file = tmp_path / "run.yaml"
     file.write_text(to_yaml(config))
     log = tmp_path / "learner.log"
-    command = [sys.executable, "-m", "learner.cli", "start", str(file), "--broker", broker_url]
+    command = [sys.executable, "-m", "rlearner.cli", "start", str(file), "--broker", broker_url]
     seen = asyncio.Event()
 
     def answer(ticket: wire.Ticket) -> list[wire.Message | bytes]:
@@ -133,7 +133,7 @@ async def test_kill_9_and_resume_trains_every_ticket_once(bus: Bus, broker_url: 
     train = {"steps": 8, "groups_per_step": 2, "max_staleness": 1}
     file = tmp_path / "run.yaml"
     file.write_text(to_yaml(fleet.config(str(tmp_path), run_name, train=train, checkpoint={"every_steps": 3})))
-    command = [sys.executable, "-m", "learner.cli", "start", str(file), "--broker", broker_url]
+    command = [sys.executable, "-m", "rlearner.cli", "start", str(file), "--broker", broker_url]
     killed: list[int] = []
     process: asyncio.subprocess.Process | None = None
 
@@ -170,7 +170,7 @@ def test_killed_in_the_warm_start_the_next_life_makes_it_anew(broker_url: str, r
     warm = {"steps": 400, "data": str(tmp_path / "rows.jsonl"), "batch_size": 4}
     file = tmp_path / "run.yaml"
     file.write_text(to_yaml(fleet.config(str(tmp_path), run_name, train={"steps": 1}, warm_start=warm)))
-    command = [sys.executable, "-m", "learner.cli", "start", str(file), "--broker", broker_url]
+    command = [sys.executable, "-m", "rlearner.cli", "start", str(file), "--broker", broker_url]
     for life in ("first", "second"):
         log = tmp_path / f"{life}.log"
         with log.open("wb") as output:

@@ -14,8 +14,8 @@ import learner_fleet as fleet
 import psutil
 import pytest
 
-from broker import wire
-from broker.jetstream import Bus
+from broker.contract import wire
+from broker.jetstream.bus import Bus
 from learner.prepare import to_yaml
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -43,7 +43,7 @@ async def test_a_killed_rank_ends_the_learner_in_one_line_and_it_resumes(
         model["tiny"] = {**fleet.TINY, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8}
     file, log = tmp_path / "run.yaml", tmp_path / "learner.log"
     file.write_text(to_yaml(fleet.config(str(tmp_path), run_name, train=train, model=model, checkpoint={"every_steps": 3})))
-    command = [sys.executable, "-m", "learner.cli", "start", str(file), "--broker", broker_url]
+    command = [sys.executable, "-m", "rlearner.cli", "start", str(file), "--broker", broker_url]
     killed: list[int] = []
     process: asyncio.subprocess.Process | None = None
 

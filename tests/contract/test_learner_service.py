@@ -12,16 +12,16 @@ import learner_fleet as fleet
 import pytest
 import torch
 
-from broker import wire
-from broker.announce import Announcer
+from broker.contract import wire
+from broker.contract.streams import CONTROL, DEAD, MEMBERS, RUNS, SAMPLES, TICKETS, WEIGHTS
 from broker.errors import UserError
-from broker.jetstream import Bus
-from broker.process import Stop, Stopped
-from broker.streams import CONTROL, DEAD, MEMBERS, RUNS, SAMPLES, TICKETS, WEIGHTS
+from broker.jetstream.bus import Bus
+from broker.runtime.announce import Announcer
+from broker.runtime.process import Stop, Stopped
 from broker.weights.group import Watch
-from broker.weights.source import Source
-from broker.weights.staging import Flat
-from learner import checkpoint
+from broker.weights.memory.staging import Flat
+from broker.weights.snapshots.snapshot_source import Source
+from learner.checkpoints import checkpoint
 from learner.service import serve
 
 Answer = Callable[[wire.Ticket], list[wire.Message | bytes]]

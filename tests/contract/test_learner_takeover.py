@@ -13,14 +13,14 @@ import pytest
 from waits import LONG_S, until
 
 import learner.service
-from broker import wire
+from broker.contract import wire
+from broker.contract.streams import CONTROL, RUNS
 from broker.errors import UserError
-from broker.jetstream import Bus
-from broker.process import Stop, Stopped
-from broker.runspec import publish_runspec
-from broker.server import BrokerServer
-from broker.streams import CONTROL, RUNS
-from learner import checkpoint
+from broker.jetstream.bus import Bus
+from broker.runtime.process import Stop, Stopped
+from broker.server.private_server import BrokerServer
+from broker.settings.runspec import publish_runspec
+from learner.checkpoints import checkpoint
 from learner.opening import open_training
 from learner.service import serve
 from learner.watch import Watch
@@ -126,7 +126,7 @@ async def test_a_run_that_is_stopped_while_its_learner_loads_stays_stopped(
 
 async def test_asked_to_stop_while_there_is_no_broker_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a last checkpoint, for it cannot know whether the run is still its own; the one before stays."""
-    monkeypatch.setattr("learner.saver.PARTING_S", 0.5)
+    monkeypatch.setattr("learner.checkpoints.saver.PARTING_S", 0.5)
     server = BrokerServer(str(tmp_path / "store"))
     server.start()
     bus = await Bus.connect(server.url, "alone", name="test", deadline_s=60)

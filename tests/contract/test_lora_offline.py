@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from learner import cli
+from rlearner import cli
 from text.config import TinyModel
 from text.tiny import build_tiny
 

@@ -9,14 +9,14 @@ import learner_fleet as fleet
 import pytest
 from waits import until
 
-from broker import wire
-from broker.jetstream import Bus
-from broker.process import Stop
-from broker.streams import EPISODES, SAMPLES, TICKETS
-from learner import ledgerfile, orphans, segments
-from learner.grants import DomainRule, Rules
-from learner.ledger import Ended, Issue, Ledger
-from learner.orphans import OrphanWatch
+from broker.contract import wire
+from broker.contract.streams import EPISODES, SAMPLES, TICKETS
+from broker.jetstream.bus import Bus
+from broker.runtime.process import Stop
+from learner.credit import ledger_file, ledger_segments, orphans
+from learner.credit.grants import DomainRule, Rules
+from learner.credit.ledger import Ended, Issue, Ledger
+from learner.credit.orphans import OrphanWatch
 from learner.service import serve
 
 
@@ -90,6 +90,6 @@ async def test_a_learner_replaces_a_ticket_that_was_acknowledged_without_a_recor
     async with fleet.Hub(bus, answer) as hub, asyncio.timeout(240):
         await serve(config, broker_url, Stop(), connect_deadline_s=60)
     assert [(ticket.number, ticket.task_index) for ticket in hub.tickets] == [(1, 0), (2, 1), (3, 2)]
-    _, dead = ledgerfile.tally(segments.newest(tmp_path / run_name / segments.FOLDER)[0])
+    _, dead = ledger_file.tally(ledger_segments.newest(tmp_path / run_name / ledger_segments.FOLDER)[0])
     assert dead == {"timeout": 1}
     assert f"ticket 2 (lake) closed by learner: timeout, the 1. so far: {orphans.DETAIL}" in caplog.text

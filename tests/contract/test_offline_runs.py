@@ -14,9 +14,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from broker.locks import lock
-from learner import cli
-from learner.metrics import MetricsFile
+from broker.runtime.locks import lock
+from learner.reporting.metrics import MetricsFile
+from rlearner import cli
 from text.config import TinyModel
 from text.tiny import build_tiny
 
@@ -30,8 +30,8 @@ PATIENCE_S = 250.0
 # One child for each pipeline, which are killed as they enter their 7th step, two beyond a checkpoint.
 NURSERY = """
 import json, os, pathlib, signal, sys, time
-from learner.cli import main
-from learner.pipelines import distillation, preference, run, supervised
+from rlearner.cli import main
+from learner.offline import distillation, preference, run, supervised
 
 place = pathlib.Path(sys.argv[1])
 step = run._Loop._step

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 from http_kit import KEY, Api, api
 
-from broker import wire
+from broker.contract import wire
 from broker.errors import ConfigError, UserError
 from rollout.config import RolloutSection, check_engine
 from rollout.engines.base import EngineConfig, Output

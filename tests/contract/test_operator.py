@@ -15,14 +15,14 @@ import learner_fleet as fleet
 import pytest
 from waits import LONG_S
 
-from broker import wire
-from broker.announce import Announcer
-from broker.answers import ApiError
-from broker.api import ask
-from broker.jetstream import Bus
-from broker.process import Stop
-from broker.streams import CONTROL, RUNS, SAMPLES
-from learner.archive import files
+from broker.contract import wire
+from broker.contract.streams import CONTROL, RUNS, SAMPLES
+from broker.jetstream.api import ask
+from broker.jetstream.bus import Bus
+from broker.nats.nats_errors import ApiError
+from broker.runtime.announce import Announcer
+from broker.runtime.process import Stop
+from learner.credit.archive import files
 from learner.prepare import to_yaml
 from learner.service import serve
 
@@ -46,7 +46,9 @@ async def command(*arguments: str) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of ``rlearner …``."""
     environment = {name: value for name, value in os.environ.items() if name not in ("RL_BROKER", "RL_RUN")}
     pipe = asyncio.subprocess.PIPE
-    child = await asyncio.create_subprocess_exec(sys.executable, "-m", "learner.cli", *arguments, stdout=pipe, stderr=pipe, env=environment)
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "rlearner.cli", *arguments, stdout=pipe, stderr=pipe, env=environment
+    )
     out, err = await asyncio.wait_for(child.communicate(), 90)
     assert child.returncode is not None
     return child.returncode, out.decode(), err.decode()
@@ -195,7 +197,7 @@ async def test_a_closed_pipe_ends_a_command_without_a_word(bus: Bus, broker_url:
         os.close(read)
         environment = {**os.environ, "PYTHONUNBUFFERED": "1" if number % 2 else ""}
         child = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "learner.cli", *arguments, stdout=write, stderr=asyncio.subprocess.PIPE, env=environment
+            sys.executable, "-m", "rlearner.cli", *arguments, stdout=write, stderr=asyncio.subprocess.PIPE, env=environment
         )
         os.close(write)
         _, err = await asyncio.wait_for(child.communicate(), LONG_S)

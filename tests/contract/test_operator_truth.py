@@ -15,9 +15,9 @@ import pytest
 import yaml
 from waits import LONG_S, until
 
-from broker.jetstream import Bus
-from broker.runspec import newest_epoch
-from learner import checkpoint
+from broker.jetstream.bus import Bus
+from broker.settings.runspec import newest_epoch
+from learner.checkpoints import checkpoint
 from learner.prepare import to_yaml
 from text.config import TinyModel
 from text.tiny import build_tiny
@@ -31,7 +31,7 @@ class Command:
 
     def __init__(self, *arguments: str, stdout: int | None = None) -> None:
         self._out, self._err = TemporaryFile("w+"), TemporaryFile("w+")  # noqa: SIM115  # closed when they are read
-        command = [sys.executable, "-m", "learner.cli", *arguments]
+        command = [sys.executable, "-m", "rlearner.cli", *arguments]
         self.process = Popen(command, stdout=self._out if stdout is None else stdout, stderr=self._err, env=ENV)
 
     async def ended(self) -> tuple[int, str, str]:

@@ -16,15 +16,16 @@ from large_groups import MB, group
 from slow_link import slow_link
 from waits import LONG_S, until
 
-from broker import jetstream, wire
+from broker.contract import wire
+from broker.contract.sizes import INLINE_BYTES, PART_BYTES
+from broker.contract.streams import EPISODES, EVALS, PARTS, SAMPLES
 from broker.errors import TooLarge
-from broker.jetstream import Bus, LogRecord
-from broker.parts import ended_tickets
-from broker.peek import peek
-from broker.server import BrokerServer
-from broker.sizes import INLINE_BYTES, PART_BYTES
-from broker.store import MESSAGE_ID, store
-from broker.streams import EPISODES, EVALS, PARTS, SAMPLES
+from broker.jetstream import bus as jetstream
+from broker.jetstream.bus import Bus, LogRecord
+from broker.jetstream.parts import ended_tickets
+from broker.jetstream.publish import MESSAGE_ID, store
+from broker.jetstream.stored_message import peek
+from broker.server.private_server import BrokerServer
 
 SIZE = 5 * MB
 COUNT = 5  # parts of that size
@@ -178,8 +179,8 @@ _PUBLISH = """
 import asyncio, sys
 sys.path.insert(0, sys.argv[3])
 from large_groups import MB, group
-from broker.jetstream import Bus
-from broker.streams import SAMPLES
+from broker.jetstream.bus import Bus
+from broker.contract.streams import SAMPLES
 async def publish():
     bus = await Bus.connect(sys.argv[1], sys.argv[2], name="victim")
     print("begins", flush=True)
@@ -232,7 +233,7 @@ async def test_many_subjects_are_listed_page_by_page(bus: Bus, monkeypatch: pyte
             answer["state"]["subjects"] = dict.fromkeys(sorted(answer["state"]["subjects"])[:10], 1)
         return answer
 
-    monkeypatch.setattr("broker.parts.ask", small_pages)
+    monkeypatch.setattr("broker.jetstream.parts.ask", small_pages)
     assert await bus.trim_parts(SAMPLES, keep=lambda ticket: ticket % 2 == 0) == 15
     assert pages == [0, 10, 20]
 

@@ -14,15 +14,15 @@ import pytest
 from envhub_world import World
 from waits import until
 
-from broker import wire
-from broker.announce import Announcer
-from broker.jetstream import Bus
-from broker.process_identity import this_process
-from broker.provision import delete_stream
-from broker.streams import ATTEMPTS, DEAD, SAMPLES
-from envhub.assignment import assignment
-from envhub.attempts import Attempts
-from envhub.suspicion import Judgement
+from broker.contract import wire
+from broker.contract.streams import ATTEMPTS, DEAD, SAMPLES
+from broker.jetstream.bus import Bus
+from broker.jetstream.provision import delete_stream
+from broker.runtime.announce import Announcer
+from broker.runtime.process_identity import this_process
+from envhub.tickets.assignment import assignment
+from envhub.tickets.attempts import Attempts
+from envhub.tickets.suspicion import Judgement
 
 DEADLY = f"{Path(__file__).parents[1] / 'unit' / 'deadly_env.py'}:Deadly"
 GONE = f"{this_process().rsplit('/', 2)[0]}/{os.getpid()}/1"  # a process of this machine whose number was given away again

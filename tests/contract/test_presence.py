@@ -14,13 +14,13 @@ import pytest
 import uvloop
 from waits import LONG_S, until
 
-from broker import wire
-from broker.announce import Announcer
-from broker.jetstream import Bus
-from broker.natspy import Msg
-from broker.presence import Roster, census
-from broker.server import BrokerServer
-from broker.streams import MEMBERS, PRESENCE, SAMPLES, TICKETS
+from broker.contract import wire
+from broker.contract.streams import MEMBERS, PRESENCE, SAMPLES, TICKETS
+from broker.jetstream.bus import Bus
+from broker.nats.client import Msg
+from broker.runtime.announce import Announcer
+from broker.runtime.presence import Roster, census
+from broker.server.private_server import BrokerServer
 
 
 class Process:

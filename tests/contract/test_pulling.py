@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator
 import pytest
 from waits import LONG_S, until
 
-from broker import wire
-from broker.jetstream import Bus
-from broker.pulling import fetch_unless
-from broker.streams import TICKETS
+from broker.contract import wire
+from broker.contract.streams import TICKETS
+from broker.jetstream.bus import Bus
+from broker.jetstream.pulling import fetch_unless
 
 
 @pytest.fixture

@@ -14,16 +14,17 @@ import learner_fleet as fleet
 import pytest
 
 from bench.fleet import free_port
-from broker import wire
+from broker.contract import wire
+from broker.contract.streams import RUNS, SAMPLES, TICKETS
 from broker.errors import UserError
-from broker.jetstream import Bus
-from broker.process import Stop
-from broker.provision import delete_stream
-from broker.server import BrokerServer
-from broker.streams import RUNS, SAMPLES, TICKETS
-from learner import checkpoint, segments
-from learner.cli import main
+from broker.jetstream.bus import Bus
+from broker.jetstream.provision import delete_stream
+from broker.runtime.process import Stop
+from broker.server.private_server import BrokerServer
+from learner.checkpoints import checkpoint
+from learner.credit import ledger_segments
 from learner.service import serve
+from rlearner.cli import main
 
 RUN = "rebased"
 STEPS = 6
@@ -157,8 +158,8 @@ async def audited(broker: Broker, folder: Path, capsys: pytest.CaptureFixture[st
 
 
 def _in_its_own_loop(arguments: list[str]) -> int:
-    from learner.cli import _parse
-    from learner.ops.auditing import audit_run
+    from rlearner.cli import _parse
+    from rlearner.ops.auditing import audit_run
 
     return asyncio.run(audit_run(_parse(arguments)))
 
@@ -198,8 +199,8 @@ async def test_the_whole_store_is_lost(broker: Broker, tmp_path: Path, keep: boo
 
 
 def _replay(folder: Path) -> int:
-    from learner.cli import _parse
-    from learner.ops.replaying import replay_run
+    from rlearner.cli import _parse
+    from rlearner.ops.replaying import replay_run
 
     return asyncio.run(replay_run(_parse(["replay", RUN, "--dir", str(folder.parent), "--from", "0", "--to", str(STEPS)])))
 
@@ -250,7 +251,8 @@ async def test_killed_after_a_rebase_the_next_life_needs_no_flag(broker: Broker,
     async with asyncio.timeout(120):
         life = asyncio.create_task(serve(config, broker.url, Stop(), connect_deadline_s=60, rebase=True))
         await die_when(
-            life, lambda: [line.ticket for line in segments.Lines(folder / segments.FOLDER) if line.reason == "lost"][-1:] == [8]
+            life,
+            lambda: [line.ticket for line in ledger_segments.Lines(folder / ledger_segments.FOLDER) if line.reason == "lost"][-1:] == [8],
         )
     assert await last_life(broker, config, rebase=False) == list(range(11, 19))
     assert tickets(folder) == (18, 12, 0, 0, 6, 0)

@@ -12,8 +12,9 @@ import pytest
 import yaml
 
 from bench import resume
-from learner import archive, checkpoint
-from learner.cli import main
+from learner.checkpoints import checkpoint
+from learner.credit import archive
+from rlearner.cli import main
 
 STEPS = 7
 

@@ -17,12 +17,13 @@ import pytest
 from aiohttp import web
 from waits import LONG_S, until
 
-from broker import runspec, wire
-from broker.jetstream import Bus, LogRecord
-from broker.presence import Roster, census
-from broker.store import store
-from broker.streams import CONTROL, DEAD, EPISODES, EVALS, PARTS, SAMPLES, Stream
-from broker.unstored import watch_metrics
+from broker.contract import wire
+from broker.contract.streams import CONTROL, DEAD, EPISODES, EVALS, PARTS, SAMPLES, Stream
+from broker.jetstream.bus import Bus, LogRecord
+from broker.jetstream.publish import store
+from broker.nats.core_messages import watch_metrics
+from broker.runtime.presence import Roster, census
+from broker.settings import runspec
 
 ROOT = Path(__file__).parents[2]
 FUNCTIONS = str(ROOT / "tests" / "unit" / "reward_functions.py")

@@ -19,17 +19,17 @@ import learner_fleet as fleet
 import pytest
 from waits import LONG_S, until
 
-from broker import wire
-from broker.announce import Announcer
+from broker.contract import wire
+from broker.contract.streams import MEMBERS
 from broker.errors import Fenced, UserError
-from broker.jetstream import Bus
-from broker.process_identity import this_process
-from broker.runspec import newest_epoch, publish_runspec
-from broker.streams import MEMBERS
+from broker.jetstream.bus import Bus
+from broker.runtime.announce import Announcer
+from broker.runtime.process_identity import this_process
+from broker.settings.runspec import newest_epoch, publish_runspec
 from learner import rivals
-from learner.ops.place import note_epoch
 from learner.prepare import to_yaml
 from learner.rivals import Rivals
+from learner.run_folder import note_epoch
 from text.config import TinyModel
 from text.tiny import build_tiny
 
@@ -42,7 +42,7 @@ class Learner:
 
     def __init__(self, file: Path, url: str, *options: str) -> None:
         self.log = file.with_name(f"{os.urandom(4).hex()}.log")
-        command = [sys.executable, "-m", "learner.cli", "start", str(file), "--broker", url, *options]
+        command = [sys.executable, "-m", "rlearner.cli", "start", str(file), "--broker", url, *options]
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(command, stdout=output, stderr=output, env=ENV)
 

@@ -21,16 +21,18 @@ import pytest
 import torch
 import transformers
 
-from broker import channel, runspec, wire
-from broker.channel import ChannelClient
+from broker.channel import carriers
+from broker.channel.carriers import ChannelClient
+from broker.contract import wire
+from broker.contract.streams import RUNS
 from broker.errors import RequestFailed
-from broker.jetstream import Bus
-from broker.presence import Roster
-from broker.streams import RUNS
-from broker.unstored import watch_metrics
+from broker.jetstream.bus import Bus
+from broker.nats.core_messages import watch_metrics
+from broker.runtime.presence import Roster
+from broker.settings import runspec
+from broker.weights.memory.staging import plan_of
 from broker.weights.probe import make_probe
-from broker.weights.send import Sender
-from broker.weights.staging import plan_of
+from broker.weights.sender.send import Sender
 from text.config import TinyModel
 from text.tiny import build_tiny
 
@@ -65,7 +67,7 @@ class Fleet:
 
     def __init__(self, bus: Bus, url: str, kind: str) -> None:
         self.bus, self.url = bus, url
-        self.roster, self.client = Roster(bus), channel.connect(kind, bus)
+        self.roster, self.client = Roster(bus), carriers.connect(kind, bus)
         self.servers: list[Server] = []
 
     async def start(self, name: str, *options: str) -> Server:
@@ -311,7 +313,7 @@ async def test_a_new_epoch_that_cannot_be_served_ends_the_server_as_at_its_start
 
 
 async def test_the_run_stopped_by_the_operator_ends_it(fleet: Fleet) -> None:
-    from broker.streams import CONTROL
+    from broker.contract.streams import CONTROL
 
     server = await fleet.start("r1", "--engine", "random")
     await fleet.serving("r1")

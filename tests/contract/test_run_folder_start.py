@@ -12,19 +12,19 @@ import learner_fleet as fleet
 import yaml
 from waits import LONG_S
 
-from broker.jetstream import Bus
-from broker.process import Stop
-from broker.server import BrokerServer
-from learner.ops.place import STORE, note_broker, private_addresses
+from broker.jetstream.bus import Bus
+from broker.runtime.process import Stop
+from broker.server.private_server import BrokerServer
 from learner.prepare import to_yaml
+from learner.run_folder import STORE, note_broker, private_addresses
 from learner.service import serve
-from learner.up.claim import Claim
+from rlearner.up.claim import Claim
 
 
 async def start(*arguments: str, command: str = "start") -> tuple[int | None, str, str]:
     """Exit code, stdout and stderr."""
     pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "learner.cli", command, *arguments, stdout=pipe, stderr=pipe)
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "rlearner.cli", command, *arguments, stdout=pipe, stderr=pipe)
     out, err = await process.communicate()
     return process.returncode, out.decode(), err.decode()
 

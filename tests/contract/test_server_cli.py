@@ -14,12 +14,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from broker import cli, wire
-from broker.announce import Announcer
+from broker import cli
+from broker.contract import wire
+from broker.contract.examples import EXAMPLES
+from broker.contract.streams import CONTROL, EPISODES, RUNS, SAMPLES, TICKETS
 from broker.errors import UserError
-from broker.examples import EXAMPLES
-from broker.jetstream import Bus
-from broker.streams import CONTROL, EPISODES, RUNS, SAMPLES, TICKETS
+from broker.jetstream.bus import Bus
+from broker.runtime.announce import Announcer
 
 
 def command(*arguments: str) -> list[str]:

@@ -16,10 +16,10 @@ from test_weights import SETTINGS, Child, Spawn, offer, ready, spawn  # noqa: F4
 from waits import until
 from weights_model import content, make_tensors, probe_of
 
-from broker.jetstream import Bus
-from broker.weights.send import Sender
-from broker.weights.staging import plan_of
-from broker.weights.transfer import Settings
+from broker.jetstream.bus import Bus
+from broker.weights.memory.staging import plan_of
+from broker.weights.sender.send import Sender
+from broker.weights.sender.transfer import Settings
 
 SHARED = Settings(shared=True, timeout_s=SETTINGS.timeout_s, connect_timeout_s=SETTINGS.connect_timeout_s)
 OTHER_PROCESSES = [

@@ -11,9 +11,9 @@ import learner_fleet as fleet
 import pytest
 from test_operator import command
 
-from broker import wire
-from broker.jetstream import Bus
-from broker.process import Stop
+from broker.contract import wire
+from broker.jetstream.bus import Bus
+from broker.runtime.process import Stop
 from learner.service import serve
 
 EQUAL = "in the last 5 steps all rewards of each group were equal"
@@ -27,7 +27,7 @@ async def test_equal_rewards(bus: Bus, broker_url: str, run_name: str, tmp_path:
     async with fleet.Hub(bus, equal), asyncio.timeout(120):
         await serve(config, broker_url, Stop(), connect_deadline_s=60)
     said = [record for record in caplog.records if record.message.startswith(EQUAL)]
-    assert [(record.levelno, record.name) for record in said] == [(logging.WARNING, "learner.book")]
+    assert [(record.levelno, record.name) for record in said] == [(logging.WARNING, "learner.reporting.metrics_writer")]
     where = (run_name, "--dir", str(tmp_path))
     code, out, _ = await command("status", *where, "--json")
     assert code == 0

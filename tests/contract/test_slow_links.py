@@ -9,10 +9,10 @@ import pytest
 from large_groups import MB, group
 from slow_link import slow_link
 
-from broker import wire
-from broker.delivery import Delivery
-from broker.jetstream import Bus
-from broker.streams import EPISODES, SAMPLES, TICKETS
+from broker.contract import wire
+from broker.contract.streams import EPISODES, SAMPLES, TICKETS
+from broker.jetstream.bus import Bus
+from broker.jetstream.delivery import Delivery
 
 
 async def drained(bus: Bus, key: str, count: int, limit: int = 64) -> list[Delivery]:
@@ -102,8 +102,8 @@ async def test_a_large_record_is_read_over_a_slow_link(bus: Bus, broker_url: str
 
 async def test_a_connection_whose_bytes_move_is_kept(bus: Bus, broker_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answers to its pings come behind all that is on the wire; the third one that is late ends a connection."""
-    monkeypatch.setattr("broker.link.PING_EVERY_S", 1)
-    monkeypatch.setattr("broker.link.LOOK_EVERY_S", 0.4)
+    monkeypatch.setattr("broker.nats.connection.PING_EVERY_S", 1)
+    monkeypatch.setattr("broker.nats.connection.LOOK_EVERY_S", 0.4)
     async with slow_link(broker_url, up=0.3 * MB) as link:
         far = await Bus.connect(link.url, bus.run, name="far", deadline_s=60)
         await far.publish(SAMPLES, group(1, int(1.9 * MB), pools=[]), ticket=1)

@@ -11,11 +11,11 @@ import pytest
 import torch
 from test_rollout_service import Fleet, ask, check, fleet, load, model_path, probe_of, stop  # noqa: F401  # fixtures
 
-from broker.unstored import watch_metrics
-from broker.weights.publish import Publisher
-from broker.weights.send import Sender
-from broker.weights.staging import plan_of
-from learner.snapshots import SnapshotServer
+from broker.nats.core_messages import watch_metrics
+from broker.weights.memory.staging import plan_of
+from broker.weights.sender.send import Sender
+from broker.weights.snapshots.publish import Publisher
+from learner.weights.snapshots import SnapshotServer
 
 KEY = "a-key-of-sixteen-or-more"
 

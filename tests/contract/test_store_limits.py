@@ -12,20 +12,21 @@ import pytest
 from store_filler import LIMIT_MIB, Filler
 from waits import LONG_S, until
 
-from broker import reserve, wire
+from broker.contract import wire
+from broker.contract.examples import EXAMPLES
+from broker.contract.streams import CONTROL, RESERVE, RUNS, SAMPLES, TICKETS, WEIGHTS
 from broker.errors import UserError
-from broker.examples import EXAMPLES
-from broker.jetstream import Bus
-from broker.process import Stop
-from broker.runspec import publish_runspec
-from broker.server import BrokerServer
-from broker.streams import CONTROL, RESERVE, RUNS, SAMPLES, TICKETS, WEIGHTS
-from learner import checkpoint
-from learner import gate as gate_module
-from learner.gate import Gate
-from learner.grants import DomainRule, Rules
-from learner.ledger import Ledger
-from learner.metrics import read_lines
+from broker.jetstream import reserve
+from broker.jetstream.bus import Bus
+from broker.runtime.process import Stop
+from broker.server.private_server import BrokerServer
+from broker.settings.runspec import publish_runspec
+from learner.checkpoints import checkpoint
+from learner.credit import store_gate as gate_module
+from learner.credit.grants import DomainRule, Rules
+from learner.credit.ledger import Ledger
+from learner.credit.store_gate import Gate
+from learner.reporting.metrics import read_lines
 from learner.service import serve
 
 

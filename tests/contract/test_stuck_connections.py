@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import pytest
 from waits import LONG_S, until
 
-import broker.link
-from broker.link import Link
-from broker.natspy import nats_errors
-from broker.server import BrokerServer
+import broker.nats.connection
+from broker.nats.client import nats_errors
+from broker.nats.connection import Link
+from broker.server.private_server import BrokerServer
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ async def test_the_answer_to_a_ping_that_was_given_up_does_no_harm(server: Broke
 
 async def test_a_client_that_has_stopped_reading_is_replaced(server: BrokerServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever stopped it: bytes that go out are no sign of life."""
-    monkeypatch.setattr(broker.link, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(broker.nats.connection, "LOOK_EVERY_S", 0.05)
     link = Link(server.url, "test")
     await link.open(LONG_S)
     before = link._client

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import learner_fleet as fleet
 
-from broker.jetstream import Bus
-from broker.process import Stop
-from broker.streams import DEAD, TICKETS
+from broker.contract.streams import DEAD, TICKETS
+from broker.jetstream.bus import Bus
+from broker.runtime.process import Stop
 from learner.service import serve
 
 HUB = Path(__file__).parents[2] / "docs" / "third_party_hub.py"

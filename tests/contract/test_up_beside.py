@@ -11,17 +11,17 @@ import learner_fleet as fleet
 import pytest
 from waits import LONG_S
 
-from broker import wire
+from broker.contract import wire
 from broker.errors import UserError
-from broker.jetstream import Bus
-from broker.presence import census
-from broker.process import Stop
-from learner.ops.listing import look
-from learner.ops.place import note_broker, noted_address
+from broker.jetstream.bus import Bus
+from broker.runtime.presence import census
+from broker.runtime.process import Stop
 from learner.prepare import to_yaml
+from learner.run_folder import note_broker, noted_address
 from learner.service import serve
+from rlearner.ops.listing import look
 
-COMMAND = [sys.executable, "-m", "learner.cli"]
+COMMAND = [sys.executable, "-m", "rlearner.cli"]
 
 
 async def up(file: Path) -> tuple[int | None, str, str]:

@@ -19,14 +19,14 @@ from torch import Tensor
 from waits import LONG_S, until
 from weights_model import SHAPES, content, make_tensors, probe_of
 
-from broker import wire
+from broker.contract import wire
+from broker.contract.streams import WEIGHTS
 from broker.errors import Fenced
-from broker.jetstream import Bus
-from broker.presence import Roster
-from broker.streams import WEIGHTS
-from broker.weights.send import Sender
-from broker.weights.staging import plan_of
-from broker.weights.transfer import Settings
+from broker.jetstream.bus import Bus
+from broker.runtime.presence import Roster
+from broker.weights.memory.staging import plan_of
+from broker.weights.sender.send import Sender
+from broker.weights.sender.transfer import Settings
 
 SETTINGS = Settings(timeout_s=2.0, connect_timeout_s=2.0)
 HERE = Path(__file__).parent
@@ -349,7 +349,7 @@ async def test_what_ends_the_sender_is_raised_to_its_owner(bus: Bus, spawn: Spaw
     def fails(*_: object) -> None:
         raise LookupError("nobody foresaw this")
 
-    monkeypatch.setattr("broker.weights.send.lead" if what == "_send" else "broker.weights.send.Offers.publish", fails)
+    monkeypatch.setattr("broker.weights.sender.send.lead" if what == "_send" else "broker.weights.sender.send.Offers.publish", fails)
     sender = Sender(bus, plan_of(make_tensors(0), 1), epoch=1, settings=SETTINGS)
     await sender.start()
     joining = asyncio.create_task(sender.join())

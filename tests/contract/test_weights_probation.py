@@ -10,18 +10,18 @@ import pytest
 from test_weights import SETTINGS, Spawn, offer, ready, spawn  # noqa: F401  # fixture
 from weights_model import make_tensors
 
-from broker import wire
-from broker.answers import NoResponders
+from broker.contract import wire
+from broker.contract.streams import WEIGHTSYNC
 from broker.errors import RlearnerError
-from broker.jetstream import Bus
-from broker.streams import WEIGHTSYNC
-from broker.unstored import request
-from broker.weights import membership
+from broker.jetstream.bus import Bus
+from broker.nats.core_messages import request
+from broker.nats.nats_errors import NoResponders
 from broker.weights.group import Watch, connect_store
-from broker.weights.lines import Lines
-from broker.weights.send import Sender
-from broker.weights.staging import plan_of
-from broker.weights.transfer import PEER
+from broker.weights.memory.staging import plan_of
+from broker.weights.sender import membership
+from broker.weights.sender.send import Sender
+from broker.weights.sender.transfer import PEER
+from broker.weights.store_messages import Lines
 
 NUM_VERSIONS = 5
 

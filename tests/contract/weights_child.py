@@ -27,13 +27,14 @@ from memfd_device import Memfd
 from torch import Tensor
 from weights_model import content, make_tensors, probe_logprobs
 
-from broker import wire
-from broker.jetstream import Bus
-from broker.weights import follow, reading, shared
+from broker.contract import wire
+from broker.jetstream.bus import Bus
 from broker.weights.digest import BucketDigest, digest_bucket
+from broker.weights.memory import shared
 from broker.weights.probe import check_probe
-from broker.weights.receive import Receiver
-from broker.weights.transfer import Settings
+from broker.weights.receiver import follow, reading
+from broker.weights.receiver.receive import Receiver
+from broker.weights.sender.transfer import Settings
 
 
 def say(**fields: Any) -> None:
@@ -104,5 +105,5 @@ async def main(url: str, run: str, server: str, options: dict[str, Any]) -> None
 if __name__ == "__main__":
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
-    logging.getLogger("broker.weights.receive").addHandler(Saying())
+    logging.getLogger("broker.weights.receiver.receive").addHandler(Saying())
     asyncio.run(main(sys.argv[1], sys.argv[2], sys.argv[3], json.loads(sys.argv[4])))

@@ -20,11 +20,11 @@ from memfd_device import Memfd
 from waits import until
 from weights_model import make_tensors, probe_of
 
-from broker.jetstream import Bus
+from broker.jetstream.bus import Bus
 from broker.weights.group import Communicator
-from broker.weights.send import Sender
-from broker.weights.staging import Staged, plan_of
-from broker.weights.transfer import Settings
+from broker.weights.memory.staging import Staged, plan_of
+from broker.weights.sender.send import Sender
+from broker.weights.sender.transfer import Settings
 
 
 def end(what: str) -> None:

@@ -66,7 +66,7 @@ def up(command: list[str], model: Path, folder: Path, **sections: dict[str, Any]
         **sections,
     }  # fmt: skip
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    start = [sys.executable, "-m", "learner.cli", "up", str(folder / "config.yaml")]
+    start = [sys.executable, "-m", "rlearner.cli", "up", str(folder / "config.yaml")]
     return subprocess.run(start, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=800, check=False)
 
 

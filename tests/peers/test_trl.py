@@ -7,14 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from broker.registry import resolve
-from learner.aggregation import Counts, denominator, token_weights
+from broker.settings.registry import resolve
+from learner.algorithm.aggregation import Counts, denominator, token_weights
+from learner.algorithm.corrections import CORRECTIONS
+from learner.algorithm.corrections.base import Facts
+from learner.algorithm.kl import kl_penalty
+from learner.algorithm.losses import LOSSES
+from learner.algorithm.losses.base import Tokens
 from learner.config import AlgorithmSection
-from learner.corrections import CORRECTIONS
-from learner.corrections.base import Facts
-from learner.kl import kl_penalty
-from learner.losses import LOSSES
-from learner.losses.base import Tokens
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -13,9 +13,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from learner.losses.distill import kl
-from learner.losses.preference import Pairs
-from learner.pipelines import PREFERENCES
+from learner.algorithm.losses.distill import kl
+from learner.algorithm.losses.preference import Pairs
+from learner.offline import PREFERENCES
 
 pytest.importorskip("trl", reason="make test-peers puts it beside the environment")
 
@@ -24,7 +24,7 @@ with warnings.catch_warnings():
     from trl.experimental.gkd.gkd_trainer import GKDTrainer
     from trl.trainer.dpo_trainer import DPOTrainer
 
-from broker.registry import resolve
+from broker.settings.registry import resolve
 
 PAIRS, LENGTH, VOCABULARY = 6, 11, 17
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from broker.config import Section
+from broker.settings.config import Section
 from envhub.envs.base import Environment, Observation, Split, StepResult
 
 

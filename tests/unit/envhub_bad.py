@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from broker.config import Section
+from broker.settings.config import Section
 from envhub.envs.base import Environment, Observation, Split, StepResult
 
 _kept: list[bytearray] = []

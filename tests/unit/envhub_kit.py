@@ -7,10 +7,10 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from broker.config import DomainSection, Section
+from broker.settings.config import DomainSection, Section
 from envhub.domain import Domain, load_domain
 from envhub.envs.base import Environment, Observation, Split, StepResult
-from envhub.generate import Ask, Sampled
+from envhub.servers.generate import Ask, Sampled
 from text.config import TinyModel
 from text.tiny import _write_tokenizer
 from text.tokenizer import Tokenizer

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 
-from broker import wire
+from broker.contract import wire
 
 VOCAB = 120
 _COMMON: dict[str, Any] = {"vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0, "max_position_embeddings": 256}

@@ -10,19 +10,20 @@ from typing import Any
 import msgspec
 import yaml
 
-from broker import wire
-from broker.delivery import decode
-from broker.jetstream import LogRecord
-from broker.process import Stop
-from broker.streams import SAMPLES
-from learner import checkpoint, intake, segments
+from broker.contract import wire
+from broker.contract.streams import SAMPLES
+from broker.jetstream.bus import LogRecord
+from broker.jetstream.delivery import decode
+from broker.runtime.process import Stop
+from learner.algorithm.selection import num_kept
+from learner.checkpoints import checkpoint
 from learner.config import SamplesSection
-from learner.grants import DomainRule, Rules
-from learner.ledger import Action, Entry, Issue, Ledger
-from learner.ledgerfile import Line, digest
-from learner.metrics import MetricsFile, count_tickets
-from learner.records import Records
-from learner.selection import num_kept
+from learner.credit import intake, ledger_segments
+from learner.credit.grants import DomainRule, Rules
+from learner.credit.ledger import Action, Entry, Issue, Ledger
+from learner.credit.ledger_file import Line, digest
+from learner.credit.records import Records
+from learner.reporting.metrics import MetricsFile, count_tickets
 
 STEPS = 4
 Answer = Callable[[wire.Ticket], list[wire.Message | bytes]]
@@ -108,12 +109,12 @@ def out_of_order(ticket: wire.Ticket) -> list[wire.Message | bytes]:
 
 def ledger_files(run: Path) -> dict[str, bytes]:
     """By name, the bytes of each ledger file of a run, oldest first."""
-    return {path.name: path.read_bytes() for _, path in segments.found(run / segments.FOLDER)}
+    return {path.name: path.read_bytes() for _, path in ledger_segments.found(run / ledger_segments.FOLDER)}
 
 
 def ledger_lines(run: Path) -> list[Line]:
     """Every line of a run's ledger files, which can all be read."""
-    lines = segments.Lines(run / segments.FOLDER)
+    lines = ledger_segments.Lines(run / ledger_segments.FOLDER)
     found = list(lines)
     assert lines.problem == ""
     return found
@@ -127,7 +128,7 @@ class World:
     """
 
     def __init__(
-        self, folder: Path, answer: Answer = eventful, *, keep: bool = True, segment_bytes: int = segments.MAX_BYTES, **more: Any
+        self, folder: Path, answer: Answer = eventful, *, keep: bool = True, segment_bytes: int = ledger_segments.MAX_BYTES, **more: Any
     ) -> None:
         self.folder, self.answer, self.keep, self.rules = folder, answer, keep, rules(**more)
         self.segment_bytes = segment_bytes

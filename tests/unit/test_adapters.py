@@ -12,11 +12,11 @@ import gymnasium
 import pytest
 
 from broker.errors import ConfigError, NotInstalled
-from envhub.envs.foreign import seed_of
-from envhub.envs.gem_env import GemArgs, GemEnv
-from envhub.envs.gymnasium_env import GymnasiumArgs, GymnasiumEnv, plain
-from envhub.envs.reasoning_gym_env import ReasoningGymArgs, ReasoningGymEnv
-from envhub.envs.textarena_env import TextArenaArgs, TextArenaEnv
+from envhub.envs.adapters.foreign import seed_of
+from envhub.envs.adapters.gem_env import GemArgs, GemEnv
+from envhub.envs.adapters.gymnasium_env import GymnasiumArgs, GymnasiumEnv, plain
+from envhub.envs.adapters.reasoning_gym_env import ReasoningGymArgs, ReasoningGymEnv
+from envhub.envs.adapters.textarena_env import TextArenaArgs, TextArenaEnv
 
 LAKE = {"id": "FrozenLake-v1", "make_args": {"is_slippery": False}, "actions": ["left", "down", "right", "up"]}
 

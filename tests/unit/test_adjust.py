@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.adjust import Mode, adjust
+from learner.algorithm.batch_adjust import Mode, adjust
 
 MODES = get_args(Mode)
 

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker import wire
-from broker.registry import resolve
-from learner.advantages import ADVANTAGES, WHOLE_BATCH, grpo, reinforce, rloo
+from broker.contract import wire
+from broker.settings.registry import resolve
+from learner.algorithm.advantages import ADVANTAGES, WHOLE_BATCH, grpo, reinforce, rloo
 from learner.config import AlgorithmSection
 
 REWARDS = st.lists(st.floats(-100, 100, allow_subnormal=False), min_size=1, max_size=12)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envhub.agents.record import Record, Sample
-from envhub.generate import Sampled
+from envhub.servers.generate import Sampled
 from text.tokenizer import Tokenizer
 
 END = 0  # closes an answer; its text is "."

@@ -18,13 +18,13 @@ from envhub_kit import Scripted, domain, write_tokenizer
 from template_models import make_tokenizer_folder
 from waits import runs
 
-from broker import checks
+from broker.contract import checks
 from broker.errors import ConfigError
 from envhub import config
-from envhub.calls import Calls
-from envhub.generate import Ask, Sampled, TurnFailed
-from envhub.players import Limits, Players
-from envhub.task import EpisodeFailed, Played, Task
+from envhub.episodes.calls import Calls
+from envhub.episodes.runners import Limits, Players
+from envhub.episodes.task import EpisodeFailed, Played, Task
+from envhub.servers.generate import Ask, Sampled, TurnFailed
 from text.tokenizer import Tokenizer
 
 HERE = Path(__file__).parent

@@ -6,9 +6,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from learner.grants import DomainRule, Rules
-from learner.ledger import Action, Arrived, Changed, Ended, Forget, Issue, Ledger, Record
-from learner.tickets import Ages
+from learner.credit.grants import DomainRule, Rules
+from learner.credit.ledger import Action, Arrived, Changed, Ended, Forget, Issue, Ledger, Record
+from learner.credit.tickets import Ages
 
 TIMEOUT_S = 10.0
 NAMES = ["a", "b", "c"]

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.aggregation import MODES, Counts, denominator, token_weights
+from learner.algorithm.aggregation import MODES, Counts, denominator, token_weights
 
 ROWS = st.lists(st.lists(st.floats(-10, 10), max_size=6), min_size=1, max_size=8)
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from broker.errors import ConfigError, UserError
-from broker.registry import resolve
-from broker.runspec import load, validate
-from learner.advantages import ADVANTAGES, NEEDS_GROUPS, WHOLE_BATCH
+from broker.settings.registry import resolve
+from broker.settings.runspec import load, validate
+from learner.algorithm.advantages import ADVANTAGES, NEEDS_GROUPS, WHOLE_BATCH
+from learner.algorithm.corrections import CORRECTIONS
+from learner.algorithm.losses import LOSSES
 from learner.config import AlgorithmSection
-from learner.corrections import CORRECTIONS
-from learner.losses import LOSSES
 
 ROOT = Path(__file__).parents[2]
 PRESETS = sorted(path.stem for path in (ROOT / "configs" / "algorithm").glob("*.yaml"))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from waits import LONG_S, until
 
-from broker import wire
+from broker.contract import wire
 from rollout.answering import Answering
 from rollout.engines.base import Engine, Output
 

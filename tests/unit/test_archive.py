@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import run_folder_kit as kit
 
-from broker.jetstream import LogRecord
-from learner import archive
-from learner.archive import Archive, cut, files, find, frames, pick
-from learner.ledgerfile import digest
+from broker.jetstream.bus import LogRecord
+from learner.credit import archive
+from learner.credit.archive import Archive, cut, files, find, frames, pick
+from learner.credit.ledger_file import digest
 
 
 def record(seq: int, size: int = 100) -> LogRecord:

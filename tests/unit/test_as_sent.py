@@ -9,7 +9,7 @@ import torch
 from torch_backend_kit import backend, samples, save_model
 
 from broker.weights import fp8
-from broker.weights.staging import Flat, plan_of
+from broker.weights.memory.staging import Flat, plan_of
 from learner.config import LoraSection, TrainSection
 from text.config import ModelSection
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from test_more_advantages import trajectory
 
-from broker import wire
-from broker.registry import resolve
-from learner.advantages import ADVANTAGES, WHOLE_BATCH
-from learner.assembly import Assembly, scores_needed
+from broker.contract import wire
+from broker.settings.registry import resolve
+from learner.algorithm.advantages import ADVANTAGES, WHOLE_BATCH
+from learner.algorithm.assembly import Assembly, scores_needed
+from learner.algorithm.samples import Scores, TrainSample
 from learner.config import AlgorithmSection, CriticSection, RewardNormalization
-from learner.samples import Scores, TrainSample
 
 
 def group(ticket: int, rewards: list[float], **more: Any) -> wire.Group:

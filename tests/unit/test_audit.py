@@ -14,17 +14,17 @@ from typing import Any
 import pytest
 import run_folder_kit as kit
 
-from broker import wire
+from broker.contract import wire
 from broker.errors import DataError, UserError
-from learner import archive, segments
-from learner.archive import files
-from learner.audit import tapped
-from learner.audit.report import Report, ranges
-from learner.audit.run import read_books, reconcile
-from learner.audit.sources import check_metrics, stored
-from learner.audit.tally import Tally
-from learner.ledger import Arrived, Ledger
-from learner.ledgerfile import Line, Scribe
+from learner.credit import archive, ledger_segments
+from learner.credit.archive import files
+from learner.credit.ledger import Arrived, Ledger
+from learner.credit.ledger_file import Line, Scribe
+from rlearner.audit import tapped
+from rlearner.audit.report import Report, ranges
+from rlearner.audit.run import read_books, reconcile
+from rlearner.audit.sources import check_metrics, stored
+from rlearner.audit.tally import Tally
 
 CLEAN = {"tickets": 12, "trained": 8, "filtered": 0, "dropped": 2, "dead": 2, "open": 0, "lost": 0, "trained_twice": 0}
 CLEAN |= {"not_archived": 0, "ok": True}
@@ -61,12 +61,12 @@ def put(path: Path, lines: list[str]) -> None:
 
 def ledger_file(world: kit.World) -> Path:
     """The only one of a short run."""
-    ((_, path),) = segments.found(world.folder / segments.FOLDER)
+    ((_, path),) = ledger_segments.found(world.folder / ledger_segments.FOLDER)
     return path
 
 
 # One boundary to a file, a few to a file, all in one.
-SIZES = pytest.mark.parametrize("segment_bytes", [1, 2000, segments.MAX_BYTES])
+SIZES = pytest.mark.parametrize("segment_bytes", [1, 2000, ledger_segments.MAX_BYTES])
 
 
 @SIZES
@@ -172,7 +172,7 @@ async def test_a_ticket_whose_record_is_gone_before_its_step_is_lost(tmp_path: P
 @SIZES
 async def test_each_line_removed_or_doubled_fails(tmp_path: Path, segment_bytes: int) -> None:
     world = await a_run(tmp_path, segment_bytes=segment_bytes)
-    for _, path in segments.found(world.folder / segments.FOLDER):
+    for _, path in ledger_segments.found(world.folder / ledger_segments.FOLDER):
         lines = rows(path)
         for i, line in enumerate(lines):
             put(path, lines[:i] + lines[i + 1 :])
@@ -191,7 +191,7 @@ async def test_each_line_removed_or_doubled_fails(tmp_path: Path, segment_bytes:
             if state["state"] in ("dead", "dropped", "issued"):
                 assert figures(removed)["lost"] >= 1
         put(path, lines)
-    for first, path in reversed(segments.found(world.folder / segments.FOLDER)):
+    for first, path in reversed(ledger_segments.found(world.folder / ledger_segments.FOLDER)):
         lines = rows(path)
         for i in range(1, len(lines)):  # its end is gone: metrics and checkpoints know more
             put(path, lines[:i])
@@ -203,7 +203,7 @@ async def test_each_line_removed_or_doubled_fails(tmp_path: Path, segment_bytes:
 
 async def test_each_file_removed_fails(tmp_path: Path) -> None:
     world = await a_run(tmp_path, segment_bytes=1)
-    for first, path in segments.found(world.folder / segments.FOLDER):
+    for first, path in ledger_segments.found(world.folder / ledger_segments.FOLDER):
         whole = path.read_bytes()
         path.unlink()
         assert check(world).ok == (first == 4), path  # the last one holds nothing but a summary yet
@@ -226,7 +226,7 @@ async def test_a_summary_that_disagrees_fails(tmp_path: Path, edit: dict[str, An
     """Of the boundary at which 5 and 6 have arrived, and wait for the step after 3 and 4."""
     world = await a_run(tmp_path, answer=kit.out_of_order, on_late="wait", segment_bytes=1)
     assert check(world).ok
-    path = world.folder / segments.FOLDER / "step-000002.jsonl"
+    path = world.folder / ledger_segments.FOLDER / "step-000002.jsonl"
     first, *rest = rows(path)
     put(path, [json.dumps(json.loads(first) | edit), *rest])
     assert check(world).problems == [f"the summary of step 2 and the lines before it disagree on {what}"]

@@ -7,10 +7,10 @@ from typing import Any
 
 from rich.console import Console
 
-from broker import wire
-from learner.up.board import Board, duration, sparkline
-from learner.up.failures import Failures, by_reason, shortened
-from learner.up.view import health, screen
+from broker.contract import wire
+from rlearner.up.board import Board, duration, sparkline
+from rlearner.up.failures import Failures, by_reason, shortened
+from rlearner.up.view import health, screen
 
 LOGS = Path("runs/r/logs")
 

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from broker.breaker import FIRST_PAUSE_S, LONGEST_PAUSE_S, MAX_REMEMBERED, TRIES_ALONE, Breaker, Breakers
+from broker.runtime.breaker import FIRST_PAUSE_S, LONGEST_PAUSE_S, MAX_REMEMBERED, TRIES_ALONE, Breaker, Breakers
 
 
 class Longest(random.Random):

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from broker.answers import Disconnected
-from broker.calls import Calls
+from broker.nats.calls import Calls
+from broker.nats.nats_errors import Disconnected
 
 
 @pytest.mark.parametrize("cancelled", [True, False])

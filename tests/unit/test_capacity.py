@@ -10,12 +10,12 @@ import psutil
 import pytest
 import yaml
 
-from broker import wire
+from broker.contract import wire
+from broker.contract.sizes import MAX_GROUP_BYTES
 from broker.errors import ConfigError
-from broker.runspec import validate
-from broker.sizes import MAX_GROUP_BYTES
-from learner.capacity import LargestGroup, largest_group, notes
-from learner.cli import main
+from broker.settings.runspec import validate
+from learner.credit.capacity import LargestGroup, largest_group, notes
+from rlearner.cli import main
 
 LAKE: dict[str, Any] = {"env": "frozenlake", "group_size": 8, "max_context_tokens": 256, "sampling": {"max_tokens": 4}, "max_turns": 10}
 

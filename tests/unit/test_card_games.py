@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envhub.envs.base import Environment, StepResult
-from envhub.envs.blackjack import Blackjack, BlackjackArgs, total
-from envhub.envs.formula import Malformed, evaluate, reach
-from envhub.envs.number_line import NumberLine, NumberLineArgs
-from envhub.envs.points import EZPoints, Points24, Points24Args, PointsArgs
+from envhub.envs.games.blackjack import Blackjack, BlackjackArgs, total
+from envhub.envs.games.formula import Malformed, evaluate, reach
+from envhub.envs.games.number_line import NumberLine, NumberLineArgs
+from envhub.envs.games.points import EZPoints, Points24, Points24Args, PointsArgs
 
 
 def play(env: Environment, texts: Iterable[str]) -> list[tuple[float, bool, bool]]:

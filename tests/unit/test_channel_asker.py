@@ -10,10 +10,10 @@ import msgspec
 import pytest
 from waits import until
 
-from broker import wire
-from broker.channel_asker import Asker
+from broker.channel.client import Asker
+from broker.contract import wire
+from broker.contract.examples import EXAMPLES
 from broker.errors import RequestFailed
-from broker.examples import EXAMPLES
 
 REQUEST = cast(wire.GenerateRequest, EXAMPLES[wire.GenerateRequest])
 REPLY = cast(wire.GenerateReply, EXAMPLES[wire.GenerateReply])

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from waits import until
 
-from broker.channel_bundle import FULL_AT, FULL_BYTES, MAX_BUNDLE_BYTES, MAX_TOKEN_CHARS, Entry, cut, pack, unpack
-from broker.channel_socket import SEND_AT, Frames, LoopSocket
+from broker.channel.bundle import FULL_AT, FULL_BYTES, MAX_BUNDLE_BYTES, MAX_TOKEN_CHARS, Entry, cut, pack, unpack
+from broker.channel.zmq_socket import SEND_AT, Frames, LoopSocket
+from broker.contract.sizes import MAX_PAYLOAD_BYTES
 from broker.errors import WireError
-from broker.sizes import MAX_PAYLOAD_BYTES
 
 ENTRIES = st.lists(st.tuples(st.text(max_size=3), st.sampled_from([b"", b"x", b"y" * 1000, b"z" * 40_000, b"w" * 70_000])), max_size=600)
 

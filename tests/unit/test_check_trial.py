@@ -8,7 +8,7 @@ import psutil
 import pytest
 from waits import LONG_S
 
-from learner.cli import main
+from rlearner.cli import main
 
 ENV = """
 from envhub.envs.base import Environment, Observation, StepResult

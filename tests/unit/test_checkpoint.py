@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from broker.errors import UserError
-from learner import checkpoint
 from learner.backends.base import Snapshot
-from learner.grants import DomainRule, Rules
-from learner.ledger import Arrived, Ledger
+from learner.checkpoints import checkpoint
+from learner.credit.grants import DomainRule, Rules
+from learner.credit.ledger import Arrived, Ledger
 
 
 class Stub:

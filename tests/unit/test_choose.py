@@ -8,7 +8,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envhub.choose import Server, choose
+from envhub.servers.choose import Server, choose
 
 
 def server(name: str, load: int = 0, *, version: int = 5, slots: int = 8, speed: float | None = None, weight: float = 1.0) -> Server:

@@ -9,18 +9,18 @@ from importlib import metadata
 
 import pytest
 
-from broker import arguments
 from broker.cli import main as broker
 from broker.cli import parser as broker_parser
 from broker.errors import UserError
-from broker.locks import lock
+from broker.runtime.locks import lock
+from broker.settings import arguments
 from envhub.cli import demos_parser, render_parser
 from envhub.cli import main as envhub
 from envhub.cli import parser as envhub_parser
-from learner.cli import _parse, make_parser
-from learner.cli import main as rlearner
 from rewardhub.cli import main as rewardhub
 from rewardhub.cli import parser as rewardhub_parser
+from rlearner.cli import _parse, make_parser
+from rlearner.cli import main as rlearner
 from rollout.cli import main as rollout
 from rollout.cli import parser as rollout_parser
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from broker.config import DomainSection, Reward
-from learner.company import Company, roles
+from broker.settings.config import DomainSection, Reward
+from learner.reporting.missing_roles import Company, roles
 
 
 def test_who_is_missing_is_said_once_and_again_when_they_came() -> None:

@@ -12,7 +12,7 @@ import pytest
 from broker.completion import runs, settings
 
 
-def offered(line: str, folder: Path, module: str = "learner.cli") -> list[str]:
+def offered(line: str, folder: Path, module: str = "rlearner.cli") -> list[str]:
     """What could come at the end of a command line; the answer comes on file descriptor 8, so here in a file."""
     out = folder / "offered"
     asked = {
@@ -68,7 +68,7 @@ def test_runs_of_another_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_the_code_for_a_shell_names_every_program(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from learner.cli import main
+    from rlearner.cli import main
 
     assert main(["completion", shell]) == 0
     code = capsys.readouterr().out

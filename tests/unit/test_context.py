@@ -10,15 +10,15 @@ from envhub_kit import Scripted, domain, write_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker import wire
+from broker.contract import wire
 from broker.errors import ConfigError, UserError
-from broker.runspec import validate
-from envhub.calls import Calls
-from envhub.context import StepContext, recent
+from broker.settings.runspec import validate
 from envhub.demos import write_demonstrations
 from envhub.domain import Domain, load_domains
-from envhub.players import Limits, Players
-from envhub.task import EpisodeFailed, Task
+from envhub.episodes.calls import Calls
+from envhub.episodes.context import StepContext, recent
+from envhub.episodes.runners import Limits, Players
+from envhub.episodes.task import EpisodeFailed, Task
 from text.tokenizer import Tokenizer
 
 PAST = [("a", "1"), ("b", "2"), ("c", "3")]

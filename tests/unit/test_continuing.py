@@ -11,8 +11,8 @@ import pytest
 
 from broker.errors import ConfigError, UserError
 from learner.continuing import changes, refuse, shown
-from learner.ops.place import note_epoch
 from learner.prepare import to_yaml
+from learner.run_folder import note_epoch
 from text.config import TinyModel
 from text.tiny import build_tiny
 

@@ -8,17 +8,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from broker.registry import resolve
+from broker.settings.registry import resolve
+from learner.algorithm.corrections import CORRECTIONS
+from learner.algorithm.corrections.base import Facts, interpolate
+from learner.algorithm.corrections.decoupled import decoupled
+from learner.algorithm.corrections.icepop import icepop
+from learner.algorithm.corrections.mis import mis
+from learner.algorithm.corrections.none import none
+from learner.algorithm.corrections.opsm import opsm
+from learner.algorithm.corrections.tis import tis
+from learner.algorithm.losses.ratios import correction_metrics, correction_sums
 from learner.config import AlgorithmSection
-from learner.corrections import CORRECTIONS
-from learner.corrections.base import Facts, interpolate
-from learner.corrections.decoupled import decoupled
-from learner.corrections.icepop import icepop
-from learner.corrections.mis import mis
-from learner.corrections.none import none
-from learner.corrections.opsm import opsm
-from learner.corrections.tis import tis
-from learner.losses.ratios import correction_metrics, correction_sums
 
 some = settings(max_examples=60, deadline=None)
 NUMBERS = st.lists(st.tuples(st.floats(-5, 0), st.floats(-5, 0), st.floats(-3, 3), st.integers(0, 3)), min_size=1, max_size=20)

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from broker.errors import ConfigError
-from broker.runspec import validate
+from broker.settings.runspec import validate
 from learner.backends import KNOW
-from learner.pipelines import config as offline
+from learner.offline import config as offline
 
 LAKE = {"env": "frozenlake", "group_size": 4, "max_context_tokens": 256, "sampling": {"max_tokens": 4}, "deadline_s": 60}
 

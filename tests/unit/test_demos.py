@@ -15,8 +15,8 @@ from envhub import cli
 from envhub.config import check, data_digests
 from envhub.demos import write_demonstrations
 from envhub.envs.base import NotSupported, Observation, StepResult
-from envhub.frames import first_frame, frame, read_frames
-from envhub.render import outcome, write_gif
+from envhub.episodes.frames import first_frame, frame, read_frames
+from envhub.episodes.render import outcome, write_gif
 
 
 def config(**changes: Any) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def test_recorded_frames_read_back() -> None:
 
 
 def test_quickstart_and_frozenlake_pass_the_check() -> None:
-    from broker.runspec import load
+    from broker.settings.runspec import load
 
     for name in ("quickstart", "frozenlake"):
         check(load(f"configs/{name}.yaml"))

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.losses.distill import SMALLEST_REST, candidates, kl, with_rest
+from learner.algorithm.losses.distill import SMALLEST_REST, candidates, kl, with_rest
 
 
 def logs(*probabilities):

@@ -14,15 +14,15 @@ import pytest
 from packaging.requirements import Requirement
 
 from broker.errors import ConfigError, UserError
-from broker.findings import Finding
-from learner.doctor import examine as doctor
-from learner.doctor.broker_side import ask, judge_address, judge_server, port_findings
-from learner.doctor.findings import as_json, exit_code, table, verdict
-from learner.doctor.hardware import Gpu, Torch, gpu_findings, parse_smi, parse_torch
-from learner.doctor.machine import GIB, Machine, machine_findings, model_bytes
-from learner.doctor.needs import Needs, needs
-from learner.doctor.packages import Project, base_findings, find_project, parsed, program_findings, tool_findings
-from learner.doctor.sandbox import judge, namespaces, sandbox_findings
+from broker.settings.preflight import Finding
+from rlearner.doctor import examine as doctor
+from rlearner.doctor.broker_side import ask, judge_address, judge_server, port_findings
+from rlearner.doctor.findings import as_json, exit_code, table, verdict
+from rlearner.doctor.hardware import Gpu, Torch, gpu_findings, parse_smi, parse_torch
+from rlearner.doctor.machine import GIB, Machine, machine_findings, model_bytes
+from rlearner.doctor.needs import Needs, needs
+from rlearner.doctor.packages import Project, base_findings, find_project, parsed, program_findings, tool_findings
+from rlearner.doctor.sandbox import judge, namespaces, sandbox_findings
 
 PROJECT = Project(
     base=parsed(["torch>=2.9", "numpy"]),
@@ -342,7 +342,7 @@ def test_a_package_that_the_configuration_lacks_is_missing_and_a_wrong_key_is_ba
 def test_the_command_says_what_is_missing_without_importing_torch(tmp_path: Path) -> None:
     path = write(tmp_path, LAKE)
     code = (
-        "import sys; from learner.cli import main; code = main(sys.argv[1:]); "
+        "import sys; from rlearner.cli import main; code = main(sys.argv[1:]); "
         "print('torch' in sys.modules, file=sys.stderr); sys.exit(code)"
     )  # fmt: skip
 

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from learner.doctor.broker_side import address_findings
-from learner.doctor.needs import Needs
+from rlearner.doctor.broker_side import address_findings
+from rlearner.doctor.needs import Needs
 
 
 def test_a_cluster_is_asked_server_by_server() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from learner.doctor.machine import GIB, Machine, machine_findings, nearest
-from learner.doctor.needs import Needs
+from rlearner.doctor.machine import GIB, Machine, machine_findings, nearest
+from rlearner.doctor.needs import Needs
 
 
 def test_adapters_have_no_optimizer_of_the_whole_model() -> None:

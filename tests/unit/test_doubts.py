@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from broker.doubts import Doubts
+from broker.nats.server_health import Doubts
 
 
 def test_silence_for_eight_seconds_is_enough() -> None:

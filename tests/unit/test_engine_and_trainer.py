@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from learner.algorithm.samples import TrainSample
 from learner.backends.torch import TorchBackend
 from learner.config import AlgorithmSection, TrainSection
-from learner.samples import TrainSample
 from rollout.config import RolloutSection
 from rollout.engines.base import EngineConfig
-from rollout.engines.hf_core import Core
+from rollout.engines.hf.core import Core
 from text.config import ModelSection
 
 CLOSE = 1e-4

@@ -17,12 +17,12 @@ import pytest
 from envhub_kit import Scripted, domain, write_tokenizer
 from waits import LONG_S, runs
 
-from broker.workers import limits
-from envhub.calls import Calls
+from broker.runtime.workers import limits
 from envhub.domain import Domain
-from envhub.nursery import Nurseries, RemoteEnvironment
-from envhub.players import Limits, Players
-from envhub.task import EpisodeFailed, Played, Task
+from envhub.episodes.calls import Calls
+from envhub.episodes.runners import Limits, Players
+from envhub.episodes.task import EpisodeFailed, Played, Task
+from envhub.workers.worker_pool import Nurseries, RemoteEnvironment
 from text.tokenizer import Tokenizer
 
 STEP_S = 3  # what is healthy must do with it on a machine that has much else to do
@@ -257,8 +257,8 @@ async def test_a_module_that_starts_threads_is_imported_by_each_worker(
 
 def test_workers_do_not_outlive_a_hub_that_is_killed(tmp_path: Path) -> None:
     code = (
-        "import asyncio, sys\nfrom broker.config import DomainSection\nfrom envhub.domain import load_domain\n"
-        "from envhub.nursery import Nurseries\n"
+        "import asyncio, sys\nfrom broker.settings.config import DomainSection\nfrom envhub.domain import load_domain\n"
+        "from envhub.workers.worker_pool import Nurseries\n"
         "async def main():\n"
         f"    args = dict(does=['waits_for_its_child in reset'], folder={str(tmp_path)!r})\n"
         "    section = DomainSection(env='tests/unit/envhub_bad.py:Bad', env_args=args)\n"

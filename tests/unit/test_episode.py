@@ -12,14 +12,14 @@ import envhub_kit
 import pytest
 from envhub_kit import Scripted, domain, write_tokenizer
 
-from broker import wire
-from envhub.calls import CallFailed, Calls
+from broker.contract import wire
 from envhub.domain import Domain
 from envhub.envs.base import Environment
-from envhub.frames import read_frames
-from envhub.generate import mix
-from envhub.players import Limits, Players
-from envhub.task import EpisodeFailed, Played, Task
+from envhub.episodes.calls import CallFailed, Calls
+from envhub.episodes.frames import read_frames
+from envhub.episodes.runners import Limits, Players
+from envhub.episodes.task import EpisodeFailed, Played, Task
+from envhub.servers.generate import mix
 from text.tokenizer import Tokenizer
 
 

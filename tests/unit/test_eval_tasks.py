@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from broker.errors import ConfigError
-from broker.runspec import validate
-from learner.evaluate.tasks import fitted
+from broker.settings.runspec import validate
+from rlearner.evaluate.tasks import fitted
 
 LAKE = {"env": "frozenlake", "max_turns": 3, "max_context_tokens": 256, "sampling": {"max_tokens": 4}}
 

@@ -14,17 +14,17 @@ import msgspec
 import pytest
 from run_folder_kit import group
 
-from broker import wire
-from broker.config import DomainSection
+from broker.contract import wire
 from broker.errors import UserError
-from broker.jetstream import LogRecord
-from broker.process import Stop
+from broker.jetstream.bus import LogRecord
+from broker.runtime.process import Stop
+from broker.settings.config import DomainSection
+from learner.checkpoints.disk_retry import Patience
 from learner.config import EvalSection
-from learner.evaluate.run import measured
-from learner.evaluation import Evaluation, Evaluations
-from learner.evaluator import Evaluator
-from learner.patience import Patience
-from learner.transcripts import Transcripts
+from learner.evaluation.evaluation import Evaluation, Evaluations
+from learner.evaluation.evaluator import Evaluator
+from learner.reporting.transcripts import Transcripts
+from rlearner.evaluate.run import measured
 
 
 class Log:
@@ -77,7 +77,7 @@ class Full:
             return write(path, *given, **how)
 
         monkeypatch.setattr(Path, "write_text", write_text)
-        monkeypatch.setattr("learner.patience.FIRST_WAIT_S", 0.01)
+        monkeypatch.setattr("learner.checkpoints.disk_retry.FIRST_WAIT_S", 0.01)
 
 
 def evaluator(folder: Path, stop: Stop) -> Evaluator:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from broker.logs import LineFormatter
-from broker.workers.fault import MAX_TRACE_CHARS, Traces, place, told, trace
+from broker.runtime.logs import LineFormatter
+from broker.runtime.workers.fault import MAX_TRACE_CHARS, Traces, place, told, trace
 
 CODE = """\
 import asyncio

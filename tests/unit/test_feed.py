@@ -8,12 +8,12 @@ from typing import Any, cast
 
 from waits import LONG_S
 
-from broker.jetstream import Delivery
-from broker.process import Member
-from broker.pulling import LONG_PULL_S
-from broker.streams import EVALTICKETS, TICKETS, Stream
-from envhub.feed import Feed, Turnstile
+from broker.contract.streams import EVALTICKETS, TICKETS, Stream
+from broker.jetstream.bus import Delivery
+from broker.jetstream.pulling import LONG_PULL_S
+from broker.runtime.process import Member
 from envhub.slots import Slots
+from envhub.tickets.feed import Feed, Turnstile
 
 
 class Queue:

@@ -10,7 +10,7 @@ import pytest
 SCRIPT = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, int(sys.argv[1])))
-from broker.process import main
+from broker.runtime.process import main
 async def body(stop):
     print(*resource.getrlimit(resource.RLIMIT_NOFILE))
 sys.exit(main("envhub", body))

@@ -8,13 +8,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from broker import examples, wire
+from broker.contract import examples, wire
 from broker.errors import ConfigError, UserError
-from broker.jetstream import LogRecord
-from learner import intake
-from learner.filters import FILTERS, is_wanted
-from learner.grants import DomainRule, Rules
-from learner.ledger import Arrived, Forget, Hold, Issue, Ledger, Take
+from broker.jetstream.bus import LogRecord
+from learner.algorithm.filters import FILTERS, is_wanted
+from learner.credit import intake
+from learner.credit.grants import DomainRule, Rules
+from learner.credit.ledger import Arrived, Forget, Hold, Issue, Ledger, Take
 
 
 def group(*successes: bool, ticket: int = 1) -> wire.Group:

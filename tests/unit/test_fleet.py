@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from learner.up import fleet as fleet_module
-from learner.up.farewell import Farewell, line
-from learner.up.fleet import Fleet, cpu_seconds
+from rlearner.up import fleet as fleet_module
+from rlearner.up.farewell import Farewell, line
+from rlearner.up.fleet import Fleet, cpu_seconds
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
@@ -83,7 +83,7 @@ def test_stop_insists(modules: Path) -> None:
 
 def test_no_child_outlives_a_killed_parent(modules: Path) -> None:
     program = (
-        "import sys, time\nfrom pathlib import Path\nfrom learner.up.fleet import Fleet\n"
+        "import sys, time\nfrom pathlib import Path\nfrom rlearner.up.fleet import Fleet\n"
         f"child = Fleet(Path({str(modules)!r}) / 'logs', {{'PYTHONPATH': {str(modules)!r}}}).add('sleeper', 'sleeper', [])\n"
         "print(child.pid, flush=True)\ntime.sleep(600)\n"
     )
@@ -161,7 +161,7 @@ class Terminal(io.StringIO):
 
 def test_a_terminal_gets_one_line_and_a_file_a_line_at_growing_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("learner.up.farewell.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("rlearner.up.farewell.time.monotonic", lambda: now[0])
     for out, expected in ((Terminal(), 8), (io.StringIO(), 2)):
         now[0] = 0.0
         farewell = Farewell(out)
@@ -176,8 +176,9 @@ def test_a_terminal_gets_one_line_and_a_file_a_line_at_growing_intervals(monkeyp
 def test_a_second_signal_ends_the_whole_fleet_at_once(modules: Path) -> None:
     script = modules / "above.py"
     script.write_text(
-        "import asyncio, sys\nfrom pathlib import Path\nfrom broker.process import Stop, main\nfrom learner.up.farewell import Farewell\n"
-        "from learner.up.fleet import Fleet\n\n\nasync def body(stop):\n"
+        "import asyncio, sys\nfrom pathlib import Path\nfrom broker.runtime.process import Stop, main\n"
+        "from rlearner.up.farewell import Farewell\n"
+        "from rlearner.up.fleet import Fleet\n\n\nasync def body(stop):\n"
         f"    fleet = Fleet(Path({str(modules / 'logs')!r}), {{'PYTHONPATH': {str(modules)!r}}})\n"
         "    stop.at_once.append(fleet.kill)\n    child = fleet.add('learner', 'stubborn', [])\n"
         "    while not child.last_lines():\n        await asyncio.sleep(0.02)\n"

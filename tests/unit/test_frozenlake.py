@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from broker.errors import ConfigError
-from envhub.envs import lakes
-from envhub.envs.frozenlake import FrozenLake, FrozenLakeArgs
+from envhub.envs.games import lakes
+from envhub.envs.games.frozenlake import FrozenLake, FrozenLakeArgs
 
 
 def lake(**kwargs: object) -> FrozenLake:

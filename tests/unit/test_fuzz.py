@@ -26,23 +26,25 @@ import zmq
 import zmq.asyncio
 
 from bench import tap
-from broker import parts, sizes, wire
-from broker.channel_asker import Asker
-from broker.channel_bundle import pack
-from broker.channel_zmq import ZmqClient, ZmqServer
-from broker.delivery import decode, number_of
+from broker.channel.bundle import pack
+from broker.channel.client import Asker
+from broker.channel.over_zmq import ZmqClient, ZmqServer
+from broker.contract import sizes, wire
+from broker.contract.examples import EXAMPLES
+from broker.contract.streams import SAMPLES, STREAMS
 from broker.errors import RequestFailed, TransferFailed, UserError, WireError
-from broker.examples import EXAMPLES
-from broker.jetstream import LogRecord
-from broker.runspec import SECTIONS, validate
-from broker.streams import SAMPLES, STREAMS
+from broker.jetstream import parts
+from broker.jetstream.bus import LogRecord
+from broker.jetstream.delivery import decode, number_of
+from broker.settings.runspec import SECTIONS, validate
 from broker.weights import plan as plans
 from broker.weights.group import Watch
-from broker.weights.lines import Lines
-from broker.weights.membership import parse_session
-from learner import archive, checkpoint, intake, ledgerfile, segments
-from learner.grants import DomainRule, Rules
-from learner.ledger import Ledger
+from broker.weights.sender.membership import parse_session
+from broker.weights.store_messages import Lines
+from learner.checkpoints import checkpoint
+from learner.credit import archive, intake, ledger_file, ledger_segments
+from learner.credit.grants import DomainRule, Rules
+from learner.credit.ledger import Ledger
 
 TOTAL = int(os.environ.get("RL_FUZZ", "4000"))
 SEED = int(os.environ.get("RL_FUZZ_SEED", "0"))
@@ -156,13 +158,13 @@ def frames_of(folder: Path) -> Callable[[bytes], None]:
 
 
 def ledger_lines(folder: Path) -> Callable[[bytes], None]:
-    (folder / segments.FOLDER).mkdir()
+    (folder / ledger_segments.FOLDER).mkdir()
 
     def call(data: bytes) -> None:
-        (folder / segments.FOLDER / "step-000000.jsonl").write_bytes(data)
-        lines = segments.Lines(folder / segments.FOLDER)
-        ledgerfile.Scribe(lines).summary(RULES)
-        assert ledgerfile.tally(lines)[0] or lines.problem
+        (folder / ledger_segments.FOLDER / "step-000000.jsonl").write_bytes(data)
+        lines = ledger_segments.Lines(folder / ledger_segments.FOLDER)
+        ledger_file.Scribe(lines).summary(RULES)
+        assert ledger_file.tally(lines)[0] or lines.problem
 
     return call
 
@@ -218,7 +220,7 @@ def safetensors() -> bytes:
 
 
 def frame(number: int, data: bytes) -> bytes:
-    return archive._HEADER.pack(archive.MAGIC, number, number, len(data), bytes.fromhex(ledgerfile.digest(data))) + data
+    return archive._HEADER.pack(archive.MAGIC, number, number, len(data), bytes.fromhex(ledger_file.digest(data))) + data
 
 
 def decoders(folder: Path) -> list[Decoder]:
@@ -226,9 +228,9 @@ def decoders(folder: Path) -> list[Decoder]:
     frames = [frame(1, groups[0]) + frame(2, groups[1]), frame(1, groups[1]) * 2, frame(1, b"")]
     ledger = Ledger(RULES)
     ledger.open_credit()
-    held = ledgerfile.Line(state="arrived", ticket=1, seq=1)
-    summary = ledgerfile.encode([ledgerfile.Line(state="summary", held=(held,), reasons={"env_error": 2})])
-    lines = [summary + ledgerfile.encode([ledgerfile.boundary(ledger)]) * 2, summary + b'{"state":"issued","ticket":1,"domain":"a"}\n']
+    held = ledger_file.Line(state="arrived", ticket=1, seq=1)
+    summary = ledger_file.encode([ledger_file.Line(state="summary", held=(held,), reasons={"env_error": 2})])
+    lines = [summary + ledger_file.encode([ledger_file.boundary(ledger)]) * 2, summary + b'{"state":"issued","ticket":1,"domain":"a"}\n']
     made = json.dumps({"format": 1, "step": 0, "epoch": 1, "ledger": ledger.dump()}).encode()
     plan = plans.make_plan([plans.TensorSpec("a", (3, 4), "float32"), plans.TensorSpec("b", (), "int8")], 0.01)
     spec = wire.encode(EXAMPLES[wire.RunSpec])

@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from broker import wire
+from broker.contract import wire
 from broker.errors import RequestFailed, WireError
-from envhub.generate import Ask, Expected, Generator, TurnFailed, mix, stirred
+from envhub.servers.generate import Ask, Expected, Generator, TurnFailed, mix, stirred
 
 Answer = Callable[[wire.GenerateRequest], wire.GenerateReply | Awaitable[wire.GenerateReply]]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from broker import wire
-from broker.config import DomainSection, Reward
+from broker.contract import wire
+from broker.settings.config import DomainSection, Reward
 from learner.config import FailuresSection
-from learner.giveup import LEAST_WINDOW, NOT_FAILURES, WORKED_TIMES, GiveUp
+from learner.give_up import LEAST_WINDOW, NOT_FAILURES, WORKED_TIMES, GiveUp
 
 DOMAINS = {"a": DomainSection(env="qa"), "b": DomainSection(env="qa", rewards=[Reward(name="length", pool="judge")])}
 G = 2  # groups of a step

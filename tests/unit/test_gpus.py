@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from broker import gpus
 from broker.errors import UserError
+from broker.runtime import gpus
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from broker import wire
+from broker.contract import wire
+from broker.contract.examples import EXAMPLES
 from broker.errors import WireError
-from broker.examples import EXAMPLES
-from envhub.assignment import assignment
+from envhub.tickets.assignment import assignment
 
 TICKET = EXAMPLES[wire.Ticket]
 

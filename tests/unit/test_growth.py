@@ -9,8 +9,8 @@ from template_models import make_tokenizer_folder
 
 from broker.errors import ConfigError
 from text.config import TinyModel
-from text.growth import Conversation
-from text.growth_rules import growth_rules
+from text.incremental_tokenization import Conversation
+from text.template_rules import growth_rules
 from text.tiny import _write_tokenizer
 from text.tokenizer import Tokenizer
 

@@ -12,12 +12,12 @@ import hf_models as models
 import pytest
 import torch
 
-from broker import wire
+from broker.contract import wire
 from broker.errors import TransferFailed, UserError
 from broker.weights.probe import make_probe
 from rollout.config import RolloutSection
 from rollout.engines.base import NO_VERSION, EngineConfig, Output, UpdateMode
-from rollout.engines.hf_core import MAX_FAILURES, Core
+from rollout.engines.hf.core import MAX_FAILURES, Core
 
 CLOSE = 1e-4
 Open = Callable[..., Core]
@@ -453,7 +453,7 @@ def test_freed_memory_is_kept_where_the_c_library_can() -> None:
     import platform
     import resource
 
-    from rollout.engines.memory import keep_freed_memory
+    from rollout.engines.hf.memory import keep_freed_memory
 
     assert keep_freed_memory() == (platform.libc_ver()[0] == "glibc")
     if platform.libc_ver()[0] != "glibc":

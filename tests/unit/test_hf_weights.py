@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from broker.errors import TransferFailed
-from rollout.engines.hf_weights import HeldWeights
+from rollout.engines.hf.weights import HeldWeights
 
 
 class Tied(torch.nn.Module):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from template_models import make_tokenizer_folder
 
-from broker import wire
+from broker.contract import wire
 from text.openai.bodies import ChatBody, CompletionBody, parse
 from text.openai.problems import Problem
 from text.openai.replies import Choice, Writer

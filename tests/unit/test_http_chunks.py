@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from template_models import make_tokenizer_folder
 
-from broker import wire
+from broker.contract import wire
 from text.openai.bodies import Body, ChatBody, CompletionBody, parse
 from text.openai.chunks import Chunks
 from text.openai.pieces import Piece

@@ -8,8 +8,8 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from broker.errors import ConfigError
-from learner.doctor import lacking
-from rollout import looks as rollout_looks
+from rlearner.doctor import lacking
+from rollout import preflight as rollout_looks
 from text.config import check_model_path
 
 

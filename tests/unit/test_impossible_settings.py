@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from broker.errors import ConfigError, UserError
-from broker.runspec import load, validate
+from broker.settings.runspec import load, validate
 from learner.checks import check_name
-from learner.pipelines.config import OfflineTrainSection, backend_train
-from learner.pipelines.config import validate as validate_offline
+from learner.offline.config import OfflineTrainSection, backend_train
+from learner.offline.config import validate as validate_offline
 from text.config import ModelSection, TinyModel
 from text.hub import layer_names
 from text.tiny import LAYERS, build_tiny

@@ -9,8 +9,8 @@ from typing import Any
 import incomplete_classes
 import pytest
 
-from broker.config import DomainSection
 from broker.errors import ConfigError
+from broker.settings.config import DomainSection
 from envhub.config import check as check_envs
 from envhub.domain import load_domain, load_domains
 from rewardhub import protocol

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from broker.config import Reward
 from broker.errors import UserError
+from broker.settings.config import Reward
 from rewardhub.hosts import Hosts
 from rewardhub.rewards.base import NoScore, Sample, Scored
 from rewardhub.rewards.judge import Judge, JudgeArgs

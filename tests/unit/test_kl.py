@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from learner.kl import kl_penalty
+from learner.algorithm.kl import kl_penalty
 
 
 # p = 0.5, ref = 0.25: d = ln 2 = 0.693147. k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d = 0.5 - 1 + d.

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 
 from broker.errors import NotInstalled
-from broker.findings import Finding
-from broker.runspec import load, validate
-from envhub import looks as envhub_looks
+from broker.settings.preflight import Finding
+from broker.settings.runspec import load, validate
+from envhub import preflight as envhub_looks
 from envhub.agents.imports import imported
-from learner.cli import main
-from learner.doctor import hardware, lacking, packages
-from learner.doctor.hardware import Gpu, Torch
-from rewardhub import looks as rewardhub_looks
-from rollout import looks as rollout_looks
+from rewardhub import preflight as rewardhub_looks
+from rlearner.cli import main
+from rlearner.doctor import hardware, lacking, packages
+from rlearner.doctor.hardware import Gpu, Torch
+from rollout import preflight as rollout_looks
 
 LAKE = "model: {path: null}\ndomains: {lake: {env: frozenlake, max_turns: 2, sampling: {max_tokens: 4}}}\n"
 

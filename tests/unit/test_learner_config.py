@@ -9,10 +9,10 @@ import pytest
 import yaml
 
 from broker.errors import ConfigError
-from broker.runspec import load, validate
-from learner.advantages import ADVANTAGES
+from broker.settings.runspec import load, validate
+from learner.algorithm.advantages import ADVANTAGES
+from learner.algorithm.losses import LOSSES
 from learner.backends import BACKENDS
-from learner.losses import LOSSES
 from learner.prepare import name_run, run_folder, to_yaml
 
 LAKE = {"env": "frozenlake", "group_size": 4, "max_context_tokens": 256, "sampling": {"max_tokens": 4}, "deadline_s": 60}

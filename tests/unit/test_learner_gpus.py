@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from broker import gpus as broker_gpus
 from broker.errors import ConfigError, UserError
+from broker.runtime import gpus as broker_gpus
 from learner import gpus
 
 SMI = """#!/bin/sh
@@ -73,7 +73,7 @@ def test_a_taken_gpu_is_named_with_who_takes_it(machine, monkeypatch):
 def test_the_command_refuses_in_one_line(tmp_path, machine):
     config = tmp_path / "run.yaml"
     config.write_text("domains: {lake: {env: frozenlake}}\n")
-    command = [sys.executable, "-m", "learner.cli", "start", str(config), "--gpus"]
+    command = [sys.executable, "-m", "rlearner.cli", "start", str(config), "--gpus"]
     for spec, rest, line in (
         ("0,9", [], "error: --gpus 0,9: GPU 9 not on this machine; it has 0, 1, 2, 3\n"),
         ("0-1", [], "error: train.ranks: 2 is not allowed; 1 with train.backend torch; more with ddp, fsdp2, deepspeed or megatron\n"),

@@ -9,17 +9,17 @@ import msgspec
 import numpy as np
 import pytest
 
-from broker import wire
-from broker.config import DomainSection
-from broker.jetstream import LogRecord
-from learner import intake
+from broker.contract import wire
+from broker.jetstream.bus import LogRecord
+from broker.settings.config import DomainSection
+from learner.algorithm.packing import Cutter
+from learner.algorithm.samples import Scores, TrainSample
 from learner.config import AlgorithmSection, EvalSection
-from learner.evaluation import Evaluations
-from learner.grants import DomainRule, Rules
-from learner.ledger import Arrived, Ended, Ledger
-from learner.packing import Cutter
-from learner.samples import Scores, TrainSample
-from learner.tickets import Ages
+from learner.credit import intake
+from learner.credit.grants import DomainRule, Rules
+from learner.credit.ledger import Arrived, Ended, Ledger
+from learner.credit.tickets import Ages
+from learner.evaluation.evaluation import Evaluations
 from learner.training import Training
 
 

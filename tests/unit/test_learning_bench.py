@@ -12,7 +12,7 @@ import pytest
 
 from bench.learning import figures, pool, report, settings
 from bench.learning.arm import Arm, run_arm
-from broker.runspec import load, validate
+from broker.settings.runspec import load, validate
 from text.config import TinyModel
 from text.tiny import build_tiny
 

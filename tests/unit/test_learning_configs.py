@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from broker.runspec import load, validate
+from broker.settings.runspec import load, validate
 from envhub.demos import demonstrations
 from envhub.domain import load_domains
 from text.tiny import _chars

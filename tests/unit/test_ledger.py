@@ -9,10 +9,10 @@ from fractions import Fraction
 
 import pytest
 
-from broker.config import DomainSection
+from broker.settings.config import DomainSection
 from learner.config import AlgorithmSection, TrainSection
-from learner.grants import DomainRule, Rules, next_domain, rules_of, task_seed
-from learner.ledger import (
+from learner.credit.grants import DomainRule, Rules, next_domain, rules_of, task_seed
+from learner.credit.ledger import (
     REMOVED,
     WITHDRAWN,
     Action,

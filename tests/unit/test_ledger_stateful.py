@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
-from broker import wire
-from learner.grants import DomainRule, Rules
-from learner.ledger import Action, Arrived, Changed, Ended, Forget, Hold, Issue, Ledger, Record, Skip, Take
+from broker.contract import wire
+from learner.credit.grants import DomainRule, Rules
+from learner.credit.ledger import Action, Arrived, Changed, Ended, Forget, Hold, Issue, Ledger, Record, Skip, Take
 
 REASONS = (
     "late",

@@ -12,13 +12,14 @@ import pytest
 import run_folder_kit as kit
 
 from broker.errors import UserError
-from broker.process import Stop
-from learner import archive, checkpoint, intake, ledgerfile, patience, segments
+from broker.runtime.process import Stop
+from learner.checkpoints import checkpoint, disk_retry
 from learner.config import SamplesSection
-from learner.ledger import Issue, Ledger
-from learner.ledgerfile import Line, Scribe
-from learner.ops.status import on_disk
-from learner.records import Records
+from learner.credit import archive, intake, ledger_file, ledger_segments
+from learner.credit.ledger import Issue, Ledger
+from learner.credit.ledger_file import Line, Scribe
+from learner.credit.records import Records
+from rlearner.ops.status import on_disk
 
 
 def short(line: Line) -> tuple[object, ...]:
@@ -55,7 +56,7 @@ async def test_lines_by_hand(tmp_path: Path) -> None:
         ("boundary", 2, 9, 7, 0),
     ]
     assert (lines[0].domain, lines[1].task_index, lines[0].min_version) == ("lake", 1, 0)
-    assert lines[8].digest == ledgerfile.digest(world.log[2].data) != ""
+    assert lines[8].digest == ledger_file.digest(world.log[2].data) != ""
 
 
 async def test_a_tally_counts_on_from_the_last_boundary(tmp_path: Path) -> None:
@@ -64,11 +65,11 @@ async def test_a_tally_counts_on_from_the_last_boundary(tmp_path: Path) -> None:
     bare = [msgspec.structs.replace(line, counts={}) for line in lines]
     for number, line in enumerate(lines, start=1):
         if line.state == "boundary":  # what was counted from the lines alone is what the ledger says
-            assert ledgerfile.tally(bare[:number])[0] == ledgerfile.tally(lines[:number])[0] == line.counts
-    counts, dead = ledgerfile.tally(lines[:14])  # behind the first boundary: seven issued, three ended
+            assert ledger_file.tally(bare[:number])[0] == ledger_file.tally(lines[:number])[0] == line.counts
+    counts, dead = ledger_file.tally(lines[:14])  # behind the first boundary: seven issued, three ended
     assert [counts[name] for name in ("issued", "trained", "dropped", "dead", "open", "duplicate")] == [7, 0, 1, 2, 4, 2]
     assert dead == {"malformed": 1, "env_error": 1}
-    assert ledgerfile.tally([]) == ({}, {})
+    assert ledger_file.tally([]) == ({}, {})
 
 
 async def test_more_steps_later(tmp_path: Path) -> None:
@@ -87,7 +88,7 @@ async def test_a_run_older_than_its_ledger_file(tmp_path: Path, caplog: pytest.L
     world = kit.World(tmp_path / "run", kit.group_only, steps=4)
     with pytest.raises(kit.Killed):
         await world.learn(die_at=6)  # checkpoint of step 2
-    folder = tmp_path / "run" / segments.FOLDER
+    folder = tmp_path / "run" / ledger_segments.FOLDER
     if damage == "deleted":
         shutil.rmtree(folder)
         why = "files are missing"
@@ -107,11 +108,11 @@ async def test_a_run_older_than_its_ledger_file(tmp_path: Path, caplog: pytest.L
     assert [line.ticket for line in lines if line.state == "trained"] == [5, 6, 7, 8]
 
 
-@pytest.mark.parametrize("segment_bytes", [1, segments.MAX_BYTES])
+@pytest.mark.parametrize("segment_bytes", [1, ledger_segments.MAX_BYTES])
 async def test_a_full_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, segment_bytes: int) -> None:
-    monkeypatch.setattr(patience, "FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(disk_retry, "FIRST_WAIT_S", 0.001)
     real, attempts = os.pwrite, 0
-    start = ledgerfile.encode([Scribe().summary(kit.rules())])
+    start = ledger_file.encode([Scribe().summary(kit.rules())])
 
     def pwrite(file: int, data: bytes, offset: int) -> int:
         nonlocal attempts
@@ -130,7 +131,7 @@ async def test_a_full_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(os, "pwrite", pwrite)
     await world.learn()
     assert kit.ledger_files(tmp_path / "run") == kit.ledger_files(tmp_path / "whole")
-    assert sorted(os.listdir(tmp_path / "run" / segments.FOLDER)) == sorted(kit.ledger_files(tmp_path / "run"))  # no remains
+    assert sorted(os.listdir(tmp_path / "run" / ledger_segments.FOLDER)) == sorted(kit.ledger_files(tmp_path / "run"))  # no remains
     for path in (tmp_path / "whole" / "samples").iterdir():
         assert (tmp_path / "run" / "samples" / path.name).read_bytes() == path.read_bytes()
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from broker.errors import UserError
-from broker.process import Stopped
-from learner.cli import main
-from learner.ops.leftovers import removed_on_failure
-from learner.ops.place import note_epoch
+from broker.runtime.process import Stopped
+from learner.run_folder import note_epoch
+from rlearner.cli import main
+from rlearner.ops.leftovers import removed_on_failure
 
 
 def start(folder: Path, problem: str, held: bool) -> None:
@@ -67,7 +67,7 @@ def test_a_start_that_was_stopped_before_it_wrote_anything_leaves_no_empty_folde
 
 
 def test_up_that_cannot_start_its_broker_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("broker.server.find_binary", refuse)
+    monkeypatch.setattr("broker.server.private_server.find_binary", refuse)
     assert main(["up", "configs/quickstart.yaml", f"run.dir={tmp_path / 'runs'}", "run.name=a"]) == 2
     assert list(tmp_path.iterdir()) == []
 

@@ -10,9 +10,9 @@ from torch_backend_kit import VOCAB, backend, plain_logprobs, samples, save_mode
 from transformers import AutoModelForCausalLM
 
 from broker.errors import ConfigError, UserError
-from learner import checkpoint
+from learner.algorithm.losses import ppo
+from learner.checkpoints import checkpoint
 from learner.config import AlgorithmSection, TrainSection
-from learner.losses import ppo
 from text.config import ModelSection
 
 peft = pytest.importorskip("peft", reason="LoRA needs the extra rlearner[lora]")

@@ -6,14 +6,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker.registry import resolve
+from broker.settings.registry import resolve
+from learner.algorithm.losses import LOSSES
+from learner.algorithm.losses.base import Tokens
+from learner.algorithm.losses.ppo import ppo
+from learner.algorithm.losses.ratios import ratio_metrics, ratio_sums
+from learner.algorithm.losses.reinforce import reinforce
+from learner.algorithm.losses.sft import sft
 from learner.config import AlgorithmSection
-from learner.losses import LOSSES
-from learner.losses.base import Tokens
-from learner.losses.ppo import ppo
-from learner.losses.ratios import ratio_metrics, ratio_sums
-from learner.losses.reinforce import reinforce
-from learner.losses.sft import sft
 
 LOGS = st.floats(-5, 0)
 TOKENS = st.lists(st.tuples(LOGS, LOGS, st.floats(-3, 3)), min_size=1, max_size=20)

@@ -14,12 +14,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoConfig, LlamaConfig, Qwen2Config, Qwen3Config
 
 from broker.errors import ConfigError
-from broker.runspec import validate
+from broker.settings.runspec import validate
 from learner.backends.megatron.architecture import Architecture, architecture_of, refuse_sizes
 from learner.backends.megatron.grid import Grid
 from learner.backends.megatron.mapping import parts_of, take_share
 from learner.backends.megatron.pipeline import Pipeline, order
-from learner.pipelines import config as offline
+from learner.offline import config as offline
 
 LAKE = {"env": "frozenlake", "group_size": 4, "max_context_tokens": 256, "sampling": {"max_tokens": 4}, "deadline_s": 60}
 SHAPE = Architecture(

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from broker import wire
-from learner import metrics
-from learner.grants import DomainRule, Rules
-from learner.ledger import Arrived, Ended, Ledger
-from learner.metrics import MetricsFile, count_tickets, describe, finite, read_lines
+from broker.contract import wire
+from learner.credit.grants import DomainRule, Rules
+from learner.credit.ledger import Arrived, Ended, Ledger
+from learner.reporting import metrics
+from learner.reporting.metrics import MetricsFile, count_tickets, describe, finite, read_lines
 
 
 def trajectory(

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from broker import wire
+from broker.contract import wire
 from broker.errors import ConfigError
-from broker.registry import resolve
-from learner.advantages import ADVANTAGES, COUNT_EPISODES, WHOLE_BATCH, dr_grpo, gae, gigpo, grpo, reinforce_plus_plus, remax
-from learner.advantages.base import Row, discounted, token_rewards, whiten
+from broker.settings.registry import resolve
+from learner.algorithm.advantages import ADVANTAGES, COUNT_EPISODES, WHOLE_BATCH, dr_grpo, gae, gigpo, grpo, reinforce_plus_plus, remax
+from learner.algorithm.advantages.base import Row, discounted, token_rewards, whiten
 from learner.config import AlgorithmSection
 
 some = settings(max_examples=60, deadline=None)

@@ -12,8 +12,8 @@ import pytest
 
 from broker.errors import ConfigError, DataError
 from envhub.demos import write_demonstrations
-from learner.pipelines.data import conversation, load_examples, read_conversations
-from learner.pipelines.pairs import load_pairs
+from learner.offline.data import conversation, load_examples, read_conversations
+from learner.offline.pairs import load_pairs
 from text.config import TinyModel
 from text.masks import encode_supervised
 from text.tiny import build_tiny

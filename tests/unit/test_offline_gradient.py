@@ -9,14 +9,14 @@ from torch_backend_kit import backend, gradient, plain_logprobs, samples, save_m
 from transformers import AutoModelForCausalLM
 
 from broker.errors import ConfigError
-from broker.registry import resolve
+from broker.settings.registry import resolve
+from learner.algorithm.losses.distill import candidates, kl
+from learner.algorithm.losses.preference import Pairs
 from learner.backends.distill import DistillBackend
 from learner.config import AlgorithmSection, TrainSection
-from learner.losses.distill import candidates, kl
-from learner.losses.preference import Pairs
-from learner.pipelines import PREFERENCES
-from learner.pipelines.distillation import taught
-from learner.pipelines.preference import LIKELIHOOD, answer_logprobs, compare, weighted
+from learner.offline import PREFERENCES
+from learner.offline.distillation import taught
+from learner.offline.preference import LIKELIHOOD, answer_logprobs, compare, weighted
 from text.config import ModelSection
 
 BETA = 0.3

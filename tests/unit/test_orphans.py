@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.orphans import Orphans
+from learner.credit.orphans import Orphans
 
 EMPTY = (1, 0)
 

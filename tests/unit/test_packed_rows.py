@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch_backend_kit import VOCAB, backend, gradient, plain_logprobs, sample, samples, save_model
 
 from broker.errors import ConfigError
-from learner.aggregation import MODES
+from learner.algorithm.aggregation import MODES
+from learner.algorithm.packing import cut
 from learner.backends.attention import LIKE, layout, positions
 from learner.backends.batch import collate
 from learner.config import AlgorithmSection, CriticSection, TrainSection
-from learner.packing import cut
 from text.config import ModelSection
 
 CPU = torch.device("cpu")

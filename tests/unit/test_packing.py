@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.packing import Cutter, by_length, cut
+from learner.algorithm.packing import Cutter, by_length, cut
 
 LENGTHS = st.lists(st.integers(0, 50), max_size=40)
 

@@ -7,16 +7,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from broker.registry import resolve
+from broker.settings.registry import resolve
+from learner.algorithm.losses import LOSSES
+from learner.algorithm.losses.base import Tokens
+from learner.algorithm.losses.cispo import cispo
+from learner.algorithm.losses.gspo import gspo
+from learner.algorithm.losses.ppo import ppo
+from learner.algorithm.losses.raft import raft_plus_plus
+from learner.algorithm.losses.starpo import starpo, starpo_s
+from learner.algorithm.losses.topr import topr
 from learner.config import AlgorithmSection
-from learner.losses import LOSSES
-from learner.losses.base import Tokens
-from learner.losses.cispo import cispo
-from learner.losses.gspo import gspo
-from learner.losses.ppo import ppo
-from learner.losses.raft import raft_plus_plus
-from learner.losses.starpo import starpo, starpo_s
-from learner.losses.topr import topr
 
 some = settings(max_examples=60, deadline=None)
 CLIP = AlgorithmSection(clip_low=0.2, clip_high=0.28)

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from broker.registry import resolve
-from learner.losses.dpo import dpo
-from learner.losses.ipo import ipo
-from learner.losses.preference import Pairs
-from learner.pipelines import PREFERENCES
+from broker.settings.registry import resolve
+from learner.algorithm.losses.dpo import dpo
+from learner.algorithm.losses.ipo import ipo
+from learner.algorithm.losses.preference import Pairs
+from learner.offline import PREFERENCES
 
 
 def pairs(chosen, rejected, ref_chosen, ref_rejected, chosen_tokens=1.0, rejected_tokens=1.0):

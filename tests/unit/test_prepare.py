@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from broker.runspec import load
+from broker.settings.runspec import load
 from learner.prepare import Preparation
 
 ROOT = Path(__file__).parents[2]

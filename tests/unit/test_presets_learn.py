@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch_backend_kit import VOCAB, backend, save_model
 
-from broker import wire
-from broker.registry import resolve
-from broker.runspec import load, validate
-from learner.advantages import ADVANTAGES
-from learner.assembly import Assembly
+from broker.contract import wire
+from broker.settings.registry import resolve
+from broker.settings.runspec import load, validate
+from learner.algorithm.advantages import ADVANTAGES
+from learner.algorithm.assembly import Assembly
 from learner.backends.torch import TorchBackend
 from learner.config import AlgorithmSection, CriticSection, TrainSection
 

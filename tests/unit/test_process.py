@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from broker import logs
+from broker.runtime import logs
 
 HEAD = """
 import asyncio, sys, time
 from broker.errors import ConfigError, UserError
-from broker.process import Stop, Stopped, main
+from broker.runtime.process import Stop, Stopped, main
 def say(text): print(text, flush=True)
 """
 

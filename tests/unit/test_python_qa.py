@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from broker.errors import ConfigError, UserError
-from envhub.envs import python_qa
-from envhub.envs.python_qa import PythonArgs, PythonQA, bare, same
+from envhub.envs.tools import python_qa
+from envhub.envs.tools.python_qa import PythonArgs, PythonQA, bare, same
 
 
 def asked(folder: Path, **args: object) -> PythonQA:

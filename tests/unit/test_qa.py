@@ -12,7 +12,7 @@ import pytest
 
 from broker.errors import ConfigError, DataError, UserError
 from envhub.envs.base import Split
-from envhub.envs.qa import QuestionAnswer, QuestionAnswerArgs
+from envhub.envs.text.qa import QuestionAnswer, QuestionAnswerArgs
 
 
 def write(path: Path, rows: list[object]) -> str:

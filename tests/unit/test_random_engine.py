@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from broker import wire
+from broker.contract import wire
 from broker.errors import UserError
 from rollout.config import RolloutSection
 from rollout.engines.base import EngineConfig, Output

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from learner.cli import main
-from learner.doctor.references import reference_findings
+from rlearner.cli import main
+from rlearner.doctor.references import reference_findings
 
 AS_TEXT = "is no mathematics that can be read, so answers are compared with it word by word"
 
@@ -49,7 +49,7 @@ def test_check_lists_rows_and_reasons(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_nothing_is_said_of_numbers_and_of_other_rewards(tmp_path: Path) -> None:
-    from broker.runspec import load, validate
+    from broker.settings.runspec import load, validate
 
     config, _ = write(tmp_path, ["#### 1", "2.5", "-3", "1,000"])
     assert reference_findings(validate(load(str(config), []))) == []

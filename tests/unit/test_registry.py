@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from broker import registry
 from broker.errors import ConfigError
+from broker.settings import registry
 
 TABLE = {"plain": "json:dumps", "nested": "pathlib:Path.home", "broken": "json:no_such_thing", "heavy": "no_such_heavy_library.x:y"}
 

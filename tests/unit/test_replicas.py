@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from broker.errors import UserError
-from broker.process import Stop
+from broker.runtime.process import Stop
 from rollout import replicas
 from rollout.cli import parser
 from rollout.config import RolloutSection

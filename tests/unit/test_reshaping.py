@@ -13,13 +13,13 @@ import torch
 import transformers
 from template_models import make_tokenizer_folder
 
-from broker import wire
+from broker.contract import wire
 from rollout.config import RolloutSection
 from rollout.engines.base import EngineConfig, Output
-from rollout.engines.hf_core import Core
+from rollout.engines.hf.core import Core
+from rollout.engines.hf.reshaping import MOVED
+from rollout.engines.hf.sampling import moved
 from rollout.engines.random import RandomEngine
-from rollout.engines.reshaping import MOVED
-from rollout.engines.sampling import moved
 from text.guides import BadGuide, Guides
 from text.tokenizer import Tokenizer
 

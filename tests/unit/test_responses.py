@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from template_models import make_tokenizer_folder
 
-from broker import wire
+from broker.contract import wire
 from text.openai.bodies import ChatBody, parse
 from text.openai.kept import Kept
 from text.openai.pieces import Piece

@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from broker import runspec
-from broker.config import Reward
 from broker.errors import ConfigError
+from broker.settings import runspec
+from broker.settings.config import Reward
 from rewardhub import config, protocol
 from rewardhub.rewards import REWARDS, base, function
 from rewardhub.rewards.base import InvalidValue, check_scored, check_value

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification
 
-from broker.config import Reward
 from broker.errors import ConfigError
+from broker.settings.config import Reward
 from rewardhub.hosts import Hosts
 from rewardhub.rewards.base import NoScore, Sample
 from rewardhub.rewards.reward_model import RewardModel, RewardModelArgs

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker import wire
-from broker.config import DomainSection, Reward
-from broker.streams import EPISODES, EVALS, MAX_DELIVERIES, SAMPLES
+from broker.contract import wire
+from broker.contract.streams import EPISODES, EVALS, MAX_DELIVERIES, SAMPLES
+from broker.settings.config import DomainSection, Reward
 from rewardhub.rewards.base import Scored, Value
 from rewardhub.routing import Ask, Close, Forward, Scoring, refusal, sample_of
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from test_reward_routing import REWARDS, group, trajectory
 
-from broker import wire
-from broker.config import DomainSection
-from broker.streams import EPISODES, EVALS, MAX_DELIVERIES, SAMPLES
+from broker.contract import wire
+from broker.contract.streams import EPISODES, EVALS, MAX_DELIVERIES, SAMPLES
+from broker.settings.config import DomainSection
 from rewardhub.config import labels
 from rewardhub.routing import Action, Ask, Close, Forward, Scoring, refusal
 

@@ -16,8 +16,8 @@ import psutil
 import pytest
 from waits import runs
 
-from broker.config import Reward
 from broker.errors import UserError
+from broker.settings.config import Reward
 from rewardhub import workers as workers_module
 from rewardhub.rewards.base import Sample, Scored
 from rewardhub.workers import NoWorker, ScoreFailed, Workers

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from broker.errors import ConfigError, UserError
-from broker.sections import parse
+from broker.settings.sections import parse
 from rollout.cli import parser
 from rollout.config import RolloutSection, check
 from rollout.engines.base import Stats

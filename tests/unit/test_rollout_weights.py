@@ -9,9 +9,9 @@ from typing import Any, cast
 
 import pytest
 
-from broker import wire
-from broker.member import Member
-from broker.weights import receive
+from broker.contract import wire
+from broker.runtime.member import Member
+from broker.weights.receiver import receive
 from rollout.config import RolloutSection
 from rollout.service import Service
 

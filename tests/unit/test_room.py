@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.gate import of_one_replica
-from learner.room import ADMIT_BELOW, FIRST_GUESS_BYTES, Room, Usage
+from learner.credit.store_budget import ADMIT_BELOW, FIRST_GUESS_BYTES, Room, Usage
+from learner.credit.store_gate import of_one_replica
 
 MIB = 1 << 20
 

@@ -8,15 +8,15 @@ import pytest
 import yaml
 
 from broker.errors import RlearnerError, UserError
-from broker.process import Stopped
-from broker.process_identity import this_process
-from broker.runspec import load, validate
-from learner.cli import main
+from broker.runtime.process import Stopped
+from broker.runtime.process_identity import this_process
+from broker.settings.runspec import load, validate
 from learner.gpus import forget, with_ranks
-from learner.ops.going_on import going_on, said_at_the_end
-from learner.ops.place import note_epoch
 from learner.prepare import name_run, write_config
-from learner.up.claim import Claim
+from learner.run_folder import note_epoch
+from rlearner.cli import main
+from rlearner.ops.going_on import going_on, said_at_the_end
+from rlearner.up.claim import Claim
 
 
 def made(folder: Path, *overrides: str) -> Path:

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from learner.cli import main
-from learner.evaluate.cli import named_apart
-from learner.ops.listing import age, size_text
-from learner.ops.place import note_broker, note_epoch
-from learner.up.claim import Claim
+from learner.run_folder import note_broker, note_epoch
+from rlearner.cli import main
+from rlearner.evaluate.cli import named_apart
+from rlearner.ops.listing import age, size_text
+from rlearner.up.claim import Claim
 
 DEAD = "nats://127.0.0.1:9"
 

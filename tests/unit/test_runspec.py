@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from broker import runspec
-from broker.config import DomainSection, RunSection, Sampling
 from broker.errors import ConfigError, UserError
+from broker.settings import runspec
+from broker.settings.config import DomainSection, RunSection, Sampling
 
 
 def write(folder: Path, name: str, text: str) -> str:
@@ -135,7 +135,7 @@ def test_malformed_overrides_are_refused(tmp_path: Path, override: str) -> None:
 
 @pytest.fixture
 def no_role_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runspec, "CHECKS", ("broker.config:check",))
+    monkeypatch.setattr(runspec, "CHECKS", ("broker.settings.config:check",))
 
 
 DOMAIN: dict[str, Any] = {"env": "frozenlake"}

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from envhub.sample import MOST, ROTATE_S, SIZE, Sample, inclusion
+from envhub.servers.sample import MOST, ROTATE_S, SIZE, Sample, inclusion
 
 
 def sample_of(speeds: dict[str, float], seed: int) -> Sample:

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from broker import wire
-from learner.samples import TrainSample, from_group
+from broker.contract import wire
+from learner.algorithm.samples import TrainSample, from_group
 
 
 def group(*, mask, versions, reward=1.5):

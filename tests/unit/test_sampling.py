@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from broker.wire import SamplingParams
-from rollout.engines.sampling import SamplingBatch, sample, uniforms
+from broker.contract.wire import SamplingParams
+from rollout.engines.hf.sampling import SamplingBatch, sample, uniforms
 
 GRID = 4000
 
@@ -133,7 +133,7 @@ def test_uniforms_depend_on_seed_and_position_only_and_are_uniform() -> None:
 
 def test_splitmix_as_published() -> None:
     """The finaliser against Vigna's splitmix64.c: seed 1234567 gives this first output."""
-    from rollout.engines.sampling import _GOLDEN, _mix
+    from rollout.engines.hf.sampling import _GOLDEN, _mix
 
     with np.errstate(over="ignore"):
         assert int(_mix(np.array([1234567], np.uint64) + _GOLDEN)[0]) == 6457827717110365317

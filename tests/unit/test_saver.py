@@ -16,13 +16,13 @@ from test_checkpoint import ledger_at
 from waits import until
 
 from broker.errors import Fenced, UserError
-from broker.process import Stop
-from learner import checkpoint, patience
+from broker.runtime.process import Stop
 from learner.backends.base import Snapshot
+from learner.checkpoints import checkpoint, disk_retry
+from learner.checkpoints.saver import Saver
 from learner.config import CheckpointSection
-from learner.grants import DomainRule, Rules
-from learner.ledger import Ledger
-from learner.saver import Saver
+from learner.credit.grants import DomainRule, Rules
+from learner.credit.ledger import Ledger
 
 RULES = Rules(steps=12, groups_per_step=1, max_staleness=1, on_late="wait", seed=0, domains=(DomainRule("lake", 1.0, 2, 2, 1.0),))
 
@@ -197,7 +197,7 @@ async def test_who_is_fenced_while_writing_names_nothing_and_trims_nothing(tmp_p
 
 
 async def test_a_full_folder_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(patience, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(disk_retry, "FIRST_WAIT_S", 0.01)
     world = World(tmp_path, every_steps=1)
     for step in (1, 2):
         await world.train_to(step)

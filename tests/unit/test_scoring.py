@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from broker import wire
+from broker.contract import wire
 from broker.errors import WireError
 from rollout.config import RolloutSection
 from rollout.engines.base import NO_VERSION, REPLY_ROOM_BYTES, EngineConfig, problem
-from rollout.engines.hf_core import Core
+from rollout.engines.hf.core import Core
 
 PROMPT = [5, 17, 40, 3, 99, 17, 6]
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from broker.errors import ConfigError, DataError
-from envhub.envs.corpus import read_corpus
-from envhub.envs.search_qa import SearchArgs, SearchQA
-from envhub.envs.tool_calls import exact, f1, parse, plain, scored
+from envhub.envs.tools.corpus import read_corpus
+from envhub.envs.tools.search_qa import SearchArgs, SearchQA
+from envhub.envs.tools.tool_calls import exact, f1, parse, plain, scored
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,14 @@ import pytest
 import run_folder_kit as kit
 
 from broker.errors import UserError
-from learner import checkpoint, recovery, segments
-from learner.ledger import Ledger
-from learner.ledgerfile import Line, encode
+from learner.checkpoints import checkpoint
+from learner.credit import ledger_segments, recovery
+from learner.credit.ledger import Ledger
+from learner.credit.ledger_file import Line, encode
 
 SUMMARY = encode([Line(state="summary", reasons={}, rules=kit.rules().plain())])
 # One boundary to a file, a few to a file, all in one.
-SIZES = pytest.mark.parametrize("segment_bytes", [1, 2000, segments.MAX_BYTES])
+SIZES = pytest.mark.parametrize("segment_bytes", [1, 2000, ledger_segments.MAX_BYTES])
 
 
 def resumed(world: kit.World) -> Ledger:
@@ -67,7 +68,7 @@ async def test_the_same_bytes_however_often_it_dies(tmp_path: Path, segment_byte
         try:
             await world.learn(die_at=die_at)
         except kit.Killed:
-            newest = tmp_path / "killed" / segments.FOLDER / list(kit.ledger_files(tmp_path / "killed"))[-1]
+            newest = tmp_path / "killed" / ledger_segments.FOLDER / list(kit.ledger_files(tmp_path / "killed"))[-1]
             with newest.open("ab") as file:
                 file.write(b'{"state":"issued","tick')  # half a line
     await world.learn()
@@ -78,7 +79,7 @@ async def test_the_same_bytes_however_often_it_dies(tmp_path: Path, segment_byte
 async def test_killed_before_a_file_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The boundary is written, and the checkpoint; the next life begins the file that this one did not."""
     await kit.World(tmp_path / "whole", segment_bytes=1).learn()
-    world = kit.World(tmp_path / "run", segment_bytes=segments.MAX_BYTES)
+    world = kit.World(tmp_path / "run", segment_bytes=ledger_segments.MAX_BYTES)
     with pytest.raises(kit.Killed):
         await world.learn(die_at=10)
     world.segment_bytes = 1
@@ -93,7 +94,7 @@ async def test_an_earlier_incarnation_writes_into_the_void(tmp_path: Path, segme
     world = kit.World(tmp_path, segment_bytes=segment_bytes)
     with pytest.raises(kit.Killed):
         await world.learn(die_at=10)
-    zombie, _ = segments.resume(tmp_path / segments.FOLDER, resumed(world))
+    zombie, _ = ledger_segments.resume(tmp_path / ledger_segments.FOLDER, resumed(world))
     await world.learn()
     before = kit.ledger_files(tmp_path)
     zombie.append(b"garbage\n")
@@ -102,7 +103,7 @@ async def test_an_earlier_incarnation_writes_into_the_void(tmp_path: Path, segme
         zombie.append(b"garbage\n")
     zombie.close()
     assert kit.ledger_files(tmp_path) == before
-    assert sorted(os.listdir(tmp_path / segments.FOLDER)) == sorted(before)
+    assert sorted(os.listdir(tmp_path / ledger_segments.FOLDER)) == sorted(before)
 
 
 async def test_a_start_reads_only_the_newest_file(tmp_path: Path) -> None:
@@ -110,7 +111,7 @@ async def test_a_start_reads_only_the_newest_file(tmp_path: Path) -> None:
     world = kit.World(tmp_path / "run", segment_bytes=1)
     with pytest.raises(kit.Killed):
         await world.learn(die_at=11)
-    first, second, *_ = (path for _, path in segments.found(tmp_path / "run" / segments.FOLDER))
+    first, second, *_ = (path for _, path in ledger_segments.found(tmp_path / "run" / ledger_segments.FOLDER))
     first.write_bytes(b"gibberish")
     second.write_bytes(b"")
     known = recovery.known(tmp_path / "run", resumed(world))
@@ -128,7 +129,7 @@ async def test_an_older_checkpoint_deletes_later_files(tmp_path: Path) -> None:
     await world.learn()
     expected = kit.ledger_files(tmp_path)
     found = checkpoint.read(tmp_path / "checkpoints" / "step-000002")
-    file, lines = segments.resume(tmp_path / segments.FOLDER, Ledger.load(found.ledger), 1)
+    file, lines = ledger_segments.resume(tmp_path / ledger_segments.FOLDER, Ledger.load(found.ledger), 1)
     assert file.first == 2
     assert [line.state for line in lines] == ["summary"]
     file.close()
@@ -149,12 +150,12 @@ def put(folder: Path, **files: bytes) -> Path:
 def test_a_line_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     bad = SUMMARY + b'{"state":"issued","ticket":1}\n{"state":"eaten","ticket":2}\n{"state":"issued","ticket":3}\n{"sta'
     folder = put(tmp_path / "a", step_000000=bad)
-    lines = segments.Lines(folder)
+    lines = ledger_segments.Lines(folder)
     assert [line.ticket for line in lines] == [0, 1]
     assert lines.problem.startswith("step-000000.jsonl:3: Invalid enum value 'eaten'")
-    assert segments.newest(folder) == (list(lines), lines.problem)
-    assert list(segments.Lines(tmp_path / "none")) == []
-    assert segments.newest(tmp_path / "none") == ([], "")
+    assert ledger_segments.newest(folder) == (list(lines), lines.problem)
+    assert list(ledger_segments.Lines(tmp_path / "none")) == []
+    assert ledger_segments.newest(tmp_path / "none") == ([], "")
 
 
 @pytest.mark.parametrize(
@@ -169,7 +170,7 @@ def test_a_line_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_files_that_do_not_fit_together(tmp_path: Path, first: bytes, second: bytes, problem: str) -> None:
-    lines = segments.Lines(put(tmp_path / "a", step_000000=first, step_000003=second))
+    lines = ledger_segments.Lines(put(tmp_path / "a", step_000000=first, step_000003=second))
     list(lines)
     assert lines.problem.startswith(problem)
     assert bool(lines.problem) == bool(problem)
@@ -177,7 +178,7 @@ def test_files_that_do_not_fit_together(tmp_path: Path, first: bytes, second: by
 
 def test_deeply_nested_lines_are_refused(tmp_path: Path) -> None:
     deep = b'{"state":"summary","held":[' * 5000 + b"]}" * 5000 + b"\n"
-    lines = segments.Lines(put(tmp_path / "a", step_000000=deep))
+    lines = ledger_segments.Lines(put(tmp_path / "a", step_000000=deep))
     assert list(lines) == []
     assert lines.problem == "step-000000.jsonl:1: nested too deeply"
 
@@ -189,7 +190,7 @@ def test_a_run_of_an_earlier_version_is_refused(tmp_path: Path) -> None:
 
 
 def test_leaving_a_file_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, _ = segments.resume(tmp_path / segments.FOLDER, Ledger(kit.rules()))
+    file, _ = ledger_segments.resume(tmp_path / ledger_segments.FOLDER, Ledger(kit.rules()))
     real = os.pwrite
 
     def pwrite(descriptor: int, data: bytes, offset: int) -> int:
@@ -199,7 +200,7 @@ def test_leaving_a_file_can_be_repeated(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(OSError, match="No space left"):
         file.leave(2, Line(state="summary", step=2))
     monkeypatch.setattr(os, "pwrite", real)
-    assert list(kit.ledger_files(tmp_path)) == os.listdir(tmp_path / segments.FOLDER) == ["step-000000.jsonl"]
+    assert list(kit.ledger_files(tmp_path)) == os.listdir(tmp_path / ledger_segments.FOLDER) == ["step-000000.jsonl"]
     file.append(b'{"state":"issued","ticket":1}\n')  # still the first file
     file.leave(2, Line(state="summary", step=2))
     file.append(b'{"state":"issued","ticket":2}\n')

@@ -11,11 +11,11 @@ import pytest
 from aiohttp import WSMsgType, web
 
 from broker.errors import ConfigError, NotInstalled
-from envhub.envs import alfworld_env, appworld_env
-from envhub.envs.alfworld_env import Alfworld, AlfworldArgs
-from envhub.envs.appworld_env import Appworld, AppworldArgs
-from envhub.envs.foreign import seed_of
-from envhub.envs.openenv_env import OpenEnv, OpenEnvArgs, ServerError
+from envhub.envs.adapters import alfworld_env, appworld_env
+from envhub.envs.adapters.alfworld_env import Alfworld, AlfworldArgs
+from envhub.envs.adapters.appworld_env import Appworld, AppworldArgs
+from envhub.envs.adapters.foreign import seed_of
+from envhub.envs.adapters.openenv_env import OpenEnv, OpenEnvArgs, ServerError
 
 # --------------------------------------------------------------------------------------------------- OpenEnv
 

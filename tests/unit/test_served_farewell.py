@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from learner.pipelines import served
-from learner.pipelines.config import DistillSection
+from learner.offline import served
+from learner.offline.config import DistillSection
 
 
 class Silent:
@@ -31,7 +31,7 @@ class Silent:
 async def test_a_broker_that_is_gone_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     everything: Any = Silent()
     monkeypatch.setattr(served, "FAREWELL_S", 0.05)
-    monkeypatch.setattr(served.channel, "connect", lambda carrier, bus: everything)
+    monkeypatch.setattr(served.carriers, "connect", lambda carrier, bus: everything)
     asker = served._Asker(everything, everything, DistillSection(teacher="t"), "zmq")
     async with asyncio.timeout(60):
         await asker.close()

@@ -15,8 +15,8 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from broker.errors import ConfigError, DataError, UserError
-from learner.pipelines.data import Example, micro_batches, read_conversations, shuffled_batches
-from learner.pipelines.sft import _IGNORED, _Trainer, lr_scale, pad, run_sft
+from learner.offline.data import Example, micro_batches, read_conversations, shuffled_batches
+from learner.offline.sft import _IGNORED, _Trainer, lr_scale, pad, run_sft
 from text.config import TinyModel
 from text.masks import encode_supervised
 from text.tiny import build_tiny

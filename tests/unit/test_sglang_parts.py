@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from broker import wire
+from broker.contract import wire
 from broker.errors import ConfigError, UserError
 from rollout.config import RolloutSection
-from rollout.engines.sglang_api import Refused, as_sampled, first_of, generate_body, read_leg, read_scores, read_top
-from rollout.engines.sglang_args import SGLangArgs
-from rollout.engines.sglang_child import copies, launcher, options
-from rollout.engines.sglang_weights import parted, place, sweep
+from rollout.engines.sglang.api import Refused, as_sampled, first_of, generate_body, read_leg, read_scores, read_top
+from rollout.engines.sglang.args import SGLangArgs
+from rollout.engines.sglang.child import copies, launcher, options
+from rollout.engines.sglang.weights import parted, place, sweep
 
 
 def test_parts_of_an_update() -> None:
@@ -43,7 +43,7 @@ def test_what_a_killed_server_left_in_memory_is_removed(tmp_path: Path) -> None:
 
 
 def test_without_the_package_one_line_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout.engines.sglang_child.find_spec", lambda _: None)
+    monkeypatch.setattr("rollout.engines.sglang.child.find_spec", lambda _: None)
     with pytest.raises(UserError, match=r"engine sglang needs the package sglang; pip install 'rlearner\[sglang\]', or name the Python"):
         launcher(SGLangArgs())
     assert launcher(SGLangArgs(command=["x", "-m", "y"])) == ["x", "-m", "y"]

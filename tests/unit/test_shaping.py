@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_more_advantages import trajectory
 
-from broker import wire
+from broker.contract import wire
+from learner.algorithm.selection import most_varied
+from learner.algorithm.shaping import is_truncated, minus_kl, needs_batch, normalise, overlong_penalty, shape
 from learner.config import AlgorithmSection, RewardNormalization
-from learner.selection import most_varied
-from learner.shaping import is_truncated, minus_kl, needs_batch, normalise, overlong_penalty, shape
 
 some = settings(max_examples=60, deadline=None)
 

@@ -13,10 +13,10 @@ import pytest
 import run_folder_kit as kit
 from envhub_kit import write_tokenizer
 
-from broker import wire
+from broker.contract import wire
 from broker.errors import ConfigError, UserError
-from learner.ops.cli import add_parsers
-from learner.ops.showing import show_run, text_of, trajectory_of
+from rlearner.ops.cli import add_parsers
+from rlearner.ops.showing import show_run, text_of, trajectory_of
 from text.tokenizer import Tokenizer
 
 Show = Callable[..., Any]

@@ -10,11 +10,11 @@ import pytest
 import yaml
 
 from bench import made_up
-from broker import wire
+from broker.contract import wire
 from learner.config import TrackersSection
-from learner.showcase import Showcase
-from learner.trackers import Trackers
-from learner.transcripts import Transcript, Transcripts
+from learner.reporting.showcase import Showcase
+from learner.reporting.trackers import Trackers
+from learner.reporting.transcripts import Transcript, Transcripts
 from text.config import TinyModel
 from text.tiny import build_tiny
 from text.tokenizer import Tokenizer

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from learner.signals import OVER_AFTER, RULES, Signals, warnings
+from learner.reporting.training_signals import OVER_AFTER, RULES, Signals, warnings
 
 GOOD = {
     "reward/min": 0.0, "reward/max": 1.0, "env/success_rate": 0.5, "frac_reward_zero_std": 0.2, "response_length/clip_ratio": 0.1,

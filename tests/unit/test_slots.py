@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from broker.streams import MAX_DELIVERIES
+from broker.contract.streams import MAX_DELIVERIES
 from envhub.slots import Abort, Close, Finish, HandBack, Job, Slots, Start
 
 

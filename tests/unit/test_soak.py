@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bench.scale import soak
-from learner.tickets import Ages
+from learner.credit.tickets import Ages
 
 Waiting = Mapping[int, str]
 

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from broker.errors import ConfigError, DataError
-from envhub.envs import sokoban_levels as levels
-from envhub.envs.sokoban import PIXELS, Sokoban, SokobanArgs
-from envhub.envs.sokoban_board import LETTERS, XSB, Level, draw, move, push_distances, reachable
-from envhub.envs.sokoban_solver import solve
+from envhub.envs.games import sokoban_levels as levels
+from envhub.envs.games.sokoban import PIXELS, Sokoban, SokobanArgs
+from envhub.envs.games.sokoban_board import LETTERS, XSB, Level, draw, move, push_distances, reachable
+from envhub.envs.games.sokoban_solver import solve
 
 ROOM = "#######\n#@ $ .#\n#  #  #\n#######"  # the player at row 1, column 1; two more cells below
 TWO = "########\n#@$ . .#\n#      #\n#  $   #\n#      #\n########"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from learner.ops.status import absence, wrapped
+from rlearner.ops.status import absence, wrapped
 
 
 def test_what_does_not_fit_goes_below_the_second_column() -> None:

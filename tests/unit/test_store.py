@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from broker import store as module
-from broker.addresses import split, without_passwords
-from broker.answers import NoResponders
-from broker.api import NO_MESSAGE, NO_STREAM
 from broker.errors import BrokerUnreachable, LostState, RlearnerError
-from broker.refusals import Refusals
-from broker.store import EXPECTED_LAST_KEY_SEQ, EXPECTED_LAST_SEQ, MESSAGE_ID, store
+from broker.jetstream import publish as module
+from broker.jetstream.api import NO_MESSAGE, NO_STREAM
+from broker.jetstream.publish import EXPECTED_LAST_KEY_SEQ, EXPECTED_LAST_SEQ, MESSAGE_ID, store
+from broker.nats.addresses import split, without_passwords
+from broker.nats.nats_errors import NoResponders
+from broker.nats.refusals import Refusals
 
 ID = {MESSAGE_ID: "mine"}
 API = "$JS.API."
@@ -87,7 +87,7 @@ async def test_what_is_refused_for_good_is_raised() -> None:
 @pytest.mark.parametrize(("code", "err_code"), [(400, 10002), (503, 10023), (500, 10047), (503, 10077)])
 async def test_no_room_is_waited_for_whatever_the_server_calls_it(code: int, err_code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """An account's limit, a server's in newer and older versions, a stream's."""
-    monkeypatch.setattr("broker.refusals.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("broker.nats.refusals.FIRST_PAUSE_S", 0.01)
     script = Script(refusal(err_code, code), refusal(err_code, code), Answer(seq=8))
     assert await put(script) == 8
     assert script.doubts == 0  # another server of the cluster has no more room

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker import strict
+from broker.contract import strict
 
 VALUES = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(codec=None)), st.lists, max_leaves=8)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from broker.wire import Attempt
-from envhub.suspicion import Judgement, judge
+from broker.contract.wire import Attempt
+from envhub.tickets.suspicion import Judgement, judge
 
 
 def playing(deaths: int, *, alone: bool = False) -> Attempt:

@@ -11,12 +11,12 @@ import pytest
 from waits import until
 
 from bench.scale.virtual import MemoryBus, run
-from broker import wire
+from broker.contract import wire
+from broker.contract.streams import SAMPLES, TICKETS, Stream
 from broker.errors import LostState
-from broker.streams import SAMPLES, TICKETS, Stream
-from learner.grants import DomainRule, Rules
-from learner.ledger import Ended, Issue, Ledger
-from learner.tickets import Issuer, Reaper
+from learner.credit.grants import DomainRule, Rules
+from learner.credit.ledger import Ended, Issue, Ledger
+from learner.credit.tickets import Issuer, Reaper
 
 RTT_S = 0.05
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from broker.errors import ConfigError
-from broker.runspec import validate
-from broker.timeouts import derive, note, release
+from broker.settings.runspec import validate
+from broker.settings.timeouts import derive, note, release
 from learner.prepare import to_yaml
 
 LAKE: dict[str, Any] = {"env": "frozenlake", "group_size": 8, "max_context_tokens": 256, "sampling": {"max_tokens": 4}, "max_turns": 10}

@@ -14,15 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from template_models import make_tokenizer_folder
 
-from broker import wire
+from broker.contract import wire
 from broker.errors import ConfigError
-from envhub.calls import Calls
 from envhub.envs.base import Environment, Observation, Split, StepResult
-from envhub.players import Limits, Players
-from envhub.task import Task
-from text.growth import Conversation
-from text.growth_rules import GrowthRules
+from envhub.episodes.calls import Calls
+from envhub.episodes.runners import Limits, Players
+from envhub.episodes.task import Task
+from text.incremental_tokenization import Conversation
 from text.openai import tools
+from text.template_rules import GrowthRules
 from text.tokenizer import Tokenizer
 from text.tool_calls import BadCall, ToolCall, ToolSpelling
 

@@ -13,7 +13,7 @@ from torch_backend_kit import VOCAB, backend, gradient, plain_logprobs, samples,
 from transformers import AutoModelForCausalLM
 
 from broker.errors import ConfigError, UserError, WireError
-from broker.registry import resolve
+from broker.settings.registry import resolve
 from learner.backends import BACKENDS
 from learner.backends.base import Backend
 from learner.backends.optim import lr_factor

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from torch_backend_kit import backend, gradient, plain_logprobs, sample, samples, save_model
 
 from broker.errors import UserError
+from learner.algorithm.corrections import CORRECTIONS
+from learner.algorithm.kl import Coefficient
+from learner.algorithm.losses import LOSSES
+from learner.algorithm.packing import minibatches
 from learner.backends.critic import Critic, value_losses
 from learner.config import AlgorithmSection, CriticSection, TrainSection
-from learner.corrections import CORRECTIONS
-from learner.kl import Coefficient
-from learner.losses import LOSSES
-from learner.packing import minibatches
 
 few = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 # Each loss, each correction, and the two together where both look at whole sequences.

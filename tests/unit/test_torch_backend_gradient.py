@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch_backend_kit import backend, gradient, plain_logprobs, sample, samples, save_model
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from learner.aggregation import MODES
+from learner.algorithm.aggregation import MODES
+from learner.algorithm.packing import cut
 from learner.backends import policy as policy_module
 from learner.backends.batch import collate
 from learner.config import AlgorithmSection
-from learner.packing import cut
 
 CPU = torch.device("cpu")
 few = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -14,7 +14,7 @@ from PIL import Image
 
 from broker.errors import ConfigError
 from learner.config import TrackersSection
-from learner.trackers import TRACKERS, Trackers
+from learner.reporting.trackers import TRACKERS, Trackers
 
 
 def _shown(kind: str, content: Any, **more: Any) -> tuple[Any, ...]:
@@ -96,14 +96,14 @@ def test_extras_hand_on_what_they_get(name: str, tmp_path: Path, monkeypatch: py
     for kind in ("Html", "Text", "Video"):
         setattr(module, kind, partial(_shown, kind))
     monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, f"learner.trackers.{name}", raising=False)
+    monkeypatch.delitem(sys.modules, f"learner.reporting.trackers.{name}", raising=False)
     section = TrackersSection(use=[name], project="lakes", args={name: {"mode": "offline"}})
     trackers = Trackers(section, tmp_path, "demo", {"train": {"steps": 3}})
     trackers.log(4, {"reward/mean": 0.5})
     trackers.texts(3, {"samples/lake": "a < b"})
     trackers.picture(3, "episodes/lake", b"GIF89a")
     trackers.close()
-    monkeypatch.delitem(sys.modules, f"learner.trackers.{name}")
+    monkeypatch.delitem(sys.modules, f"learner.reporting.trackers.{name}")
     kinds = [kind for kind, _ in recorder.calls]
     assert kinds == ["init", "log", "log", "log", "finish"]
     settings = recorder.calls[0][1]

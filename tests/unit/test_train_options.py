@@ -9,7 +9,7 @@ import torch
 from torch_backend_kit import backend, gradient, samples, save_model
 
 from broker.errors import ConfigError
-from broker.runspec import validate
+from broker.settings.runspec import validate
 from learner import backends
 from learner.backends import compiling, offload
 from learner.config import AlgorithmSection, TrainSection

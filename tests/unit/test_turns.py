@@ -9,7 +9,7 @@ from template_models import make_tokenizer_folder
 
 from broker.errors import ConfigError
 from rollout.engines.turns import TurnSplitter
-from text.growth import Conversation
+from text.incremental_tokenization import Conversation
 from text.tokenizer import Tokenizer
 
 SYSTEM = "Answer\nin one word."

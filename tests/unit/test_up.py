@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import run_folder_kit as kit
 
-from learner import checkpoint
-from learner.cli import main
-from learner.ledger import Ledger
-from learner.ops.place import note_epoch
-from learner.up import artifacts
-from learner.up.artifacts import finish
+from learner.checkpoints import checkpoint
+from learner.credit.ledger import Ledger
+from learner.run_folder import note_epoch
+from rlearner.cli import main
+from rlearner.up import artifacts
+from rlearner.up.artifacts import finish
 
 RESUME = "go on with this run: rlearner up runs/a"
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from learner.cli import main
-from learner.ops.place import address, note_broker, note_epoch, private_addresses
-from learner.up.claim import Claim
+from learner.run_folder import address, note_broker, note_epoch, private_addresses
+from rlearner.cli import main
+from rlearner.up.claim import Claim
 
 DEAD = "nats://127.0.0.1:9"
 

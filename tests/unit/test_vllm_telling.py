@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollout.engines.vllm_telling import Span, Telling, likeliest
+from rollout.engines.vllm.streaming import Span, Telling, likeliest
 from text.openai.pieces import Piece, Tap
 
 

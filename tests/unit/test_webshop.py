@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from broker.errors import ConfigError, DataError
-from envhub.envs import webshop_files as files
-from envhub.envs.bm25 import Index
-from envhub.envs.webshop import WebShop, WebShopArgs
-from envhub.envs.webshop_catalogue import NO_LIMIT, Goal, Product, generate, price_limit
-from envhub.envs.webshop_pages import wish
-from envhub.envs.webshop_reward import alike, best_options, score, type_score
+from envhub.envs.tools import webshop_files as files
+from envhub.envs.tools.bm25 import Index
+from envhub.envs.tools.webshop import WebShop, WebShopArgs
+from envhub.envs.tools.webshop_catalogue import NO_LIMIT, Goal, Product, generate, price_limit
+from envhub.envs.tools.webshop_pages import wish
+from envhub.envs.tools.webshop_reward import alike, best_options, score, type_score
 
 SHIRT: dict[str, Any] = {
     "asin": "B00SHIRT01",

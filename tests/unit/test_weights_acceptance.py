@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from broker import wire
-from broker.weights.acceptance import (
+from broker.contract import wire
+from broker.weights.probe import make_probe
+from broker.weights.receiver.acceptance import (
     FIRST_LOOK_S,
     FIRST_RETRY_S,
     LAST_RETRY_S,
@@ -20,7 +21,6 @@ from broker.weights.acceptance import (
     Look,
     Wait,
 )
-from broker.weights.probe import make_probe
 
 
 def offer(epoch: int, version: int, *, digest: str = "", plan: str = "p") -> wire.WeightsOffer:

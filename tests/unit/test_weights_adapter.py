@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from broker import wire
+from broker.contract import wire
+from broker.contract.examples import EXAMPLES
 from broker.errors import UserError, WireError
-from broker.examples import EXAMPLES
 from broker.weights.adapter import Foundation, Merged, adapted, digest_of, factor_names, factor_shapes, merge
-from broker.weights.staging import Flat, plan_of
+from broker.weights.memory.staging import Flat, plan_of
 
 MIB = 2**-20
 

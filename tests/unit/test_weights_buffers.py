@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from broker.weights.buffers import Arrival, Buffers
-from broker.weights.cargo import Base, Incoming, Outgoing
+from broker.weights.bucket_payload import Base, Incoming, Outgoing
 from broker.weights.group import Watch
-from broker.weights.lines import Lines
-from broker.weights.staging import Staging, plan_of
+from broker.weights.memory.staging import Staging, plan_of
+from broker.weights.receiver.buffers import Arrival, Buffers
+from broker.weights.store_messages import Lines
 
 CPU = torch.device("cpu")
 WEIGHTS = {"w": torch.arange(5000, dtype=torch.float32)}

@@ -7,11 +7,11 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from broker.errors import TransferFailed
-from broker.weights.cargo import Base, Incoming, Outgoing
+from broker.weights.bucket_payload import Base, Incoming, Outgoing
 from broker.weights.group import Watch
-from broker.weights.lines import Lines
+from broker.weights.memory.staging import Flat, Staging, plan_of
 from broker.weights.plan import Plan
-from broker.weights.staging import Flat, Staging, plan_of
+from broker.weights.store_messages import Lines
 
 SHAPE = (5000,)
 PLAN = plan_of({"w": torch.zeros(SHAPE)}, 4096 / 2**20)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from broker.weights.copying import PIECE_BYTES, copy_all, copy_into, is_plain
+from broker.weights.memory.copying import PIECE_BYTES, copy_all, copy_into, is_plain
 
 
 @pytest.mark.parametrize("num_threads", [1, 3, None])

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from broker.weights import cuda
-from broker.weights.cuda import FUNCTIONS, Cuda, Driver, device_of, name_of
-from broker.weights.devices import Card
-from broker.weights.shared import segment_of
-from broker.weights.staging import plan_of
+from broker.weights.memory import cuda
+from broker.weights.memory.cuda import FUNCTIONS, Cuda, Driver, device_of, name_of
+from broker.weights.memory.devices import Card
+from broker.weights.memory.shared import segment_of
+from broker.weights.memory.staging import plan_of
 
 HANDLE = bytes(range(64))
 UNIT = bytes.fromhex("0123456789abcdef0123456789abcdef")

@@ -10,12 +10,12 @@ import torch
 from memfd_device import UNITS, Memfd
 
 from broker.errors import TransferFailed
-from broker.weights import shared
-from broker.weights.devices import Card
 from broker.weights.digest import combine
 from broker.weights.group import Watch
-from broker.weights.shared import Neighbour, Segment, Window
-from broker.weights.staging import Flat, Staging, plan_of
+from broker.weights.memory import shared
+from broker.weights.memory.devices import Card
+from broker.weights.memory.shared import Neighbour, Segment, Window
+from broker.weights.memory.staging import Flat, Staging, plan_of
 
 PLAN = plan_of({"a": torch.zeros(700_000), "b": torch.zeros(300_001)}, 3.0)
 

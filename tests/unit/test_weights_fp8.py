@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from broker import wire
+from broker.contract import wire
 from broker.errors import TransferFailed
 from broker.weights import fp8
-from broker.weights.acceptance import Acceptance
-from broker.weights.landing import Landing
+from broker.weights.memory.staging import Flat, plan_of
 from broker.weights.probe import make_probe
-from broker.weights.staging import Flat, plan_of
+from broker.weights.receiver.acceptance import Acceptance
+from broker.weights.receiver.weight_loader import Landing
 from rollout.engines.fit import check_fit, made
-from rollout.engines.vllm_store import SharedWeights
+from rollout.engines.vllm.store import SharedWeights
 
 FP8 = torch.float8_e4m3fn
 

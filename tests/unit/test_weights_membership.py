@@ -6,8 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from broker import wire
-from broker.weights.membership import FIRST_DELAY_S, LONGEST_DELAY_S, Action, Cancel, Membership, Refuse, Start, parse_session
+from broker.contract import wire
+from broker.weights.sender.membership import FIRST_DELAY_S, LONGEST_DELAY_S, Action, Cancel, Membership, Refuse, Start, parse_session
 
 GATHER_S, TTL_S = 0.5, 5.0
 

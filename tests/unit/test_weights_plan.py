@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from broker.errors import UserError, WireError
+from broker.weights.memory.staging import Flat, plan_of
 from broker.weights.plan import ITEM_BYTES, TensorSpec, from_text, make_plan
-from broker.weights.staging import Flat, plan_of
 
 specs = st.lists(
     st.builds(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from broker import wire
+from broker.contract import wire
 from broker.errors import TransferFailed
 from broker.weights.probe import check_probe, make_probe
 

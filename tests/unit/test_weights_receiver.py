@@ -9,14 +9,14 @@ import msgspec
 import pytest
 import torch
 
-from broker import wire
+from broker.contract import wire
 from broker.errors import TransferFailed
-from broker.weights.buffers import Arrival
+from broker.weights.memory.shared import Segment
+from broker.weights.memory.staging import plan_of
 from broker.weights.probe import make_probe
-from broker.weights.receive import MAX_LOST, Receiver
-from broker.weights.shared import Segment
-from broker.weights.snapshot import Manifest
-from broker.weights.staging import plan_of
+from broker.weights.receiver.buffers import Arrival
+from broker.weights.receiver.receive import MAX_LOST, Receiver
+from broker.weights.snapshots.snapshot import Manifest
 
 
 async def load(tensors: Mapping[str, torch.Tensor], offer: wire.WeightsOffer) -> None:

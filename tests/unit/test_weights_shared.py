@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from broker.errors import TransferFailed
-from broker.weights import transfer
 from broker.weights.digest import combine
 from broker.weights.group import Watch
-from broker.weights.lines import Lines
-from broker.weights.membership import Start
-from broker.weights.shared import F_SEAL_FUTURE_WRITE, Neighbour, Segment, Window, size_of
-from broker.weights.staging import Flat, Staging, plan_of
+from broker.weights.memory.shared import F_SEAL_FUTURE_WRITE, Neighbour, Segment, Window, size_of
+from broker.weights.memory.staging import Flat, Staging, plan_of
+from broker.weights.sender import transfer
+from broker.weights.sender.membership import Start
+from broker.weights.store_messages import Lines
 
 PLAN = plan_of({"a": torch.zeros(100_000), "b": torch.zeros(300_001)}, 0.25)
 

@@ -14,16 +14,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from broker import wire
+from broker.contract import wire
 from broker.errors import TransferFailed, UserError, WireError
-from broker.weights import snapshot
-from broker.weights.buffers import Buffers
 from broker.weights.group import Watch
-from broker.weights.lookout import Lookout
+from broker.weights.memory.staging import Flat, Staging, plan_of
 from broker.weights.probe import make_probe
-from broker.weights.publish import Publisher
-from broker.weights.source import Source
-from broker.weights.staging import Flat, Staging, plan_of
+from broker.weights.receiver.buffers import Buffers
+from broker.weights.snapshots import snapshot
+from broker.weights.snapshots.publish import Publisher
+from broker.weights.snapshots.snapshot_poller import Lookout
+from broker.weights.snapshots.snapshot_source import Source
 
 PLAN = plan_of({"a": torch.zeros(3000), "b": torch.zeros(2, 5, dtype=torch.bfloat16)}, 4096 / 2**20)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from broker.errors import TransferFailed
-from broker.weights.staging import Flat, Staging, plan_of
+from broker.weights.memory.staging import Flat, Staging, plan_of
 
 SHAPE = (300_000,)
 
@@ -91,7 +91,7 @@ def test_cast_on_the_way_in() -> None:
 
 
 def test_the_digest_that_follows_the_copy_is_that_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("broker.weights.staging.PIECE_BYTES", 1000)
+    monkeypatch.setattr("broker.weights.memory.staging.PIECE_BYTES", 1000)
     tensors = {name: torch.randn(size) for name, size in (("a", 3001), ("b", 5), ("c", 9000))}
     staging = Staging(plan_of(tensors, 3 * 4096 / 2**20))
     expected = Flat(staging.plan)

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from broker import checks, wire
+from broker.contract import checks, wire
+from broker.contract.examples import EXAMPLES
 from broker.errors import WireError
-from broker.examples import EXAMPLES
 
 GROUP = cast(wire.Group, EXAMPLES[wire.Group])
 TRAJECTORY = GROUP.trajectories[0]

@@ -13,19 +13,19 @@ from typing import Any
 import pytest
 from envhub_kit import Scripted, write_tokenizer
 
-from broker import wire
-from broker.config import Reward
-from broker.runspec import load, validate
-from envhub.calls import Calls
+from broker.contract import wire
+from broker.settings.config import Reward
+from broker.settings.runspec import load, validate
 from envhub.config import num_eval_tasks
 from envhub.domain import Domain, load_domains
-from envhub.players import Limits, Players
-from envhub.task import Played, Task
-from learner.cli import main, make_parser
+from envhub.episodes.calls import Calls
+from envhub.episodes.runners import Limits, Players
+from envhub.episodes.task import Played, Task
 from rewardhub import protocol
 from rewardhub.rewards.base import Scored
 from rewardhub.routing import Ask, Forward, Scoring, sample_of
 from rewardhub.worker import Worker
+from rlearner.cli import main, make_parser
 from text.tokenizer import Tokenizer
 
 PAGE = Path(__file__).parents[2] / "docs" / "your-own.md"

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from learner.algorithm.samples import TrainSample
 from learner.backends.torch import TorchBackend
 from learner.config import AlgorithmSection, TrainSection
-from learner.samples import TrainSample
 from text.config import ModelSection
 
 VOCAB = 23

@@ -14,10 +14,10 @@ import pytest_asyncio
 import torch
 
 from rollout.config import RolloutSection
-from rollout.engines import vllm as front
 from rollout.engines.base import EngineConfig
-from rollout.engines.vllm_loading import reload
-from rollout.engines.vllm_start import Opened, open_llm
+from rollout.engines.vllm import engine as front
+from rollout.engines.vllm.loading import reload
+from rollout.engines.vllm.start import Opened, open_llm
 from text.config import TinyModel
 from text.tiny import build_tiny
 

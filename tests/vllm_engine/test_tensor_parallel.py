@@ -14,7 +14,7 @@ import torch
 from conftest import config_of
 from vllm_kit import CLOSE, assert_reread, in_flight, prompt, renewed
 
-from rollout.engines.vllm import VLLMEngine
+from rollout.engines.vllm.engine import VLLMEngine
 from text.config import TinyModel
 from text.tiny import build_tiny
 

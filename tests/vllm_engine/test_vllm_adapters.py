@@ -17,8 +17,8 @@ from torch_backend_kit import backend, samples
 from vllm_kit import assert_logprobs, assert_reread, in_flight, prompt
 
 from broker.weights.adapter import Foundation
+from broker.weights.memory.staging import plan_of
 from broker.weights.probe import make_probe
-from broker.weights.staging import plan_of
 from learner.config import TrainSection
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

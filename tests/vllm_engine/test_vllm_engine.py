@@ -17,9 +17,9 @@ from vllm_kit import CLOSE, assert_logprobs, assert_reread, in_flight, prompt, r
 
 from broker.errors import TransferFailed
 from broker.weights.probe import make_probe
-from rollout.engines import vllm_loading
 from rollout.engines.base import NO_VERSION, UpdateMode
-from rollout.engines.vllm_loading import reload
+from rollout.engines.vllm import loading
+from rollout.engines.vllm.loading import reload
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -168,7 +168,7 @@ async def test_nothing_sampled_after_a_load_that_broke_is_given_out(make: Any, f
 
     task = await in_flight(engine, context, tokens=110)
     with monkeypatch.context() as patch:
-        patch.setattr(vllm_loading, "reload", half)
+        patch.setattr(loading, "reload", half)
         with pytest.raises(TransferFailed, match="vLLM could not load version 1: a worker failed"):
             await engine.update_weights(tensors, 1, "keep", None)
     output = await task

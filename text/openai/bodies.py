@@ -12,8 +12,8 @@ from typing import Annotated, Any, Final, Literal, Self, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator, model_validator
 
-from broker import strict
-from broker.sections import sentence
+from broker.contract import strict
+from broker.settings.sections import sentence
 from text.openai.problems import Problem
 
 B = TypeVar("B", bound="Body")

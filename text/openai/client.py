@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import aiohttp
 
-from broker import strict
+from broker.contract import strict
 
 log = logging.getLogger(__name__)
 

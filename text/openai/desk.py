@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from broker import wire
+from broker.contract import wire
 from broker.errors import ConfigError
 from text.openai.bodies import Body, ChatBody, CompletionBody
 from text.openai.kept import Kept

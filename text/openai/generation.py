@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol
 
 from aiohttp import web
 
-from broker import wire
+from broker.contract import wire
 from text.openai import tools
 from text.openai.bodies import MOST_CHOICES, Body, ChatBody, CompletionBody
 from text.openai.desk import Desk, Served

@@ -6,8 +6,8 @@ import json
 from functools import lru_cache
 from typing import Any, Final
 
-from broker import wire
-from broker.checks import MAX_GUIDE_CHARS
+from broker.contract import wire
+from broker.contract.checks import MAX_GUIDE_CHARS
 from text.guides import BadGuide, Guides
 from text.openai import tools
 from text.openai.bodies import ChatBody

@@ -6,7 +6,7 @@ import asyncio
 import os
 from typing import Final
 
-from broker.findings import Finding, Status
+from broker.settings.preflight import Finding, Status
 
 WITHIN_S: Final = 3.0
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from broker import wire
+from broker.contract import wire
 from text.openai import tools
 from text.openai.bodies import Body, ChatBody
 from text.openai.pieces import Top

@@ -12,7 +12,7 @@ from typing import Final
 
 from aiohttp import web
 
-from broker import wire
+from broker.contract import wire
 from text.openai import keys
 from text.openai.bodies import COMPLETION_TOKENS, ChatBody, CompletionBody, parse
 from text.openai.chunks import ChatForm

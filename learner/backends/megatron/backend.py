@@ -9,6 +9,9 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import Tensor
 
+from learner.algorithm.kl import kl_penalty
+from learner.algorithm.packing import Cutter
+from learner.algorithm.samples import Array, TrainSample
 from learner.backends.batch import Batch
 from learner.backends.ddp import DdpBackend
 from learner.backends.gathered import Gathered, buckets_of
@@ -25,9 +28,6 @@ from learner.backends.ranks.meeting import join_alone
 from learner.backends.ranks.messages import deal
 from learner.checks import check_megatron
 from learner.config import TrainSection
-from learner.kl import kl_penalty
-from learner.packing import Cutter
-from learner.samples import Array, TrainSample
 from text.config import ModelSection
 
 SLICES_PER_STAGE: Final = 4  # of p stages all compute for a share of 4p / (5p - 1) of the time, if slices are alike

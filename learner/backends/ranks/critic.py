@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from learner.algorithm.samples import TrainSample
 from learner.backends.ranks.collectives import from_rank_0, sum_over_ranks
 from learner.backends.ranks.dealing import Job, Share, in_order, own, packed
 from learner.backends.ranks.leader import Leader
 from learner.backends.ranks.messages import Run, Step, Sums, Sync, deal
 from learner.backends.torch import TorchBackend
-from learner.samples import TrainSample
 
 
 class CriticOnRanks(TorchBackend):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
+from learner.algorithm.samples import TrainSample
 from learner.backends.ranks.messages import Sample, deal, filler, pack, unpack
-from learner.samples import TrainSample
 
 T = TypeVar("T")
 Job = tuple[Sequence[TrainSample], bool]  # a slice, and whether it is trained

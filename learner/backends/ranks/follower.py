@@ -7,9 +7,9 @@ import socket
 import sys
 from typing import TYPE_CHECKING, Final
 
-from broker import logs
 from broker.errors import UserError
-from broker.registry import resolve
+from broker.runtime import logs
+from broker.settings.registry import resolve
 from learner.backends.ranks.link import Gone, Link
 from learner.backends.ranks.messages import Build
 

@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from broker.children import spawn
 from broker.errors import RlearnerError
+from broker.runtime.children import spawn
 from learner.backends.ranks.link import Gone, Link
 from learner.backends.ranks.messages import Build, Reply
 

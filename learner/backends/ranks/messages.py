@@ -7,7 +7,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from learner.samples import Array, TrainSample
+from learner.algorithm.samples import Array, TrainSample
 
 _DTYPES: Final = {
     "token_ids": "<i4",

@@ -1,0 +1,53 @@
+"""Several messages of the request channel in one: what leaves together travels together.
+
+Requests and answers come in bursts, for a generation server answers many after one decoding step. ZeroMQ takes as long for one small
+message as for many in one, and its own thread is woken for each. A bundle is a MessagePack list of pairs of a token and a message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Final
+
+import msgspec
+
+from broker.contract.sizes import MAX_PAYLOAD_BYTES
+from broker.errors import WireError
+
+Entry = tuple[str, bytes]  # token and message
+
+FULL_AT: Final = 256  # messages in one bundle
+FULL_BYTES: Final = 64 * 1024  # of messages in one bundle; a larger one travels alone
+MAX_TOKEN_CHARS: Final = 64
+MAX_BUNDLE_BYTES: Final = MAX_PAYLOAD_BYTES + 4 * MAX_TOKEN_CHARS + 16  # one message of the largest size
+
+_Token = Annotated[str, msgspec.Meta(max_length=MAX_TOKEN_CHARS)]
+_Entries = Annotated[list[tuple[_Token, bytes]], msgspec.Meta(max_length=FULL_AT)]
+
+pack: Final = msgspec.msgpack.Encoder().encode
+_unpack: Final = msgspec.msgpack.Decoder(_Entries).decode
+
+
+def cut(entries: Sequence[Entry]) -> Iterator[Sequence[Entry]]:
+    """Entries in the same order, as many at a time as go into one bundle."""
+    begin = size = 0
+    for index, (_, data) in enumerate(entries):
+        if index > begin and (size + len(data) > FULL_BYTES or index - begin == FULL_AT):
+            yield entries[begin:index]
+            begin, size = index, 0
+        size += len(data)
+    if begin < len(entries):
+        yield entries[begin:]
+
+
+def unpack(data: bytes) -> list[Entry]:
+    """The entries of a bundle.
+
+    Raises:
+        WireError: it is none.
+    """
+    try:
+        found: list[Entry] = _unpack(data)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise WireError(f"no bundle of messages: {' '.join(str(error).split())[:200]}") from None
+    return found

@@ -1,0 +1,160 @@
+"""The client's side of every carrier: send a request, wait for its answer, give up in time."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from collections.abc import Coroutine
+from typing import Any, Final, Protocol
+
+from broker.channel.endpoint import bury
+from broker.contract import wire
+from broker.errors import RequestFailed, WireError
+from broker.jetstream.bus import Bus
+
+CLOCK_S: Final = 0.001  # a timer may be early by the resolution of the loop's clock
+
+_Waiting = tuple[str, asyncio.Future[bytes], float, float, str]  # address, for the answer, until when, timeout_s, request_id
+
+
+class Carrier(Protocol):
+    """What an asker needs of a carrier."""
+
+    def post(self, address: str, token: str, data: bytes, asker: asyncio.Future[bytes] | None) -> bool:
+        """Send as soon as possible, unless the asker is done by then. False: it takes ``send``; this spares a task.
+
+        Raises:
+            RequestFailed: it cannot be sent.
+        """
+        ...
+
+    async def send(self, address: str, token: str, data: bytes) -> None:
+        """Send to the server at ``address``; an answer comes with the same token. An empty token asks for none.
+
+        Raises:
+            RequestFailed: it cannot be sent. May wait while there is no connection.
+        """
+        ...
+
+
+class Asker:
+    """Keeps the requests of one client that wait for an answer."""
+
+    def __init__(self, bus: Bus, carrier: Carrier) -> None:
+        self._bus, self._carrier = bus, carrier
+        self._tokens = itertools.count(1)
+        self._waiting: dict[str, _Waiting] = {}
+        self._alarm: asyncio.TimerHandle | None = None  # one for all: a timer for each request costs more than looking for the next
+        self._alarm_at = math.inf
+        self._background: set[asyncio.Task[None]] = set()
+
+    async def generate(self, address: str, request: wire.GenerateRequest, *, timeout_s: float) -> wire.GenerateReply:
+        """See ``broker.channel.carriers.ChannelClient.generate``."""
+        data = wire.encode(request)
+        token = str(next(self._tokens))
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[bytes] = loop.create_future()
+        until = loop.time() + timeout_s
+        self._waiting[token] = (address, future, until, timeout_s, request.request_id)
+        if until < self._alarm_at:
+            self._set_alarm(loop, until)
+        try:
+            if not self._carrier.post(address, token, data, future):
+                await self._until(future, self._carrier.send(address, token, data))
+            answer = await future
+        except asyncio.CancelledError:
+            self._abort_later(address, request.request_id)
+            raise
+        finally:
+            del self._waiting[token]
+            if future.done() and not future.cancelled():
+                future.exception()  # it may have failed while the sending failed; that counts as looked at
+        return self._read(address, request, answer)
+
+    async def abort(self, address: str, request_id: str) -> None:
+        """See ``broker.channel.carriers.ChannelClient.abort``; best effort."""
+        try:
+            async with asyncio.timeout(1.0):
+                await self._carrier.send(address, "", wire.encode(wire.AbortRequest(request_id=request_id)))
+        except (TimeoutError, RequestFailed):
+            return  # a server that cannot be reached has nothing to abort
+
+    def answered(self, token: str, data: bytes) -> None:
+        """The carrier got an answer; one that nobody waits for any more is dropped."""
+        waiting = self._waiting.get(token)
+        if waiting is not None and not waiting[1].done():
+            waiting[1].set_result(data)
+
+    def failed(self, token: str, reason: str) -> None:
+        """The carrier knows that no answer will come."""
+        waiting = self._waiting.get(token)
+        if waiting is not None and not waiting[1].done():
+            waiting[1].set_exception(RequestFailed(f"{waiting[0]}: {reason}"))
+
+    def fail_all(self, reason: str, address: str | None = None) -> None:
+        """No answer will come from this address (None: from any)."""
+        for token, (asked, *_) in list(self._waiting.items()):
+            if address is None or asked == address:
+                self.failed(token, reason)
+
+    def refuse(self, address: str, reason: str, data: bytes) -> None:
+        """What came from this address tells nobody whom it answers: to the dead letters, and its requests elsewhere."""
+        bury(self._bus, self._background, reason, data)
+        self.fail_all(reason, address)
+
+    async def close(self) -> None:
+        """Fail everything outstanding."""
+        self.fail_all("the client was closed")
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm, self._alarm_at = None, math.inf
+        if self._background:
+            await asyncio.wait(self._background, timeout=1.0)
+
+    def _set_alarm(self, loop: asyncio.AbstractEventLoop, at: float) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm, self._alarm_at = loop.call_at(at, self._expire), at
+
+    def _expire(self) -> None:
+        """Fail who has waited too long, and wake again for the next; none is waited for where all have their answers."""
+        loop = asyncio.get_running_loop()
+        now = loop.time() + CLOCK_S
+        next_at, self._alarm, self._alarm_at = math.inf, None, math.inf
+        for address, future, until, timeout_s, request_id in self._waiting.values():
+            if future.done():
+                continue
+            if until > now:
+                next_at = min(next_at, until)
+                continue
+            future.set_exception(RequestFailed(f"{address}: no answer within {timeout_s:g} s"))
+            self._abort_later(address, request_id)
+        if next_at < math.inf:
+            self._set_alarm(loop, next_at)
+
+    def _abort_later(self, address: str, request_id: str) -> None:
+        task = asyncio.create_task(self.abort(address, request_id))
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _until(self, future: asyncio.Future[bytes], sending: Coroutine[Any, Any, None]) -> None:
+        """Send, but no longer than there is hope for an answer."""
+        task = asyncio.create_task(sending)
+        either: list[asyncio.Future[Any]] = [task, future]
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if task.done() and not future.done():
+                task.result()
+        finally:
+            task.cancel()
+
+    def _read(self, address: str, request: wire.GenerateRequest, data: bytes) -> wire.GenerateReply:
+        try:
+            reply = wire.decode(data, wire.GenerateReply)
+        except WireError as error:
+            bury(self._bus, self._background, str(error), data)
+            raise RequestFailed(f"{address}: {error}") from None
+        if reply.request_id not in (request.request_id, ""):  # empty: the server could not read the request
+            raise RequestFailed(f"{address}: answered request {reply.request_id!r} instead of {request.request_id!r}")
+        return reply

@@ -1,0 +1,119 @@
+"""Generation requests over the broker's own request/reply, for sites without a direct route between hub and server.
+
+Delivery: at most once. Each asker has one inbox for all its answers; the broker says at once when nobody listens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from broker.channel.carriers import AbortHandler, Handler
+from broker.channel.client import Asker
+from broker.channel.endpoint import Desk
+from broker.contract.streams import GENERATE
+from broker.errors import ConfigError, RequestFailed
+from broker.jetstream.bus import Bus
+from broker.nats.client import Msg, nats_errors
+from broker.nats.nats_errors import Disconnected
+from broker.nats.subscription import Subscribed
+
+
+class NatsServer:
+    """Answers on the subject of its id."""
+
+    def __init__(self, bus: Bus, server_id: str, bind: str) -> None:
+        self.address = server_id
+        self._bus = bus
+        self._desk: Desk | None = None
+        self._subscribed: Subscribed | None = None
+
+    async def start(self, handle: Handler, abort: AbortHandler) -> None:
+        """Subscribe and begin to answer."""
+        self._desk = Desk(self._bus, self.address, handle, abort)
+        self._subscribed = await self._bus.link.subscribe(GENERATE.subject(self._bus.run, self.address), self._on_request)
+
+    async def close(self) -> None:
+        """Answer what is outstanding, then unsubscribe."""
+        if self._desk is not None and self._subscribed is not None:
+            await self._desk.close()
+            await self._subscribed.close()
+            self._subscribed = None
+
+    async def _on_request(self, message: Msg) -> None:
+        assert self._desk is not None
+
+        async def reply(data: bytes) -> None:
+            if message.reply:
+                await self._reply(message.reply, data)
+
+        self._desk.receive(message.data, reply)
+
+    async def _reply(self, subject: str, data: bytes) -> None:
+        """The asker may still be connected while we are not, so wait for the connection."""
+        link = self._bus.link
+        while not link.closed:
+            try:
+                await link.ready()
+                await link.send(subject, data)
+                return
+            except Disconnected:
+                continue
+
+
+class NatsClient:
+    """Asks servers by their ids."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus, self._link = bus, bus.link
+        self._asker = Asker(bus, self)
+        self._inbox = f"{self._link.inbox}.{self._link.next_token()}"
+        self._subscribed: Subscribed | None = None
+        self._listening = asyncio.Lock()
+        self._closed = False
+        self.generate, self.abort = self._asker.generate, self._asker.abort
+
+    def post(self, address: str, token: str, data: bytes, asker: asyncio.Future[bytes] | None) -> bool:
+        """Never: the client of the broker has only coroutines."""
+        return False
+
+    async def send(self, address: str, token: str, data: bytes) -> None:
+        """See ``broker.channel.client.Carrier``."""
+        if self._closed:
+            raise RequestFailed(f"{address}: the client was closed")
+        try:
+            subject = GENERATE.subject(self._bus.run, address)
+            await self._listen()
+            await self._link.ready()
+            await self._link.send(subject, data, reply=f"{self._inbox}.{token}" if token else "")
+        except (Disconnected, nats_errors.MaxPayloadError, ConfigError) as error:
+            raise RequestFailed(f"{address}: {error}") from None
+
+    async def _listen(self) -> None:
+        """Subscribe to the answers, once."""
+        async with self._listening:
+            if self._subscribed is None:
+                self._subscribed = await self._link.subscribe(f"{self._inbox}.*", self._on_reply)
+                self._link.on_disconnect.add(self._on_disconnect)
+
+    async def forget(self, address: str) -> None:
+        """Fail its outstanding requests."""
+        self._asker.fail_all("the server is gone", address)
+
+    async def close(self) -> None:
+        """Fail everything outstanding and unsubscribe."""
+        self._closed = True
+        await self._asker.close()
+        self._link.on_disconnect.discard(self._on_disconnect)
+        if self._subscribed is not None:
+            await self._subscribed.close()
+            self._subscribed = None
+
+    async def _on_reply(self, message: Msg) -> None:
+        token = message.subject.rpartition(".")[2]
+        if message.headers is not None and message.headers.get("Status") == "503":
+            self._asker.failed(token, "nobody listens there")
+        else:
+            self._asker.answered(token, message.data)
+
+    def _on_disconnect(self) -> None:
+        self._asker.fail_all("lost the connection to the broker")

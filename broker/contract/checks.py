@@ -1,0 +1,510 @@
+"""What the types of ``broker.contract.wire`` cannot say: ranges, dtypes, and fields that must agree with each other.
+
+Ranges and names are data, so that docs/wire.md shows them. NaN lies in no range and infinity lies outside every one, so a
+range also says that a number is finite.
+"""
+
+from __future__ import annotations
+
+import reprlib
+import struct
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from broker.contract import wire
+from broker.contract.sizes import LEAST_PART_BYTES, MAX_GROUP_BYTES, MAX_PAYLOAD_BYTES
+from broker.errors import WireError
+
+LARGEST: Final = sys.float_info.max
+SHORT_BYTES: Final = 4096
+LONG_BYTES: Final = 256 * 1024  # from here on min() is faster than argmin, which copies what it may not write to
+FEW_BYTES: Final = 64
+SMALLEST: Final = 5e-324
+MAX_BIAS: Final = 100  # as OpenAI allows
+MAX_GUIDE_CHARS: Final = 1 << 16  # a grammar of so much takes a second or two to make
+INT32_MAX: Final = 2**31 - 1
+LOGPROB_EPS: Final = 1e-3  # log_softmax in low precision may exceed 0 by a little
+DEAD_LETTER_BYTES: Final = 1 << 20
+
+
+class Range(NamedTuple):
+    """A closed interval and how the documentation writes it."""
+
+    least: float
+    most: float
+    text: str
+
+
+ANY: Final = Range(-LARGEST, LARGEST, "finite")
+NATURAL: Final = Range(0, LARGEST, ">= 0")
+POSITIVE: Final = Range(SMALLEST, LARGEST, "> 0")
+COUNT: Final = Range(1, LARGEST, ">= 1")
+VERSION: Final = Range(0, INT32_MAX, "0 to 2^31 - 1")
+OPTIONAL: Final = Range(-1, INT32_MAX, "-1 to 2^31 - 1")
+PORT: Final = Range(0, 65535, "0 to 65535")
+FRACTION: Final = Range(0, 1, "0 to 1")
+BODY: Final = Range(1, MAX_GROUP_BYTES, "1 to 2^30")
+PART: Final = Range(LEAST_PART_BYTES, MAX_PAYLOAD_BYTES, "2^16 to 2^23")
+OPTIONAL_FRACTION: Final = Range(-1, 1, "-1 to 1")
+PENALTY: Final = Range(-2, 2, "-2 to 2")
+SHARE: Final = Range(SMALLEST, 1, "> 0 and <= 1")
+
+# Every int and float field stands here; a test sees to it.
+RANGES: Final[dict[type, dict[str, Range]]] = {
+    wire.Ticket: {
+        "number": COUNT, "task_index": NATURAL, "seed": NATURAL, "min_version": VERSION, "max_staleness": NATURAL,
+        "group_size": COUNT, "min_group_size": COUNT, "deadline_s": POSITIVE, "num_greedy": NATURAL, "num_redundant": NATURAL,
+    },
+    wire.EvalTicket: {
+        "number": COUNT, "task_index": NATURAL, "seed": NATURAL, "eval_step": NATURAL, "min_version": VERSION,
+        "group_size": COUNT, "temperature": NATURAL, "deadline_s": POSITIVE,
+    },
+    wire.Turn: {"start": NATURAL, "end": NATURAL, "reward": ANY},
+    wire.Trajectory: {"episode": NATURAL, "reward": ANY},
+    wire.Group: {
+        "ticket": COUNT, "task_index": NATURAL, "min_version": VERSION, "deliveries": COUNT, "eval_step": OPTIONAL,
+        "generate_s": NATURAL, "env_step_s": NATURAL, "reward_s": NATURAL,
+        "temperature": NATURAL,
+    },
+    wire.Closed: {"ticket": COUNT, "eval_step": OPTIONAL},
+    wire.RulesChange: {"epoch": COUNT},
+    wire.Parted: {"ticket": COUNT, "size": BODY, "part_bytes": PART, "eval_step": OPTIONAL},
+    wire.Probe: {"tolerance": NATURAL},
+    wire.Adapter: {"rank": COUNT, "scale": POSITIVE},
+    wire.WeightsOffer: {"epoch": NATURAL, "version": VERSION, "size_bytes": NATURAL},
+    wire.WeightsJoin: {"epoch": NATURAL, "version": VERSION},
+    wire.WeightsSession: {"rank": NATURAL, "world_size": NATURAL, "port": PORT, "version": VERSION, "timeout_s": NATURAL},
+    wire.SamplingParams: {
+        "max_tokens": COUNT, "temperature": NATURAL, "top_p": SHARE, "top_k": NATURAL, "min_p": FRACTION, "seed": NATURAL,
+        "frequency_penalty": PENALTY, "presence_penalty": PENALTY, "top_logprobs": NATURAL,
+    },
+    wire.GenerateRequest: {"min_version": VERSION, "deadline_s": POSITIVE, "expected_tokens": NATURAL, "prompt_top_k": NATURAL},
+    wire.AbortRequest: {},
+    wire.GenerateReply: {"policy_version": OPTIONAL, "prefix_hit_tokens": NATURAL},
+    wire.Metrics: {"time": NATURAL},
+    wire.DeadLetter: {"sequence": NATURAL, "ticket": NATURAL},
+    wire.Attempt: {"deaths": NATURAL},
+    wire.DesiredState: {},
+    wire.Presence: {
+        "pid": NATURAL, "epoch": NATURAL, "policy_version": OPTIONAL, "slots": NATURAL, "running": NATURAL, "waiting": NATURAL,
+        "speed": NATURAL, "idle_ratio": OPTIONAL_FRACTION,
+    },
+    wire.RunSpec: {"wire_version": NATURAL, "epoch": NATURAL, "created": NATURAL},
+}  # fmt: skip
+
+# Fields that become part of a subject or a key; see ``broker.contract.streams.token``.
+NAMES: Final[dict[type, tuple[str, ...]]] = {
+    wire.Ticket: ("domain",),
+    wire.EvalTicket: ("domain",),
+    wire.Group: ("domain", "pools"),
+    wire.Closed: ("domain",),
+    wire.Parted: ("domain", "upload"),
+    wire.Metrics: ("role", "id"),
+    wire.DeadLetter: ("stream",),
+    wire.Presence: ("role", "id"),
+    wire.RunSpec: ("run",),
+}
+
+
+def check(message: wire.Message) -> None:
+    """Refuse what types cannot say.
+
+    Raises:
+        WireError: names the message, the field, the value and the rule.
+    """
+    try:
+        for rule in _CHECKS[type(message)]:
+            rule(message)
+    except (TypeError, AttributeError, KeyError, RecursionError) as error:  # built in this process with a value of a wrong type
+        raise WireError(" ".join(f"{type(message).__name__}: {error}".split())) from None
+
+
+def check_trajectory(trajectory: wire.Trajectory) -> None:
+    """Columns have n values each, at least one; turns are ordered, apart and inside; the mask is 1 in them, 0 at tokens drawn from a
+    reshaped distribution, and 0 elsewhere; logprobs are 0 where it is 0, finite and at most 0.001; token ids are >= 0; version runs have
+    counts >= 1 that add up to the ones of the mask."""
+    _check_structure(trajectory)
+    _check_values([trajectory])
+
+
+def check_trajectories(trajectories: list[wire.Trajectory]) -> None:
+    """The rules of every trajectory of a group; a few microseconds for 2,048 tokens.
+
+    Spans are compared as bytes with what they must be, and the values of all trajectories are looked at in one go: per
+    call of numpy, the call is most of the time.
+    """
+    index = 0
+    try:
+        for index, trajectory in enumerate(trajectories):  # noqa: B007
+            _check_structure(trajectory)
+        try:
+            _check_values(trajectories)
+        except WireError:
+            for index, trajectory in enumerate(trajectories):  # noqa: B007
+                _check_values([trajectory])
+            raise
+    except WireError as error:
+        raise WireError(f"Group.trajectories[{index}]: {error}") from None
+
+
+def _check_structure(trajectory: wire.Trajectory) -> None:
+    """Everything but the token ids and the logprobs of sampled tokens."""
+    mask, logprobs, ids = trajectory.loss_mask, trajectory.logprobs, trajectory.token_ids
+    n = len(mask.data)
+    if mask.dtype != "|u1":
+        raise _wrong("Trajectory", "loss_mask.dtype", mask.dtype, "must be |u1")
+    if n == 0:
+        raise _wrong("Trajectory", "loss_mask", "empty", "at least one token")
+    if ids.dtype != "<i4" or len(ids.data) != 4 * n:
+        _check_column("Trajectory", "token_ids", ids, "<i4", n)
+    if logprobs.dtype != "<f4" or len(logprobs.data) != 4 * n:
+        _check_column("Trajectory", "logprobs", logprobs, "<f4", n)
+    sampled = _check_turns(trajectory.turns, mask.data, logprobs.data, n)
+    _check_version_runs("Trajectory", trajectory.version_runs, sampled)
+    if trajectory.episode < 0:
+        raise _wrong("Trajectory", "episode", trajectory.episode, NATURAL.text)
+    if not -LARGEST <= trajectory.reward <= LARGEST:
+        raise _wrong("Trajectory", "reward", trajectory.reward, ANY.text)
+    _finite("Trajectory", "reward_parts", trajectory.reward_parts)
+    if trajectory.metrics:
+        _finite("Trajectory", "metrics", trajectory.metrics)
+
+
+def _check_values(trajectories: list[wire.Trajectory]) -> None:
+    """The token ids and logprobs of trajectories whose structure is right."""
+    if sum(len(one.token_ids.data) for one in trajectories) >= LONG_BYTES:  # a call more costs nothing then, a copy memory
+        for one in trajectories:
+            _check_token_ids("Trajectory", one.token_ids.data)
+            _check_logprobs("Trajectory", one.logprobs.data)
+        return
+    _check_token_ids("Trajectory", bytearray().join([one.token_ids.data for one in trajectories]))
+    _check_logprobs("Trajectory", bytearray().join([one.logprobs.data for one in trajectories]))
+
+
+def _check_turns(turns: list[wire.Turn], mask: bytes, logprobs: bytes, n: int) -> int:
+    """Turns are ordered, apart and inside; the mask is 0 or 1 in them and 0 between, logprobs are 0 where it is; the ones in them."""
+    position = sampled = 0
+    for turn in turns:
+        start, end = turn.start, turn.end
+        if not position <= start <= end <= n:
+            raise _wrong("Turn", "start, end", (start, end), f"must lie in order within {position} to {n}")
+        if start > position:
+            _check_gap(mask, logprobs, position, start)
+        ones = end - start
+        if not mask.startswith(b"\1" * ones, start):
+            ones = _check_mixed(mask, logprobs, start, end)
+        if not -LARGEST <= turn.reward <= LARGEST:
+            raise _wrong("Turn", "reward", turn.reward, ANY.text)
+        sampled += ones
+        position = end
+    if position < n:
+        _check_gap(mask, logprobs, position, n)
+    return sampled
+
+
+def _check_mixed(mask: bytes, logprobs: bytes, start: int, end: int) -> int:
+    """A turn with tokens that are not trained on, for what they were drawn from was reshaped: mask and logprob 0; the number of others."""
+    flags = np.frombuffer(mask, np.uint8, end - start, start)
+    if np.any(flags > 1):
+        raise _wrong("Trajectory", "loss_mask", "another value", f"must be 0 or 1 in the turn {start}:{end}")
+    if np.any(np.frombuffer(logprobs, _F4, end - start, 4 * start)[flags == 0] != 0):
+        raise _wrong("Trajectory", "logprobs", "another value", f"must be 0 where the mask is 0, in {start}:{end}")
+    return int(flags.sum())
+
+
+def _check_gap(mask: bytes, logprobs: bytes, start: int, end: int) -> None:
+    """Tokens that nobody sampled have mask 0 and logprob 0."""
+    length = end - start
+    if not mask.startswith(bytes(length), start):
+        raise _wrong("Trajectory", "loss_mask", "another value", f"must be 0 outside the turns, in {start}:{end}")
+    if not logprobs.startswith(bytes(4 * length), 4 * start) and np.any(np.frombuffer(logprobs, _F4, length, 4 * start) != 0):
+        raise _wrong("Trajectory", "logprobs", "another value", f"must be 0 where the mask is 0, in {start}:{end}")
+
+
+_I4, _F4 = np.dtype("<i4"), np.dtype("<f4")
+_PAIR, _FLOAT = struct.Struct("<2i"), struct.Struct("<f")
+
+
+def _check_column(message: str, field: str, column: wire.Column, dtype: str, n: int | None = None) -> int:
+    """The number of 4-byte values in a column after checking its dtype and length (n values, None: any number)."""
+    if column.dtype != dtype:
+        raise _wrong(message, f"{field}.dtype", column.dtype, f"must be {dtype}")
+    size = len(column.data)
+    if n is None and size % 4:
+        raise _wrong(message, f"{field}.data", f"{size} bytes", "must be a multiple of 4 bytes")
+    if n is not None and size != 4 * n:
+        raise _wrong(message, f"{field}.data", f"{size} bytes", f"must be {4 * n} bytes for {n} values")
+    return size // 4
+
+
+def _check_token_ids(message: str, data: bytes | bytearray) -> None:
+    """No id is negative, that is: the sign bit, in the last byte of each four, is never set. For short columns looking at
+    these bytes is several times as fast as numpy; for long ones argmin is (and of writable memory it makes no copy)."""
+    if len(data) <= SHORT_BYTES and data[3::4].isascii():
+        return
+    if data:
+        tokens = np.frombuffer(data, _I4)
+        least = int(tokens.min()) if len(data) >= LONG_BYTES else tokens.item(tokens.argmin())
+        if least < 0:
+            raise _wrong(message, "token_ids", least, NATURAL.text)
+
+
+def _check_logprobs(message: str, data: bytes | bytearray) -> None:
+    """A NaN counts as the least and as the greatest, and fails either comparison. A few values are looked at faster one by one."""
+    if len(data) <= FEW_BYTES:
+        for (value,) in _FLOAT.iter_unpack(data):
+            if not -LARGEST <= value <= LOGPROB_EPS:
+                break
+        else:
+            return
+    if data:
+        values = np.frombuffer(data, _F4)
+        if len(data) >= LONG_BYTES:
+            least, most = float(values.min()), float(values.max())
+        else:
+            least, most = values.item(values.argmin()), values.item(values.argmax())
+        if not (least >= -LARGEST and most <= LOGPROB_EPS):
+            bad = most if least >= -LARGEST else least
+            raise _wrong(message, "logprobs", bad, f"must be finite and at most {LOGPROB_EPS}")
+
+
+def _check_version_runs(message: str, column: wire.Column, sampled: int) -> None:
+    if column.dtype != "<i4" or len(column.data) % 8:
+        raise _wrong(message, "version_runs", f"{len(column.data)} bytes of {column.dtype}", "must be pairs of <i4")
+    total = 0
+    for version, count in _PAIR.iter_unpack(column.data):
+        if version < 0 or count < 1:
+            raise _wrong(message, "version_runs", (version, count), "must be a version >= 0 and a count >= 1")
+        total += count
+    if total != sampled:
+        raise _wrong(message, "version_runs", total, f"must count the {sampled} sampled tokens")
+
+
+def _check_group(group: wire.Group) -> None:
+    """There is at least one trajectory, and each is right."""
+    if not group.trajectories:
+        raise _wrong("Group", "trajectories", "[]", "at least one")
+    check_trajectories(group.trajectories)
+
+
+def _check_ticket(ticket: wire.Ticket) -> None:
+    """min_group_size is at most group_size less the redundant ones, and one episode at least is not greedy."""
+    if ticket.min_group_size > ticket.group_size:
+        raise _wrong("Ticket", "min_group_size", ticket.min_group_size, f"must be at most group_size, {ticket.group_size}")
+    if ticket.num_greedy >= ticket.group_size:
+        raise _wrong("Ticket", "num_greedy", ticket.num_greedy, f"must be below group_size, {ticket.group_size}")
+    if ticket.num_redundant > ticket.group_size - ticket.min_group_size:
+        raise _wrong("Ticket", "num_redundant", ticket.num_redundant, f"must leave min_group_size, {ticket.min_group_size}")
+
+
+def _check_offer(offer: wire.WeightsOffer) -> None:
+    """The probe has n >= 2 token ids >= 0 and n - 1 finite logprobs of at most 0.001; an adapter has targets, all of them named."""
+    if offer.adapter is not None:
+        _numbers(offer.adapter)
+        if not all(offer.adapter.targets or [""]):
+            raise _wrong("Adapter", "targets", offer.adapter.targets, "at least one, none empty")
+    probe = offer.probe
+    _numbers(probe)
+    n = _check_column("Probe", "token_ids", probe.token_ids, "<i4")
+    if n < 2:
+        raise _wrong("Probe", "token_ids", f"{n} tokens", "at least two")
+    _check_column("Probe", "logprobs", probe.logprobs, "<f4", n - 1)
+    _check_token_ids("Probe", probe.token_ids.data)
+    _check_logprobs("Probe", probe.logprobs.data)
+
+
+def _check_session(session: wire.WeightsSession) -> None:
+    """rank is below world_size, with shared it is not, unless error is set."""
+    if not session.error and (session.rank < session.world_size) == session.shared:
+        must = f"must {'not ' * session.shared}be below world_size, {session.world_size}"
+        raise _wrong("WeightsSession", "rank", session.rank, must)
+
+
+def _check_request(request: wire.GenerateRequest) -> None:
+    """There is a request_id and at least one token id; token ids are >= 0, stop strings are not empty; biases are from -100 to 100, and a
+    guides have at most 2^16 characters."""
+    sampling, ids = request.sampling, request.token_ids
+    _numbers(sampling)
+    if sampling.stop and "" in sampling.stop:
+        raise _wrong("SamplingParams", "stop", "''", "must not be empty")
+    if sampling.stop_token_ids and min(sampling.stop_token_ids) < 0:
+        raise _wrong("SamplingParams", "stop_token_ids", min(sampling.stop_token_ids), NATURAL.text)
+    if sampling.logit_bias or sampling.guides:
+        _check_reshaping(sampling)
+    if ids.dtype != "<i4" or not ids.data or len(ids.data) % 4:
+        _check_column("GenerateRequest", "token_ids", ids, "<i4")
+        raise _wrong("GenerateRequest", "token_ids", "empty", "at least one token")
+    _check_token_ids("GenerateRequest", ids.data)
+    if not request.request_id:
+        _check_request_id(request)
+
+
+def _check_reshaping(sampling: wire.SamplingParams) -> None:
+    for token, bias in sampling.logit_bias.items():
+        if token < 0 or not -MAX_BIAS <= bias <= MAX_BIAS:
+            raise _wrong(
+                "SamplingParams", "logit_bias", {token: bias}, f"must be token ids >= 0 with numbers from -{MAX_BIAS} to {MAX_BIAS}"
+            )
+    if any(not guide.schema for guide in sampling.guides):
+        raise _wrong("Guide", "schema", "''", "must not be empty")
+    size = sum(len(guide.schema) + len(guide.before) + len(guide.after) for guide in sampling.guides)
+    if size > MAX_GUIDE_CHARS:
+        raise _wrong("SamplingParams", "guides", f"of {size} characters", f"must have at most {MAX_GUIDE_CHARS}")
+
+
+def _check_request_id(request: wire.GenerateRequest | wire.AbortRequest) -> None:
+    """There is a request_id."""
+    if not request.request_id:
+        raise _wrong(type(request).__name__, "request_id", "''", "must not be empty")
+
+
+def _check_reply(reply: wire.GenerateReply) -> None:
+    """Columns have k values each, version runs count them; with finish_reason `error` there is a text in error and k is 0; top_ids
+    and top_logprobs come together, one value each, and as many for each of k sampled tokens; reshaped holds 0 and 1."""
+    ids, logprobs = reply.token_ids, reply.logprobs
+    n = len(ids.data) // 4
+    if ids.dtype != "<i4" or logprobs.dtype != "<f4" or len(ids.data) % 4 or len(logprobs.data) != 4 * n:
+        _check_column("GenerateReply", "token_ids", ids, "<i4")
+        _check_column("GenerateReply", "logprobs", logprobs, "<f4", n)
+    _check_token_ids("GenerateReply", ids.data)
+    _check_logprobs("GenerateReply", logprobs.data)
+    _check_version_runs("GenerateReply", reply.version_runs, n)
+    if reply.finish_reason == "error" and (n or not reply.error):
+        raise _wrong("GenerateReply", "finish_reason", "error", "must come with a text in `error` and without tokens")
+    if reply.top_ids is not None or reply.top_logprobs is not None:
+        if reply.top_ids is None or reply.top_logprobs is None:
+            raise _wrong("GenerateReply", "top_ids", "alone", "must come with top_logprobs")
+        if n and len(reply.top_ids.data) % (4 * n):
+            raise _wrong("GenerateReply", "top_ids", f"of {len(reply.top_ids.data)} bytes", f"must be as many for each of {n} tokens")
+        _check_column(
+            "GenerateReply", "top_logprobs", reply.top_logprobs, "<f4", _check_column("GenerateReply", "top_ids", reply.top_ids, "<i4")
+        )
+        _check_token_ids("GenerateReply", reply.top_ids.data)
+        _check_logprobs("GenerateReply", reply.top_logprobs.data)
+    if reply.reshaped is not None:
+        flags = reply.reshaped
+        if flags.dtype != "|u1" or len(flags.data) != n or flags.data.strip(b"\0\1"):
+            raise _wrong("GenerateReply", "reshaped", "another value", f"must be {n} bytes of dtype |u1, each 0 or 1")
+
+
+def _check_metrics(metrics: wire.Metrics) -> None:
+    """All values are finite."""
+    _finite("Metrics", "values", metrics.values)
+
+
+def _check_dead_letter(letter: wire.DeadLetter) -> None:
+    """data has at most 1 MiB."""
+    if len(letter.data) > DEAD_LETTER_BYTES:
+        raise _wrong("DeadLetter", "data", f"{len(letter.data)} bytes", f"at most {DEAD_LETTER_BYTES} bytes")
+
+
+def _check_run_spec(spec: wire.RunSpec) -> None:
+    """config holds what JSON can say, and only finite numbers."""
+    _plain("RunSpec", "config", spec.config)
+
+
+def _check_rules_change(change: wire.RulesChange) -> None:
+    """rules hold what JSON can say, and only finite numbers."""
+    _plain("RulesChange", "rules", change.rules)
+
+
+def _plain(message: str, field: str, value: Any) -> None:
+    """What JSON can say, and nothing else."""
+    if (found := _not_plain(value)) is not None:
+        where, wrong, rule = found
+        raise _wrong(message, field + where, wrong, rule)
+
+
+def _not_plain(value: Any) -> tuple[str, Any, str] | None:
+    """Where something else stands, what, and the rule; the way there is only written down when there is something."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                return "", key, "keys must be strings"
+            if (found := _not_plain(inner)) is not None:
+                return f".{reprlib.repr(key)[1:-1]}{found[0]}", found[1], found[2]
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            if (found := _not_plain(inner)) is not None:
+                return f"[{index}]{found[0]}", found[1], found[2]
+    elif isinstance(value, float):
+        if not -LARGEST <= value <= LARGEST:
+            return "", value, ANY.text
+    elif not (value is None or isinstance(value, str | int)):
+        return "", value, "must be a mapping, list, text, number, boolean or null"
+    return None
+
+
+def _finite(message: str, field: str, numbers: dict[str, float]) -> None:
+    for value in numbers.values():
+        if not -LARGEST <= value <= LARGEST:
+            name = next(name for name, found in numbers.items() if found is value)
+            raise _wrong(message, f"{field}[{reprlib.repr(name)}]", value, ANY.text)
+
+
+def _numbers(message: Any) -> None:
+    """Every number of one struct lies in its range; an optional one may be None."""
+    kind = type(message)
+    if _IN_RANGE[kind](message):
+        return
+    for field, (least, most, text) in RANGES[kind].items():
+        value = getattr(message, field)
+        if value is not None and not least <= value <= most:
+            raise _wrong(kind.__name__, field, value, text)
+
+
+def _in_range(kind: type) -> Callable[[Any], bool]:
+    """What compares all numbers of a struct in one expression, which is a third of the time of going through the table for each."""
+    terms = []
+    for field, (least, most, _) in RANGES[kind].items():
+        optional = f"m.{field} is None or " if kind.__annotations__[field].endswith("| None") else ""
+        terms.append(f"({optional}{least!r} <= m.{field} <= {most!r})")
+    found: Callable[[Any], bool] = eval(f"lambda m: {' and '.join(terms) or True}")  # nothing but what stands in the table above
+    return found
+
+
+def _names(message: wire.Message) -> None:
+    """Everything that becomes part of a subject is fit for it."""
+    for field in NAMES.get(type(message), ()):
+        value = getattr(message, field)
+        for name in (value,) if isinstance(value, str) else _strings(value):
+            if not wire.NAME.fullmatch(name):
+                raise _wrong(type(message).__name__, field, name, "must be 1-64 letters, digits, '_' or '-'")
+
+
+def _strings(value: Sequence[str]) -> Sequence[str]:
+    return value
+
+
+def _wrong(message: str, field: str, value: object, rule: str) -> WireError:
+    shown = value if isinstance(value, str) and len(value) < 40 else reprlib.repr(value)
+    return WireError(f"{message}.{field}: {shown}; {rule}")
+
+
+_IN_RANGE: Final = {kind: _in_range(kind) for kind in RANGES}
+
+RULES: Final[dict[type, Callable[[Any], None]]] = {
+    wire.Ticket: _check_ticket,
+    wire.Group: _check_group,
+    wire.WeightsOffer: _check_offer,
+    wire.WeightsSession: _check_session,
+    wire.GenerateRequest: _check_request,
+    wire.AbortRequest: _check_request_id,
+    wire.GenerateReply: _check_reply,
+    wire.Metrics: _check_metrics,
+    wire.DeadLetter: _check_dead_letter,
+    wire.RulesChange: _check_rules_change,
+    wire.RunSpec: _check_run_spec,
+}
+
+_CHECKS: Final[dict[type, tuple[Callable[[Any], None], ...]]] = {
+    kind: (
+        *((_numbers,) if kind in RANGES else ()),
+        *((_names,) if kind in NAMES else ()),
+        *((RULES[kind],) if kind in RULES else ()),
+    )
+    for kind in wire.MESSAGES
+}

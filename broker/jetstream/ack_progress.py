@@ -1,0 +1,132 @@
+"""In-progress marks from a thread of its own: a busy event loop cannot starve them, a dead one stops them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable
+
+from broker.contract.streams import IN_PROGRESS_EVERY_S
+from broker.nats.connection import Link
+from broker.nats.nats_errors import Disconnected, NoResponders
+
+log = logging.getLogger(__name__)
+
+IN_PROGRESS = b"+WPI"
+CONFIRM_WITHIN_S = 3.0
+
+
+class Marks:
+    """Marks held deliveries as in progress every two seconds, those that are due together in one write.
+
+    The thread has its own event loop and its own connection. It watches the process's event loop turn; when that stands
+    still for ``hang_after_s()``, the process counts as dead although its thread lives, and its work goes to others.
+    """
+
+    def __init__(self, url: str, name: str, hang_after_s: Callable[[], float]) -> None:
+        self._url, self._name, self._hang_after_s = url, name, hang_after_s
+        self._held: dict[str, float] = {}  # acknowledgement subject -> monotonic time of the next mark
+        self._lock = threading.Lock()
+        self._turned = time.monotonic()
+        self._thread: threading.Thread | None = None
+        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)  # the thread's
+        self._stop = asyncio.Event()  # of the thread's loop
+        self._beat: asyncio.TimerHandle | None = None
+        self._asking: asyncio.Task[None] | None = None  # whether marks arrive
+
+    def start(self) -> None:
+        """Begin to watch the running event loop and to mark; does nothing when started."""
+        if self._thread is None:
+            self._turn()
+            self._runner.get_loop()  # made here, so that ``close`` may call it however early
+            self._thread = threading.Thread(target=self._run, name="in-progress-marks", daemon=True)
+            self._thread.start()
+
+    def hold(self, ack_subject: str) -> None:
+        """Mark this delivery every two seconds, the first time in one to two: what came together is not marked together for ever."""
+        with self._lock:
+            self._held[ack_subject] = time.monotonic() + IN_PROGRESS_EVERY_S * random.uniform(0.5, 1.0)
+
+    def release(self, ack_subject: str) -> None:
+        """No more marks for this delivery."""
+        with self._lock:
+            self._held.pop(ack_subject, None)
+
+    async def close(self) -> None:
+        """Stop marking and wait for the thread."""
+        if self._beat is not None:
+            self._beat.cancel()
+        if self._thread is not None:
+            self._runner.get_loop().call_soon_threadsafe(self._stop.set)
+            await asyncio.to_thread(self._thread.join)
+            self._thread = None
+
+    def _turn(self) -> None:
+        self._turned = time.monotonic()
+        self._beat = asyncio.get_running_loop().call_later(IN_PROGRESS_EVERY_S / 4, self._turn)
+
+    def _run(self) -> None:
+        with self._runner:
+            self._runner.run(self._mark_for_ever())
+
+    async def _mark_for_ever(self) -> None:
+        link = Link(self._url, f"{self._name} marks")
+        opening = asyncio.create_task(link.open())
+        hanging = False
+        try:
+            while not self._stop.is_set():
+                await _wait(self._stop, IN_PROGRESS_EVERY_S / 4)
+                stood_s = time.monotonic() - self._turned
+                if (stood_s > self._hang_after_s()) != hanging:
+                    hanging = not hanging
+                    log.error("event loop stands still for %.1f s; others get its work", stood_s) if hanging else log.info(
+                        "event loop turns again"
+                    )
+                if not hanging:
+                    await self._mark_due(link)
+        finally:
+            tasks = [opening, *([self._asking] if self._asking else [])]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await link.close()
+
+    async def _mark_due(self, link: Link) -> None:
+        now = time.monotonic()
+        with self._lock:
+            due = [subject for subject, at in self._held.items() if at <= now]
+            for subject in due:
+                self._held[subject] = now + IN_PROGRESS_EVERY_S
+        try:
+            for subject in due:
+                await link.send(subject, IN_PROGRESS)
+            if due and (self._asking is None or self._asking.done()):
+                self._asking = asyncio.create_task(_ask(link, due[-1]))
+        except Disconnected:
+            with self._lock:  # so that they are the first thing sent when the broker is back
+                self._held.update({subject: now for subject in due if subject in self._held})
+
+
+async def _ask(link: Link, subject: str) -> None:
+    """Have one mark confirmed: a server that is cut off from its cluster takes them and passes none on, so the link must leave it."""
+    try:
+        await link.call(subject, IN_PROGRESS, timeout_s=CONFIRM_WITHIN_S)
+    except Disconnected:
+        log.debug("the mark is repeated")
+    except NoResponders:
+        link.doubt("marks")
+    except TimeoutError:
+        link.doubt("marks", CONFIRM_WITHIN_S)
+    else:
+        link.trust("marks")
+
+
+async def _wait(event: asyncio.Event, timeout_s: float) -> None:
+    try:
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        return

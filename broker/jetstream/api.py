@@ -1,0 +1,106 @@
+"""JetStream's management API: idempotent requests, repeated until they are answered, and what they tell of a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+
+from broker.errors import UserError
+from broker.nats.connection import PAUSE_S, Link
+from broker.nats.nats_errors import ApiError, Disconnected, Error, NoResponders, NoStream
+
+log = logging.getLogger(__name__)
+
+TIMEOUTS_S: Final = (2.0, 3.0, 4.0)  # of one attempt; a request to a leader that has just died is never answered
+NO_JETSTREAM_AFTER_S: Final = 10.0
+NO_STREAM: Final = 10059
+NO_MESSAGE: Final = 10037
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One stored message as read.
+
+    Attributes:
+        time: when the broker stored it, as RFC 3339 text of its clock; empty where it was not asked for.
+    """
+
+    seq: int
+    subject: str
+    headers: dict[str, str] | None
+    data: bytes
+    time: str = ""
+
+
+async def ask(link: Link, request: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The answer to one request.
+
+    Raises:
+        ApiError: refused.
+        UserError: the broker runs without JetStream.
+        Disconnected: the link was closed meanwhile.
+    """
+    payload = json.dumps(body).encode() if body else b""
+    started, attempts = time.monotonic(), 0
+    while True:
+        await link.ready()
+        timeout_s = TIMEOUTS_S[min(attempts, len(TIMEOUTS_S) - 1)]
+        try:
+            answer = json.loads((await link.call(f"$JS.API.{request}", payload, timeout_s=timeout_s)).data)
+        except (Disconnected, TimeoutError) as error:
+            if isinstance(error, TimeoutError):
+                attempts += 1
+                if attempts > 1:
+                    log.warning("%s: no answer within %g s; asking again", request, timeout_s)
+                link.doubt(request, timeout_s)
+            started = time.monotonic()
+            await asyncio.sleep(PAUSE_S)
+            continue
+        except NoResponders:
+            link.doubt(request)
+            if not link.has_jetstream and time.monotonic() - started > NO_JETSTREAM_AFTER_S:
+                raise UserError(f"the broker at {link.where} runs without JetStream; start nats-server with -js") from None
+            await asyncio.sleep(0.2)
+            continue
+        if "error" not in answer:
+            link.trust(request)
+            return dict(answer)
+        refusal = msgspec.convert(answer["error"], Error)
+        if refusal.err_code == NO_STREAM:
+            raise NoStream(
+                refusal.code, refusal.err_code, f"{request}: no such stream on {link.where}; it was purged, or the store was lost"
+            )
+        if refusal.code != 503:  # 503: no leader yet, or JetStream is still starting
+            link.trust(request)
+            raise ApiError(refusal.code, refusal.err_code, refusal.description)
+        link.doubt(request)
+        await asyncio.sleep(0.2)
+
+
+async def find(link: Link, stream_name: str, *, seq: int | None = None, last_of: str = "") -> Entry | None:
+    """One message as the stream's leader has it, by its sequence or the newest of a subject; None when it has none."""
+    query: dict[str, Any] = {"last_by_subj": last_of} if seq is None else {"seq": seq}
+    try:
+        found = (await ask(link, f"STREAM.MSG.GET.{stream_name}", query))["message"]
+    except ApiError as error:
+        if error.err_code == NO_MESSAGE:
+            return None
+        raise
+    lines = base64.b64decode(found.get("hdrs", "")).decode().split("\r\n")
+    headers = dict(line.split(": ", 1) for line in lines if ": " in line)
+    data = base64.b64decode(found.get("data", ""))
+    return Entry(int(found["seq"]), str(found["subject"]), headers or None, data, str(found.get("time", "")))
+
+
+async def bounds(link: Link, stream_name: str) -> tuple[int, int]:
+    """(first kept, last ever stored) sequence of a stream; (last + 1, last) when it is empty."""
+    state = (await ask(link, f"STREAM.INFO.{stream_name}"))["state"]
+    first, last = int(state["first_seq"]), int(state["last_seq"])
+    return (first, last) if state["messages"] else (last + 1, last)

@@ -1,0 +1,142 @@
+"""One message of a work queue: what it holds, and how it is acknowledged or handed back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from broker.contract import wire
+from broker.contract.sizes import Buffer
+from broker.errors import WireError
+from broker.jetstream.ack_progress import Marks
+from broker.nats.client import Msg
+from broker.nats.connection import PAUSE_S, Link
+from broker.nats.nats_errors import Disconnected, NoResponders
+from broker.runtime.aside import aside
+
+if TYPE_CHECKING:
+    from broker.jetstream.parts import Parts
+
+log = logging.getLogger(__name__)
+
+ACK: Final = b"+ACK"
+CONFIRM_WITHIN_S: Final = 5.0
+CONFIRM_TRIES: Final = 3
+DEAD_BYTES: Final = 1 << 20  # of a dead letter
+MAX_DIGITS: Final = 18  # of a number in a header; more do not fit into 64 bits
+
+
+class Delivery:
+    """One message of a work queue, ours until acknowledged; in-progress marks are sent for it meanwhile.
+
+    The marks come from a thread with a connection of its own, so that a busy event loop cannot starve them; they stop
+    when the event loop has not turned for ``Bus.hang_after_s``.
+
+    Attributes:
+        message: the decoded message, None when it did not decode; a ``Parted`` until ``load`` was awaited.
+        error: why it did not decode, else empty.
+        ticket: from the TICKET_HEADER, 0 if absent or no number.
+        eval_step: from the EVAL_HEADER, -1 (training) if absent or no number.
+        seq: its sequence in the stream.
+        num_delivered: how many times it was delivered to anyone, 1 = first.
+        data: the bytes as they came; of a group that came in parts, no more than dead letters hold.
+    """
+
+    __slots__ = (
+        "_link", "_marks", "_parted", "_parts", "_subject", "data", "error", "eval_step", "message", "num_delivered", "seq", "ticket",
+    )  # fmt: skip
+
+    @classmethod
+    async def of(cls, link: Link, marks: Marks, parts: Parts, types: tuple[type[wire.Message], ...], message: Msg) -> Delivery:
+        """Decode one message of a queue."""
+        return cls(link, marks, parts, message, await decode_aside(message.data, types))
+
+    def __init__(self, link: Link, marks: Marks, parts: Parts, message: Msg, decoded: tuple[wire.Message | None, str]) -> None:
+        self._link, self._marks, self._parts, self._subject = link, marks, parts, message.reply
+        self.num_delivered, self.seq, _ = delivery_numbers(message.reply)
+        self.ticket = ticket_of(message.headers)
+        self.eval_step = number_of(message.headers, wire.EVAL_HEADER, -1)
+        self.data = message.data
+        self.message, self.error = decoded
+        self._parted = self.message if isinstance(self.message, wire.Parted) else None
+
+    async def load(self) -> wire.Message | None:
+        """The message; a group that travels in parts is fetched first. ``error`` and ``data`` become those of the group.
+
+        Raises:
+            LostState: there is no stream for parts.
+        """
+        if isinstance(self.message, wire.Parted):
+            self.message, self.error, data = await self._parts.load(self.message)
+            self.data = bytes(data[:DEAD_BYTES]) or self.data
+        return self.message
+
+    async def ack(self) -> None:
+        """Done for good; confirmed by the broker. Any number may be awaited at once. Parts of the message are deleted."""
+        try:
+            await self._settle(ACK)
+        finally:
+            self._marks.release(self._subject)  # after the confirmation: while the broker is away, it is still ours
+        if self._parted is not None:
+            await self._parts.drop(self._parted)
+
+    async def nak(self, delay_s: float = 0.0) -> None:
+        """Hand back for someone else, after a delay."""
+        self._marks.release(self._subject)
+        await self._settle(nak_payload(delay_s))
+
+    async def _settle(self, payload: bytes) -> None:
+        """Without a confirmation it comes again, which is allowed: at-least-once."""
+        for _ in range(CONFIRM_TRIES):
+            try:
+                while True:
+                    await self._link.ready()
+                    try:
+                        await self._link.call(self._subject, payload, timeout_s=CONFIRM_WITHIN_S)
+                        return
+                    except Disconnected:
+                        await asyncio.sleep(PAUSE_S)
+            except TimeoutError:
+                continue
+            except NoResponders:
+                break
+        log.warning("message %d: the broker did not confirm %s; it may be delivered again", self.seq, payload.decode())
+
+
+def delivery_numbers(ack_subject: str) -> tuple[int, int, int]:
+    """(times delivered, stream sequence, consumer sequence) from a message's acknowledgement subject."""
+    tokens = ack_subject.split(".")
+    first = 4 if len(tokens) == 9 else 6  # longer with a JetStream domain and account in it
+    return int(tokens[first]), int(tokens[first + 1]), int(tokens[first + 2])
+
+
+def ticket_of(headers: dict[str, str] | None) -> int:
+    """The number in the TICKET_HEADER, 0 if absent or none."""
+    return number_of(headers, wire.TICKET_HEADER, 0)
+
+
+def number_of(headers: dict[str, str] | None, name: str, otherwise: int) -> int:
+    """The natural number in a header, ``otherwise`` if the header is absent or holds something else."""
+    text = headers.get(name, "") if headers else ""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS else otherwise
+
+
+def decode(data: Buffer, types: tuple[type[wire.Message], ...]) -> tuple[wire.Message | None, str]:
+    """The message or why it is none."""
+    try:
+        return wire.decode(data, *types), ""
+    except WireError as error:
+        return None, str(error)
+
+
+async def decode_aside(data: Buffer, types: tuple[type[wire.Message], ...]) -> tuple[wire.Message | None, str]:
+    """The same without holding up the event loop for a large one."""
+    return await aside(len(data), partial(decode, data, types))
+
+
+def nak_payload(delay_s: float) -> bytes:
+    """Negative acknowledgement, with a delay in nanoseconds if there is one."""
+    return b"-NAK" + (b" " + json.dumps({"delay": int(delay_s * 1e9)}).encode() if delay_s > 0 else b"")

@@ -1,0 +1,208 @@
+"""Key-value buckets: the last value of each key, with compare-and-swap."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from functools import partial
+from typing import Final
+
+from broker.contract import wire
+from broker.contract.streams import Stream, token
+from broker.errors import ConfigError, WireError
+from broker.jetstream.api import ask, find
+from broker.jetstream.latest import latest
+from broker.jetstream.publish import EXPECTED_LAST_KEY_SEQ, MESSAGE_ID, store
+from broker.jetstream.reserve import release
+from broker.nats.client import Msg
+from broker.nats.connection import Link
+from broker.nats.nats_errors import Disconnected
+from broker.nats.subscription import Subscribed
+
+OPERATION: Final = "KV-Operation"
+MARKER_REASON: Final = "Nats-Marker-Reason"
+
+READ_AGAIN_S: Final = 20.0  # a plain subscription may miss a message
+AFTER_TAP_S: Final = (0.0, 0.1, 0.3, 1.0, 3.0)  # reads after a message was seen: it may come before it is stored
+
+log = logging.getLogger(__name__)
+
+Malformed = Callable[[str, int, str, bytes], Awaitable[None]]
+Told = Callable[[str, wire.Message | None], None]
+
+
+class KeyValue:
+    """One KV bucket, typed by its row in the table. Keys are full keys, for example ``demo.rollout.r1``.
+
+    Who watches has no consumer on the broker: a put is a publish on the key's subject, which a plain subscription sees for the price of
+    one delivery. It also sees a put that is refused, and may miss one, so what counts is read.
+
+    Attributes:
+        ensure: makes the bucket where it is not there; a restart of the broker ends one that is kept in memory.
+    """
+
+    def __init__(self, link: Link, stream: Stream, bucket: str, malformed: Malformed, ensure: Callable[[], Awaitable[None]]) -> None:
+        self._link, self._stream = link, stream
+        self._stream_name, self._prefix = kv_stream_name(bucket), kv_prefix(bucket)
+        self._malformed, self.ensure = malformed, ensure
+
+    async def get(self, key: str) -> tuple[wire.Message, int] | None:
+        """Message and revision, or None.
+
+        Raises:
+            WireError: what is there does not decode.
+        """
+        found = await self.get_bytes(key)
+        return None if found is None else (wire.decode(found[0], *self._stream.messages), found[1])
+
+    async def get_bytes(self, key: str) -> tuple[bytes, int] | None:
+        """The value as it stands there and its revision, or None."""
+        found = await self._last(key)
+        if found is None or found[2]:
+            return None
+        return found[0], found[1]
+
+    async def put(self, key: str, message: wire.Message) -> int:
+        """Set the value; its revision."""
+        revision = await self._store(key, wire.encode(message), {})
+        assert revision is not None
+        return revision
+
+    async def create(self, key: str, message: wire.Message) -> int | None:
+        """The revision, or None when the key exists."""
+        revision = await self.update(key, message, 0)
+        if revision is None:
+            found = await self._last(key)
+            if found is not None and found[2]:  # a deleted key has a revision, but no value
+                return await self.update(key, message, found[1])
+        return revision
+
+    async def update(self, key: str, message: wire.Message, revision: int) -> int | None:
+        """Compare-and-swap: the new revision, or None when the key moved on."""
+        return await self._store(key, wire.encode(message), {EXPECTED_LAST_KEY_SEQ: str(revision)})
+
+    async def delete(self, key: str) -> None:
+        """Remove the value; does nothing when there is none."""
+        await self._store(key, b"", {OPERATION: "DEL"})
+
+    async def keys(self) -> list[str]:
+        """Every key that holds a value, sorted."""
+        info = await ask(self._link, f"STREAM.INFO.{self._stream_name}", {"subjects_filter": f"{self._prefix}>"})
+        names = [subject.removeprefix(self._prefix) for subject in (info["state"].get("subjects") or {})]
+        return sorted([name for name in names if await self.get_bytes(name) is not None])
+
+    async def values(self, prefix: str) -> dict[str, wire.Message]:
+        """Every key below a prefix that ends between two parts (``demo.rollout``) that holds a value, with it, read once."""
+        entries = await latest(self._link, self._stream_name, f"{self._prefix}{prefix}.>")
+        found: dict[str, wire.Message] = {}
+        for entry in entries:
+            key = entry.subject.removeprefix(self._prefix)
+            message = None if _is_deletion(entry.headers) else await self._decoded(key, entry.seq, entry.data)
+            if message is not None:
+                found[key] = message
+        return found
+
+    async def watch(self, key: str) -> AsyncGenerator[tuple[wire.Message | None, int], None]:
+        """(message or None when deleted, revision) of one key, now and from now on, as the stream's leader has it.
+
+        Intermediate values may be skipped; an expired key gives no event. What does not decode goes to the dead letters.
+        """
+        tapped = asyncio.Event()
+
+        async def tap(_: Msg) -> None:
+            tapped.set()
+
+        subscribed = await self._link.subscribe(self._prefix + _checked(key, self._stream.name), tap)
+        self._link.on_disconnect.add(tapped.set)
+        seen, delays = 0, [0.0]
+        try:
+            while not self._link.closed:
+                await asyncio.sleep(delays.pop(0))
+                try:
+                    found = await self._last(key)
+                except Disconnected:
+                    return
+                if found is not None and found[1] != seen:
+                    data, seen, is_deletion = found
+                    delays.clear()
+                    message = None if is_deletion else await self._decoded(key, seen, data)
+                    if is_deletion or message is not None:
+                        yield message, seen
+                if await _heard(tapped, 0.0 if delays else READ_AGAIN_S * random.uniform(0.75, 1.25)):
+                    delays = list(AFTER_TAP_S)
+                delays = delays or [0.0]
+        finally:
+            self._link.on_disconnect.discard(tapped.set)
+            await subscribed.close()
+
+    async def tap(self, prefix: str, told: Told) -> Subscribed:
+        """Call back with (key, message or None when deleted) of every put below a prefix from now on, stored or not.
+
+        For keys that are put again and again and never compared and swapped: what is missed comes again.
+        """
+
+        async def tap(message: Msg) -> None:
+            key = message.subject.removeprefix(self._prefix)
+            if _is_deletion(message.headers):
+                told(key, None)
+                return
+            try:
+                told(key, wire.decode(message.data, *self._stream.messages))
+            except WireError as error:
+                log.warning("%s %s: %s", self._stream.name, key, error)
+
+        return await self._link.subscribe(f"{self._prefix}{prefix}.>", tap)
+
+    async def _decoded(self, key: str, seq: int, data: bytes) -> wire.Message | None:
+        try:
+            return wire.decode(data, *self._stream.messages)
+        except WireError as error:
+            await self._malformed(key, seq, str(error), data)
+            return None
+
+    async def _store(self, key: str, data: bytes, headers: dict[str, str]) -> int | None:
+        headers[MESSAGE_ID] = f"{self._link.inbox}.{self._link.next_token()}"
+        make_room = partial(release, self._link, key.partition(".")[0]) if self._stream.essential else None
+        return await store(self._link, self._stream_name, self._prefix + _checked(key, self._stream.name), data, headers, make_room)
+
+    async def _last(self, key: str) -> tuple[bytes, int, bool] | None:
+        """(value, revision, whether it is a deletion) of the key's newest entry, from the stream's leader."""
+        subject = self._prefix + _checked(key, self._stream.name)
+        found = await find(self._link, self._stream_name, last_of=subject)
+        return None if found is None else (found.data, found.seq, _is_deletion(found.headers))
+
+
+def kv_stream_name(bucket: str) -> str:
+    """JetStream's name of the stream behind a bucket."""
+    return f"KV_{bucket}"
+
+
+def kv_prefix(bucket: str) -> str:
+    """What stands before a key in the subjects of a bucket."""
+    return f"$KV.{bucket}."
+
+
+def _checked(key: str, what: str) -> str:
+    if not key:
+        raise ConfigError(what, key, "a key must not be empty")
+    for part in key.split("."):
+        token(part, what)
+    return key
+
+
+def _is_deletion(headers: dict[str, str] | None) -> bool:
+    return headers is not None and (headers.get(OPERATION) in ("DEL", "PURGE") or MARKER_REASON in headers)
+
+
+async def _heard(event: asyncio.Event, timeout_s: float) -> bool:
+    """Whether it was set within that time; it is clear afterwards."""
+    try:
+        if not event.is_set():
+            async with asyncio.timeout(timeout_s):
+                await event.wait()
+    except TimeoutError:
+        return False
+    event.clear()
+    return True

@@ -1,0 +1,75 @@
+"""Reads the newest message of every subject of a stream once, with a consumer that is gone again afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any, Final
+
+from broker.jetstream.api import Entry, ask
+from broker.jetstream.delivery import delivery_numbers
+from broker.nats.client import Msg
+from broker.nats.connection import PAUSE_S, Link
+from broker.nats.nats_errors import Disconnected
+
+BATCH: Final = 256
+ANSWER_S: Final = 3.0  # without any message of a pull: it is lost
+FORGET_AFTER_S: Final = 10.0
+NO_MORE: Final = ("404", "408")
+
+
+async def latest(link: Link, stream_name: str, pattern: str) -> list[Entry]:
+    """Return the newest message of each subject that matches, in the order of the stream; repeated until the broker has answered.
+
+    Raises:
+        NoStream: it does not exist.
+        Disconnected: the link was closed.
+    """
+    while True:
+        await link.ready()
+        try:
+            entries = await _read(link, stream_name, pattern)
+        except Disconnected:
+            entries = None
+        if entries is not None:
+            return entries
+        await asyncio.sleep(PAUSE_S)
+
+
+async def _read(link: Link, stream_name: str, pattern: str) -> list[Entry] | None:
+    """None: an answer was lost."""
+    config: dict[str, Any] = {
+        "ack_policy": "none",
+        "mem_storage": True,
+        "num_replicas": 1,
+        "inactive_threshold": int(FORGET_AFTER_S * 1e9),
+        "deliver_policy": "last_per_subject",
+        "filter_subject": pattern,
+    }
+    made = await ask(link, f"CONSUMER.CREATE.{stream_name}", {"stream_name": stream_name, "config": config})
+    if not made.get("num_pending"):
+        return []
+    consumer = str(made["name"])
+    entries: list[Entry] = []
+    arrived: asyncio.Queue[Msg] = asyncio.Queue()
+    inbox = f"{link.inbox}.{link.next_token()}"
+    subscribed = await link.subscribe(inbox, arrived.put)
+    try:
+        while True:
+            # no_wait without an expiry: the broker sends what is there and keeps no request.
+            request = json.dumps({"batch": BATCH, "no_wait": True}).encode()
+            await link.send(f"$JS.API.CONSUMER.MSG.NEXT.{stream_name}.{consumer}", request, reply=inbox)
+            for _ in range(BATCH):
+                async with asyncio.timeout(ANSWER_S):
+                    message = await arrived.get()
+                if message.headers and not message.reply and (status := message.headers.get("Status")):
+                    return entries if status in NO_MORE else None
+                entries.append(Entry(delivery_numbers(message.reply)[1], message.subject, message.headers, message.data))
+                if message.reply.endswith(".0"):  # how many are still to be delivered
+                    return entries
+    except TimeoutError:
+        return None
+    finally:
+        await subscribed.close()
+        if link.connected.is_set():
+            await link.send(f"$JS.API.CONSUMER.DELETE.{stream_name}.{consumer}", b"")

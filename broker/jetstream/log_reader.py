@@ -1,0 +1,170 @@
+"""Reading a stream in order: an ephemeral consumer that is replaced, at the right place, whenever anything went missing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any, Final
+
+from broker.jetstream.api import Entry, ask, bounds
+from broker.jetstream.delivery import delivery_numbers
+from broker.nats.client import Msg
+from broker.nats.connection import Link
+from broker.nats.nats_errors import ApiError, Disconnected, NoStream
+
+log = logging.getLogger(__name__)
+
+BATCH: Final = 256
+BATCH_BYTES: Final = 8 << 20  # at most as much is on the wire at once; a server gives up on a client that takes more than 10 s for that
+EXPIRES_S: Final = 10.0
+HEARTBEAT_S: Final = 2.0
+PROTOCOL_BYTES: Final = 4096  # of subjects, which the broker counts with the message
+SILENCE_S: Final = 5.0  # without even a heartbeat: the pull is lost
+FORGET_AFTER_S: Final = 60.0
+REFUSED_PAUSE_S: Final = 0.5
+GOES_ON: Final = ("404", "408")  # the pull is over, the consumer is fine
+
+
+async def follow(link: Link, stream_name: str, start: Callable[[], Awaitable[dict[str, Any]]]) -> AsyncGenerator[Entry, None]:
+    """Entries in order, now and from now on.
+
+    Args:
+        link: the connection; when it is closed for good, the iteration ends.
+        stream_name: JetStream's name of the stream.
+        start: where to begin, as fields of a consumer's configuration; asked again each time the consumer is replaced.
+
+    Raises:
+        NoStream: it does not exist.
+    """
+    while not link.closed:
+        attachment = _Attachment(link, stream_name)
+        try:
+            await attachment.open(await start())
+            async with aclosing(attachment.entries()) as entries:
+                async for entry in entries:
+                    yield entry
+        except Disconnected:
+            if link.closed:
+                return
+        except NoStream:
+            raise
+        except ApiError as error:  # for example a broker that has only just come back; whoever reads has nothing better to do than to wait
+            log.warning("%s: the broker refuses to have it read: %s; asking again", stream_name, error)
+            await asyncio.sleep(REFUSED_PAUSE_S)
+        finally:
+            await attachment.close()
+
+
+class _Attachment:
+    """One ephemeral consumer with its inbox; ends at the first sign that something is missing."""
+
+    def __init__(self, link: Link, stream_name: str) -> None:
+        self._link, self._stream_name = link, stream_name
+        self._queue: asyncio.Queue[Msg | None] = asyncio.Queue()
+        self._inbox = f"{link.inbox}.{link.next_token()}"
+        self._consumer = ""
+        self._newest = 0  # sequence in the stream of what has come, or can no longer come
+        self._pending = 0  # messages that the consumer had to deliver when it was made
+        self._close: Callable[[], Awaitable[None]] | None = None
+
+    async def open(self, start: dict[str, Any]) -> None:
+        self._link.on_disconnect.add(self._lost)
+        subscribed = await self._link.subscribe(f"{self._inbox}.*", self._queue.put)
+        self._close = subscribed.close
+        config = {
+            "ack_policy": "none",
+            "max_ack_pending": -1,
+            "mem_storage": True,
+            "num_replicas": 1,
+            "inactive_threshold": int(FORGET_AFTER_S * 1e9),
+            **start,
+        }
+        if (first := start.get("opt_start_seq")) is not None:
+            self._newest = first - 1
+        else:  # asked before the consumer is made: what is stored in between comes
+            self._newest = (await bounds(self._link, self._stream_name))[1]
+        answer = await ask(self._link, f"CONSUMER.CREATE.{self._stream_name}", {"stream_name": self._stream_name, "config": config})
+        self._consumer = str(answer["name"])
+        self._pending = int(answer.get("num_pending", 0))
+
+    async def close(self) -> None:
+        self._link.on_disconnect.discard(self._lost)
+        if self._close is not None:
+            await self._close()
+        if self._consumer and self._link.connected.is_set():
+            try:
+                await self._link.send(f"$JS.API.CONSUMER.DELETE.{self._stream_name}.{self._consumer}", b"")
+            except Disconnected:
+                log.debug("the broker forgets the consumer by itself")
+
+    def _lost(self) -> None:
+        self._queue.put_nowait(None)
+
+    async def entries(self) -> AsyncGenerator[Entry, None]:
+        pull, wanted, delivered, before = 0, 0, 0, -1
+        while True:
+            if not wanted:
+                if delivered == before and await self._overlooked(delivered):
+                    return
+                pull, wanted, before = pull + 1, BATCH, delivered
+                await self._ask(pull)
+            message = await self._next()
+            if message is None:
+                return
+            if message.headers and not message.reply and (status := message.headers.get("Status")):
+                if status == "100" or not message.subject.endswith(f".{pull}"):
+                    continue
+                if status not in GOES_ON and "Bytes" not in message.headers.get("Description", ""):
+                    log.debug("%s: consumer gone: %s", self._stream_name, message.headers)
+                    await asyncio.sleep(0.1)
+                    return
+                wanted = 0
+                continue
+            _, seq, consumer_seq = delivery_numbers(message.reply)
+            if consumer_seq != delivered + 1:
+                log.warning("%s: a message got lost on the way; reading again", self._stream_name)
+                return
+            delivered, wanted, self._newest = consumer_seq, wanted - 1, max(seq, self._newest)
+            yield Entry(seq, message.subject, message.headers, message.data)
+
+    async def _overlooked(self, delivered: int) -> bool:
+        """After a pull that brought nothing: whether the stream has more than the consumer knows.
+
+        After a partition a consumer may go on sending heartbeats from a replica that no longer tells it of new messages. A
+        consumer of some subjects only is replaced in vain when others grow; it then reads its last values once more.
+        """
+        last = (await bounds(self._link, self._stream_name))[1]
+        known, self._newest = self._newest, max(last, self._newest)
+        if last > known:
+            log.info("%s: ends at %d, %d is the newest that came; reading again", self._stream_name, last, known)
+        return last > known or delivered < self._pending
+
+    async def _ask(self, pull: int) -> None:
+        most = max(BATCH_BYTES, self._link.max_payload + PROTOCOL_BYTES)  # or the largest message would never come
+        request = {"batch": BATCH, "max_bytes": most, "expires": int(EXPIRES_S * 1e9), "idle_heartbeat": int(HEARTBEAT_S * 1e9)}
+        await self._link.send(
+            f"$JS.API.CONSUMER.MSG.NEXT.{self._stream_name}.{self._consumer}", json.dumps(request).encode(), reply=f"{self._inbox}.{pull}"
+        )
+
+    async def _next(self) -> Msg | None:
+        """The next message, None when the connection was lost, or when nothing comes and nothing is on its way."""
+        if not self._queue.empty():
+            return self._queue.get_nowait()
+        coming = asyncio.ensure_future(self._queue.get())
+        silent: asyncio.Future[None] | None = None
+        try:
+            if (await asyncio.wait([coming], timeout=SILENCE_S))[0]:
+                return coming.result()
+            silent = asyncio.ensure_future(self._link.overdue(SILENCE_S))
+            await asyncio.wait([coming, silent], return_when=asyncio.FIRST_COMPLETED)
+            if coming.done():
+                return coming.result()
+        finally:
+            coming.cancel()
+            if silent is not None:
+                silent.cancel()
+        log.warning("%s: no sign of life from the broker for %g s; reading again", self._stream_name, SILENCE_S)
+        return None

@@ -1,0 +1,136 @@
+"""Making the streams of the table on the broker, and removing them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any, Final
+
+from broker.contract.streams import STREAMS, Kind, Stream
+from broker.errors import UserError
+from broker.jetstream.api import ask
+from broker.jetstream.kv import kv_prefix, kv_stream_name
+from broker.nats.connection import Link
+from broker.nats.nats_errors import ApiError, NoStream
+from broker.runtime.reminders import Reminders
+
+log = logging.getLogger(__name__)
+
+DUPLICATE_WINDOW_S: Final = 120.0
+STREAM_EXISTS: Final = 10058
+NO_ROOM: Final = (10047, 10028)
+RESERVED_MIB: Final = sum(stream.max_bytes for stream in STREAMS) >> 20  # a broker sets aside what a stream may hold at most
+TOO_FEW_SERVERS: Final = (10005, 10074)
+REPLICAS_IN_CLUSTER: Final = 3
+OLDEST_CLUSTER: Final = (2, 10, 23)  # older ones may lose a stream when a process dies: jepsen.io/analyses/nats-2.12.1
+
+
+def require_safe_cluster(link: Link) -> None:
+    """A cluster must keep what it has confirmed.
+
+    Raises:
+        UserError: its servers are too old for that.
+    """
+    if link.clustered and link.server_version < OLDEST_CLUSTER:
+        version, oldest = (".".join(map(str, numbers)) for numbers in (link.server_version, OLDEST_CLUSTER))
+        raise UserError(
+            f"the broker at {link.where} is a cluster of nats-server {version}, which may lose a stream when a process dies; "
+            f"run {oldest} or newer there"
+        )
+
+
+async def ensure_stream(link: Link, config: dict[str, Any]) -> None:
+    """Create a stream; one that exists stays as it is, whatever its settings, for an operator may have changed them.
+
+    Waits until there are enough servers for its replicas.
+
+    Raises:
+        UserError: the broker has no room for it.
+    """
+    reminders = Reminders()
+    while True:
+        try:
+            await ask(link, f"STREAM.CREATE.{config['name']}", config)
+        except ApiError as error:
+            if error.err_code == STREAM_EXISTS:
+                return
+            if error.err_code in NO_ROOM:
+                if await _exists(link, config["name"]):
+                    return  # a store that is nearly full refuses before it looks whether there is anything to do
+                raise UserError(
+                    f"the broker at {link.where} has no room for {config['name']}: {error.description}; "
+                    f"each run reserves {RESERVED_MIB} MiB, so let the broker store more "
+                    "(broker serve --store-max-gib, max_file_store, the account's limit)"
+                ) from None
+            if error.err_code not in TOO_FEW_SERVERS:
+                raise
+        else:
+            return
+        if reminders.due(time.monotonic()):
+            log.warning(
+                "%s needs %d servers in the broker's cluster at %s and there are fewer; waiting (broker.replicas=1 needs one)",
+                config["name"],
+                config["num_replicas"],
+                link.where,
+            )
+        await asyncio.sleep(0.5)
+
+
+async def _exists(link: Link, name: str) -> bool:
+    try:
+        await ask(link, f"STREAM.INFO.{name}")
+    except NoStream:
+        return False
+    return True
+
+
+async def stream_names(link: Link, pattern: str) -> set[str]:
+    """The names of the streams that take subjects of a pattern: one request, where asking for each to be made costs one for each."""
+    names: set[str] = set()
+    while True:
+        answer = await ask(link, "STREAM.NAMES", {"subject": pattern, "offset": len(names)})
+        page = answer.get("streams") or []
+        names.update(page)
+        if not page or len(names) >= int(answer.get("total", 0)):
+            return names
+
+
+async def delete_stream(link: Link, name: str) -> None:
+    """Delete a stream with all that is in it, if it is there."""
+    try:
+        await ask(link, f"STREAM.DELETE.{name}")
+    except NoStream:
+        log.debug("%s was not there", name)
+
+
+def stream_config(stream: Stream, run: str, replicas: int = 1) -> dict[str, Any] | None:
+    """JetStream's configuration of a row of the table, None for rows that are not stored. Durations are nanoseconds.
+
+    Args:
+        replicas: servers that hold every message; fewer than half of them may fail.
+    """
+    if stream.kind in (Kind.REQUEST, Kind.BEST_EFFORT):
+        return None
+    name = stream.stream_name(run)
+    config: dict[str, Any] = {
+        "name": name,
+        "subjects": [stream.all_subjects(run)],
+        "storage": "memory" if stream.memory else "file",
+        "retention": "limits",
+        "discard": "old" if stream.max_bytes else "new",
+        "max_bytes": stream.max_bytes or -1,
+        "duplicate_window": int(DUPLICATE_WINDOW_S * 1e9),
+        "num_replicas": replicas,
+    }
+    if stream.kind is Kind.WORK_QUEUE:
+        config["retention"] = "workqueue"
+    elif stream.kind is Kind.LOG:
+        config["allow_direct"] = True  # parts are fetched one by one, from any replica
+    elif stream.kind is Kind.LAST_VALUE:
+        config |= {"max_msgs_per_subject": 1, "discard": "old"}
+    elif stream.kind is Kind.KV:
+        config |= {"name": kv_stream_name(name), "subjects": [f"{kv_prefix(name)}>"], "max_msgs_per_subject": 1, "allow_rollup_hdrs": True}
+        if stream.ttl_s:
+            config |= {"max_age": int(stream.ttl_s * 1e9), "duplicate_window": int(min(stream.ttl_s, DUPLICATE_WINDOW_S) * 1e9)}
+    return config

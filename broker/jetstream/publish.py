@@ -1,0 +1,148 @@
+"""Storing one message: published until the broker has confirmed it, and stored once however often that takes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+import msgspec
+
+from broker.contract.sizes import Buffer
+from broker.errors import LostState, RlearnerError
+from broker.jetstream.api import ask, bounds, find
+from broker.nats.connection import PAUSE_S, Link
+from broker.nats.nats_errors import Disconnected, Error, NoResponders, NoStream
+from broker.nats.refusals import FIRST_PAUSE_S, FULL, Publish
+
+log = logging.getLogger(__name__)
+
+MESSAGE_ID: Final = "Nats-Msg-Id"
+EXPECTED_LAST_SEQ: Final = "Nats-Expected-Last-Sequence"
+EXPECTED_LAST_KEY_SEQ: Final = "Nats-Expected-Last-Subject-Sequence"
+WRONG_LAST_SEQUENCE: Final = (10071, 10164)
+IN_PROCESS: Final = 10158  # an earlier attempt under the same id is not settled yet
+CONFIRM_WITHIN_S: Final = (2.0, 3.0, 5.0)  # of one attempt; a leader that has just died never confirms
+NO_STREAM_AFTER_S: Final = 10.0
+
+
+class PubAck(msgspec.Struct):
+    """What the broker answers to a publish."""
+
+    error: Error | None = None
+    seq: int = 0
+
+
+_PUB_ACK: Final = msgspec.json.Decoder(PubAck)
+
+
+async def store(
+    link: Link,
+    stream_name: str,
+    subject: str,
+    data: Buffer,
+    headers: dict[str, str],
+    make_room: Callable[[], Awaitable[None]] | None = None,
+) -> int | None:
+    """Publish to a stream until it is confirmed; its sequence, or None when an expected sequence did not match.
+
+    The headers must hold a message id: a repetition within two minutes is then not stored again.
+
+    Args:
+        make_room: for what must be stored although the broker is full: awaited before each repetition.
+
+    Raises:
+        LostState: no stream takes that subject.
+        RlearnerError: the broker refuses it for good.
+        Disconnected: the link was closed meanwhile.
+    """
+    with link.refusals.publish() as publish:
+        return await _store(link, stream_name, subject, data, headers, make_room, publish)
+
+
+async def _store(
+    link: Link,
+    stream_name: str,
+    subject: str,
+    data: Buffer,
+    headers: dict[str, str],
+    make_room: Callable[[], Awaitable[None]] | None,
+    publish: Publish,
+) -> int | None:
+    attempts, since = 0, time.monotonic()
+    while True:
+        await link.ready()
+        timeout_s = CONFIRM_WITHIN_S[min(attempts, len(CONFIRM_WITHIN_S) - 1)]
+        attempts += 1
+        try:
+            answer = await link.call(subject, data, headers=headers, timeout_s=timeout_s)
+        except Disconnected:
+            since = time.monotonic()
+            await asyncio.sleep(PAUSE_S)
+            continue
+        except TimeoutError:
+            if attempts > 1:
+                log.warning("%s: no confirmation within %g s; sending again", subject, timeout_s)
+            link.doubt(subject, timeout_s)
+            continue
+        except NoResponders:
+            link.doubt(subject)
+            if time.monotonic() - since > NO_STREAM_AFTER_S:  # no stream, or one that has no leader now
+                await require_stream(link, stream_name, subject)
+                since = time.monotonic()
+            await asyncio.sleep(0.1)
+            continue
+        ack = _PUB_ACK.decode(answer.data)
+        if ack.error is None:
+            link.trust(subject)
+            return ack.seq
+        if ack.error.err_code in WRONG_LAST_SEQUENCE:
+            if await _still_expected(link, stream_name, subject, headers):
+                await asyncio.sleep(0.1)  # an earlier attempt, ours or another's, is being decided
+                continue
+            return await _already_stored(link, stream_name, subject, headers) if attempts > 1 else None
+        if full := ack.error.err_code in FULL:
+            link.trust(subject)  # another server of the cluster has no more room
+        else:
+            link.doubt(subject)
+        if not full and ack.error.code not in (429, 500, 503) and ack.error.err_code != IN_PROCESS:
+            raise RlearnerError(f"{subject}: the broker refuses the message: {ack.error.description} ({ack.error.err_code})")
+        pause_s = publish.refused(subject, ack.error.description, full=full)
+        if full and make_room is not None:
+            await asyncio.sleep(FIRST_PAUSE_S)
+            await make_room()  # and publish at once, before others take it
+        else:
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+
+
+async def require_stream(link: Link, stream_name: str, subject: str) -> None:
+    """Only the cluster as a whole knows that a stream is gone; this waits until it answers.
+
+    Raises:
+        LostState: it is.
+    """
+    try:
+        await ask(link, f"STREAM.INFO.{stream_name}")
+    except NoStream:
+        raise LostState(f"the broker at {link.where} has no stream for {subject}; it was purged, or lost its store") from None
+
+
+async def _still_expected(link: Link, stream_name: str, subject: str, headers: dict[str, str]) -> bool:
+    """Whether what was refused as a wrong last sequence is the right one: a cluster also says so while a message waits for its majority."""
+    if (expected := headers.get(EXPECTED_LAST_SEQ)) is not None:
+        return (await bounds(link, stream_name))[1] == int(expected)
+    found = await find(link, stream_name, last_of=subject)
+    return (found.seq if found else 0) == int(headers[EXPECTED_LAST_KEY_SEQ])
+
+
+async def _already_stored(link: Link, stream_name: str, subject: str, headers: dict[str, str]) -> int | None:
+    """After a lost confirmation, a wrong last sequence may be of our own making: is the message there under our id?
+
+    The sequence check comes before the duplicate check on newer servers, after it on older ones.
+    """
+    expected = headers.get(EXPECTED_LAST_SEQ)
+    found = await find(link, stream_name, seq=None if expected is None else int(expected) + 1, last_of=subject)
+    return found.seq if found and (found.headers or {}).get(MESSAGE_ID) == headers[MESSAGE_ID] else None

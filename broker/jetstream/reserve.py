@@ -1,0 +1,65 @@
+"""Room that a run keeps in the broker's store for the few small messages that must be stored although it is full.
+
+The learner fills the reserve while there is room. Whoever must store something essential (a learner's epoch, the operator's word, a
+weights offer) and is refused for lack of room purges it and publishes again; purging works in a full store.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+import msgspec
+
+from broker.contract.streams import RESERVE
+from broker.jetstream.api import ask
+from broker.jetstream.publish import PubAck
+from broker.nats.connection import Link
+from broker.nats.nats_errors import ApiError, NoStream
+from broker.nats.refusals import FULL
+
+log = logging.getLogger(__name__)
+
+PIECE_BYTES: Final = 1 << 19  # below the default max_payload of a server
+PIECES: Final = 16
+
+
+async def release(link: Link, run: str) -> None:
+    """Give the reserve of a run up; does nothing where there is none."""
+    try:
+        purged = (await ask(link, f"STREAM.PURGE.{RESERVE.stream_name(run)}")).get("purged", 0)
+    except NoStream:
+        return
+    if purged:
+        log.warning("the store of the broker at %s is full; the reserve of run %s makes room for what must be stored", link.where, run)
+
+
+async def has_room(link: Link, run: str) -> bool:
+    """Whether the broker stores one small message now. Only this tells where neither the account nor the operator names a limit.
+
+    Raises:
+        Disconnected, TimeoutError, NoResponders, ApiError: nobody can say.
+    """
+    return await _put(link, run, "probe", b"")
+
+
+async def fill(link: Link, run: str, held_bytes: int) -> bool:
+    """Store what the reserve lacks, given the bytes that it holds; False when there is no room for it.
+
+    Raises:
+        Disconnected, TimeoutError, NoResponders, ApiError: nobody can say.
+    """
+    if held_bytes >= PIECES * PIECE_BYTES:
+        return True
+    for piece in range(PIECES):
+        if not await _put(link, run, str(piece), bytes(PIECE_BYTES)):
+            return False
+    return True
+
+
+async def _put(link: Link, run: str, part: str, data: bytes) -> bool:
+    answer = await link.call(RESERVE.subject(run, part), data)
+    error = msgspec.json.decode(answer.data, type=PubAck).error
+    if error is None or error.err_code in FULL:
+        return error is None
+    raise ApiError(error.code, error.err_code, error.description)

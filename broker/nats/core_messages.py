@@ -1,0 +1,114 @@
+"""What crosses the broker without being stored: metrics, and request and reply. Best effort; whoever asked asks again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Final, TypeVar
+
+import msgspec
+
+from broker.contract import wire
+from broker.contract.streams import METRICS, Stream
+from broker.errors import RequestFailed, TooLarge, WireError
+from broker.jetstream.bus import Bus
+from broker.jetstream.delivery import decode
+from broker.nats.client import Msg
+from broker.nats.nats_errors import Disconnected, NoResponders
+from broker.nats.subscription import Subscribed
+
+log = logging.getLogger(__name__)
+
+MAX_WAITING_METRICS: Final = 2048
+
+M = TypeVar("M", bound=wire.Message)
+
+Handler = Callable[[wire.Message], Awaitable[wire.Message | None]]
+
+
+async def publish_metrics(bus: Bus, metrics: wire.Metrics) -> None:
+    """Lost while disconnected or when nobody listens. Values that are no finite number are left out."""
+    finite = {name: value for name, value in metrics.values.items() if math.isfinite(value)}
+    subject = METRICS.subject(bus.run, f"{metrics.role}.{metrics.id}")
+    try:
+        await bus.link.send(subject, wire.encode(msgspec.structs.replace(metrics, values=finite)))
+    except Disconnected:
+        log.debug("metrics not sent")
+
+
+async def watch_metrics(bus: Bus, role: str = "") -> AsyncGenerator[wire.Metrics, None]:
+    """Metrics of every process of the run, or of one role, from now on; a reader that is too slow misses the oldest."""
+    waiting: deque[Msg] = deque(maxlen=MAX_WAITING_METRICS)
+    arrived = asyncio.Event()
+
+    async def receive(message: Msg) -> None:
+        waiting.append(message)
+        arrived.set()
+
+    subscribed = await bus.link.subscribe(METRICS.all_subjects(bus.run, role), receive)
+    try:
+        while True:
+            await arrived.wait()
+            arrived.clear()
+            while waiting:
+                message = waiting.popleft()
+                decoded, error = decode(message.data, METRICS.messages)
+                if isinstance(decoded, wire.Metrics):
+                    yield decoded
+                else:
+                    await bus.dead_letter(METRICS, seq=0, ticket=0, reason=error, data=message.data)
+    finally:
+        await subscribed.close()
+
+
+async def request(
+    bus: Bus, stream: Stream, key: str, message: wire.Message, *, timeout_s: float, reply: type[M] | tuple[type[M], ...]
+) -> M:
+    """Ask who responds under that key; the answer is a message of a type in ``reply``.
+
+    Raises:
+        RequestFailed: nobody listens, no answer in time, or an answer that does not decode.
+    """
+    subject = stream.subject(bus.run, key)
+    try:
+        data = wire.encode(message)
+        if len(data) > bus.link.max_payload:
+            raise TooLarge(f"{type(message).__name__} is {len(data)} bytes, the broker's limit is {bus.link.max_payload}")
+        answer = await bus.link.call(subject, data, timeout_s=timeout_s)
+        return wire.decode(answer.data, *(reply if isinstance(reply, tuple) else (reply,)))
+    except NoResponders:
+        raise RequestFailed(f"{subject}: nobody listens") from None
+    except TimeoutError:
+        raise RequestFailed(f"{subject}: no answer within {timeout_s:g} s") from None
+    except (Disconnected, WireError) as error:
+        raise RequestFailed(f"{subject}: {error}") from None
+
+
+async def respond(bus: Bus, stream: Stream, key: str, handle: Handler) -> Subscribed:
+    """Answer requests, each in a task of its own, until the returned subscription is closed.
+
+    ``None`` answers nothing. A request that does not decode goes to the dead letters; its asker times out.
+    """
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def answer(request: Msg) -> None:
+        message, error = decode(request.data, stream.messages)
+        if message is None:
+            await bus.dead_letter(stream, seq=0, ticket=0, reason=error, data=request.data)
+            return
+        reply = await handle(message)
+        if reply is not None and request.reply:
+            try:
+                await bus.link.send(request.reply, wire.encode(reply))
+            except Disconnected:
+                log.debug("%s: no connection to answer on; the asker asks again", stream.name)
+
+    async def receive(request: Msg) -> None:
+        task = asyncio.create_task(answer(request))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    return await bus.link.subscribe(stream.subject(bus.run, key), receive)

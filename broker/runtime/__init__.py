@@ -1,0 +1,1 @@
+"""What every process does the same way: start, join a run, tell that it is there, log, drain, end."""

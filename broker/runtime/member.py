@@ -1,0 +1,157 @@
+"""A process that joined a run, and the way it is asked to end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import msgspec
+
+from broker.contract import wire
+from broker.jetstream.bus import Bus
+from broker.nats.core_messages import publish_metrics
+from broker.runtime.announce import Announcer
+from broker.runtime.recent_warning import Said
+
+log = logging.getLogger(__name__)
+
+REPORT_EVERY_S: Final = 1.0
+
+
+class Stop:
+    """Asked to end: by SIGTERM or SIGINT, by the operator's desired state, or by the process itself.
+
+    The first asks for a drain; a second signal exits at once with 130.
+
+    Attributes:
+        at_once: called in the signal handler before that exit.
+    """
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.reason = ""
+        self.at_once: list[Callable[[], None]] = []
+
+    def request(self, reason: str) -> None:
+        """Ask for a drain; only the first reason counts."""
+        if not self.asked.is_set():
+            self.reason = reason
+            self.asked.set()
+            log.info("stopping: %s", reason)
+
+
+@dataclass
+class Member:
+    """A process that joined a run.
+
+    Attributes:
+        spec: the newest RunSpec; replaced when the learner resumes under a new epoch.
+        renewed: set when it was replaced; cleared by whoever waits for that.
+        running: set while the operator does not want a pause; ``await member.running.wait()`` before taking new work.
+        pausing: set while the operator wants one.
+        desired: what the operator wants: running, paused, draining or stopped.
+    """
+
+    bus: Bus
+    spec: wire.RunSpec
+    id: str
+    role: str
+    stop: Stop
+    running: asyncio.Event = field(default_factory=asyncio.Event)
+    pausing: asyncio.Event = field(default_factory=asyncio.Event)
+    renewed: asyncio.Event = field(default_factory=asyncio.Event)
+    desired: str = "running"
+    _announcer: Announcer | None = None
+    _describe: Callable[[], wire.Presence] = field(init=False)
+    _reporting: asyncio.Task[None] | None = None
+    _said: Said = field(default_factory=Said)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _failure: BaseException | None = None
+
+    def __post_init__(self) -> None:
+        self.follow(self.desired, "")
+
+    @property
+    def paused(self) -> bool:
+        """Whether the operator wants no new work to be taken."""
+        return not self.running.is_set()
+
+    def announce(self, describe: Callable[[], wire.Presence]) -> None:
+        """Start telling others that this process is there, and what it logged last; called again, describe it like this instead."""
+        self._describe = describe
+        if self._announcer is None:
+            logging.getLogger().addHandler(self._said)
+            self._announcer = Announcer(self.bus, lambda: msgspec.structs.replace(self._describe(), said=self._said.line(time.time())))
+            self.spawn(self._announcer.serve())
+        else:
+            self._announcer.poke()
+
+    def poke(self) -> None:
+        """Tell others now; something has changed."""
+        if self._announcer is not None:
+            self._announcer.poke()
+
+    def report(self, values: Callable[[], dict[str, float]], text: Callable[[], dict[str, str]] | None = None) -> None:
+        """Publish metrics every second from now on; called again, publish these instead."""
+        if self._reporting is not None:
+            self._reporting.cancel()
+        self._reporting = self.spawn(self._keep_reporting(values, text))
+
+    def renew(self, spec: wire.RunSpec) -> None:
+        """The learner resumed under a new epoch."""
+        self.spec = spec
+        self.renewed.set()
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run beside the process until it leaves; a failure asks it to stop and is raised when it does."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def follow(self, desired: str, reason: str) -> None:
+        """Take over what the operator wants.
+
+        ``draining`` stops who starts new work, the environment hubs; those who serve them stay until ``stopped``.
+        """
+        self.desired = desired
+        if desired == "paused":
+            self.running.clear()
+            self.pausing.set()
+        else:
+            self.pausing.clear()
+            self.running.set()
+        if desired == "stopped" or (desired == "draining" and self.role == "envhub"):
+            self.stop.request(f"the run is {desired}" + (f": {reason}" if reason else ""))
+
+    async def leave(self) -> None:
+        """Undo all of it.
+
+        Raises:
+            Exception: what a part that ran beside the process failed with.
+        """
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        logging.getLogger().removeHandler(self._said)
+        if self._announcer is not None:
+            await self._announcer.close()
+        if self._failure is not None:
+            raise self._failure
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failure = self._failure or error
+            self.stop.request(f"{type(error).__name__}: {error}")
+
+    async def _keep_reporting(self, values: Callable[[], dict[str, float]], text: Callable[[], dict[str, str]] | None) -> None:
+        while True:
+            numbers = wire.Metrics(role=self.role, id=self.id, time=time.time(), values=values(), text=text() if text else {})
+            await publish_metrics(self.bus, numbers)
+            await asyncio.sleep(REPORT_EVERY_S)

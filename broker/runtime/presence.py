@@ -1,0 +1,229 @@
+"""Who is there, as far as this process asks: servers by their beats, hubs by their entries among the members."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from broker.contract import wire
+from broker.contract.streams import MEMBERS, PRESENCE
+from broker.jetstream.bus import Bus
+from broker.jetstream.delivery import decode
+from broker.nats.client import Msg
+from broker.nats.subscription import Subscribed
+
+log = logging.getLogger(__name__)
+
+ROLES: Final = ("learner", "rollout", "envhub", "rewardhub")
+TICK_S: Final = 0.5
+SILENT_AFTER_S: Final = 5.0  # without a beat
+CENSUS_S: Final = 3.0
+
+
+@dataclass(frozen=True)
+class _Seen:
+    presence: wire.Presence
+    at: float  # on the roster's own clock
+    ttl_s: float
+
+
+class Roster:
+    """Keeps the living processes of this run, by role; nothing is watched that was not asked for.
+
+    A process is alive while it was heard of within a time on this process's own clock: 5 s for a role that is followed by its beats,
+    60 s for one that is followed by the members bucket, which costs a message each 20 s and process instead of one a second.
+    The clock stands still while this process's event loop does, and while the broker is away: then nobody was listening here,
+    which says nothing about the others.
+
+    Args:
+        beats: roles to follow by their beats.
+        members: roles to follow by their entries among the members.
+        told: called with each process that is heard, and False when it is gone.
+
+    Attributes:
+        clock: seconds in which this process was listening.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        *,
+        beats: Sequence[str] = ROLES,
+        members: Sequence[str] = (),
+        ttl_s: float = SILENT_AFTER_S,
+        told: Callable[[wire.Presence, bool], None] = lambda presence, is_there: None,
+    ) -> None:
+        self._bus, self._beats, self._members, self._ttl_s, self._told = bus, beats, members, ttl_s, told
+        self.clock = 0.0
+        self._seen: dict[str, _Seen] = {}  # by role.id
+        self._living: dict[str, list[wire.Presence]] = {}  # by role, until anyone comes, goes or changes
+        self._changed = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._subscribed: list[Subscribed] = []
+        self._followed: dict[str, Subscribed] = {}  # single processes, by role.id
+
+    async def start(self) -> None:
+        """Begin to listen; who is there already is known a moment later."""
+        for role in self._beats:
+            self._subscribed.append(await self._bus.link.subscribe(PRESENCE.all_subjects(self._bus.run, role), self._on_beat))
+        for role in (*self._beats, *self._members):
+            told = self.hear if role in self._beats else self._hear_member
+            self._subscribed.append(await listen(self._bus, role, told, read=role in self._members))
+        self._tasks = [asyncio.create_task(self._tick())]
+
+    async def serve(self) -> None:
+        """Start, and go on until cancelled."""
+        await self.start()
+        await asyncio.gather(*self._tasks)
+
+    async def close(self) -> None:
+        """Stop listening."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for subscribed in [*self._subscribed, *self._followed.values()]:
+            await subscribed.close()
+        self._subscribed.clear()
+        self._followed.clear()
+
+    async def follow(self, role: str, ids: Collection[str]) -> None:
+        """Listen to the beats of exactly these processes of a role; who is followed no more is forgotten."""
+        wanted = {f"{role}.{process_id}" for process_id in ids}
+        for key in [key for key in self._followed if key.startswith(f"{role}.") and key not in wanted]:
+            await self._followed.pop(key).close()
+            self._forget(key)
+        for key in sorted(wanted - set(self._followed)):
+            self._followed[key] = await self._bus.link.subscribe(PRESENCE.subject(self._bus.run, key), self._on_beat)
+
+    def alive(self, role: str) -> list[wire.Presence]:
+        """The living, newest presence each, in order of id."""
+        living = self._living.get(role)
+        if living is None:
+            found = [seen.presence for seen in self._seen.values() if seen.presence.role == role and self._lives(seen)]
+            living = self._living[role] = sorted(found, key=lambda presence: presence.id)
+        return list(living)
+
+    def get(self, process_id: str) -> wire.Presence | None:
+        """The presence of one living process, or None."""
+        for seen in self._seen.values():
+            if seen.presence.id == process_id and self._lives(seen):
+                return seen.presence
+        return None
+
+    async def changed(self, timeout_s: float) -> None:
+        """Returns when anyone came, went or changed, or after the timeout."""
+        event = self._changed
+        try:
+            async with asyncio.timeout(timeout_s):
+                await event.wait()
+        except TimeoutError:
+            return
+
+    def hear(self, key: str, presence: wire.Presence | None) -> None:
+        """The process ``role.id`` says this of itself now; None: it left."""
+        self._hear(key, presence, self._ttl_s)
+
+    def _hear_member(self, key: str, presence: wire.Presence | None) -> None:
+        self._hear(key, presence, MEMBERS.ttl_s)
+
+    def _hear(self, key: str, presence: wire.Presence | None, ttl_s: float) -> None:
+        if presence is None:
+            self._forget(key)
+            return
+        before = self._seen.get(key)
+        self._seen[key] = _Seen(presence, self.clock, ttl_s)
+        self._living.pop(presence.role, None)
+        self._told(presence, True)
+        if before is None or before.presence != presence or not self._lives(before):
+            self._tell()
+
+    def _forget(self, key: str) -> None:
+        seen = self._seen.pop(key, None)
+        if seen is not None:
+            self._living.clear()
+            self._told(seen.presence, False)
+            self._tell()
+
+    def _lives(self, seen: _Seen) -> bool:
+        return self.clock - seen.at < seen.ttl_s
+
+    def _tell(self) -> None:
+        event, self._changed = self._changed, asyncio.Event()
+        event.set()
+
+    async def _on_beat(self, message: Msg) -> None:
+        presence, error = decode(message.data, PRESENCE.messages)
+        if isinstance(presence, wire.Presence):
+            self.hear(f"{presence.role}.{presence.id}", presence)
+        else:
+            log.warning("%s: %s", message.subject, error)
+
+    async def _tick(self) -> None:
+        loop = asyncio.get_running_loop()
+        last = loop.time()
+        while True:
+            await asyncio.sleep(TICK_S)
+            now = loop.time()
+            if self._bus.link.connected.is_set():
+                self.clock += min(now - last, 2 * TICK_S)
+            last = now
+            for key in [key for key, seen in self._seen.items() if not self._lives(seen)]:
+                self._forget(key)
+
+
+async def listen(bus: Bus, role: str, told: Callable[[str, wire.Presence | None], None], *, read: bool) -> Subscribed:
+    """Call back with (role.id, presence or None when it left) for each entry of a role among the members, from now on.
+
+    Args:
+        read: call back with the entries that are there already, too; each is at most 60 s old.
+    """
+    bucket = await bus.key_value(MEMBERS)
+    tapped: set[str] = set()
+    is_reading = read
+
+    def tap(key: str, message: wire.Message | None) -> None:
+        if is_reading:
+            tapped.add(key)
+        if message is None or isinstance(message, wire.Presence):
+            told(key.removeprefix(f"{bus.run}."), message)
+
+    subscribed = await bucket.tap(f"{bus.run}.{role}", tap)
+    if read:
+        for key, message in (await bucket.values(f"{bus.run}.{role}")).items():
+            if key not in tapped and isinstance(message, wire.Presence):  # what was tapped is newer
+                told(key.removeprefix(f"{bus.run}."), message)
+    is_reading = False
+    return subscribed
+
+
+async def census(bus: Bus, run: str, within_s: float = CENSUS_S) -> list[wire.Presence]:
+    """Everyone of a run who is heard within a time, in order of role and id; returns at once when all members were heard."""
+    heard: dict[str, wire.Presence] = {}
+    news = asyncio.Event()
+
+    async def on_beat(message: Msg) -> None:
+        presence, _ = decode(message.data, PRESENCE.messages)
+        if isinstance(presence, wire.Presence):
+            heard[f"{run}.{presence.role}.{presence.id}"] = presence
+            news.set()
+
+    subscribed = await bus.link.subscribe(PRESENCE.all_subjects(run), on_beat)
+    try:
+        async with asyncio.timeout(within_s):
+            members = await (await bus.key_value(MEMBERS)).values(run)
+            while not set(members) <= set(heard):
+                await news.wait()
+                news.clear()
+    except TimeoutError:
+        log.debug("some members of %s were not heard", run)
+    finally:
+        await subscribed.close()
+    return [heard[key] for key in sorted(heard)]
+
+
+def display_name(role: str, process_id: str) -> str:
+    """What people read: the id, with its role in front unless it begins with it, as those do that a process gives itself."""
+    return process_id if process_id.startswith(role) else f"{role} {process_id}"

@@ -1,0 +1,1 @@
+"""The private nats-server of one machine, and the supervisor that restarts it."""

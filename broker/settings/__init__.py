@@ -1,0 +1,1 @@
+"""Configuration: files, sections, overrides, the RunSpec, and plug-ins by name."""

@@ -1,0 +1,142 @@
+"""Types of command-line arguments: what argparse says in one line when a value is none."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, NoReturn
+
+from broker.contract.streams import token
+from broker.errors import ConfigError
+from broker.runtime.entry import EXIT_USER_ERROR
+
+WIDTH: Final = 100  # of descriptions in a help text
+
+
+class Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong with a command line, as for any other bad input; commands below it do the same."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print it and exit with code 2."""
+        self.exit(EXIT_USER_ERROR, f"error: {self.prog}: {' '.join(message.split())}; see {self.prog} --help\n")
+
+
+def count(text: str) -> int:
+    """A whole number from 1 on."""
+    return _whole(text, 1)
+
+
+def natural(text: str) -> int:
+    """A whole number from 0 on."""
+    return _whole(text, 0)
+
+
+def _whole(text: str, least: int) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; a whole number of at least {least}")
+    return int(text)
+
+
+def port(text: str) -> int:
+    """A TCP port; 0 is any free one."""
+    if not text.isascii() or not text.isdigit() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port; use 0 to 65535")
+    return int(text)
+
+
+def positive(text: str) -> float:
+    """A finite number above 0, of seconds for example."""
+    value = _number(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; a number above 0")
+    return value
+
+
+def share(text: str) -> float:
+    """A number from 0 to 1."""
+    value = _number(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 to 1")
+    return value
+
+
+def names(text: str) -> list[str]:
+    """Names between commas."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def tokens(text: str) -> list[str]:
+    """Names between commas that may stand in subjects, of domains and of pools."""
+    for name in (found := names(text)):
+        try:
+            token(name, "name")
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(f"{name!r} is not allowed; {error.allowed}") from None
+    return found
+
+
+def add_config(parser: argparse.ArgumentParser, *, file: str = "quickstart", setting: str = "train.steps=50", needed: bool = True) -> None:
+    """CONFIG and any number of key=value."""
+    rest = "" if needed else "; without one, only the machine is looked at"
+    parser.add_argument(
+        "config",
+        metavar="CONFIG",
+        nargs=None if needed else "?",
+        help=f"YAML file, for example configs/{file}.yaml, or a run's folder{rest}",
+    )
+    text = f"settings that win over the file, for example {setting}"
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=text)
+
+
+def complete(parser: argparse.ArgumentParser, examples: Mapping[str, Sequence[str]]) -> argparse.ArgumentParser:
+    """Give a program --version and completion, and each of its commands examples at the end of its help; the parser.
+
+    Args:
+        examples: command lines by the command that they are of (``broker dead show``), each a line of the shell.
+    """
+    parser.add_argument("--version", action=Version, help="print the version and exit")
+    for command in commands_of(parser):
+        lines = examples.get(command.prog)
+        if lines:
+            title = "example" if len(lines) == 1 else "examples"
+            before = f"{command.epilog}\n\n" if command.epilog else ""
+            command.epilog = before + "\n".join([f"{title}:", *(f"  {line}" for line in lines)])
+            command.description = textwrap.fill(command.description or "", WIDTH)
+            command.formatter_class = argparse.RawDescriptionHelpFormatter
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks what could come next
+        from broker.completion import offer
+
+        offer(parser, commands_of(parser))
+    return parser
+
+
+def commands_of(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """A parser and those of its commands, at every depth."""
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for inner in action.choices.values():
+                yield from commands_of(inner)
+
+
+class Version(argparse.Action):
+    """Prints the version of the installed package and exits; it is looked up only then."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=kwargs.get("help"))
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib.metadata import version
+
+        print(f"{parser.prog} {version('rlearner')}")
+        parser.exit()
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan

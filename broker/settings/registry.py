@@ -1,0 +1,163 @@
+"""Plug-ins by name: a registry's own table, an entry point, a dotted path or a file."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from broker.errors import ConfigError
+from broker.runtime.workers import fault
+
+
+def resolve(kind: str, name: str, table: Mapping[str, str]) -> Any:
+    """The object behind a plug-in's name.
+
+    Args:
+        kind: what is looked up, for example ``engines``; names the entry-point group ``rlearner.<kind>``.
+        name: a name of the table, ``package.module:attribute``, ``path/to/file.py:attribute``, or an entry point's name.
+        table: the registry, name to ``module:attribute``; nothing is imported before it is asked for.
+
+    Raises:
+        ConfigError: an unknown name (the known ones are listed), a module or file that is missing or fails to import,
+            or one that lacks the attribute.
+    """
+    if name in table:
+        return _load(kind, name, table[name])
+    if point := _entry_point(kind, name):
+        return _load(kind, name, point.value)
+    if ":" in name:
+        return _load(kind, name, name)
+    raise ConfigError(kind, name, _known(kind, name, table))
+
+
+def check_call(key: str, name: str, found: Any, parameters: Sequence[str]) -> None:
+    """Refuse what cannot be called with so many arguments.
+
+    Args:
+        key: the setting that names it.
+        parameters: what each argument is, for people.
+
+    Raises:
+        ConfigError: says what it must take, and what it takes.
+    """
+    wanted = f"it must be a function of ({', '.join(parameters)}), and is "
+    if not callable(found):
+        raise ConfigError(key, name, f"{wanted}an {type(found).__name__}")
+    try:
+        signature = inspect.signature(found)
+    except ValueError:  # some callables written in C tell nothing
+        return
+    try:
+        signature.bind(*parameters)
+    except TypeError:
+        raise ConfigError(key, name, f"{wanted}{getattr(found, '__name__', name)}{signature}") from None
+
+
+def check_method(key: str, name: str, found: type, method: str, parameters: Sequence[str], *, base: type = object, why: str = "") -> None:
+    """Refuse a class that lacks a method, or whose method does not take these arguments; both with file and line.
+
+    Args:
+        key: the setting that names the class.
+        parameters: what each argument is, without ``self``.
+        base: a class whose own method of this name does not count.
+        why: what needs the method, added to the line.
+
+    Raises:
+        ConfigError: says what is missing, and where.
+    """
+    wanted = f"({', '.join(('self', *parameters))})"
+    own = getattr(found, method, None)
+    if not callable(own) or own is getattr(base, method, None):
+        raise ConfigError(key, name, f"class {found.__name__}{_place(found)} has no method {method}{wanted}{why}")
+    is_static = isinstance(inspect.getattr_static(found, method), (staticmethod, classmethod))
+    try:
+        signature = inspect.signature(own)
+        signature.bind(*(() if is_static else ("self",)), *parameters)
+    except ValueError:  # some callables written in C tell nothing
+        return
+    except TypeError:
+        raise ConfigError(key, name, f"{method}{signature}{_place(own)} must take {wanted}") from None
+
+
+def _place(found: Any) -> str:
+    """`` (my_env.py:12)``, or nothing where there is no source."""
+    try:
+        return f" ({Path(inspect.getsourcefile(found) or '').name}:{inspect.getsourcelines(found)[1]})"
+    except (OSError, TypeError):
+        return ""
+
+
+def known(kind: str, table: Mapping[str, str]) -> list[str]:
+    """Every name that ``resolve`` takes, sorted: the table's and the installed entry points'."""
+    return sorted({*table, *(point.name for point in entry_points(group=f"rlearner.{kind}"))})
+
+
+def _entry_point(kind: str, name: str) -> EntryPoint | None:
+    return next(iter(entry_points(group=f"rlearner.{kind}", name=name)), None)
+
+
+def _known(kind: str, name: str, table: Mapping[str, str]) -> str:
+    if name.endswith(".py"):
+        return f"add ':function' or ':Class', the name of what is meant in that file: {name}:NAME"
+    names = known(kind, table)
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"{hint}known: {', '.join(names) or 'none'}; or 'package.module:attribute', or 'file.py:attribute'"
+
+
+def _load(kind: str, name: str, target: str) -> Any:
+    where, _, attribute = target.rpartition(":")
+    if not where or not attribute:
+        raise ConfigError(kind, name, "write 'package.module:attribute' or 'file.py:attribute'")
+    module = _from_file(kind, name, Path(where)) if where.endswith(".py") else _from_path(kind, name, where)
+    found: Any = module
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise ConfigError(kind, name, f"{where} has no {attribute!r}")
+        found = getattr(found, part)
+    return found
+
+
+def _from_path(kind: str, name: str, module: str) -> ModuleType:
+    here = str(Path.cwd())
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)  # last, so that a user's folder never shadows a package of ours
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        missing = error.name or module
+        if module == missing or module.startswith(missing + "."):
+            raise ConfigError(kind, name, f"there is no module {module!r}") from None
+        raise ConfigError(kind, name, f"it needs the package {missing!r}, which is not installed") from None
+    except (Exception, SystemExit) as error:  # a script that ends itself may not end us without a word
+        raise ConfigError(kind, name, f"{module} fails to import: {fault.told(error)}") from error
+
+
+def _from_file(kind: str, name: str, path: Path) -> ModuleType:
+    if not path.is_file():
+        where = "" if path.is_absolute() else f" in {Path.cwd()}"
+        raise ConfigError(kind, name, f"there is no file {path}{where}")
+    path = path.resolve()
+    module_name = f"rlearner_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(kind, name, f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # before it runs: dataclasses and pickles of worker processes look it up
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[module_name]
+        raise ConfigError(kind, name, f"{path} fails to import: {fault.told(error)}") from error
+    return module

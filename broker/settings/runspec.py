@@ -1,0 +1,280 @@
+"""Configuration and the RunSpec: load, merge, override, validate whole; publish for others to join."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import importlib
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from broker.contract import wire
+from broker.contract.streams import CONTROL, RUNS, token
+from broker.errors import ConfigError, Fenced, UserError, WireError
+from broker.jetstream.bus import Bus
+from broker.runtime.reminders import Reminders
+from broker.settings import timeouts
+from broker.settings.config import DomainSection, Section
+from broker.settings.sections import parse, unknown
+
+__all__ = [
+    "CHECKS",
+    "SECTIONS",
+    "check_digests",
+    "digest_file",
+    "discover_run",
+    "domains",
+    "find_runs",
+    "load",
+    "newest_epoch",
+    "publish_runspec",
+    "section",
+    "validate",
+    "wait_for_runspec",
+]
+
+log = logging.getLogger(__name__)
+
+
+def load(path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """See ``broker.settings.config_file.load``; imported when called, for who only joins a run reads no YAML."""
+    from broker.settings.config_file import load as read
+
+    return read(path, overrides, of_run=_as_configured)
+
+
+def _as_configured(config: dict[str, Any]) -> dict[str, Any]:
+    """A run's resolved settings with derived timeouts null, so that they follow what is changed."""
+    try:
+        checked = validate(config)
+    except UserError:  # an override may put it right; else it is said when the whole is validated
+        return config
+    return timeouts.release(checked, _attribute(SCORING)(checked))
+
+
+# Section -> "module:attribute" of its pydantic model. Resolved lazily, so that no role imports another's code to run.
+# A value for `domains` is a mapping of names to DomainSection.
+SECTIONS: Final[dict[str, str]] = {
+    "run": "broker.settings.config:RunSection",
+    "broker": "broker.settings.config:BrokerSection",
+    "domains": "broker.settings.config:DomainSection",
+    "model": "text.config:ModelSection",
+    "train": "learner.config:TrainSection",
+    "algorithm": "learner.config:AlgorithmSection",
+    "warm_start": "learner.config:WarmStartSection",
+    "eval": "learner.config:EvalSection",
+    "checkpoint": "learner.config:CheckpointSection",
+    "samples": "learner.config:SamplesSection",
+    "trackers": "learner.config:TrackersSection",
+    "failures": "learner.config:FailuresSection",
+    "rollout": "rollout.config:RolloutSection",
+    "envhub": "envhub.config:EnvhubSection",
+    "rewardhub": "rewardhub.config:RewardhubSection",
+}
+
+# Sections of other configurations than a run's, the most telling first, and the command that takes them.
+OFFLINE: Final[dict[str, str]] = {"dpo": "rlearner dpo", "distill": "rlearner distill", "data": "rlearner sft"}
+
+# Checks across sections, each a function of the resolved config that raises ConfigError.
+CHECKS: Final[tuple[str, ...]] = (
+    "broker.settings.config:check",
+    "learner.checks:check",
+    "rollout.config:check",
+    "envhub.config:check",
+    "rewardhub.config:check",
+)
+
+SCORING: Final = "rewardhub.config:scoring_s"  # how long rewards may take, for the timeouts
+
+S = TypeVar("S", bound=Section)
+
+POLL_S: Final = 0.25
+
+
+# --------------------------------------------------------------------------------------------------- validate
+
+
+def validate(config: dict[str, Any], sections: Mapping[str, str] | None = None, checks: Sequence[str] | None = None) -> dict[str, Any]:
+    """Check every section and every combination; the same config with all defaults and timeouts filled in, JSON-able.
+
+    Args:
+        config: as ``load`` gives it.
+        sections: which there are; None: those of a run. Offline training has its own.
+        checks: across them; None: those of a run.
+
+    Raises:
+        ConfigError: names the first bad key (``train.lr``), its value and what is allowed; unknown keys suggest the nearest.
+        UserError: it is a configuration for another command.
+    """
+    sections, checks = SECTIONS if sections is None else sections, CHECKS if checks is None else checks
+    for name in config:
+        if name not in sections:
+            if sections is SECTIONS and (command := next((OFFLINE[key] for key in OFFLINE if key in config), "")):
+                raise UserError(f"{name}: with that section it is a configuration for `{command}`, not for a run")
+            raise ConfigError(name, config[name], unknown(name, sections, ""))
+    checked = {name: _dump_section(name, config.get(name), sections[name]) for name in sections}
+    for check in checks:
+        _attribute(check)(checked)
+    if checks is CHECKS:
+        timeouts.derive(checked, _attribute(SCORING)(checked))
+    return checked
+
+
+def section(config: dict[str, Any], name: str, model: type[S]) -> S:
+    """One section of a validated config, typed."""
+    return model.model_validate(config.get(name) or {})
+
+
+def domains(config: dict[str, Any]) -> dict[str, DomainSection]:
+    """The domains of a validated config by name."""
+    return {name: DomainSection.model_validate(value) for name, value in (config.get("domains") or {}).items()}
+
+
+def _dump_section(name: str, value: Any, target: str) -> dict[str, Any]:
+    model: type[Section] = _attribute(target)
+    value = {} if value is None else value
+    if not isinstance(value, dict):
+        raise ConfigError(name, value, "expected a mapping")
+    if name != "domains":
+        return parse(name, value, model).model_dump(mode="json")
+    kept = {token(str(key), "domains"): entry for key, entry in value.items() if entry is not None}  # null takes an inherited one out
+    return {key: parse(f"domains.{key}", entry, model).model_dump(mode="json") for key, entry in kept.items()}
+
+
+def _attribute(target: str) -> Any:
+    module, _, attribute = target.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+# --------------------------------------------------------------------------------------------- publish, wait
+
+
+async def newest_epoch(bus: Bus, run: str) -> int:
+    """Return the newest epoch of a run, 0 if the broker does not know the run.
+
+    Raises:
+        UserError: written by another wire version, or it does not decode.
+    """
+    found = await (await bus.key_value(RUNS)).get_bytes(run)
+    return 0 if found is None else _decode(run, found[0]).epoch
+
+
+async def publish_runspec(bus: Bus, spec: wire.RunSpec, *, above: int = 0, seen: int | None = None) -> int:
+    """Write the RunSpec under the next epoch by compare-and-swap; that epoch, larger than ``above``.
+
+    Whoever held the run before is fenced by it. The ``epoch`` in ``spec`` is replaced.
+
+    Args:
+        seen: newest epoch that the caller knows of; a newer one is left alone. None: take over from any.
+
+    Raises:
+        Fenced: there is a newer epoch than ``seen``.
+        UserError: the run exists and was written by another wire version.
+    """
+    runs = await bus.key_value(RUNS)
+    while True:
+        found = await runs.get_bytes(spec.run)
+        newest = 0 if found is None else _decode(spec.run, found[0]).epoch
+        if seen is not None and newest > seen:
+            raise Fenced(f"run {spec.run}: another learner took epoch {newest}")
+        epoch = max(above, newest) + 1
+        mine = msgspec.structs.replace(spec, epoch=epoch)
+        revision = await (runs.create(spec.run, mine) if found is None else runs.update(spec.run, mine, found[1]))
+        if revision is not None:
+            return epoch
+
+
+async def wait_for_runspec(bus: Bus, run: str) -> wire.RunSpec:
+    """The RunSpec of a run, as soon as there is one; says every few seconds that it waits.
+
+    Raises:
+        UserError: written by another wire version, or it does not decode.
+    """
+    runs = await bus.key_value(RUNS)
+    reminders = Reminders()
+    while True:
+        found = await runs.get_bytes(run)
+        if found is not None:
+            return _decode(run, found[0])
+        if reminders.due(time.monotonic()):
+            others = ", ".join(sorted(await find_runs(bus)))
+            log.info("waiting for the learner to start run %s%s", run, f"; the broker has {others}" if others else "")
+        await asyncio.sleep(POLL_S)
+
+
+async def find_runs(bus: Bus) -> dict[str, str]:
+    """Every run on the broker with its desired state; ``running`` where the operator never said anything."""
+    runs, control = await bus.key_value(RUNS), await bus.key_value(CONTROL)
+    states: dict[str, str] = {}
+    for run in await runs.keys():
+        desired = await control.get(run)
+        states[run] = desired[0].state if desired and isinstance(desired[0], wire.DesiredState) else "running"
+    return states
+
+
+async def discover_run(bus: Bus) -> str:
+    """The name of the only run that is not stopped; waits until there is one and says so.
+
+    Raises:
+        UserError: there are several; names them.
+    """
+    reminders = Reminders()
+    while True:
+        active = sorted(run for run, state in (await find_runs(bus)).items() if state != "stopped")
+        if len(active) == 1:
+            return active[0]
+        if active:
+            raise UserError(
+                f"several runs on this broker: {', '.join(active)}; choose one with --run or RL_RUN, or end one with `rlearner stop`"
+            )
+        if reminders.due(time.monotonic()):
+            log.info("waiting for a run to start on the broker")
+        await asyncio.sleep(POLL_S)
+
+
+def _decode(run: str, data: bytes) -> wire.RunSpec:
+    """Look at the wire version first: a newer RunSpec may hold fields that this one cannot read."""
+    try:
+        raw = msgspec.msgpack.decode(data)
+        version = raw.get("wire_version") if isinstance(raw, dict) else None
+    except msgspec.DecodeError:
+        version = None
+    if isinstance(version, int) and version != wire.WIRE_VERSION:
+        raise UserError(
+            f"run {run} speaks wire version {version}, this program {wire.WIRE_VERSION}; install the version that started the run"
+        )
+    try:
+        return wire.decode(data, wire.RunSpec)
+    except WireError as error:
+        raise UserError(f"the RunSpec of run {run} does not decode: {error}") from None
+
+
+# ----------------------------------------------------------------------------------------------- data digests
+
+
+def digest_file(path: str) -> str:
+    """Hex BLAKE2b of a data file's content.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+
+
+def check_digests(digests: Mapping[str, str]) -> None:
+    """Refuse data files that differ from the ones the run was started with.
+
+    Raises:
+        UserError: a file is missing or has other content; names it.
+    """
+    for path, expected in digests.items():
+        if (found := digest_file(path)) != expected:
+            raise UserError(f"{path}: content differs from the run's (digest {found}, expected {expected})")

@@ -1,0 +1,121 @@
+"""The timeouts of a run, each derived from the next inner one where the configuration leaves it null.
+
+A turn < an episode < a group < a ticket:
+
+==========================  =========================================================================================
+key                         null means
+==========================  =========================================================================================
+envhub.generate_timeout_s   sampling.max_tokens / envhub.min_tokens_per_s, at least 120 s
+envhub.episode_timeout_s    max_turns * (a turn + envhub.step_timeout_s) + 2 * envhub.step_timeout_s
+domains.*.deadline_s        (waves + 1) * an episode; waves = episodes of a group / envhub.n, rounded up
+train.ticket_timeout_s      2 * (deadline_s + what reward hubs may take for a group)
+eval.timeout_s              train.ticket_timeout_s, at least 600 s
+==========================  =========================================================================================
+
+The sections envhub, train and eval hold one value for all domains: the longest. A value that is set bounds what is derived inside it.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from typing import Any, Final
+
+from broker.errors import ConfigError
+from broker.settings.config import num_greedy
+
+TURN_S: Final = 120.0  # of a short turn: a server that loads new weights, a retry on another one
+EVALUATION_S: Final = 600.0
+TRIES: Final = 2  # a hub may be killed at the end of a group; another one plays it from the beginning
+CALLS: Final = 2  # of an environment beyond its steps: it is made, and reset
+
+GENERATE, EPISODE, TICKET = "envhub.generate_timeout_s", "envhub.episode_timeout_s", "train.ticket_timeout_s"
+
+
+def derive(config: dict[str, Any], scoring_s: Mapping[str, float]) -> None:
+    """Fill in every timeout that is null, in place.
+
+    Args:
+        config: every section with its defaults.
+        scoring_s: by domain, the longest time that reward hubs take for one group, in seconds.
+
+    Raises:
+        ConfigError: two timeouts that are set contradict each other; names both.
+    """
+    envhub, train, domains = config["envhub"], config["train"], config["domains"]
+    _refuse_contradictions(envhub, train, domains)
+    turn, episode, ticket = envhub["generate_timeout_s"], envhub["episode_timeout_s"], train["ticket_timeout_s"]
+    greedy = num_greedy(config["algorithm"]["adv_estimator"])
+    turns, episodes = [TURN_S], [0.0]
+    for domain in domains.values():
+        turn_s = turn or max(TURN_S, domain["sampling"]["max_tokens"] / envhub["min_tokens_per_s"])
+        episode_s = episode or domain["max_turns"] * (turn_s + envhub["step_timeout_s"]) + CALLS * envhub["step_timeout_s"]
+        if domain["deadline_s"] is None:
+            waves = math.ceil((domain["group_size"] + greedy + domain["group_size_redundancy"]) / envhub["n"])
+            most_s = math.inf if ticket is None else max(ticket / TRIES, episode or turn or 0.0)
+            domain["deadline_s"] = min((waves + 1) * episode_s, most_s)
+        turns.append(turn_s)
+        episodes.append(min(episode_s, domain["deadline_s"]))
+    if episode is None:
+        envhub["episode_timeout_s"] = max(episodes) or TURN_S
+    if turn is None:
+        envhub["generate_timeout_s"] = min(max(turns), envhub["episode_timeout_s"])
+    if ticket is None:
+        groups = [domain["deadline_s"] + scoring_s.get(name, 0.0) for name, domain in domains.items()]
+        train["ticket_timeout_s"] = TRIES * max(groups, default=envhub["episode_timeout_s"])
+    if config["eval"]["timeout_s"] is None:
+        config["eval"]["timeout_s"] = max(EVALUATION_S, train["ticket_timeout_s"])
+
+
+def release(config: dict[str, Any], scoring_s: Mapping[str, float]) -> dict[str, Any]:
+    """A resolved configuration with each timeout null again that ``derive`` would fill in just so.
+
+    They follow what is changed afterwards, as they did when the run was first configured.
+    """
+    released = copy.deepcopy(config)
+    places = [(domain, "deadline_s") for domain in released["domains"].values()]
+    places += [(released["envhub"], "episode_timeout_s"), (released["envhub"], "generate_timeout_s")]
+    places += [(released["train"], "ticket_timeout_s"), (released["eval"], "timeout_s")]
+    for section, key in places:
+        value, section[key] = section[key], None
+        derived = copy.deepcopy(released)
+        derive(derived, scoring_s)
+        if derived != config:
+            section[key] = value
+    return released
+
+
+def seconds(value: float | None) -> float:
+    """A timeout of a checked configuration, where none is null any more."""
+    if value is None:
+        raise ValueError("a timeout is null: broker.settings.runspec.validate derives it, or give it")
+    return value
+
+
+def note(config: dict[str, Any]) -> str:
+    """The chain of a checked configuration in one line, for the operator."""
+    envhub, deadlines = config["envhub"], [domain["deadline_s"] for domain in config["domains"].values()]
+    return (
+        f"timeouts: a turn {envhub['generate_timeout_s']:g} s, an episode {envhub['episode_timeout_s']:g} s, "
+        f"a group {' or '.join(f'{each:g}' for each in sorted(set(deadlines)))} s, a ticket {config['train']['ticket_timeout_s']:g} s "
+        "from its first delivery on: steps, pauses and waiting for a hub may take any time"
+    )
+
+
+def _refuse_contradictions(envhub: Mapping[str, Any], train: Mapping[str, Any], domains: Mapping[str, Any]) -> None:
+    """Compare what is set; what is derived cannot contradict it."""
+    turn, episode, ticket = envhub["generate_timeout_s"], envhub["episode_timeout_s"], train["ticket_timeout_s"]
+    if turn is not None and episode is not None and turn > episode:
+        raise ConfigError(GENERATE, turn, f"at most {EPISODE}, which is {episode:g}")
+    inner = [(key, value) for key, value in ((GENERATE, turn), (EPISODE, episode)) if value is not None]
+    deadlines = {f"domains.{name}.deadline_s": domain["deadline_s"] for name, domain in domains.items()}
+    if inner and deadlines and None not in deadlines.values():
+        longest = max(deadlines, key=lambda key: deadlines[key])
+        for key, value in inner:
+            if value > deadlines[longest]:
+                raise ConfigError(key, value, f"at most {longest}{', the longest' * (len(deadlines) > 1)}, which is {deadlines[longest]:g}")
+    if ticket is not None:
+        for key, value in (*inner, *deadlines.items()):
+            if value is not None and ticket <= value:
+                raise ConfigError(TICKET, ticket, f"above {key}, which is {value:g}")

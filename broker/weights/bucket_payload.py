@@ -1,0 +1,114 @@
+"""What a transfer carries, bucket by bucket: all of them, or what has changed in each since the version that the receivers hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from broker.errors import TransferFailed
+from broker.weights import delta
+from broker.weights.memory.copying import copy_into
+from broker.weights.memory.staging import Flat, Staged
+from broker.weights.plan import Plan
+from broker.weights.store_messages import Lines
+
+WHOLE: Final = "whole"  # in place of a size: the bucket itself comes, for its difference is no smaller
+MAX_DIGITS: Final = 18
+
+
+class Base:
+    """The sender's copy of the bytes that the receivers of its last transfer hold. It takes as much memory as the model.
+
+    Args:
+        full_every: of so many transfers in a row, one at least sends everything.
+    """
+
+    def __init__(self, plan: Plan, full_every: int, device: str | torch.device = "cpu") -> None:
+        self.flat = Flat(plan, device)
+        self.word = delta.word_bytes(plan)
+        self._full_every = full_every
+        self._digest = ""  # unknown
+        self._since_full = 0
+
+    def fits(self, held: Sequence[str]) -> bool:
+        """Whether a difference from it is of use to all who hold these digests, and everything is not due."""
+        return bool(self._digest) and all(digest == self._digest for digest in held) and self._since_full + 1 < self._full_every
+
+    def begin(self) -> None:
+        """Until ``end`` nobody knows what anybody holds."""
+        self._digest = ""
+
+    def end(self, digest: str, *, whole: bool) -> None:
+        """All receivers have confirmed these bytes."""
+        self._digest, self._since_full = digest, 0 if whole else self._since_full + 1
+
+
+class Outgoing:
+    """The sender's buckets, each there once it is packed.
+
+    Attributes:
+        size_bytes: handed out so far.
+    """
+
+    def __init__(self, staged: Staged, base: Base | None, lines: Lines, *, whole: bool) -> None:
+        self._staged, self._base, self._lines, self._whole = staged, base, lines, whole
+        self.size_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._staged)
+
+    def __getitem__(self, index: int) -> Tensor | None:
+        bucket = self._staged[index]
+        if bucket is None:
+            return None
+        if not self._whole:
+            assert self._base is not None, "a difference needs something to differ from"
+            changes = delta.difference(bucket, self._base.flat.bucket(index), self._base.word)
+            self._lines.say(f"size/{index}", WHOLE if changes is None else str(len(changes)))
+            bucket = bucket if changes is None else changes
+        self.size_bytes += len(bucket)
+        return bucket
+
+    def sent(self, index: int) -> None:
+        """The receivers will hold this bucket."""
+        if self._base is not None:
+            copy_into(self._base.flat.bucket(index), self._staged.flat.bucket(index))
+
+
+class Incoming:
+    """The receiver's buckets, on their way into ``flat``.
+
+    Args:
+        base: what a difference is one from; None: what lies in ``flat``.
+    """
+
+    def __init__(self, flat: Flat, lines: Lines, *, whole: bool, base: Flat | None = None) -> None:
+        self._flat, self._lines, self._whole, self._base = flat, lines, whole, base or flat
+        self._word = delta.word_bytes(flat.plan)
+        self._changes: dict[int, Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self._flat.plan.buckets)
+
+    def __getitem__(self, index: int) -> Tensor | None:
+        bucket = self._flat.bucket(index)
+        if self._whole or (size := self._lines.heard(f"size/{index}")) == WHOLE:
+            return bucket
+        if size is None:
+            return None
+        if not (size.isascii() and size.isdigit() and len(size) <= MAX_DIGITS and 0 < int(size) < len(bucket)):
+            raise TransferFailed(f"bucket {index} of {len(bucket)} bytes was announced with a difference of {size[:80]!r} bytes")
+        self._changes[index] = torch.empty(int(size), dtype=torch.uint8, device=bucket.device)
+        return self._changes[index]
+
+    def arrived(self, index: int) -> Tensor:
+        """The bucket as it is now."""
+        bucket = self._flat.bucket(index)
+        if (changes := self._changes.pop(index, None)) is not None:
+            if self._base is not self._flat:
+                copy_into(bucket, self._base.bucket(index))
+            delta.apply(changes, bucket, self._word)
+        return bucket

@@ -1,0 +1,279 @@
+"""Weights for servers of the learner's own host: they read the staging buffers where they lie, and no byte goes through a socket.
+
+    learner                                                     server of the same host and user
+    Segment: a memfd of one page of words and the two           offer.segment says where: process, file, name
+    staging buffers; mapped here once, sealed                   Window: opened by /proc/PID/fd, mapped to read alone;
+                                                                where that fails the join says so, and gloo carries the bytes
+    words of a side: version + 1, bytes packed so far   --->    waits for bytes, copies them into its own receiving buffer
+    copy of the tensors, in pieces of 2 MiB             --->    piece by piece, each digested while it is in the caches
+                                                                after each piece: is it still this version? At the end: is the
+                                                                digest of its own copy the learner's? Else nothing is loaded.
+
+The two buffers may lie on a device instead, so that servers of the same GPU, or of one beside it, copy from there (CUDA IPC): then the
+memfd is the page of words alone, and behind the words stands the card by which others open the device's memory
+(broker.weights.memory.devices).
+All else is the same; bytes count as packed once the device has them.
+
+What lies in the receiving buffer afterwards, and all that follows (digest, probe, double buffers), is as after a broadcast; ready, go,
+done and stop are said through the store (broker.weights.sender.transfer). The side that is being sent is not written while its receivers
+are
+waited for. One that was given up may read on while it is overwritten: it sees the other version in the words, or, should memory
+order ever hide that, another digest of its copy.
+
+Why a memfd: it has no name in any file system, so the kernel frees it with the last process that has it, whoever is killed and when; it is
+not bound by the size of /dev/shm (64 MiB in many containers); and ``/proc/PID/fd`` lets nobody in but the same user (and root) who sees
+the same processes, which is just who can be on the same host. It cannot be cut short under a reader (F_SEAL_SHRINK), and nobody but the
+learner can write it (F_SEAL_FUTURE_WRITE, Linux 5.1). A server lets go of it as soon as the learner's process has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import mmap
+import os
+import re
+import secrets
+import select
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Final
+from weakref import finalize
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from broker.errors import TransferFailed
+from broker.weights.group import Watch, first_line
+from broker.weights.memory.devices import Card, Device
+from broker.weights.memory.staging import PIECE_BYTES, Flat, Words
+from broker.weights.plan import Plan
+from broker.weights.receiver.reading import Reading
+
+log = logging.getLogger(__name__)
+
+SIDES: Final = 2
+PAGE_BYTES: Final = 4096
+WORDS_OF_A_SIDE: Final = 8  # a cache line
+CARD_AT: Final = 1024  # in the page of words, text up to the first zero
+DEVICE_PIECE_BYTES: Final = 32 << 20  # copied at a time on a device, where each piece is waited for
+F_SEAL_FUTURE_WRITE: Final = 0x10  # <linux/fcntl.h>; the module fcntl has no name for it
+ADDRESS: Final = re.compile(r"([1-9]\d{0,9})/(\d{1,9})/(rlearner-weights-[0-9a-f]{16})")
+
+
+class Segment:
+    """The sender's: memory for its two staging buffers that others on this host can read.
+
+    Args:
+        device: where the buffers lie; None: in host memory.
+
+    Attributes:
+        address: where, for ``Window``: process id, file descriptor, name.
+        device: where the buffers lie.
+
+    Raises:
+        OSError: there is no such memory here.
+    """
+
+    def __init__(self, plan: Plan, device: Device | None = None) -> None:
+        self._plan = plan
+        lent: tuple[Tensor | None, Card | None] = device.lend(SIDES * _span(plan)) if device is not None else (None, None)
+        self._lent, card = lent
+        self.device = torch.device("cpu") if self._lent is None else self._lent.device
+        name, size = f"rlearner-weights-{secrets.token_hex(8)}", size_of(plan) if device is None else PAGE_BYTES
+        file = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        finalize(self, os.close, file)
+        os.ftruncate(file, size)
+        self._memory = mmap.mmap(file, size)
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
+        if card is not None:
+            text = card.text.encode()
+            self._memory[CARD_AT : CARD_AT + len(text)] = text
+        self.address = f"{os.getpid()}/{file}/{name}"
+
+    def buffer(self, side: int) -> Tensor:
+        """uint8, shape (plan.size_bytes,), zero."""
+        if self._lent is not None:
+            return _part(self._lent, self._plan, side)
+        return torch.from_numpy(np.frombuffer(self._memory, np.uint8, self._plan.size_bytes, _offset(self._plan, side)))
+
+    def words(self, side: int) -> Words:
+        """int64: [version + 1 or 0 for none, bytes packed]."""
+        return _words(self._memory, side)
+
+
+class Window:
+    """A receiver's: a segment as it is seen from another process, to read alone.
+
+    Args:
+        device: opens memory of devices; None: host memory alone can be read.
+
+    Attributes:
+        on_device: whether versions are read, and arrive, on the device.
+
+    Raises:
+        OSError, ValueError: it cannot be opened from here, or is another one.
+    """
+
+    def __init__(self, address: str, plan: Plan, device: Device | None = None) -> None:
+        found = ADDRESS.fullmatch(address)
+        if found is None:
+            raise ValueError("it is no address of a segment")
+        pid, path, name = int(found[1]), f"/proc/{found[1]}/fd/{found[2]}", f"/memfd:{found[3]} (deleted)"
+        self.address = address
+        self.process = os.pidfd_open(pid)  # readable once it has ended
+        finalize(self, os.close, self.process)
+        if os.readlink(path) != name:
+            raise ValueError("another process has that number here")
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            size = os.fstat(file).st_size
+            if os.readlink(f"/proc/self/fd/{file}") != name or size not in (size_of(plan), PAGE_BYTES):
+                raise ValueError(f"what lies there is another one, of {size} bytes")
+            self._memory: mmap.mmap | None = mmap.mmap(file, size, prot=mmap.PROT_READ)
+        finally:
+            os.close(file)
+        self._plan, self._device = plan, device
+        self.on_device = size == PAGE_BYTES
+        self._lent = _opened(self._memory, plan, device) if self.on_device else None
+
+    def take(
+        self, version: int, flat: Flat, watch: Watch, *, timeout_s: float, done: Callable[[int], None], peek: Callable[[], None]
+    ) -> list[bytes]:
+        """Copy a version into a buffer of its plan as it is packed; digests of its buckets, taken of the copy.
+
+        Args:
+            timeout_s: longest wait for more bytes.
+            done: called with a bucket's index when it is complete.
+            peek: called now and then; raises TransferFailed to end it.
+
+        Raises:
+            TransferFailed: it does not lie there any more, no more bytes came, or the watch was cancelled. What lies in ``flat`` is
+                worth nothing then.
+        """
+        try:
+            return self._take(version, flat, watch, timeout_s, done, peek)
+        except TransferFailed as error:
+            reason = str(error)
+        raise TransferFailed(reason)  # not the same: its frames would keep the memory for as long as anybody keeps the error
+
+    def _take(
+        self, version: int, flat: Flat, watch: Watch, timeout_s: float, done: Callable[[int], None], peek: Callable[[], None]
+    ) -> list[bytes]:
+        memory, lent, device = self._memory, self._lent, self._device
+        sides = [side for side in range(SIDES) if memory is not None and _words(memory, side)[0] == version + 1]
+        if memory is None or not sides or (lent is None and self.on_device):
+            raise TransferFailed(f"version {version} does not lie in the learner's memory any more")
+        if lent is not None and device is not None:
+            reading = Reading(_words(memory, sides[0]), version, watch, timeout_s, peek, self._fetch, DEVICE_PIECE_BYTES)
+            try:
+                with device.reading():
+                    return self._buckets(reading, _part(lent, self._plan, sides[0]), flat.buffer, flat, done)
+            except RuntimeError as error:  # torch's, of the device
+                raise TransferFailed(f"the learner's memory cannot be read: {first_line(error)}") from None
+        reading = Reading(_words(memory, sides[0]), version, watch, timeout_s, peek, np.copyto, PIECE_BYTES)
+        source = np.frombuffer(memory, np.uint8, self._plan.size_bytes, _offset(self._plan, sides[0]))
+        return self._buckets(reading, source, flat.buffer.numpy(), flat, done)
+
+    def _buckets(self, reading: Reading, source: Any, target: Any, flat: Flat, done: Callable[[int], None]) -> list[bytes]:
+        digests = []
+        for index, (start, stop) in enumerate(self._plan.buckets):
+            digests.append(reading.bucket(source[start:stop], target[start:stop], start, flat.bucket(index)))
+            done(index)
+        return digests
+
+    def _fetch(self, target: Tensor, source: Tensor) -> None:
+        """Copy a piece on the device, unless its owner is gone: nobody says what becomes of it then."""
+        assert self._device is not None, "it lies in host memory"
+        ended = select.poll()
+        ended.register(self.process, select.POLLIN)
+        if ended.poll(0):
+            raise TransferFailed("the learner's process has ended")
+        self._device.copy(target, source)
+
+    def close(self) -> None:
+        """Let go of the memory; whoever still reads holds it for as long as that takes."""
+        self._memory = self._lent = None
+
+
+class Neighbour:
+    """What a receiver keeps of the learner of its host: the window, until that process ends or another is looked for.
+
+    Args:
+        device: opens memory of devices, see ``Window``.
+    """
+
+    def __init__(self, device: Device | None = None) -> None:
+        self._device = device
+        self.window: Window | None = None
+        self.problem = ""  # why the address looked for last cannot be read from here
+        self._tried = ""
+
+    def reach(self, address: str, plan: Plan) -> Window | None:
+        """The window on a segment, None where it cannot be opened from here. Call it in the event loop."""
+        if self.window is not None and self.window.address != address:
+            self.leave()
+        if self.window is None and address and address != self._tried:
+            self._tried, self.problem = address, ""
+            try:
+                self.window = Window(address, plan, self._device)
+            except (OSError, ValueError) as error:
+                self.problem = error.strerror or type(error).__name__ if isinstance(error, OSError) else str(error)
+            else:
+                asyncio.get_running_loop().add_reader(self.window.process, self.leave)
+        return self.window
+
+    def leave(self) -> None:
+        """Let go of it."""
+        if self.window is not None:
+            self.window.close()
+            with suppress(RuntimeError):  # no loop any more
+                asyncio.get_running_loop().remove_reader(self.window.process)
+            self.window, self._tried = None, ""
+
+
+def segment_of(plan: Plan, device: Device | None = None) -> Segment | None:
+    """Memory that servers of this host can read, on the device where that can be had; None where there is none of either kind."""
+    if device is not None:
+        try:
+            return Segment(plan, device)
+        except OSError as error:
+            log.warning("weights: servers of this host read them in host memory, for the device has none to share: %s", error.strerror)
+    try:
+        return Segment(plan)
+    except OSError as error:
+        log.warning("weights: servers of this host get them by gloo, for there is no memory to share here: %s", error)
+        return None
+
+
+def size_of(plan: Plan) -> int:
+    """Bytes of a segment for versions of this plan whose buffers lie in it."""
+    return _offset(plan, SIDES)
+
+
+def _span(plan: Plan) -> int:
+    return -(-plan.size_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def _offset(plan: Plan, side: int) -> int:
+    return PAGE_BYTES + side * _span(plan)
+
+
+def _part(lent: Tensor, plan: Plan, side: int) -> Tensor:
+    return lent[side * _span(plan) :][: plan.size_bytes]
+
+
+def _words(memory: mmap.mmap, side: int) -> Words:
+    return np.frombuffer(memory, np.int64, 2, side * WORDS_OF_A_SIDE * 8)
+
+
+def _opened(page: mmap.mmap, plan: Plan, device: Device | None) -> Tensor:
+    card = Card.from_text(page[CARD_AT:].partition(b"\0")[0].decode("ascii", "replace"))
+    if card.size_bytes != SIDES * _span(plan):
+        raise ValueError(f"what lies there is another one, of {card.size_bytes} bytes")
+    if device is None or device.kind != card.kind:
+        here = "host" if device is None else device.kind
+        raise ValueError(f"it lies in {card.kind} memory, and weights arrive in {here} memory here")
+    return device.open(card)

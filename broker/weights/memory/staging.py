@@ -1,0 +1,299 @@
+"""The flat buffers that weights lie in between the model and the wire, and the sender's pair of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Final, Protocol, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from broker.errors import TransferFailed
+from broker.weights import fp8
+from broker.weights.digest import BucketDigest, combine, digest_bucket
+from broker.weights.memory.copying import copy_into
+from broker.weights.plan import Plan, Slot, TensorSpec, make_plan
+
+PIECE_BYTES: Final = 2 << 20  # that is copied, and digested, at a time: a tile of the digest
+LOOK_AGAIN_S: Final = 0.1  # whoever waits for packing is told; this only bounds what a missed word costs
+
+Words: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+
+def plan_of(tensors: Mapping[str, Tensor], bucket_mib: float, *, dtype: str | None = None) -> Plan:
+    """The plan of a model's named tensors. Tensors that share their memory count once, under the name that comes first.
+
+    Args:
+        tensors: for example ``model.state_dict()`` or ``dict(model.named_parameters())``; meta tensors do.
+        dtype: what floating-point tensors are cast to for the wire, torch's name; ``fp8``: see the module; None: its own.
+    """
+    specs: list[TensorSpec] = []
+    seen: set[tuple[int, int, tuple[int, ...], tuple[int, ...]]] = set()
+    for name, tensor in tensors.items():
+        memory = (tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
+        if memory in seen:
+            continue
+        seen.add(memory)
+        spec = TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        if dtype is not None and dtype != fp8.NAME and tensor.is_floating_point():
+            spec = replace(spec, dtype=dtype)
+        specs += fp8.specs_of(spec) if dtype == fp8.NAME else [spec]
+    return make_plan(specs, bucket_mib)
+
+
+class Flat:
+    """One model's tensors in one buffer.
+
+    Args:
+        buffer: zero everywhere; None: memory of its own on ``device``.
+
+    Attributes:
+        buffer: uint8, shape (plan.size_bytes,); gaps are zero.
+        tensors: the planned tensors as views of the buffer, by name.
+    """
+
+    def __init__(self, plan: Plan, device: str | torch.device = "cpu", buffer: Tensor | None = None) -> None:
+        self.plan = plan
+        self.buffer = torch.zeros(plan.size_bytes, dtype=torch.uint8, device=device) if buffer is None else buffer
+        self.tensors = {
+            slot.spec.name: self.buffer[slot.offset : slot.stop].view(getattr(torch, slot.spec.dtype)).view(slot.spec.shape)
+            for slot in plan.slots
+        }
+
+    def bucket(self, index: int) -> Tensor:
+        """Bytes of one bucket, uint8, a view."""
+        start, stop = self.plan.buckets[index]
+        return self.buffer[start:stop]
+
+    def fill(self, tensors: Mapping[str, Tensor], reached: Callable[[int], None] = lambda offset: None) -> None:
+        """Copy (and cast, or quantise) every planned tensor in; returns once the copy is done.
+
+        Args:
+            reached: told now and then, at least once a bucket, below which offset all bytes are in place.
+
+        Raises:
+            TransferFailed: one is missing or has another shape.
+        """
+        told, gpu = 0, self.buffer.device if self.buffer.is_cuda else None
+        piece = min(PIECE_BYTES, self.plan.bucket_bytes)
+        with torch.no_grad():
+            scaled: set[str] = set()  # scales that are there with their matrix, which lies before them
+            for slot in self.plan.slots:  # in order and once: a sharded trainer gathers each as it is asked for
+                if slot.spec.name in scaled:
+                    continue
+                source = self._source(tensors, slot)
+                gpu = source.device if gpu is None and source.is_cuda else gpu
+                step = piece if gpu is None else self.plan.bucket_bytes  # a GPU is waited for each time
+                target, scale, steps = self.tensors[slot.spec.name], slot.spec.name + fp8.SCALE, self._copy(slot, source, step)
+                if target.dtype == fp8.FLOAT8 != source.dtype and scale in self.tensors:
+                    scaled.add(scale)
+                    steps = map(slot.offset.__add__, fp8.quantise(source, target, self.tensors[scale], self.plan.bucket_bytes))
+                for offset in steps:
+                    if offset - told >= step:
+                        _settle(gpu)
+                        reached(offset)
+                        told = offset // step * step
+        _settle(gpu)
+        reached(self.plan.size_bytes)
+
+    def _source(self, tensors: Mapping[str, Tensor], slot: Slot) -> Tensor:
+        name, shape = slot.spec.name, slot.spec.shape
+        source = tensors.get(name)
+        if source is None:
+            raise TransferFailed(f"weights: {name} is planned and was not given")
+        if tuple(source.shape) != shape:
+            raise TransferFailed(f"weights: {name} has shape {list(source.shape)}, planned was {list(shape)}")
+        return source
+
+    def _copy(self, slot: Slot, source: Tensor, size: int) -> Iterator[int]:
+        """Copy one tensor, in pieces of this size where it can be cut; yields how far it has come."""
+        target = self.tensors[slot.spec.name]
+        if slot.offset // size == (slot.stop - 1) // size or not source.is_contiguous():
+            copy_into(target, source, non_blocking=True)
+            yield slot.stop
+            return
+        item, offset = target.itemsize, slot.offset
+        into, out_of = target.view(-1), source.view(-1)
+        while offset < slot.stop:
+            end = min((offset // size + 1) * size, slot.stop)
+            span = slice((offset - slot.offset) // item, (end - slot.offset) // item)
+            copy_into(into[span], out_of[span], non_blocking=True)
+            offset = end
+            yield offset
+
+    def digest(self) -> str:
+        """Hex digest of all buckets."""
+        return combine([digest_bucket(self.bucket(index)) for index in range(len(self.plan.buckets))])
+
+
+def _settle(gpu: torch.device | None) -> None:
+    if gpu is not None:
+        torch.cuda.current_stream(gpu).synchronize()
+
+
+class Staged:
+    """One side of the staging: a version that is being packed or lies there whole. It may be sent and digested as it is packed.
+
+    Args:
+        words: int64, shape (2,): what lies there, kept for who reads it from another process: version + 1 or 0, bytes packed.
+    """
+
+    def __init__(self, flat: Flat, words: Words | None = None) -> None:
+        self.flat, self.plan = flat, flat.plan
+        self._words = words if words is not None else np.zeros(2, np.int64)
+        self.version = -1  # what lies in it, -1 nothing
+        self.digest: str | None = None  # hex, of all buckets, once known
+        self.sending = False
+        self.lock = threading.Lock()  # held while the version changes or one bucket is digested
+        self._packed_bytes = 0
+        self._told = threading.Condition()
+
+    def __len__(self) -> int:
+        return len(self.plan.buckets)
+
+    def __getitem__(self, index: int) -> Tensor | None:
+        """A bucket's bytes; None while it is not packed.
+
+        Raises:
+            TransferFailed: packing failed.
+        """
+        if self.version < 0:
+            raise TransferFailed("the weights could not be packed")
+        return self.flat.bucket(index) if self._packed_bytes >= self.plan.buckets[index][1] else None
+
+    @property
+    def packed_bytes(self) -> int:
+        """All bytes below are in place."""
+        return self._packed_bytes
+
+    def open(self, version: int) -> None:
+        """What lay here is gone."""
+        with self.lock:
+            self._words[:] = 0
+            self._packed_bytes, self.digest = 0, None  # first: whoever sees the new version must not see the old one's bytes as packed
+            self.version = version
+            self._words[0] = version + 1
+
+    def reached(self, offset: int) -> None:
+        """All bytes below are in place."""
+        with self._told:
+            self._packed_bytes = self._words[1] = offset
+            self._told.notify_all()
+
+    def failed(self) -> None:
+        """It will never be whole."""
+        with self._told:
+            self.version = -1
+            self._words[0] = 0
+            self._told.notify_all()
+
+    def take_digest(self, version: int) -> str | None:
+        """The digest of a version, taken while it is packed; None when packing failed or it was overwritten meanwhile."""
+        digests: list[bytes] = []
+        for index, (start, stop) in enumerate(self.plan.buckets):
+            digest, done = BucketDigest(self.flat.bucket(index)), start
+            while done < stop:  # close behind the copy, while the bytes are in the caches
+                with self._told:
+                    while self.version == version and self._packed_bytes < min(done + PIECE_BYTES, stop):
+                        self._told.wait(LOOK_AGAIN_S)
+                    done = min(self._packed_bytes, done + PIECE_BYTES, stop)
+                with self.lock:
+                    if self.version != version:
+                        return None
+                    digest.add(done - start)
+                    if done == stop:
+                        digests.append(digest.finish())
+        whole = combine(digests)
+        with self.lock:
+            if self.version != version:
+                return None
+            self.digest = whole
+        return whole
+
+
+class Memory(Protocol):
+    """Where staging buffers may lie so that other processes see them."""
+
+    def buffer(self, side: int, /) -> Tensor: ...
+
+    def words(self, side: int, /) -> Words: ...
+
+
+class Staging:
+    """Two buffers: the newest version stays on offer in one while the next is copied into the other.
+
+    The one that is being sent is never written; if that is not the newest, the newest is overwritten, for nobody has it yet and
+    nobody needs it once there is a newer one. So writing waits for the copy, and at most for the digest of one bucket.
+
+    Args:
+        memory: host memory that they lie in; None: their own, on ``device``.
+    """
+
+    def __init__(self, plan: Plan, device: str | torch.device = "cpu", memory: Memory | None = None) -> None:
+        self._memory = memory  # open for as long as its buffers are in use
+        if memory is None:
+            self._sides = tuple(Staged(Flat(plan, device)) for _ in range(2))
+        else:
+            self._sides = tuple(Staged(Flat(plan, buffer=memory.buffer(side)), memory.words(side)) for side in range(2))
+        self._choose = threading.Lock()
+        self.plan = plan
+
+    def write(self, version: int, tensors: Mapping[str, Tensor], begun: Callable[[], None] = lambda: None) -> None:
+        """Copy a version in. Versions increase; one writer at a time.
+
+        Args:
+            begun: called before the first byte is copied; from then on the version can be digested and sent as it comes.
+
+        Raises:
+            TransferFailed: a tensor is missing or has another shape.
+        """
+        with self._choose:
+            side = min((side for side in self._sides if not side.sending), key=lambda side: side.version)
+            side.open(version)
+        try:
+            begun()
+            side.flat.fill(tensors, side.reached)
+        except BaseException:
+            side.failed()
+            raise
+
+    def digest(self, version: int) -> str | None:
+        """Hex digest of a version, waiting for its packing; None when it was overwritten meanwhile or could not be packed."""
+        side = self._find(version)
+        return side.take_digest(version) if side is not None else None
+
+    def copy_out(self, version: int, into: Flat) -> bool:
+        """Copy a version that is whole into another buffer of its plan; False when it was overwritten meanwhile."""
+        side = self._find(version)
+        if side is None:
+            return False
+        for index in range(len(self.plan.buckets)):
+            with side.lock:  # one bucket at a time, for the writer waits for it
+                if side.version != version or side[index] is None:
+                    return False
+                copy_into(into.bucket(index), side.flat.bucket(index))
+        return True
+
+    @contextmanager
+    def sending(self, version: int) -> Iterator[Staged]:
+        """Keep a version unchanged while it is sent; one at a time.
+
+        Raises:
+            TransferFailed: it was overwritten by a newer one.
+        """
+        with self._choose:
+            side = self._find(version)
+            if side is None:
+                raise TransferFailed(f"version {version} was superseded before it was sent")
+            side.sending = True
+        try:
+            yield side
+        finally:
+            side.sending = False
+
+    def _find(self, version: int) -> Staged | None:
+        return next((side for side in self._sides if side.version == version), None)

@@ -1,0 +1,1 @@
+"""A rollout server's end of the weight channel."""

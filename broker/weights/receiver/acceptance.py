@@ -1,0 +1,138 @@
+"""What a server does about the offers it sees: decisions only, no clock, no network."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import msgspec
+
+from broker.contract import wire
+
+FIRST_RETRY_S: Final = 0.1
+LAST_RETRY_S: Final = 5.0
+FIRST_LOOK_S: Final = 1.0  # after the start
+LOOK_EVERY_S: Final = 2.0
+OLD: Final = "no newer than what is served"
+
+
+@dataclass(frozen=True)
+class Adopt:
+    """The bytes are here already: take the offer's version without a transfer."""
+
+    offer: wire.WeightsOffer
+
+
+@dataclass(frozen=True)
+class Join:
+    """Ask the learner for the offered version."""
+
+    offer: wire.WeightsOffer
+
+
+@dataclass(frozen=True)
+class Look:
+    """See whether there is a snapshot of use."""
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Nothing to do before ``until`` (monotonic seconds, None: before the next offer)."""
+
+    until: float | None
+
+
+Action = Adopt | Join | Look | Wait
+Snapshots = Literal["none", "beside", "only"]
+
+
+class Acceptance:
+    """The receiver's state.
+
+    Args:
+        plan: digest of the server's own bucket plan; those of other things that it takes are added to ``plans``.
+        digest: of the weights that the server holds, None when unknown.
+        snapshots: ``beside``: looked for while the learner cannot be had; ``only``: it is never asked.
+    """
+
+    def __init__(self, plan: str, digest: str | None, snapshots: Snapshots = "none") -> None:
+        self.plans, self.digest = {plan}, digest
+        self.served = (0, -1)  # (epoch, version) loaded and checked
+        self.newest: wire.WeightsOffer | None = None
+        self.failures = 0  # since start
+        self._delay_s = FIRST_RETRY_S
+        self._not_before = 0.0
+        self._snapshots = snapshots
+        self._look_at: float | None = None  # None: nobody has asked yet what to do
+
+    def offered(self, offer: wire.WeightsOffer) -> str:
+        """A new offer; the reason why it is refused, empty if it is not."""
+        newest = self.newest
+        if newest is not None and (offer.epoch, offer.version) <= (newest.epoch, newest.version):
+            if offer == newest:
+                return ""
+            if not newest.digest and offer == msgspec.structs.replace(newest, digest=offer.digest):
+                self.newest = offer  # the same offer, made before its digest was known
+                return ""
+            return f"epoch {offer.epoch} version {offer.version} is not newer than epoch {newest.epoch} version {newest.version}"
+        self.newest = offer
+        self._delay_s, self._not_before = FIRST_RETRY_S, 0.0
+        if offer.plan not in self.plans:
+            return f"epoch {offer.epoch} version {offer.version} is another model"
+        return ""
+
+    def next(self, now: float) -> Action:
+        """What to do now."""
+        offer = self.newest
+        wanted = offer is not None and offer.plan in self.plans and (offer.epoch, offer.version) > self.served
+        if wanted and offer is not None and now >= self._not_before:
+            if offer.digest == self.digest:
+                return Adopt(offer)
+            if self._snapshots != "only":
+                return Join(offer)
+        if self._look_at is None:
+            self._look_at = now + FIRST_LOOK_S  # what the learner offers comes first
+        retry_at = self._not_before if wanted and now < self._not_before else None
+        if not self._looks:
+            return Wait(retry_at)
+        return Look() if now >= self._look_at else Wait(min(self._look_at, retry_at or self._look_at))
+
+    @property
+    def _looks(self) -> bool:
+        """Whether snapshots are worth a look: where the learner is not asked, or did not answer, or has offered nothing."""
+        return self._snapshots == "only" or (self._snapshots == "beside" and (self.newest is None or self._delay_s > FIRST_RETRY_S))
+
+    def looked(self, now: float) -> None:
+        """At what there is; once more a little later."""
+        self._look_at = now + LOOK_EVERY_S
+
+    def useful(self, offer: wire.WeightsOffer) -> str:
+        """Why a snapshot, by its offer, is of no use here; empty when it is. Same words for the same snapshot."""
+        newest = self.newest
+        if (offer.epoch, offer.version) <= self.served:
+            return OLD
+        if offer.plan not in self.plans:
+            return f"epoch {offer.epoch} version {offer.version} is another model than the one here"
+        if newest is not None and offer.epoch < newest.epoch and offer.version > newest.version:
+            return f"epoch {offer.epoch} version {offer.version} was overtaken by epoch {newest.epoch} version {newest.version}"
+        return ""
+
+    def loading(self) -> None:
+        """The engine starts to copy: until it is done, nobody knows what it holds."""
+        self.digest = None
+
+    def taken(self, offer: wire.WeightsOffer, digest: str) -> None:
+        """The offered version is loaded, checked and served."""
+        self.served, self.digest = (offer.epoch, offer.version), digest
+        self._delay_s = FIRST_RETRY_S
+
+    def failed(self, now: float, *, counts: bool = True) -> float:
+        """An attempt failed; the seconds until the next one.
+
+        Args:
+            counts: whether it is a failure worth counting; a learner that is busy or away is none.
+        """
+        self.failures += counts
+        delay_s, self._delay_s = self._delay_s, min(2 * self._delay_s, LAST_RETRY_S)
+        self._not_before = now + delay_s
+        return delay_s

@@ -1,0 +1,131 @@
+"""A receiver's side of one transfer; the conversation is drawn in ``broker.weights.sender.transfer``. It blocks and belongs in a thread."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from broker.contract import wire
+from broker.errors import TransferFailed, WireError
+from broker.weights.bucket_payload import Incoming
+from broker.weights.digest import combine, digest_bucket
+from broker.weights.group import PEEK_EVERY_S, Communicator, PeerLost, Watch, reachable
+from broker.weights.memory.shared import Window
+from broker.weights.receiver.buffers import Arrival
+from broker.weights.sender.membership import parse_session
+from broker.weights.sender.transfer import CHANGES, PEER, SAY_EVERY_S, Received, Settings, meet
+from broker.weights.store_messages import Lines
+
+
+def follow(
+    store: Store,
+    session: wire.WeightsSession,
+    digest: str,
+    arrival: Arrival,
+    communicator: Communicator | None,
+    settings: Settings,
+    watch: Watch,
+    window: Window | None = None,
+) -> Received:
+    """Fill ``arrival.flat`` with bytes that match the digest.
+
+    Args:
+        digest: what the offer says; empty: not known when it was made, the sender says it at the end.
+        communicator: the one this server still has, of any session.
+        window: on the sender's memory, for a session that is shared.
+
+    Raises:
+        TransferFailed: the communicator is closed, and something may still write into ``arrival.flat``: drop it.
+    """
+    lines = Lines(store, session.session, watch)
+    try:
+        name, uses = parse_session(session.session)
+    except WireError as error:
+        if communicator is not None:
+            communicator.close()
+        raise TransferFailed(str(error)) from None
+    group = communicator if communicator is not None and communicator.name == name else None
+    if communicator is not None and group is None:
+        communicator.close()
+    rank = session.rank
+    try:
+        if uses and group is None and not session.shared:
+            raise TransferFailed(f"communicator {name} is not known here any more")
+        if session.shared and window is None:
+            raise TransferFailed("the learner's memory cannot be read from here any more")
+        if arrival.held:
+            lines.say(f"held/{rank}", arrival.held)
+        lines.say(f"ready/{rank}")
+        _wait_for_go(lines, session.timeout_s)
+        if session.shared and window is not None:
+            digests = _read(lines, session, window, arrival, watch)
+        else:
+            try:
+                group = group or meet(store, session.session, rank, session.world_size, settings)
+                digests = _take(lines, group, arrival, watch)
+            except TransferFailed as error:
+                raise (TransferFailed if watch.reason else PeerLost)(str(error)) from error
+        expected = digest or _wait_for_digest(lines, session.timeout_s)
+        if (received := combine(digests)) != expected:
+            raise TransferFailed(f"digest of version {session.version}: received {received}, offered {expected}; nothing was loaded")
+    except TransferFailed as error:
+        if reachable(session.host, session.port, 1.0):
+            with suppress(TransferFailed):  # the store may be what failed
+                reason = f"{PEER}{error}" if isinstance(error, PeerLost) else str(error)
+                lines.say(f"ready/{rank}", reason)
+                lines.say(f"done/{rank}", reason)
+        if group is not None:
+            group.close()
+        raise
+    lines.say(f"done/{rank}")
+    return Received(group, received)
+
+
+def _take(lines: Lines, group: Communicator, arrival: Arrival, watch: Watch) -> list[bytes]:
+    """By broadcast; the digest of each bucket."""
+    incoming = Incoming(arrival.flat, lines, whole=lines.heard("mode") != CHANGES, base=arrival.base)
+    digests: list[bytes] = [b""] * len(incoming)
+
+    def take(index: int) -> None:
+        digests[index] = digest_bucket(incoming.arrived(index))
+
+    group.broadcast(incoming, watch, done=take, peek=lambda: _stopped(lines))
+    return digests
+
+
+def _read(lines: Lines, session: wire.WeightsSession, window: Window, arrival: Arrival, watch: Watch) -> list[bytes]:
+    """From the sender's memory; the digest of each bucket."""
+    said_at = time.monotonic()
+
+    def done(index: int) -> None:
+        nonlocal said_at
+        if time.monotonic() - said_at >= SAY_EVERY_S:
+            said_at = time.monotonic()
+            lines.say(f"at/{session.rank}", str(index + 1))
+
+    return window.take(session.version, arrival.flat, watch, timeout_s=session.timeout_s, done=done, peek=lambda: _stopped(lines))
+
+
+def _wait_for_go(lines: Lines, timeout_s: float) -> None:
+    answer = lines.wait("go", timeout_s)
+    if answer is None:
+        raise PeerLost(f"the learner did not start within {timeout_s:g} s")
+    if answer:
+        raise PeerLost(f"the learner called it off: {answer}")
+
+
+def _wait_for_digest(lines: Lines, timeout_s: float) -> str:
+    deadline = time.monotonic() + timeout_s
+    while not (digest := lines.wait("digest", PEEK_EVERY_S)):
+        _stopped(lines)
+        if time.monotonic() > deadline:
+            raise PeerLost(f"the learner did not say the digest within {timeout_s:g} s")
+    return digest
+
+
+def _stopped(lines: Lines) -> None:
+    reason = lines.heard("stop")
+    if reason is not None:
+        raise PeerLost(f"the learner stopped it: {reason}")

@@ -1,0 +1,69 @@
+"""One version on its way from memory that its sender goes on writing: taken in pieces as it is packed, given up once it is another."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from broker.errors import TransferFailed
+from broker.weights.digest import BucketDigest
+from broker.weights.group import POLL_S, Watch
+from broker.weights.memory.staging import Words
+
+
+class Reading:
+    """One version on its way from the learner's memory into this process's.
+
+    Args:
+        copy: puts bytes of its second argument into its first; returns once they are there.
+        piece: bytes that it is given at a time.
+    """
+
+    def __init__(
+        self,
+        words: Words,
+        version: int,
+        watch: Watch,
+        timeout_s: float,
+        peek: Callable[[], None],
+        copy: Callable[[Any, Any], None],
+        piece: int,
+    ) -> None:
+        self._words, self._version, self._watch, self._timeout_s, self._peek = words, version, watch, timeout_s, peek
+        self._copy, self._piece = copy, piece
+
+    def bucket(self, source: Any, target: Any, start: int, bucket: Tensor) -> bytes:
+        """Copy one; the digest of the copy."""
+        digest, done = BucketDigest(bucket), 0
+        while done < len(source):
+            stop = min(done + self._piece, len(source))
+            self._packed(start + stop)
+            self._copy(target[done:stop], source[done:stop])
+            self._same()
+            digest.add(stop)
+            done = stop
+        return digest.finish()
+
+    def _packed(self, offset: int) -> None:
+        """Wait until all bytes below are in place."""
+        progress_at, before = time.monotonic(), -1
+        while True:
+            self._watch.beat()
+            if self._watch.due():
+                self._peek()
+            packed = int(self._words[1])
+            self._same()  # else the number was another version's
+            if packed >= offset:
+                return
+            if packed != before:
+                progress_at, before = time.monotonic(), packed
+            if time.monotonic() - progress_at > self._timeout_s:
+                raise TransferFailed(f"version {self._version} was packed up to byte {packed}, then nothing came for {self._timeout_s:g} s")
+            time.sleep(POLL_S)
+
+    def _same(self) -> None:
+        if self._words[0] != self._version + 1:
+            raise TransferFailed(f"version {self._version} was overwritten while it was read")

@@ -1,0 +1,295 @@
+"""A rollout server's end of the weight channel: follows the offers and brings the newest version into the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from broker.contract import wire
+from broker.contract.streams import WEIGHTS
+from broker.errors import RequestFailed, TransferFailed
+from broker.jetstream.bus import Bus
+from broker.runtime.reminders import Reminders
+from broker.weights import fp8
+from broker.weights.adapter import First
+from broker.weights.group import Communicator, Watch, connect_store
+from broker.weights.memory.cuda import device_of
+from broker.weights.memory.devices import Device
+from broker.weights.memory.shared import Neighbour, Window
+from broker.weights.memory.staging import plan_of
+from broker.weights.receiver.acceptance import OLD, Acceptance, Adopt, Join, Look, Snapshots
+from broker.weights.receiver.buffers import Arrival
+from broker.weights.receiver.follow import follow
+from broker.weights.receiver.weight_loader import Landing, Load
+from broker.weights.receiver.weight_requests import Questions
+from broker.weights.sender.transfer import Received, Settings
+from broker.weights.snapshots.snapshot import Manifest
+from broker.weights.snapshots.snapshot_poller import Lookout
+from broker.weights.snapshots.snapshot_source import Source
+from broker.weights.threads import Tasks, in_thread, patiently
+
+log = logging.getLogger(__name__)
+
+MAX_LOST: Final = 3  # so many times in a row what was read in the learner's memory was no use: then it is asked to send
+
+
+class Receiver:
+    """Keeps one engine's weights at the newest offer.
+
+    Args:
+        server_id: as in presence.
+        tensors: the engine's weights by name, as they travel; meta tensors do where the bytes cannot be read, then nothing is
+            adopted without a transfer until the first one.
+        load: brings the given tensors into the engine at a safe point and checks the offer's probe (``probe.check_probe``); raises
+            TransferFailed when it does not match. The tensors are valid until it returns. An empty mapping: the engine holds
+            these bytes already, only the version is new. The version counts as served once ``load`` has returned.
+        bucket_mib: the sender's.
+        dtype: what floating-point tensors travel as, by torch's name or ``fp8``, the sender's; None: their own.
+        device: where buckets arrive by nccl, a GPU; None: where the tensors lie. By gloo they arrive on the CPU. The offer says which.
+        kept: the tensors given to ``load`` are read until it has returned the next time; else only until it returns.
+        first: finds what adapters are put on, see ``adapter.Foundation``.
+        snapshots: where to look while the learner cannot be had.
+        only_snapshots: never ask the learner.
+        memory: opens the memory of a learner's device; None: CUDA's where versions can arrive on a GPU.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        server_id: str,
+        tensors: Mapping[str, Tensor],
+        load: Load,
+        *,
+        bucket_mib: float = 32.0,
+        dtype: str | None = None,
+        device: str | torch.device | None = None,
+        settings: Settings | None = None,
+        kept: bool = False,
+        first: First | None = None,
+        snapshots: Source | None = None,
+        only_snapshots: bool = False,
+        memory: Device | None = None,
+    ) -> None:
+        self.plan = plan_of(tensors, bucket_mib, dtype=dtype)
+        self.refused = ""  # why the newest offer is not for this server, for example another model
+        self.last_error = ""  # why the last attempt failed, empty after a success
+        self._bus = bus
+        self._settings = settings or Settings()
+        self._questions = Questions(bus, server_id, self._settings.connect_timeout_s)
+        self._lookout = Lookout(snapshots, bus.run) if snapshots is not None else None
+        looking: Snapshots = "none" if snapshots is None else "only" if only_snapshots else "beside"
+        self._state = Acceptance(self.plan.digest, None, looking)
+        quantised = dtype == fp8.NAME
+        self._landing = Landing(
+            self._state, self.plan, tensors, load, bucket_mib=bucket_mib, device=device, kept=kept, first=first, quantised=quantised
+        )
+        self._neighbour, self._lost = Neighbour(memory or device_of(self._landing.device)), 0
+        self._communicator: Communicator | None = None
+        self._watch, self._receiving_epoch = Watch(), 0
+        self._changed, self._served = asyncio.Event(), asyncio.Condition()
+        self._tasks: Tasks | None = None
+        self._waiting = Reminders()  # for a learner that is away
+        self._values = {"weights/version": -1.0, "weights/failures": 0.0}
+
+    @property
+    def served(self) -> tuple[int, int]:
+        """(epoch, version) loaded and checked; (0, -1) before the first."""
+        return self._state.served
+
+    async def start(self) -> None:
+        """Take the digest of what the engine holds, then follow the offers."""
+        await self._landing.begin()
+        self._tasks = Tasks()
+        self._tasks.spawn(self._follow_offers())
+        self._tasks.spawn(self._pursue())
+
+    async def wait_for(self, version: int) -> None:
+        """Returns once at least this version is served."""
+        async with self._served:
+            await self._served.wait_for(lambda: self._state.served[1] >= version)
+
+    def metrics(self) -> dict[str, float]:
+        """weights/{version,seconds,gbytes_per_s,shared,load_seconds,failures}: served, last transfer, last load, since start.
+
+        ``shared`` is 1 where the last transfer was by shared memory, 0 where it was not.
+        ``load_seconds`` is from the last byte until the engine serves; how long it stood still meanwhile is the engine's to say.
+        """
+        return {**self._values, **self._landing.values, "weights/failures": float(self._state.failures)}
+
+    async def join(self) -> None:
+        """Never returns; raises what stopped the channel here, if anything unexpected ever does."""
+        assert self._tasks is not None, "start the receiver first"
+        await self._tasks.join()
+
+    async def close(self) -> None:
+        """Leave whatever transfer runs; waits a second at most."""
+        self._watch.cancel("the server is leaving")
+        self._neighbour.leave()
+        if self._tasks is not None:
+            await self._tasks.cancel()
+        if self._communicator is not None:
+            closing, self._communicator = self._communicator.close(), None
+            await in_thread(lambda: closing.join(1.0), "weights-join")
+
+    # ------------------------------------------------------------------------------------------ offers
+
+    async def _follow_offers(self) -> None:
+        async for offer in self._bus.watch_last(WEIGHTS):
+            assert isinstance(offer, wire.WeightsOffer)
+            if offer.epoch > self._receiving_epoch:
+                self._watch.cancel(f"the learner of epoch {offer.epoch} took over")
+            problem = await self._landing.found(offer)
+            refused = self._state.offered(offer)
+            self.refused = ""
+            if offer.plan not in self._state.plans and self._state.newest is offer:
+                self.refused = problem or await self._questions.explain(offer, self._landing.plan(offer.adapter))
+                log.error("weights: %s", self.refused)
+            elif refused:
+                log.warning("weights: offer refused: %s", refused)
+            self._changed.set()
+
+    # --------------------------------------------------------------------------------------- transfers
+
+    async def _pursue(self) -> None:
+        while True:
+            action = self._state.next(time.monotonic())
+            if isinstance(action, Join):
+                await self._attempt(action.offer, self._receive)
+            elif isinstance(action, Adopt):
+                await self._attempt(action.offer, self._adopt)
+            elif isinstance(action, Look):
+                await self._look()
+            else:
+                try:
+                    async with asyncio.timeout(None if action.until is None else max(0.0, action.until - time.monotonic())):
+                        await self._changed.wait()
+                except TimeoutError:
+                    pass
+                self._changed.clear()
+
+    async def _attempt(self, offer: wire.WeightsOffer, step: Callable[[wire.WeightsOffer], Awaitable[str]]) -> None:
+        try:
+            digest = await step(offer)
+        except RequestFailed as error:
+            self._state.failed(time.monotonic(), counts=False)
+            if self._waiting.due(time.monotonic()):
+                log.info("weights: waiting for epoch %d version %d: %s", offer.epoch, offer.version, error)
+        except TransferFailed as error:
+            self.last_error = str(error)
+            delay_s = self._state.failed(time.monotonic())
+            log.warning("weights: epoch %d version %d: %s; again in %.1f s", offer.epoch, offer.version, error, delay_s)
+        else:
+            self._waiting.over()
+            self._state.taken(offer, digest)
+            self.last_error = ""
+            self._values["weights/version"] = float(offer.version)
+            async with self._served:
+                self._served.notify_all()
+
+    async def _adopt(self, offer: wire.WeightsOffer) -> str:
+        await self._landing.adopt(offer)
+        return offer.digest
+
+    async def _receive(self, offer: wire.WeightsOffer) -> str:
+        """Join, receive, check, load; the digest.
+
+        Raises:
+            RequestFailed: the learner does not answer, or has something newer.
+            TransferFailed: refused, broken off, or the wrong bytes.
+        """
+        plan = self._landing.plan(offer.adapter)
+        window = self._look_over(offer)
+        answer = await self._questions.join(offer, plan, shared=window is not None)
+        if answer.error or answer.version != offer.version:
+            raise RequestFailed(answer.error or f"it sends version {answer.version}")
+        arrival = self._landing.take(offer.backend, plan, on_device=answer.shared and window is not None and window.on_device)
+        communicator, self._communicator = self._communicator, None
+        watch, self._receiving_epoch = Watch(), offer.epoch
+        self._watch = watch
+        self._lost += answer.shared  # until it has arrived
+        started = time.monotonic()
+        received = await patiently(
+            in_thread(lambda: self._take(answer, offer, arrival, communicator, watch, window), "weights-receive"), watch, answer.timeout_s
+        )
+        self._communicator, self._lost = received.communicator, 0
+        self._values["weights/shared"] = float(answer.shared)
+        await self._landing.arrived(arrival, received.digest, offer, time.monotonic() - started)
+        return received.digest
+
+    def _look_over(self, offer: wire.WeightsOffer) -> Window | None:
+        """A window on the learner's memory; None where the bytes have to be sent."""
+        if not offer.segment or self._lost >= MAX_LOST:
+            return None
+        known = self._neighbour.problem
+        window = self._neighbour.reach(offer.segment, self._landing.plan(offer.adapter))
+        if self._neighbour.problem not in ("", known):
+            log.info("weights: the learner's memory cannot be read from here (%s), so it sends them", self._neighbour.problem)
+        return window
+
+    def _take(
+        self,
+        answer: wire.WeightsSession,
+        offer: wire.WeightsOffer,
+        arrival: Arrival,
+        communicator: Communicator | None,
+        watch: Watch,
+        window: Window | None,
+    ) -> Received:
+        if arrival.flat.buffer.is_cuda:
+            torch.cuda.set_device(arrival.flat.buffer.device)
+        settings = replace(self._settings, backend=offer.backend, timeout_s=answer.timeout_s)
+        store = connect_store(answer.host, answer.port, settings.connect_timeout_s)
+        return follow(store, answer, offer.digest, arrival, communicator, settings, watch, window)
+
+    # --------------------------------------------------------------------------------------- snapshots
+
+    async def _look(self) -> None:
+        """Take the snapshot that is there, if it is of use."""
+        assert self._lookout is not None, "there is nowhere to look"
+        try:
+            manifest = await self._lookout.newest()
+            if manifest is not None and await self._wants(manifest, self._lookout.where):
+                held = manifest.offer.digest == self._state.digest
+                await self._attempt(manifest.offer, self._adopt if held else partial(self._read, self._lookout, manifest))
+        except TransferFailed as error:
+            if str(error) != self.last_error:
+                log.warning("weights: %s", error)
+            self.last_error = str(error)
+        self._state.looked(time.monotonic())
+
+    async def _wants(self, manifest: Manifest, where: str) -> bool:
+        """Whether a snapshot is newer than what is served.
+
+        Raises:
+            TransferFailed: it is not for this server.
+        """
+        offer = manifest.offer
+        problem = await self._landing.found(offer)
+        reason = self._state.useful(offer)
+        if reason and reason != OLD:
+            first = problem or self._landing.plan(offer.adapter).difference(manifest.plan)
+            raise TransferFailed(f"snapshot {where}: {reason}{': ' if first else ''}{first}")
+        return not reason
+
+    async def _read(self, lookout: Lookout, manifest: Manifest, offer: wire.WeightsOffer) -> str:
+        """Read, check, load; the digest.
+
+        Raises:
+            TransferFailed: it cannot be read, or holds the wrong bytes.
+        """
+        newest = self._state.newest
+        self._watch, self._receiving_epoch = Watch(), max(offer.epoch, newest.epoch if newest is not None else 0)
+        started = time.monotonic()
+        arrival = self._landing.take("gloo", manifest.plan)  # in host memory
+        await lookout.read(manifest, arrival, self._watch)
+        log.info("weights: epoch %d version %d read from %s", offer.epoch, offer.version, lookout.where)
+        await self._landing.arrived(arrival, offer.digest, offer, time.monotonic() - started)
+        return offer.digest

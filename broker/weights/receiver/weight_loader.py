@@ -1,0 +1,137 @@
+"""The last part of a version's way: the buffer where it arrives, what an adapter is put on, and the engine that loads it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from broker.contract import wire
+from broker.errors import TransferFailed
+from broker.weights import fp8
+from broker.weights.adapter import First, Foundation
+from broker.weights.group import first_line
+from broker.weights.plan import Plan
+from broker.weights.receiver.acceptance import Acceptance
+from broker.weights.receiver.buffers import Arrival, Buffers
+from broker.weights.threads import in_thread
+
+Load = Callable[[Mapping[str, Tensor], wire.WeightsOffer], Awaitable[None]]
+
+
+class Landing:
+    """What one engine's versions are brought in through; the arguments are those of ``receive.Receiver``.
+
+    Attributes:
+        values: weights/{seconds,gbytes_per_s,load_seconds} of the last version.
+    """
+
+    def __init__(
+        self,
+        state: Acceptance,
+        plan: Plan,
+        tensors: Mapping[str, Tensor],
+        load: Load,
+        *,
+        bucket_mib: float,
+        device: str | torch.device | None,
+        kept: bool,
+        first: First | None,
+        quantised: bool,
+    ) -> None:
+        self._state, self._plan, self._tensors, self._load = state, plan, tensors, load
+        self._device = torch.device(device) if device is not None else next(iter(tensors.values())).device
+        self._dtypes = {name: tensor.dtype for name, tensor in tensors.items()} if quantised else None
+        self._as_sent = not quantised  # the engine computes from what its digest was taken of
+        self._foundation = Foundation(plan, bucket_mib, tensors, first)
+        self._buffers = Buffers(kept=kept and not quantised)  # of quantised ones an engine is given copies
+        self.values: dict[str, float] = {}
+
+    async def begin(self) -> None:
+        """Take the digest of what the engine holds, where that can be read."""
+        if not any(tensor.is_meta for tensor in self._tensors.values()):
+            self._state.digest = await in_thread(lambda: self._buffers.hold(self._plan, self._tensors, self._device), "weights-digest")
+        self._tensors = {}  # an engine that keeps what it is given lets go of them
+
+    def plan(self, adapter: wire.Adapter | None) -> Plan:
+        """Of what comes: the model, or an adapter's factors."""
+        return self._foundation.plan(adapter)
+
+    async def found(self, offer: wire.WeightsOffer) -> str:
+        """Have what an adapter is put on, from the first offer of one on; why it cannot be had, empty when it can."""
+        adapter = offer.adapter
+        if adapter is None or offer.plan != self._foundation.plan(adapter).digest:
+            return ""
+        if not (problem := await in_thread(lambda: self._foundation.lay(adapter), "weights-base")):
+            self._state.plans.add(offer.plan)
+        return problem
+
+    @property
+    def device(self) -> torch.device:
+        """Where versions arrive that come by way of a device."""
+        return self._device
+
+    def take(self, backend: str, plan: Plan, *, on_device: bool = False) -> Arrival:
+        """Where the next version arrives.
+
+        Args:
+            backend: what it comes by, where it is sent.
+            on_device: it is read on the device instead.
+
+        Raises:
+            TransferFailed: by nccl, and there is no GPU here.
+        """
+        if backend == "nccl" and self._device.type != "cuda":
+            raise TransferFailed(
+                f"the learner sends by nccl, the weights here are on {self._device.type}; set train.weights_backend=shared"
+            )
+        return self._buffers.take(plan, self._device if backend == "nccl" or on_device else torch.device("cpu"))
+
+    async def arrived(self, arrival: Arrival, digest: str, offer: wire.WeightsOffer, seconds: float) -> None:
+        """It is whole: have the engine load it.
+
+        Args:
+            seconds: that it took.
+
+        Raises:
+            TransferFailed: loading failed, or the probe does not match.
+        """
+        self._buffers.arrived(arrival, digest)
+        self.values |= {"weights/seconds": seconds, "weights/gbytes_per_s": arrival.flat.plan.size_bytes / seconds / 1e9}
+        tensors = arrival.flat.tensors
+        await self._bring_in(self._whole(tensors) if offer.adapter is None else self._foundation.merged(tensors), offer)
+
+    async def adopt(self, offer: wire.WeightsOffer) -> None:
+        """Have the engine serve what it holds as the offer's version, whose digest it has.
+
+        Raises:
+            TransferFailed: loading failed, or the probe does not match.
+        """
+        if self._as_sent:
+            await self._bring_in({}, offer)
+            return
+        held = self._buffers.whole()  # the engine's first weights as they would have come; it holds them before they were quantised
+        if held is None:
+            self._state.loading()
+            raise TransferFailed("the weights held here were not quantised, and must be sent")
+        await self._bring_in(self._whole(held.tensors), offer)
+
+    def _whole(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """What came, as the engine takes it."""
+        return tensors if self._dtypes is None else fp8.Dequantised(tensors, self._dtypes)
+
+    async def _bring_in(self, tensors: Mapping[str, Tensor], offer: wire.WeightsOffer) -> None:
+        """Have the engine load these, or with none of them serve what it holds as the offer's version."""
+        started = time.monotonic()
+        self._state.loading()
+        try:
+            await self._load(tensors, offer)
+        except (TransferFailed, RuntimeError) as error:
+            self._buffers.load_failed()
+            if isinstance(error, TransferFailed):
+                raise
+            raise TransferFailed(f"loading failed: {first_line(error)}") from error  # torch's own, for example out of memory
+        self._as_sent = True
+        self.values["weights/load_seconds"] = time.monotonic() - started

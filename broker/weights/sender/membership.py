@@ -1,0 +1,227 @@
+"""Who is sent which version in which communicator: decisions only, no clock, no network.
+
+Events come in as calls, actions go out as lists. One transfer runs at a time. A transfer that has started is finished even when
+a newer version comes up meanwhile, so a slow link cannot starve; whoever waits for a version that is no longer the newest is told so.
+
+A server that failed in a transfer is on probation: it is served alone, in a communicator of its own, after a delay that doubles with each
+failure, and only while no other server waits. A transfer that reaches it ends the probation. Where a transfer failed and nothing tells who
+is to blame, all of its members are served alone next, without a delay. So no server loses two transfers to the same peer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Final
+
+from broker.contract import wire
+from broker.errors import WireError
+
+FIRST_DELAY_S: Final = 5.0  # before a server on probation is served again
+LONGEST_DELAY_S: Final = 300.0
+MAX_PROBATION: Final = 10_000  # servers
+MAX_DIGITS: Final = 18  # of a number; more do not fit into 64 bits
+
+
+@dataclass(frozen=True)
+class Start:
+    """Send ``version`` to ``members`` (in order of rank, from 1)."""
+
+    session: str
+    version: int
+    members: tuple[str, ...]
+    fresh: bool  # a new communicator is built; else the one of the last session is used again
+    num_shared: int = 0  # of the members, the last: they read the bytes in the sender's memory and are not in the communicator
+    alone: bool = False  # a server on probation; the communicator of the others is kept for them
+
+    @property
+    def num_sent(self) -> int:
+        """Members of the communicator beside the sender."""
+        return len(self.members) - self.num_shared
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """Answer a server's join with a reason."""
+
+    server: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """Give up the running transfer."""
+
+    reason: str
+
+
+Action = Start | Refuse | Cancel
+
+
+@dataclass
+class _Running:
+    version: int
+    members: tuple[str, ...]
+    seen: set[str]  # members that were known to be there; who has just come may not be known yet
+    alone: bool = False  # of a server on probation
+    asked_again: bool = False  # one of them did, for the same version: it was started anew, without its end of the communicator
+    gone: set[str] = field(default_factory=set)  # members that went away
+    gives_way: bool = False  # it was cancelled because others wait
+
+
+@dataclass
+class _Probation:
+    failures: int = 0  # 0: it was in a transfer that failed, and may not be to blame
+    until: float = 0.0  # when it may be served again
+
+
+class Membership:
+    """The sender's state.
+
+    Args:
+        epoch: of the learner.
+        plan: digest of the bucket plan.
+        gather_s: longest wait for more joins, from the first one on.
+        join_ttl_s: a join older than this is forgotten; its server has given up waiting and asks again.
+    """
+
+    def __init__(self, epoch: int, plan: str, *, gather_s: float, join_ttl_s: float) -> None:
+        self.epoch, self.plan = epoch, plan
+        self.version = -1  # newest on offer
+        self._gather_s, self._join_ttl_s = gather_s, join_ttl_s
+        self._joins: dict[str, float] = {}  # server -> when it asked for the newest version
+        self._shared: set[str] = set()  # servers that said last that they can read the sender's memory
+        self._gathering_since = 0.0
+        self._running: _Running | None = None
+        self._communicator: tuple[int, tuple[str, ...], int] | None = None  # serial, members, transfers so far
+        self._serial = 0
+        self._received: set[str] = set()  # members of finished transfers of the newest version
+        self._probation: dict[str, _Probation] = {}
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to wait for."""
+        return self._running is not None or bool(self._joins)
+
+    def offered(self, version: int) -> list[Action]:
+        """A newer version is on offer from now on."""
+        self.version = version
+        self._received.clear()
+        refused: list[Action] = [Refuse(server, f"superseded by version {version}") for server in self._joins]
+        self._joins.clear()
+        return refused
+
+    def joined(self, join: wire.WeightsJoin, now: float) -> list[Action]:
+        """A server asks for a version; a repeated question replaces the earlier one."""
+        if join.epoch != self.epoch:
+            return [Refuse(join.server, f"epoch {join.epoch} is over, this is epoch {self.epoch}")]
+        if join.plan != self.plan:
+            return [Refuse(join.server, f"another model: bucket plan {join.plan} is not the offer's {self.plan}")]
+        if join.version != self.version:
+            return [Refuse(join.server, f"superseded by version {self.version}")]
+        if join.server in self._received:
+            self._communicator = None  # it lost what it received, so maybe its end of the communicator too
+        if self._running is not None and self._running.version == join.version and join.server in self._running.members:
+            self._running.asked_again = True
+        if not self._joins:
+            self._gathering_since = now
+        self._joins[join.server] = now
+        (self._shared.add if join.shared else self._shared.discard)(join.server)
+        return []
+
+    def tick(self, now: float, expected: Collection[str] | None, alive: Collection[str] | None) -> list[Action]:
+        """Time passes.
+
+        Args:
+            expected: servers known to be without the newest version, worth a short wait; None: unknown.
+            alive: servers that are there; None: unknown.
+        """
+        if self._running is not None:
+            if self._running.alone and self._joins.keys() - self._probation.keys():
+                self._running.gives_way = True
+                return [Cancel("other servers wait")]
+            if alive is None:
+                return []
+            self._running.seen.update(alive)
+            gone = [server for server in self._running.members if server in self._running.seen and server not in alive]
+            self._running.gone.update(gone)
+            return [Cancel(f"{', '.join(gone)} went away")] if gone else []
+        for server in [server for server, since in self._joins.items() if now - since > self._join_ttl_s]:
+            del self._joins[server]
+        trusted = self._joins.keys() - self._probation.keys()
+        if not trusted:
+            due = [(self._probation[server].until, server) for server in self._joins if self._probation[server].until <= now]
+            return [self._start({min(due)[1]}, alive or (), alone=True)] if due else []
+        all_here = expected is not None and not set(expected) - self._probation.keys() - trusted
+        if not all_here and now - self._gathering_since < self._gather_s:
+            return []
+        return [self._start(trusted, alive or ())]
+
+    def _start(self, servers: Collection[str], alive: Collection[str], *, alone: bool = False) -> Start:
+        sent, shared = (tuple(sorted(server for server in servers if (server in self._shared) == near)) for near in (False, True))
+        members = sent + shared
+        for server in members:
+            del self._joins[server]
+        self._running = _Running(self.version, members, set(alive), alone=alone)
+        if alone:
+            self._serial += 1
+            session = session_name(self.epoch, self._serial, 0)
+            return Start(session, self.version, members, fresh=bool(sent), num_shared=len(shared), alone=True)
+        if sent and self._communicator is not None and self._communicator[1] == sent:
+            serial, _, uses = self._communicator
+        else:
+            self._serial += 1
+            serial, uses = self._serial, 0
+        if sent:  # else the one that there may be waits for its members
+            self._communicator = (serial, sent, uses + 1)
+        return Start(session_name(self.epoch, serial, uses), self.version, members, fresh=bool(sent) and uses == 0, num_shared=len(shared))
+
+    def ended(self, now: float, failed: Collection[str] | None, *, ours: bool = False) -> None:
+        """The running transfer is over.
+
+        Args:
+            now: seconds of any monotonic clock.
+            failed: None when every member has its bytes; else the members to blame, as far as known.
+            ours: it failed by the sender's own fault, or was given up: nobody else is to blame but those who went away.
+        """
+        assert self._running is not None, "no transfer is running"
+        running, self._running = self._running, None
+        if not running.alone and (failed is not None or running.asked_again):
+            self._communicator = None
+        if failed is None:
+            for server in running.members:
+                self._probation.pop(server, None)
+            if running.version == self.version:
+                self._received.update(running.members)
+        elif running.gone or not (ours or running.gives_way):
+            self._suspect(running, running.gone or set(failed), now)
+        self._gathering_since = now  # those who were in it are likely to ask again right now
+
+    def _suspect(self, running: _Running, failed: set[str], now: float) -> None:
+        blamed = failed & set(running.members)
+        if len(running.members) == 1:
+            blamed = set(running.members)
+        for server in blamed or running.members:
+            probation = self._probation.setdefault(server, _Probation(until=now))
+            if blamed:
+                probation.until = now + min(FIRST_DELAY_S * 2.0 ** min(probation.failures, 30), LONGEST_DELAY_S)
+                probation.failures += 1
+        while len(self._probation) > MAX_PROBATION:  # servers have a new name whenever they are started
+            del self._probation[min(self._probation, key=lambda server: self._probation[server].until)]
+
+
+def session_name(epoch: int, serial: int, uses: int) -> str:
+    """Id of one transfer: the communicator's name and how many transfers it has carried before."""
+    return f"{epoch}-{serial}.{uses}"
+
+
+def parse_session(session: str) -> tuple[str, int]:
+    """The communicator's name and how many transfers it has carried before.
+
+    Raises:
+        WireError: not a session of this system.
+    """
+    name, _, uses = session.rpartition(".")
+    if not name or not (uses.isascii() and uses.isdigit() and len(uses) <= MAX_DIGITS):
+        raise WireError(f"session {session[:80]!r} names no communicator and no number of uses")
+    return name, int(uses)

@@ -1,0 +1,300 @@
+"""The learner's end of the weight channel. Training waits for one copy and for nothing else.
+
+``offer`` copies the tensors into a staging buffer and returns. Everything else happens beside training, and beside the copy: the
+digest, the offer on the broker, the joins, the communicator, the broadcast. The event loop decides (broker.weights.sender.membership),
+threads do
+what blocks. Once a server has received a version from here, versions are offered as their packing begins, without a digest, and again with
+it once it is known: a bucket is then on the wire while the next is packed. Before that the digest comes first, for a server may hold the
+bytes already.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+import torch
+from torch import Tensor
+
+from broker.contract import wire
+from broker.contract.streams import WEIGHTSYNC
+from broker.errors import Fenced, TransferFailed
+from broker.jetstream.bus import Bus
+from broker.nats.core_messages import respond
+from broker.nats.nats_errors import Disconnected
+from broker.nats.subscription import Subscribed
+from broker.runtime.presence import Roster
+from broker.weights.bucket_payload import Base
+from broker.weights.group import Communicator, Watch, serve_store
+from broker.weights.memory.devices import Device
+from broker.weights.memory.shared import segment_of
+from broker.weights.memory.staging import Staging
+from broker.weights.plan import Plan
+from broker.weights.sender.membership import Action, Cancel, Membership, Refuse, Start
+from broker.weights.sender.offers import Offers
+from broker.weights.sender.transfer import Sent, SessionFailed, Settings, call_off, lead
+from broker.weights.sender.weight_responses import JOIN_TIMEOUT_S, Replies
+from broker.weights.snapshots.publish import Publisher
+from broker.weights.threads import Tasks, in_thread
+
+log = logging.getLogger(__name__)
+
+PLAN_KEY: Final = "plan"  # where the store holds the plan's text, for servers with another model
+TICK_S: Final = 0.05
+IDLE_TICK_S: Final = 1.0
+
+
+class Sender:
+    """Offers versions and sends them to whoever joins.
+
+    Args:
+        bus: of the run; its streams exist.
+        plan: from ``staging.plan_of``, once per model.
+        epoch: incarnation of this learner.
+        roster: who is there; None: a transfer waits ``gather_s`` for joins in any case.
+        device: the GPU that nccl sends from; gloo sends from the CPU.
+        policy: the policy whose servers are waited for.
+        delta_full_every: send only what has changed where all receivers hold the version sent last, but everything in one of so many
+            transfers at least; None: always everything.
+        adapter: what the plan's tensors are the factors of; None: they are the model.
+        memory: with ``settings.shared`` the device that the staging lies on, for servers that can open its memory; None: host memory.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        plan: Plan,
+        *,
+        epoch: int,
+        settings: Settings | None = None,
+        roster: Roster | None = None,
+        device: str | torch.device = "cpu",
+        gather_s: float = 0.5,
+        policy: str = "actor",
+        delta_full_every: int | None = None,
+        adapter: wire.Adapter | None = None,
+        memory: Device | None = None,
+    ) -> None:
+        self.plan, self.epoch, self._adapter = plan, epoch, adapter
+        self._has_sent = False  # to anybody
+        self.fenced = False  # a newer learner offers weights; nothing is offered here any more
+        self.publisher: Publisher | None = None  # writes snapshots of what is offered; its owner closes it
+        self._bus, self._roster, self._policy = bus, roster, policy
+        self._offers = Offers(bus, epoch)
+        self._settings = settings or Settings()
+        self._device = torch.device(device if self._settings.backend == "nccl" else "cpu")
+        self._segment = segment_of(plan, memory) if self._settings.shared and self._device.type == "cpu" else None
+        self._staging = Staging(plan, self._device, self._segment)
+        self._device = self._segment.device if self._segment is not None else self._device
+        self._base = Base(plan, delta_full_every, self._device) if delta_full_every is not None else None
+        self._membership = Membership(epoch, plan.digest, gather_s=gather_s, join_ttl_s=JOIN_TIMEOUT_S)
+        self._replies = Replies(self._settings)
+        self._communicator: Communicator | None = None
+        self._watch = Watch()
+        self._written: tuple[int, wire.Probe] | None = None
+        self._written_lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._new_version, self._poke = asyncio.Event(), asyncio.Event()
+        self._tasks: Tasks | None = None
+        self._subscribed: Subscribed | None = None
+        self._values = {"weights/version": -1.0, "weights/failures": 0.0, "weights/communicators": 0.0, "weights/deltas": 0.0}
+
+    async def start(self) -> None:
+        """Open the rendezvous store and listen for joins.
+
+        Raises:
+            Fenced: a newer epoch has offered weights already.
+        """
+        self._loop = asyncio.get_running_loop()
+        await self._offers.begin()
+        self._store, self._replies.port = serve_store(self._settings.host)
+        self._store.set(PLAN_KEY, self.plan.text)
+        self._subscribed = await respond(self._bus, WEIGHTSYNC, str(self.epoch), self._on_join)
+        self._tasks = Tasks()
+        self._tasks.spawn(self._publish_versions())
+        self._tasks.spawn(self._decide())
+
+    def offer(self, version: int, tensors: Mapping[str, Tensor], probe: wire.Probe) -> float:
+        """Put a newer version on offer; returns after the copy, with the seconds it took. Call it from any thread, one at a time.
+
+        Args:
+            tensors: at least those of the plan, by name; may change again once this returns.
+
+        Raises:
+            TransferFailed: a planned tensor is missing or has another shape.
+        """
+        assert self._loop is not None, "start the sender first"
+        started = time.monotonic()
+        self._staging.write(version, tensors, lambda: self._announce(version, probe))
+        seconds = time.monotonic() - started
+        self._values["weights/copy_seconds"] = seconds
+        return seconds
+
+    def _announce(self, version: int, probe: wire.Probe) -> None:
+        assert self._loop is not None, "start the sender first"
+        with self._written_lock:
+            self._written = (version, probe)
+        self._loop.call_soon_threadsafe(self._new_version.set)
+
+    def metrics(self) -> dict[str, float]:
+        """weights/{version,seconds,gbytes_per_s,sent_bytes,receivers,shared,failures,communicators,deltas,copy_seconds,digest_seconds}.
+
+        The newest version; of the last transfer its seconds, the model's bytes a second, the bytes that each receiver was sent or has read,
+        how many received, and how many of them by shared memory; of the last version the seconds that training waited for its copy, and
+        those until its digest was known; the rest are totals.
+        """
+        return self._values | (self.publisher.metrics() if self.publisher is not None else {})
+
+    async def join(self) -> None:
+        """Never returns; raises what stopped the channel here, if anything unexpected ever does: no server would get a version any more."""
+        assert self._tasks is not None, "start the sender first"
+        await self._tasks.join()
+
+    async def close(self) -> None:
+        """Withdraw from the broker and leave whatever transfer runs; waits a second at most."""
+        if self._subscribed is not None:
+            await self._subscribed.close()
+        self._watch.cancel("the learner is leaving")
+        if self._tasks is not None:
+            await self._tasks.cancel()
+        self._replies.refuse_all("the learner is leaving", max(self._membership.version, 0))
+        if self._communicator is not None:
+            closing, self._communicator = self._communicator.close(), None
+            await in_thread(lambda: closing.join(1.0), "weights-join")
+
+    # ------------------------------------------------------------------------------------------ offers
+
+    async def _publish_versions(self) -> None:
+        while True:
+            await self._new_version.wait()
+            self._new_version.clear()
+            with self._written_lock:
+                written = self._written
+            assert written is not None
+            version, probe = written
+            started = time.monotonic()
+            digesting = in_thread(lambda version=version: self._staging.digest(version), "weights-digest")  # type: ignore[misc]
+            offer = wire.WeightsOffer(
+                epoch=self.epoch,
+                version=version,
+                digest="",
+                plan=self.plan.digest,
+                size_bytes=self.plan.size_bytes,
+                backend=self._settings.backend,
+                probe=probe,
+                adapter=self._adapter,
+                segment=self._segment.address if self._segment is not None else "",
+            )
+            try:
+                if early := self._has_sent:
+                    self._perform(self._membership.offered(version))
+                    await self._offers.publish(offer)
+                digest = await digesting
+                if digest is None:
+                    continue  # a newer one was written meanwhile, or it could not be packed
+                self._values["weights/digest_seconds"] = time.monotonic() - started
+                if not early:
+                    self._perform(self._membership.offered(version))  # before it is stored: joins for it may come at once
+                offer = msgspec.structs.replace(offer, digest=digest)
+                await self._offers.publish(offer)
+                if self.publisher is not None:
+                    self.publisher.offered(self._staging, offer)
+            except Fenced as error:
+                log.error("weights: %s", error)
+                self.fenced = True
+                return
+            except Disconnected:
+                return  # closed for good
+            self._values["weights/version"] = float(version)
+
+    # ------------------------------------------------------------------------------------------- joins
+
+    async def _on_join(self, message: wire.Message) -> wire.Message | None:
+        if not isinstance(message, wire.WeightsJoin):
+            return None
+        reply = self._replies.expect(message.server)
+        self._perform(self._membership.joined(message, time.monotonic()))
+        self._poke.set()
+        return await self._replies.wait(message.server, reply)
+
+    # --------------------------------------------------------------------------------------- transfers
+
+    async def _decide(self) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(TICK_S if self._membership.busy else IDLE_TICK_S):
+                    await self._poke.wait()
+            except TimeoutError:
+                pass
+            self._poke.clear()
+            self._perform(self._membership.tick(time.monotonic(), *self._present()))
+
+    def _present(self) -> tuple[set[str] | None, set[str] | None]:
+        """(those without the newest version, all who are there), None where nobody keeps a roster."""
+        if self._roster is None:
+            return None, None
+        servers = [presence for presence in self._roster.alive("rollout") if presence.policy == self._policy]
+        newest = (self.epoch, self._membership.version)
+        expected = {server.id for server in servers if server.state != "draining" and (server.epoch, server.policy_version) < newest}
+        return expected, {server.id for server in servers}
+
+    def _perform(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Refuse):
+                self._replies.refuse(action.server, action.reason, max(self._membership.version, 0))
+            elif isinstance(action, Cancel):
+                self._watch.cancel(action.reason)
+            else:
+                self._begin(action)
+
+    def _begin(self, start: Start) -> None:
+        if start.fresh and not start.alone and self._communicator is not None:
+            self._communicator.close()
+            self._communicator = None
+        self._watch = Watch()
+        self._replies.begin(start)
+        assert self._tasks is not None, "start the sender first"
+        self._tasks.spawn(self._transfer(start))
+
+    async def _transfer(self, start: Start) -> None:
+        failed: set[str] | None = None
+        ours = False
+        communicator, watch = None, self._watch
+        if start.num_sent and not start.alone:
+            communicator, self._communicator = self._communicator, None
+        try:
+            sent = await in_thread(lambda: self._send(start, communicator, watch), "weights-send")
+            self._has_sent = True
+            if start.num_sent and not start.alone:
+                self._communicator = sent.communicator
+            elif sent.communicator is not None:
+                sent.communicator.close()  # with the next version it is one of the others again
+            self._values["weights/seconds"] = sent.seconds
+            self._values["weights/gbytes_per_s"] = self.plan.size_bytes / sent.seconds / 1e9
+            self._values["weights/sent_bytes"] = float(sent.size_bytes)
+            self._values["weights/deltas"] += not sent.whole
+            self._values |= {"weights/receivers": float(len(start.members)), "weights/shared": float(start.num_shared)}
+            self._values["weights/communicators"] += start.fresh
+        except TransferFailed as error:
+            failed, ours = (set(error.servers), error.ours) if isinstance(error, SessionFailed) else (set(), True)
+            self._values["weights/failures"] += 1
+            log.warning("weights: sending version %d to %s failed: %s", start.version, ", ".join(start.members), error)
+        self._membership.ended(time.monotonic(), failed, ours=ours)
+        self._poke.set()
+
+    def _send(self, start: Start, communicator: Communicator | None, watch: Watch) -> Sent:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        try:
+            with self._staging.sending(start.version) as staged:
+                base = None if start.alone and self._communicator is not None else self._base  # which follows what the others hold
+                return lead(self._store, start, staged, communicator, self._settings, watch, base)
+        except SessionFailed:
+            raise
+        except TransferFailed as error:  # overwritten before it started: the members are waiting
+            raise call_off(self._store, start, communicator, str(error)) from None

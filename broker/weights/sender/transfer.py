@@ -1,0 +1,237 @@
+"""One transfer, as a conversation through the rendezvous store, and the sender's side of it.
+
+    receiver r                        sender
+    held/r  = digest           --->                                 what it holds already, if it knows
+    ready/r = "" or a reason   --->
+                               <---   mode = whole or changes       changes: if all hold what the sender's copy says
+                               <---   go = "" or a reason           nobody enters the collective unless all are here
+                               <---   size/i = bytes or whole       changes only, before each bucket
+    ------- broadcast of the buckets as they are packed, digest pipelined; or, on the sender's host, they are read where -------
+    ------- they are packed (broker.weights.memory.shared), by receivers whose ranks come after the communicator's               -------
+    at/r    = buckets          --->                                 read so far, now and then
+                               <---   digest                        for those whose offer came before it was known
+    done/r  = "" or a reason   --->                                 bytes right, or why not; "peer: " before what another one caused
+                               <---   stop = reason                 at any time: leave, ask again
+
+So the sender knows whom to blame: those with a fault of their own, else those who say nothing where the others tell of a lost peer. A
+member that fails ends the wait of the others, and only a peer that hangs in the middle of the broadcast costs its timeout. All functions
+block and belong in a thread. A receiver's side is in ``broker.weights.receiver.follow``.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Final
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from broker.errors import TransferFailed
+from broker.weights.bucket_payload import WHOLE, Base, Outgoing
+from broker.weights.group import Backend, Communicator, PeerLost, Watch
+from broker.weights.memory.staging import Staged
+from broker.weights.sender.membership import Start, parse_session
+from broker.weights.store_messages import STORE_POLL_S, Lines
+
+CHANGES: Final = "changes"
+PEER: Final = "peer: "
+LAST_WORD_S: Final = 1.0  # for members to say what they know of a transfer that failed
+SAY_EVERY_S: Final = 1.0  # how far it has come, by a receiver that reads
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How long to wait, where to listen, and what carries the bytes.
+
+    Attributes:
+        shared: the sender's staging lies where servers of its host can read it; those that cannot get it by ``backend``.
+    """
+
+    backend: Backend = "gloo"
+    shared: bool = False
+    host: str = "127.0.0.1"  # interface of the weight sockets
+    timeout_s: float = 30.0  # longest wait for one bucket
+    connect_timeout_s: float = 5.0  # longest wait for a peer to come
+
+
+class SessionFailed(TransferFailed):
+    """A transfer that failed.
+
+    Attributes:
+        servers: those to blame, as far as known, and why.
+        ours: no server is to blame.
+    """
+
+    def __init__(self, reason: str, servers: dict[str, str], *, ours: bool = False) -> None:
+        super().__init__(reason)
+        self.servers, self.ours = servers, ours
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A transfer that all members have confirmed.
+
+    Attributes:
+        communicator: to be used again; None: there was none.
+        seconds: from go until all had their bytes.
+        size_bytes: that each member was sent, or has read.
+        whole: everything, not only what has changed.
+    """
+
+    communicator: Communicator | None
+    seconds: float
+    size_bytes: int
+    whole: bool
+
+
+@dataclass(frozen=True)
+class Received:
+    """A version that has arrived; the communicator, where there was one, is to be used again."""
+
+    communicator: Communicator | None
+    digest: str
+
+
+def lead(
+    store: Store,
+    start: Start,
+    staged: Staged,
+    communicator: Communicator | None,
+    settings: Settings,
+    watch: Watch,
+    base: Base | None = None,
+) -> Sent:
+    """The sender's side. The version may still be being packed and digested by others.
+
+    Args:
+        base: what the members may hold already; with it only changes are sent where all do. It follows what is sent.
+
+    Raises:
+        SessionFailed: with those to blame; the communicator, old or new, is closed.
+    """
+    lines = Lines(store, start.session, watch)
+    group, num_sent = communicator, start.num_sent
+    base = base if num_sent else None  # it follows what the communicator carries
+    try:
+        _collect(lines, "ready", start, settings.connect_timeout_s)
+        whole = base is None or not base.fits([lines.heard(f"held/{rank}") or "" for rank in range(1, num_sent + 1)])
+        if base is not None:
+            base.begin()
+        lines.say("mode", WHOLE if whole else CHANGES)
+        lines.say("go")
+        started, size_bytes = time.monotonic(), staged.plan.size_bytes
+        if num_sent:
+            if group is None:
+                group = meet(store, start.session, 0, num_sent + 1, settings)
+            outgoing = Outgoing(staged, base, lines, whole=whole)
+            group.broadcast(outgoing, watch, done=outgoing.sent, peek=lambda: _blame(lines, start))
+            size_bytes = outgoing.size_bytes
+        digest = _own_digest(staged, watch, settings.timeout_s)
+        lines.say("digest", digest)
+        _collect(lines, "done", start, settings.timeout_s)
+        seconds = time.monotonic() - started
+        if base is not None:
+            base.end(digest, whole=whole)
+    except TransferFailed as error:
+        lines.say("stop", str(error))
+        lines.say("go", str(error))
+        if group is not None:
+            group.close()
+        if isinstance(error, SessionFailed):
+            raise
+        servers = _to_blame(lines, start) if isinstance(error, PeerLost) else {}
+        raise SessionFailed(str(error), servers, ours=not isinstance(error, PeerLost)) from None
+    lines.forget(len(start.members), 0 if whole else len(staged))
+    return Sent(group, seconds, size_bytes, whole)
+
+
+def _own_digest(staged: Staged, watch: Watch, timeout_s: float) -> str:
+    """What the bytes came to; taken as they are packed, so it is there soon after.
+
+    Raises:
+        TransferFailed: they could not be packed, or neither they nor the digest came on for so long.
+    """
+    deadline, before = time.monotonic() + timeout_s, -1
+    while (digest := staged.digest) is None:
+        watch.beat()
+        packed, now = staged.packed_bytes, time.monotonic()
+        if staged.version < 0:
+            raise TransferFailed("the weights could not be packed")
+        if packed != before:
+            before, deadline = packed, now + timeout_s
+        if now > deadline:
+            raise TransferFailed(f"the digest took longer than {timeout_s:g} s")
+        time.sleep(STORE_POLL_S)
+    return digest
+
+
+def call_off(store: Store, start: Start, communicator: Communicator | None, reason: str) -> SessionFailed:
+    """Tell the members that it will not happen; the communicator is closed, for its members leave it too."""
+    Lines(store, start.session, Watch()).say("go", reason)
+    if communicator is not None:
+        communicator.close()
+    return SessionFailed(reason, {}, ours=True)
+
+
+def meet(store: Store, session: str, rank: int, size: int, settings: Settings) -> Communicator:
+    """The communicator of a session, made anew; rank 0 sends."""
+    return Communicator(
+        store,
+        parse_session(session)[0],
+        rank,
+        size,
+        backend=settings.backend,
+        host=settings.host,
+        timeout_s=settings.timeout_s,
+        connect_timeout_s=settings.connect_timeout_s,
+    )
+
+
+def _collect(lines: Lines, word: str, start: Start, timeout_s: float) -> None:
+    """Wait until every member has said the word, as long as those who read say that they come on."""
+    deadline = time.monotonic() + timeout_s
+    wrong: dict[str, str] = {}
+    at: dict[int, str | None] = {rank: lines.heard(f"at/{rank}") for rank in range(start.num_sent + 1, len(start.members) + 1)}
+    for rank, server in enumerate(start.members, 1):
+        answer = None
+        while answer is None and (left_s := deadline - time.monotonic()) > 0:
+            answer = lines.wait(f"{word}/{rank}", min(left_s, SAY_EVERY_S))
+            if rank in at and (now := lines.heard(f"at/{rank}")) != at[rank]:
+                at[rank], deadline = now, time.monotonic() + timeout_s
+        answer = lines.heard(f"{word}/{rank}") if answer is None else answer  # said while others were waited for
+        if answer is None:
+            wrong[server] = f"not {word} within {timeout_s:g} s"
+        elif answer:
+            wrong[server] = answer
+    _fail(wrong)
+
+
+def _fail(wrong: dict[str, str]) -> None:
+    """End a transfer in which something is wrong with members."""
+    text = "; ".join(f"{server}: {reason}" for server, reason in wrong.items())
+    if own := {server: reason for server, reason in wrong.items() if not reason.startswith(PEER)}:
+        raise SessionFailed(text, own)
+    if wrong:
+        raise PeerLost(text)
+
+
+def _to_blame(lines: Lines, start: Start) -> dict[str, str]:
+    """The members to blame for a lost peer, once all had time for a last word; empty if that does not tell."""
+    until = time.monotonic() + LAST_WORD_S
+    while len(said := _said(lines, start)) < len(start.members) and time.monotonic() < until:
+        time.sleep(10 * STORE_POLL_S)
+    if own := {server: answer for server, answer in said.items() if not answer.startswith(PEER)}:
+        return own
+    silent = [server for server in start.members if server not in said]
+    return {server: "it says nothing" for server in silent} if len(silent) < len(start.members) else {}
+
+
+def _said(lines: Lines, start: Start, first: int | None = None) -> dict[str, str]:
+    """The members that said that they failed, of the ``first`` so many."""
+    answers = {server: lines.heard(f"done/{rank}") for rank, server in enumerate(start.members[:first], 1)}
+    return {server: answer for server, answer in answers.items() if answer}
+
+
+def _blame(lines: Lines, start: Start) -> None:
+    """End a broadcast that lacks a member; one that reads by itself costs it nothing."""
+    _fail(_said(lines, start, start.num_sent))

@@ -1,0 +1,79 @@
+"""What the learner answers to servers that ask to be sent a version: where to meet, or why not."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final, TypeAlias
+
+from broker.contract import wire
+from broker.weights.sender.membership import Start
+from broker.weights.sender.transfer import Settings
+
+JOIN_TIMEOUT_S: Final = 5.0  # a server waits this long for the answer to its join, then asks again
+
+Reply: TypeAlias = "asyncio.Future[wire.WeightsSession]"
+
+
+class Replies:
+    """The questions that are open, one for each server.
+
+    Attributes:
+        port: of the rendezvous store.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings, self.port = settings, 0
+        self._open: dict[str, Reply] = {}
+
+    def expect(self, server: str) -> Reply:
+        """A server has asked; what it asked before needs no answer any more."""
+        if (older := self._open.pop(server, None)) is not None:
+            older.cancel()
+        reply = self._open[server] = asyncio.get_running_loop().create_future()
+        return reply
+
+    async def wait(self, server: str, reply: Reply) -> wire.WeightsSession | None:
+        """The answer; None where there is none in time: the server has asked again or will."""
+        try:
+            return await asyncio.wait_for(reply, JOIN_TIMEOUT_S)
+        except (TimeoutError, asyncio.CancelledError):
+            return None
+        finally:
+            if self._open.get(server) is reply:
+                del self._open[server]
+
+    def begin(self, start: Start) -> None:
+        """All members of a transfer are told where to meet."""
+        world_size = start.num_sent + 1
+        for rank, server in enumerate(start.members, 1):
+            session = self._session(start.session, start.version, rank=rank, world_size=world_size, shared=rank >= world_size)
+            self._answer(server, session)
+
+    def refuse(self, server: str, reason: str, version: int) -> None:
+        """One is told why not."""
+        self._answer(server, self._session(reason, version, rank=0, world_size=1, error=reason))
+
+    def refuse_all(self, reason: str, version: int) -> None:
+        """Whoever waits is told why not."""
+        for server in list(self._open):
+            self.refuse(server, reason, version)
+
+    def _answer(self, server: str, session: wire.WeightsSession) -> None:
+        reply = self._open.get(server)
+        if reply is not None and not reply.done():
+            reply.set_result(session)
+
+    def _session(
+        self, session: str, version: int, *, rank: int, world_size: int, shared: bool = False, error: str = ""
+    ) -> wire.WeightsSession:
+        return wire.WeightsSession(
+            session=session,
+            rank=rank,
+            world_size=world_size,
+            host=self._settings.host,
+            port=self.port,
+            version=version,
+            timeout_s=self._settings.timeout_s,
+            error=error,
+            shared=shared,
+        )

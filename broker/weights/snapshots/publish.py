@@ -1,0 +1,71 @@
+"""The learner's snapshots: every so many versions, and the last, written beside training."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from broker.contract import wire
+from broker.weights.memory.staging import Flat
+from broker.weights.snapshots import snapshot
+from broker.weights.threads import in_thread, spawn
+
+if TYPE_CHECKING:
+    from broker.weights.memory.staging import Staging
+
+log = logging.getLogger(__name__)
+
+CLOSE_S: Final = 60.0  # for the last one
+
+
+class Publisher:
+    """Copies a version out of staging, at memory speed, and writes the copy. It takes as much memory as the model.
+
+    Args:
+        folder: of the run's snapshots.
+        every: versions that it divides are written, and the first that is offered.
+    """
+
+    def __init__(self, folder: Path, run: str, every: int) -> None:
+        self._folder, self._run, self._every = folder, run, every
+        self._copy: Flat | None = None
+        self._owed = True  # the next version is written whatever its number
+        self._task: asyncio.Task[None] | None = None
+        self._last: tuple[Staging, wire.WeightsOffer] | None = None  # offered
+        self._written = -1
+        self._values: dict[str, float] = {}
+
+    def offered(self, staging: Staging, offer: wire.WeightsOffer) -> None:
+        """A version is on offer, its digest known; returns at once."""
+        self._last = (staging, offer)
+        if (self._owed or offer.version % self._every == 0) and (self._task is None or self._task.done()):
+            self._owed = False
+            self._task = spawn(self._write(staging, offer))
+
+    def metrics(self) -> dict[str, float]:
+        """weights/snapshot_{version,seconds}: the newest that is on disk, and how long that took."""
+        return dict(self._values)
+
+    async def close(self) -> None:
+        """Write the version offered last, unless it is there."""
+        if self._task is not None:
+            await asyncio.wait({self._task}, timeout=CLOSE_S)
+        if self._last is not None and self._last[1].version != self._written:
+            await asyncio.wait({asyncio.ensure_future(self._write(*self._last))}, timeout=CLOSE_S)
+
+    async def _write(self, staging: Staging, offer: wire.WeightsOffer) -> None:
+        plan, started = staging.plan, time.monotonic()
+        into = self._copy = self._copy or Flat(plan)
+        try:
+            if not await in_thread(lambda: staging.copy_out(offer.version, into), "weights-snapshot"):
+                self._owed = True  # a newer one took its place meanwhile
+                return
+            if await in_thread(lambda: snapshot.write(self._folder, self._run, offer, plan, into.buffer), "weights-snapshot"):
+                self._written = offer.version
+                self._values = {"weights/snapshot_version": float(offer.version), "weights/snapshot_seconds": time.monotonic() - started}
+        except OSError as error:
+            self._owed = True
+            log.error("weights: version %d is not written as a snapshot: %s", offer.version, error)

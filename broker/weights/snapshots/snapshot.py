@@ -1,0 +1,155 @@
+"""A version of the weights as plain files, for servers that the learner cannot send it to: it has ended, or they are at another site.
+
+    newest.json        the run, the offer with its digest and its probe, and the plan of what lies in the other file
+    1-000020.weights   epoch 1, version 20: the flat buffer as it travels
+
+A file stands under its name only when it is whole. The version before stays until the next, for those who are reading it. Any web
+server can offer the folder. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import logging
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from torch import Tensor
+
+from broker.contract import wire
+from broker.errors import WireError
+from broker.weights import plan as plans
+from broker.weights.plan import Plan
+
+log = logging.getLogger(__name__)
+
+FORMAT: Final = 1
+NEWEST: Final = "newest.json"
+NAME: Final = re.compile(r"\d{1,18}-\d{6,18}\.weights")
+KEPT: Final = 2  # versions in a folder
+MAX_MANIFEST_BYTES: Final = 64 << 20  # a plan takes some 100 bytes for each tensor
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What ``newest.json`` says.
+
+    Attributes:
+        offer: as the learner made it, with the digest.
+        plan: of the bytes.
+        file: the name of theirs.
+    """
+
+    run: str
+    offer: wire.WeightsOffer
+    plan: Plan
+    file: str
+
+
+def encode(run: str, offer: wire.WeightsOffer, plan: Plan) -> bytes:
+    """A manifest as JSON, with a checksum of its own."""
+    body = {
+        "format": FORMAT,
+        "run": run,
+        "epoch": offer.epoch,
+        "version": offer.version,
+        "size_bytes": plan.size_bytes,
+        "file": file_name(offer),
+        "offer": base64.b64encode(wire.encode(offer)).decode(),
+        "plan": plan.text,
+    }
+    return json.dumps({**body, "checksum": _checksum(body)}).encode()
+
+
+def decode(data: bytes) -> Manifest:
+    """A manifest that another process wrote.
+
+    Raises:
+        WireError: it is none, is damaged, or of another version of this program.
+    """
+    try:
+        body = json.loads(data)
+        if body.get("format") != FORMAT:
+            raise WireError(f"format {body.get('format')!r}, this program reads {FORMAT}")
+        checksum = body.pop("checksum", None)
+        if checksum != _checksum(body):
+            raise WireError("damaged: its checksum is another")
+        offer = wire.decode(base64.b64decode(body["offer"], validate=True), wire.WeightsOffer)
+        manifest = Manifest(str(body["run"]), offer, plans.from_text(body["plan"]), str(body["file"]))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise WireError(f"it cannot be read: {' '.join(str(error).split())[:200]}") from None
+    if manifest.plan.digest != offer.plan or not offer.digest or NAME.fullmatch(manifest.file) is None:
+        raise WireError("its plan, its digest or the name of its file is not its offer's")
+    return manifest
+
+
+def file_name(offer: wire.WeightsOffer) -> str:
+    """Of the bytes of a version."""
+    return f"{offer.epoch}-{offer.version:06d}.weights"
+
+
+def write(folder: Path, run: str, offer: wire.WeightsOffer, plan: Plan, buffer: Tensor) -> bool:
+    """Make a version the newest of a folder; whoever dies and whenever, what stands there is whole.
+
+    A newer learner's stays: False then.
+
+    Args:
+        offer: with its digest.
+        buffer: uint8, shape (plan.size_bytes,), in host memory.
+
+    Raises:
+        OSError: no space, for example; the version before stays.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if _epoch(folder / NEWEST, run) > offer.epoch:
+        return False
+    _place(folder / file_name(offer), buffer.numpy().data)
+    if _epoch(folder / NEWEST, run) > offer.epoch:  # that took seconds
+        return False
+    _place(folder / NEWEST, encode(run, offer, plan))
+    _prune(folder, file_name(offer))
+    return True
+
+
+def _epoch(path: Path, run: str) -> int:
+    """Of a run's newest snapshot, -1 where there is none."""
+    try:
+        there = decode(path.read_bytes())
+    except (FileNotFoundError, WireError):
+        return -1
+    return there.offer.epoch if there.run == run else -1
+
+
+def _place(path: Path, data: Any) -> None:
+    """Write a file under another name, sync it, and give it its own."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(draft, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+    handle = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _prune(folder: Path, newest: str) -> None:
+    """All but the newest and the youngest of the others, and what a process that was killed has left."""
+    others = [path for path in folder.iterdir() if NAME.fullmatch(path.name) and path.name != newest]
+    others.sort(key=lambda path: path.stat().st_mtime_ns)
+    for path in [*others[: -(KEPT - 1)], *folder.glob(".*.weights.*"), *folder.glob(f".{NEWEST}.*")]:
+        path.unlink(missing_ok=True)
+
+
+def _checksum(body: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(body, sort_keys=True).encode(), digest_size=16).hexdigest()

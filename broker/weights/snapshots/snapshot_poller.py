@@ -1,0 +1,37 @@
+"""A receiver's way to a snapshot: what there is, and its bytes into a buffer."""
+
+from __future__ import annotations
+
+from broker.errors import TransferFailed
+from broker.weights.group import Watch
+from broker.weights.receiver.buffers import Arrival
+from broker.weights.snapshots.snapshot import Manifest
+from broker.weights.snapshots.snapshot_source import Source
+from broker.weights.threads import in_thread, patiently
+
+
+class Lookout:
+    """One source, looked at by a server of one run."""
+
+    def __init__(self, source: Source, run: str) -> None:
+        self._source, self._run = source, run
+        self.where = source.where
+
+    async def newest(self) -> Manifest | None:
+        """What is there.
+
+        Raises:
+            TransferFailed: it cannot be read, or is of another run.
+        """
+        manifest = await in_thread(self._source.newest, "weights-look")
+        if manifest is not None and manifest.run != self._run:
+            raise TransferFailed(f"snapshot {self.where}: it is of run {manifest.run}, this is run {self._run}")
+        return manifest
+
+    async def read(self, manifest: Manifest, arrival: Arrival, watch: Watch) -> None:
+        """Bring its bytes into host memory, right by their digest.
+
+        Raises:
+            TransferFailed: they cannot be read, or are wrong.
+        """
+        await patiently(in_thread(lambda: self._source.fill(manifest, arrival.flat, watch), "weights-read"), watch, self._source.timeout_s)

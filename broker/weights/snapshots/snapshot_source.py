@@ -1,0 +1,152 @@
+"""Where a server finds snapshots: a folder, or a web server's address. All of it blocks and belongs in a thread."""
+
+from __future__ import annotations
+
+import http.client
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, Protocol
+from urllib.parse import urlsplit
+
+from broker.errors import TransferFailed, UserError, WireError
+from broker.weights.digest import BucketDigest, combine
+from broker.weights.group import Watch
+from broker.weights.memory.staging import Flat
+from broker.weights.snapshots.snapshot import MAX_MANIFEST_BYTES, NEWEST, Manifest, decode
+
+CHUNK_BYTES: Final = 4 << 20
+
+
+class _Reader(Protocol):
+    def read(self, size: int, /) -> bytes: ...
+
+    def readinto(self, buffer: Any, /) -> int: ...
+
+
+class Source:
+    """One place with snapshots of one run.
+
+    Args:
+        where: a folder, or http(s)://host:port/path.
+        key: sent to a web server as a bearer token; empty: none.
+        timeout_s: longest wait for a web server to go on.
+
+    Raises:
+        UserError: an address that is none.
+    """
+
+    def __init__(self, where: str, key: str = "", timeout_s: float = 10.0) -> None:
+        self.where, self._key, self.timeout_s = where.rstrip("/") or "/", key, timeout_s
+        self._url = urlsplit(where) if is_url(where) else None
+        if self._url is not None:
+            try:
+                known = bool(self._url.hostname) and self._url.port != 0
+            except ValueError:  # a port that is none
+                known = False
+            if not known or self._url.query or self._url.username:
+                raise UserError(f"snapshot {where!r} is not allowed; a folder, or http://host:port/path without user and query")
+
+    def newest(self) -> Manifest | None:
+        """What is there, None when nothing is.
+
+        Raises:
+            TransferFailed: it cannot be read, in one line.
+        """
+        try:
+            with self._open(NEWEST) as (reader, size):
+                if size > MAX_MANIFEST_BYTES:
+                    raise TransferFailed(f"snapshot {self._name(NEWEST)}: {size} bytes are too many")
+                return decode(_all(reader, size))
+        except FileNotFoundError:
+            return None
+        except WireError as error:
+            raise TransferFailed(f"snapshot {self._name(NEWEST)}: {error}") from None
+
+    def fill(self, manifest: Manifest, flat: Flat, watch: Watch) -> None:
+        """Bring a snapshot's bytes into a buffer of its plan, in host memory.
+
+        Raises:
+            TransferFailed: they cannot be read, are too few or too many, or are not those of its digest; what lies in ``flat`` is
+                worth nothing then.
+        """
+        name = self._name(manifest.file)
+        try:
+            with self._open(manifest.file) as (reader, size):
+                if size != manifest.plan.size_bytes:
+                    raise TransferFailed(f"snapshot {name}: {size} bytes, its plan has {manifest.plan.size_bytes}; nothing was loaded")
+                digests = [self._bucket(reader, flat, index, name, watch) for index in range(len(manifest.plan.buckets))]
+        except FileNotFoundError:
+            raise TransferFailed(f"snapshot {name}: there is no such file any more") from None
+        if (found := combine(digests)) != manifest.offer.digest:
+            raise TransferFailed(f"snapshot {name}: digest {found}, its offer says {manifest.offer.digest}; nothing was loaded")
+
+    def _bucket(self, reader: _Reader, flat: Flat, index: int, name: str, watch: Watch) -> bytes:
+        bucket = flat.bucket(index)
+        digest, view, done = BucketDigest(bucket), bucket.numpy().data, 0
+        while done < len(view):
+            watch.beat()
+            taken = reader.readinto(view[done : done + CHUNK_BYTES])
+            if not taken:
+                raise TransferFailed(f"snapshot {name}: it ended before bucket {index} was whole; nothing was loaded")
+            done += taken
+            digest.add(done)
+        return digest.finish()
+
+    @contextmanager
+    def _open(self, name: str) -> Iterator[tuple[_Reader, int]]:
+        """A reader of a file and its size in bytes.
+
+        Raises:
+            FileNotFoundError: there is none.
+            TransferFailed: whatever else.
+        """
+        try:
+            if self._url is None:
+                with open(Path(self.where) / name, "rb", buffering=0) as file:
+                    yield file, os.fstat(file.fileno()).st_size
+                return
+            with self._get(name) as found:
+                yield found
+        except FileNotFoundError:
+            raise
+        except (OSError, http.client.HTTPException) as error:
+            raise TransferFailed(f"snapshot {self._name(name)}: {' '.join(str(error).split()) or type(error).__name__}") from None
+
+    @contextmanager
+    def _get(self, name: str) -> Iterator[tuple[_Reader, int]]:
+        assert self._url is not None, "a folder is not asked"
+        kind = http.client.HTTPSConnection if self._url.scheme == "https" else http.client.HTTPConnection
+        connection = kind(self._url.hostname or "", self._url.port, timeout=self.timeout_s)
+        try:
+            headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+            connection.request("GET", f"{self._url.path.rstrip('/')}/{name}", headers=headers)
+            answer = connection.getresponse()
+            if answer.status == http.client.NOT_FOUND:
+                raise FileNotFoundError(name)
+            if answer.status == http.client.UNAUTHORIZED:
+                raise TransferFailed(f"snapshot {self._name(name)}: the API key is missing or wrong; set RL_API_KEY to the learner's")
+            if answer.status != http.client.OK or answer.length is None:
+                why = f"{answer.status} {answer.reason}" if answer.status != http.client.OK else "the server does not say how long it is"
+                raise TransferFailed(f"snapshot {self._name(name)}: {why}")
+            yield answer, answer.length
+        finally:
+            connection.close()
+
+    def _name(self, file: str) -> str:
+        return f"{self.where}/{file}"
+
+
+def is_url(where: str) -> bool:
+    """Whether it is a web server's address and no folder."""
+    return where.startswith(("http://", "https://"))
+
+
+def _all(reader: _Reader, size: int) -> bytes:
+    data = b""
+    while len(data) < size and (part := reader.read(size - len(data))):
+        data += part
+    if len(data) < size:
+        raise WireError(f"{len(data)} of {size} bytes came")
+    return data

@@ -1,0 +1,138 @@
+"""Plays episodes of agents: one endpoint in the hub, on loopback, and for each episode a key, a program and its result."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from broker.contract import wire
+from envhub.agents import env as agent_env
+from envhub.agents import program
+from envhub.agents.env import AgentArgs
+from envhub.agents.record import Sample
+from envhub.agents.result import BadResult, Result, read
+from envhub.agents.session import Means, Session
+from envhub.episodes.task import EpisodeFailed, Played, Task
+from text.openai.desk import Desk
+from text.openai.server import HttpServer
+from text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+
+class Agents:
+    """The endpoint of one hub, and the episodes behind it.
+
+    Args:
+        tokenizer: of the policy.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._server = HttpServer(tokenizer, self._desk, lambda: ("serving", -1))
+        self._sessions: dict[str, Session] = {}  # by key
+        self._starting = asyncio.Lock()
+
+    async def close(self) -> None:
+        """Answer nothing more."""
+        await self._server.close()
+
+    def _desk(self, header: str | None) -> Desk | None:
+        scheme, _, key = (header or "").partition(" ")
+        return self._sessions.get(key.strip()) if scheme.lower() == "bearer" else None
+
+    async def play(self, task: Task, means: Means, on_tokens: Callable[[int], None]) -> Played:
+        """Play one episode; cancelled, it kills the program.
+
+        Raises:
+            EpisodeFailed: the program could not be started, crashed, gave no result, or never asked.
+        """
+        args = task.domain.args
+        assert isinstance(args, AgentArgs)
+        async with self._starting:
+            if not self._server.address:
+                await self._server.start("127.0.0.1", 0)
+        session, key, started = Session(task, means, on_tokens), f"rl-{secrets.token_urlsafe(24)}", time.perf_counter()
+        self._sessions[key] = session
+        row = agent_env.row(args, task.task_index, task.split)
+        try:
+            ended = await program.run(agent_env.command(args), self._given(task, row), self._environment(args, task, key), args.cwd)
+        except OSError as error:
+            raise EpisodeFailed("env", f"the agent cannot be started: {error}") from None
+        finally:
+            session.close()
+            del self._sessions[key]
+        result = _result(args, session, ended)
+        spent_s = max(0.0, time.perf_counter() - started - session.generate_s)
+        return _played(task, session, result, agent_env.text_of(args, row, args.prompt), agent_env.text_of(args, row, args.answer), spent_s)
+
+    def _given(self, task: Task, row: object) -> str:
+        given = {"task_index": task.task_index, "split": task.split, "seed": task.seed, "episode": task.episode}
+        return json.dumps(given if row is None else given | {"row": row}, ensure_ascii=False) + "\n"
+
+    def _environment(self, args: AgentArgs, task: Task, key: str) -> dict[str, str]:
+        own = {"OPENAI_BASE_URL": self._server.address, "OPENAI_API_KEY": key, "OPENAI_MODEL": task.policy, "OMP_NUM_THREADS": "1"}
+        return {**os.environ, **args.env, **own}
+
+
+def _result(args: AgentArgs, session: Session, ended: program.Ended) -> Result:
+    """What the program came to. One that gives up because the policy used up its calls, its context or an answer's length has not crashed.
+
+    Raises:
+        EpisodeFailed: it has.
+    """
+    try:
+        result = read(args.reward, ended.status, ended.stdout, ended.stderr, is_cut=ended.is_cut)
+    except BadResult as error:
+        if session.failed:
+            raise EpisodeFailed("generate", f"{error} ({session.failed})") from None
+        if session.refused is None and session.cut:
+            session.refused = "length"
+        if session.refused is None:
+            raise EpisodeFailed("env", str(error), error.trace) from None
+        result = Result(None if args.reward == "none" else 0.0)
+    if not session.record.samples:
+        if session.failed:
+            raise EpisodeFailed("generate", session.failed)
+        if session.refused == "length":
+            limit = session.served.max_context_tokens
+            raise EpisodeFailed("fatal", f"the agent's first prompt does not fit into max_context_tokens, which is {limit}")
+        raise EpisodeFailed("env", "the agent ended without asking the policy anything")
+    return result
+
+
+def _played(task: Task, session: Session, result: Result, prompt: str, reference: str, env_step_s: float) -> Played:
+    samples, reward = session.record.samples, result.reward or 0.0
+    last = samples[-1]
+    last.turns[-1] = msgspec.structs.replace(last.turns[-1], reward=reward)
+    metrics = {**result.metrics, "num_turns": float(session.record.num_calls), "num_samples": float(len(samples))}
+    sampled = sum(turn.end - turn.start for one in samples for turn in one.turns)
+    if (untrained := sampled - sum(one.loss_mask.count(1) for one in samples)) > 0:
+        metrics["reshaped_share"] = untrained / sampled
+    trajectories = [_trajectory(task, session, one, result, reward) for one in samples]
+    response = session.record.last_response if result.response is None else result.response
+    trajectories[-1] = msgspec.structs.replace(trajectories[-1], response=response, metrics=metrics)
+    versions = [version for one in samples for version in one.version_runs[::2]]
+    return Played(trajectories, prompt, reference, session.generate_s, env_step_s, [], min(versions, default=-1))
+
+
+def _trajectory(task: Task, session: Session, sample: Sample, result: Result, reward: float) -> wire.Trajectory:
+    return wire.Trajectory(
+        episode=task.episode,
+        token_ids=wire.column(sample.token_ids, "<i4"),
+        loss_mask=wire.column(sample.loss_mask, "|u1"),
+        logprobs=wire.column(sample.logprobs, "<f4"),
+        version_runs=wire.column(sample.version_runs, "<i4"),
+        turns=sample.turns,
+        reward=reward,
+        reward_parts={} if result.reward is None else {"env": reward},
+        success=result.success,
+        end=session.refused or "terminated",
+        greedy=task.greedy,
+    )

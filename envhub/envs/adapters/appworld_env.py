@@ -1,0 +1,113 @@
+"""AppWorld: tasks in a world of apps, solved by writing Python that calls their APIs (Trivedi et al. 2024, arXiv:2407.18901; https://appworld.dev).
+
+Each turn's code is executed in the task's interpreter and its output is shown; ``apis.supervisor.complete_task()`` ends the episode. The
+reward then is the share of AppWorld's own unit tests that pass, or 1 only when all do. AppWorld keeps one world in a process, so
+environments run in worker processes.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from pydantic import PositiveInt
+
+from broker.errors import ConfigError, NotInstalled
+from broker.settings.config import Section
+from envhub.envs.adapters.foreign import library
+from envhub.envs.base import Environment, Observation, Split, StepResult
+
+INSTALL: Final = "pip install appworld, then appworld install and appworld download data"
+Tasks = Literal["train", "dev", "test_normal", "test_challenge"]
+_FENCED: Final = re.compile(r"```(?:python|py)?\n(.*?)(?:```|\Z)", re.DOTALL)
+
+
+class AppworldArgs(Section):
+    """``env_args`` of ``appworld``."""
+
+    train_tasks: Tasks = "train"
+    eval_tasks: Tasks = "dev"
+    experiment_name: str = "rlearner"  # AppWorld's outputs lie in a folder of that name
+    max_interactions: PositiveInt = 50
+    reward: Literal["share", "success"] = "share"  # of its tests that pass, or 1 only when all do
+
+
+class Appworld(Environment):
+    """One task at a time."""
+
+    Args = AppworldArgs
+
+    args: AppworldArgs
+
+    def __init__(self, args: AppworldArgs) -> None:
+        super().__init__(args)
+        self._world: Any = None
+        self._turns, self._shown = 0, ""
+
+    @classmethod
+    def check(cls, args: AppworldArgs) -> None:
+        if args.train_tasks == args.eval_tasks:
+            raise ConfigError("eval_tasks", args.eval_tasks, "other tasks than train_tasks")
+        for key, name in (("train_tasks", args.train_tasks), ("eval_tasks", args.eval_tasks)):
+            if not _tasks(name):
+                raise ConfigError(key, name, f"tasks that are there; {INSTALL}")
+
+    @classmethod
+    def num_tasks(cls, args: AppworldArgs, split: Split) -> int | None:
+        return len(_tasks(args.train_tasks if split == "train" else args.eval_tasks))
+
+    @classmethod
+    def example(cls, folder: Path) -> dict[str, Any]:
+        if not _tasks("train"):
+            raise NotInstalled(f"environment appworld: there are no tasks; {INSTALL}")
+        return {}
+
+    def reset(self, task_index: int, split: Split, seed: int) -> Observation:
+        """The seed plays no part: a task is one of AppWorld's."""
+        self.close()
+        there = _tasks(self.args.train_tasks if split == "train" else self.args.eval_tasks)
+        app = library("appworld", "appworld", INSTALL)
+        self._world = app.AppWorld(task_id=there[task_index % len(there)], experiment_name=self.args.experiment_name)
+        self._turns = 0
+        task = self._world.task
+        person = task.supervisor
+        self.prompt = str(task.instruction)
+        self._shown = (
+            f"My name is {person.first_name} {person.last_name}, my e-mail is {person.email}, my phone number {person.phone_number}."
+        )
+        self._shown += f"\nTask: {task.instruction}"
+        return Observation(self._shown)
+
+    def step(self, text: str) -> StepResult:
+        found = _FENCED.search(text)
+        code = (found[1] if found else text).strip()
+        self._turns += 1
+        if code:
+            self._shown = str(self._world.execute(code))
+        done = bool(self._world.task_completed())
+        cut = not done and self._turns >= self.args.max_interactions
+        share, success = self._evaluate() if done or cut else (0.0, False)
+        reward = share if self.args.reward == "share" else float(success)
+        metrics = {"tests_passed": share}
+        return StepResult(Observation(self._shown), reward, done or cut, bool(code), success and done, truncated=cut, metrics=metrics)
+
+    def text_frame(self) -> str:
+        return self._shown
+
+    def close(self) -> None:
+        if self._world is not None:
+            self._world.close()
+            self._world = None
+
+    def _evaluate(self) -> tuple[float, bool]:
+        """(share of the tests that pass, whether all do)."""
+        tracker = self._world.evaluate()
+        passed, failed = len(tracker.passes), len(tracker.failures)
+        return passed / max(passed + failed, 1), bool(tracker.success)
+
+
+@lru_cache(maxsize=4)
+def _tasks(name: str) -> tuple[str, ...]:
+    return tuple(library("appworld", "appworld", INSTALL).load_task_ids(name))

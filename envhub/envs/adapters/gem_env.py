@@ -1,0 +1,80 @@
+"""Any registered GEM environment by ``gem.make`` (Liu et al. 2025, arXiv:2510.01051; https://github.com/axon-rl/gem).
+
+The task is the seed of ``reset``. GEM's games end with reward 1 when they are won; text that is no move costs a reward of theirs.
+gem-llm 0.1 pins msgspec 0.19 for its search tool while this project needs a newer one, so it is installed without its pins.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import Field
+
+from broker.errors import ConfigError
+from broker.settings.config import Section
+from envhub.envs.adapters.foreign import library, seed_of
+from envhub.envs.base import Environment, Observation, Split, StepResult
+
+INSTALL: Final = "pip install 'rlearner[gem]' and then pip install --no-deps gem-llm==0.1.0, whose pin of msgspec conflicts"
+
+
+class GemArgs(Section):
+    """``env_args`` of ``gem``."""
+
+    id: str  # as gem.make takes it, for example game:GuessTheNumber-v0-easy
+    make_args: dict[str, Any] = Field(default={})  # passed on to gem.make
+    suffix: bool = True  # add the line that the environment gives beside an observation, which asks for the next action
+    success_reward: float = 1.0  # an episode that ends with a step of at least so much reward is a success
+
+
+class GemEnv(Environment):
+    """One GEM environment, made once and reset for each episode."""
+
+    Args = GemArgs
+
+    args: GemArgs
+
+    def __init__(self, args: GemArgs) -> None:
+        super().__init__(args)
+        self._env = _make(args)
+        self._shown = ""
+
+    @classmethod
+    def check(cls, args: GemArgs) -> None:
+        _make(args)
+
+    @classmethod
+    def example(cls, folder: Path) -> dict[str, Any]:
+        _gem()
+        return {"id": "game:GuessTheNumber-v0-random"}
+
+    def reset(self, task_index: int, split: Split, seed: int) -> Observation:
+        observation, info = self._env.reset(seed=seed_of(task_index, split, seed))
+        return self._show(observation, info)
+
+    def step(self, text: str) -> StepResult:
+        observation, reward, terminated, truncated, info = self._env.step(text)
+        done = bool(terminated or truncated)
+        solved = done and float(reward) >= self.args.success_reward
+        return StepResult(self._show(observation, info), float(reward), done, True, solved, bool(truncated))
+
+    def text_frame(self) -> str:
+        return self._shown
+
+    def _show(self, observation: Any, info: dict[str, Any]) -> Observation:
+        suffix = str(info.get("suffix") or "") if self.args.suffix else ""
+        self._shown = f"{observation}\n{suffix}" if suffix and isinstance(observation, str) else observation
+        return Observation(self._shown)
+
+
+def _gem() -> Any:
+    library("gem", "gem.envs", INSTALL)  # which registers GEM's own
+    return library("gem", "gem", INSTALL)
+
+
+def _make(args: GemArgs) -> Any:
+    try:
+        return _gem().make(args.id, **args.make_args)
+    except (ImportError, LookupError, TypeError, ValueError) as error:
+        raise ConfigError("id", args.id, f"an environment that gem.make makes: {' '.join(str(error).split())[:300]}") from None

@@ -1,0 +1,133 @@
+"""Any gymnasium environment with discrete actions or texts for actions (https://gymnasium.farama.org/api/env).
+
+What a model reads comes from ``observe``, a function of yours: (observation, the gymnasium environment) to text. Without one, texts
+are shown as they are, and numbers and arrays of them with four digits. The task is the seed of ``reset``; an environment whose start
+no seed changes has one task only, the same in training and evaluation.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import Field, NonNegativeFloat
+
+from broker.errors import ConfigError
+from broker.settings.config import Section
+from broker.settings.registry import resolve
+from envhub.envs.adapters.foreign import library, seed_of
+from envhub.envs.base import Environment, Observation, Split, StepResult
+from envhub.envs.text.answers import one_of, tagged
+
+
+class GymnasiumArgs(Section):
+    """``env_args`` of ``gymnasium``."""
+
+    id: str  # as gymnasium.make takes it; ``module:Name-v0`` imports the module that registers it first
+    make_args: dict[str, Any] = Field(default={})  # passed on to gymnasium.make
+    observe: str = ""  # dotted path or file path to a function of (observation, environment) that returns text
+    actions: list[str] = Field(default=[])  # names of the discrete actions in their order; none: their numbers
+    anchors: bool = False  # observations tell all states apart: compare steps by them (gigpo)
+    success_return: float | None = None  # an episode of at least so much reward is a success; None: what info says under is_success
+    answer_tag: bool = False  # read the action from the last <answer>…</answer> instead of the whole text
+    format_penalty: NonNegativeFloat = 0.0  # the reward of text that is no action is minus this; the environment is not asked
+
+
+class GymnasiumEnv(Environment):
+    """One gymnasium environment, made once and reset for each episode."""
+
+    Args = GymnasiumArgs
+
+    args: GymnasiumArgs
+
+    def __init__(self, args: GymnasiumArgs) -> None:
+        super().__init__(args)
+        self._env = _make(args)
+        self._observe = resolve("observe", args.observe, {}) if args.observe else plain
+        self._actions = _actions(args, self._env.action_space)
+        self._return, self._shown = 0.0, ""
+
+    @classmethod
+    def check(cls, args: GymnasiumArgs) -> None:
+        cls(args).close()
+
+    @classmethod
+    def example(cls, folder: Path) -> dict[str, Any]:
+        return {"id": "CartPole-v1", "actions": ["left", "right"]}
+
+    def reset(self, task_index: int, split: Split, seed: int) -> Observation:
+        observation, _ = self._env.reset(seed=seed_of(task_index, split, seed))
+        self._return = 0.0
+        return self._show(observation)
+
+    def step(self, text: str) -> StepResult:
+        if self._actions is None:
+            action: Any = tagged(text, self.args.answer_tag)
+            valid = self._env.action_space.contains(action)
+        else:
+            named = one_of(text, self._actions, self.args.answer_tag)
+            valid, action = named is not None, named and int(named)
+        if not valid:
+            return StepResult(self._seen(), -self.args.format_penalty, False, valid=False)
+        observation, reward, terminated, truncated, info = self._env.step(action)
+        self._return += float(reward)
+        done = bool(terminated or truncated)
+        limited = bool(truncated and not terminated)
+        return StepResult(self._show(observation), float(reward), done, True, done and self._succeeded(info), limited)
+
+    def text_frame(self) -> str:
+        return self._shown
+
+    def close(self) -> None:
+        self._env.close()
+
+    def _succeeded(self, info: dict[str, Any]) -> bool:
+        if self.args.success_return is not None:
+            return self._return >= self.args.success_return
+        return bool(info.get("is_success", False))
+
+    def _show(self, observation: Any) -> Observation:
+        self._shown = self._observe(observation, self._env)
+        return self._seen()
+
+    def _seen(self) -> Observation:
+        return Observation(self._shown, self._shown if self.args.anchors else "")
+
+
+def plain(observation: Any, environment: Any) -> str:
+    """Texts as they are, numbers with four digits; of a tuple or a mapping one part a line."""
+    if isinstance(observation, str):
+        return observation
+    if isinstance(observation, dict):
+        return "\n".join(f"{name}: {plain(part, environment)}" for name, part in observation.items())
+    if isinstance(observation, tuple):
+        return "\n".join(plain(part, environment) for part in observation)
+    array = np.asarray(observation)
+    return "\n".join(" ".join(f"{number:.4g}" for number in row) for row in array.reshape(-1, array.shape[-1] if array.ndim else 1))
+
+
+def _make(args: GymnasiumArgs) -> Any:
+    gymnasium = library("gymnasium", "gymnasium", "pip install gymnasium")
+    try:
+        return gymnasium.make(args.id, **{"disable_env_checker": True, **args.make_args})
+    except (gymnasium.error.Error, ImportError, TypeError, ValueError) as error:
+        raise ConfigError("id", args.id, f"an environment that gymnasium.make makes: {' '.join(str(error).split())[:300]}") from None
+
+
+def _actions(args: GymnasiumArgs, space: Any) -> dict[str, str] | None:
+    """Number of each action by its name in capitals; None where actions are texts.
+
+    Raises:
+        ConfigError: neither one nor the other, or as many names as there are no actions.
+    """
+    from gymnasium import spaces
+
+    if isinstance(space, spaces.Text):
+        return None
+    if not isinstance(space, spaces.Discrete):
+        raise ConfigError("id", args.id, f"an environment whose actions are Discrete or Text, not {space}")
+    names = [name.strip().upper() for name in args.actions] or [str(space.start + number) for number in range(space.n)]
+    if len(set(names)) != space.n:
+        raise ConfigError("actions", args.actions, f"{space.n} different names, one for each action of {args.id}")
+    return {name: str(space.start + number) for number, name in enumerate(names)}

@@ -1,0 +1,189 @@
+"""Environments served by OpenEnv, over its HTTP and WebSocket protocol (https://github.com/meta-pytorch/OpenEnv, ``openenv.core``).
+
+A server keeps one environment for each WebSocket connection to ``/ws``, so an instance here is one connection, used for one
+episode after another. A message is JSON: ``{"type": "reset" or "step" or "close", "data": …}``. The answer is
+``{"type": "observation", "data": {"observation": …, "reward": …, "done": …}}`` or ``{"type": "error", "data": {"message": …, "code": …}}``.
+What actions look like is asked of ``GET /schema``. Nothing of OpenEnv need be installed. An action that the server finds malformed
+(``VALIDATION_ERROR``) counts as invalid; any other error fails the episode, which is tried again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import aiohttp
+from pydantic import Field, NonNegativeFloat, PositiveFloat
+
+from broker.contract import strict
+from broker.errors import ConfigError, NotInstalled
+from broker.settings.config import Section
+from broker.settings.registry import resolve
+from envhub.envs.adapters.foreign import seed_of
+from envhub.envs.base import Environment, Observation, Split, StepResult
+from envhub.envs.text.answers import tagged
+
+MAX_MESSAGE_BYTES: Final = 8 << 20
+CHECK_S: Final = 10.0  # for the server to say what it serves
+
+
+class OpenEnvArgs(Section):
+    """``env_args`` of ``openenv``."""
+
+    url: str  # of the server, for example http://127.0.0.1:8000
+    action: Literal["field", "json"] = "field"  # the text is one field of the action, or the whole action in JSON
+    action_field: str = "message"  # which
+    action_args: dict[str, Any] = Field(default={})  # further fields of every action
+    reset_args: dict[str, Any] = Field(default={})  # of every reset, beside the seed
+    observation_field: str = ""  # the field of the observation that is shown; empty: all of them in JSON
+    observe: str = ""  # or a dotted path or file path to a function of (observation as a dict) that returns text
+    success_reward: float = 1.0  # an episode that ends with a step of at least so much reward is a success
+    format_penalty: NonNegativeFloat = 0.0  # taken from the reward for an action that is malformed
+    answer_tag: bool = False  # read the action from the last <answer>…</answer> instead of the whole text
+    connect_timeout_s: PositiveFloat = 10.0
+
+
+class ServerError(RuntimeError):
+    """The server answered with an error, or not by the protocol."""
+
+
+class OpenEnv(Environment):
+    """One session of a server."""
+
+    Args = OpenEnvArgs
+    isolation = "none"  # it only waits for the server
+
+    args: OpenEnvArgs
+
+    def __init__(self, args: OpenEnvArgs) -> None:
+        super().__init__(args)
+        self._observe: Callable[[dict[str, Any]], Any] = resolve("observe", args.observe, {}) if args.observe else self._plain
+        self._session: aiohttp.ClientSession | None = None
+        self._socket: aiohttp.ClientWebSocketResponse | None = None
+        self._seen: dict[str, Any] = {}
+        self._shown = ""
+
+    @classmethod
+    def check(cls, args: OpenEnvArgs) -> None:
+        if urllib.parse.urlsplit(args.url).scheme not in ("http", "https", "ws", "wss"):
+            raise ConfigError("url", args.url, "an address such as http://127.0.0.1:8000")
+        cls(args)
+        fields = (_schema(args.url).get("action") or {}).get("properties")
+        if args.action == "field" and isinstance(fields, dict) and args.action_field not in fields:
+            raise ConfigError("action_field", args.action_field, f"a field of the server's actions: {', '.join(fields)}")
+
+    @classmethod
+    def example(cls, folder: Path) -> dict[str, Any]:
+        raise NotInstalled("environment openenv: it needs a server that runs")
+
+    async def reset(self, task_index: int, split: Split, seed: int) -> Observation:
+        if self._socket is None or self._socket.closed:
+            await self.close()
+            await self._connect()
+        data, _ = await self._ask("reset", {**self.args.reset_args, "seed": seed_of(task_index, split, seed)})
+        return self._show(data)
+
+    async def step(self, text: str) -> StepResult:
+        action = self._action(tagged(text, self.args.answer_tag))
+        malformed = StepResult(Observation(self._shown), -self.args.format_penalty, False, False)
+        if action is None:
+            return malformed
+        data, problem = await self._ask("step", action)
+        if problem:
+            self._shown = problem
+            return StepResult(Observation(problem), malformed.reward, False, False)
+        done, reward = bool(data.get("done")), float(data.get("reward") or 0.0)
+        return StepResult(self._show(data), reward, done, True, done and reward >= self.args.success_reward)
+
+    def text_frame(self) -> str:
+        return self._shown
+
+    async def close(self) -> None:  # type: ignore[override]
+        """End the session there."""
+        socket, session, self._socket, self._session = self._socket, self._session, None, None
+        try:
+            if socket is not None and not socket.closed:
+                with contextlib.suppress(aiohttp.ClientError, ConnectionError):  # the server may be gone
+                    await socket.send_str('{"type": "close"}')
+                await socket.close()
+        finally:
+            if session is not None:
+                await session.close()
+
+    async def _connect(self) -> None:
+        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.args.connect_timeout_s))
+        url = f"{self.args.url.rstrip('/')}/ws"
+        try:
+            self._socket = await self._session.ws_connect(url, max_msg_size=MAX_MESSAGE_BYTES)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            await self.close()
+            raise ServerError(f"no OpenEnv server at {url}: {error or 'no answer'}") from None
+
+    async def _ask(self, kind: str, data: dict[str, Any]) -> tuple[dict[str, Any], str]:
+        """(what came back, what was wrong with the action)."""
+        assert self._socket is not None
+        await self._socket.send_str(json.dumps({"type": kind, "data": data}))
+        message = await self._socket.receive()
+        if message.type is not aiohttp.WSMsgType.TEXT:
+            raise ServerError(f"{kind}: the server closed the connection ({message.type.name.lower()})")
+        try:
+            answer = strict.loads(message.data)
+            told = answer["data"]
+            if answer["type"] == "error":
+                problem = f"{told['message']} ({told['code']})"
+                if kind == "step" and told["code"] == "VALIDATION_ERROR":
+                    return {}, problem
+                raise ServerError(f"{kind}: the server answered: {problem}")
+            if answer["type"] != "observation" or not isinstance(told["observation"], dict):
+                raise ServerError(f"{kind}: the server answered {answer['type']!r}, not an observation")
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise ServerError(f"{kind}: the server answered {message.data[:200]!r}, which is not OpenEnv's protocol") from None
+        return told, ""
+
+    def _action(self, text: str) -> dict[str, Any] | None:
+        if self.args.action == "field":
+            return {**self.args.action_args, self.args.action_field: text}
+        try:
+            action = strict.loads(text)
+        except strict.BadJson:
+            return None
+        return {**self.args.action_args, **action} if isinstance(action, dict) else None
+
+    def _show(self, data: dict[str, Any]) -> Observation:
+        self._seen = data["observation"]
+        self._shown = self._observe(self._seen)
+        return Observation(self._shown)
+
+    def _plain(self, observation: dict[str, Any]) -> Any:
+        name = self.args.observation_field
+        if not name:
+            return json.dumps(observation, ensure_ascii=False)
+        if name not in observation:
+            raise ServerError(f"observation_field {name!r}: the server's observation has {', '.join(observation) or 'no fields'}")
+        return observation[name] if isinstance(observation[name], str) else json.dumps(observation[name], ensure_ascii=False)
+
+
+def _schema(url: str) -> dict[str, Any]:
+    """What the server says of its messages.
+
+    Raises:
+        ConfigError: there is none, or it is no OpenEnv server.
+    """
+    address = f"{url.rstrip('/')}/schema".replace("ws", "http", 1) if url.startswith("ws") else f"{url.rstrip('/')}/schema"
+    try:
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy, as for the episodes
+        with opener.open(address, timeout=CHECK_S) as reply:
+            found = json.loads(reply.read(MAX_MESSAGE_BYTES))
+    except (urllib.error.URLError, OSError, ValueError) as error:
+        if isinstance(error, urllib.error.HTTPError):
+            error.close()  # it is the connection, too
+        raise ConfigError("url", url, f"the address of an OpenEnv server that runs: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError("url", url, f"an OpenEnv server; {address} is no schema")
+    return found

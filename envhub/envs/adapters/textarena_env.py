@@ -1,0 +1,122 @@
+"""TextArena's games by ``textarena.make`` (Guertler et al. 2025, arXiv:2504.11442; https://github.com/LeonGuertler/TextArena).
+
+The model plays one seat. In games of several players the others are played by ``opponent``, a function of yours: (observation, random
+generator) to text. The reward is what the game gives the seat when it ends. The model is shown what is new since its last turn: the
+library's wrappers repeat the whole game, which the conversation holds already. The task is the seed of ``reset``.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+from pydantic import Field, PositiveInt
+
+from broker.errors import ConfigError
+from broker.settings.config import Section
+from broker.settings.registry import resolve
+from envhub.envs.adapters.foreign import library, seed_of
+from envhub.envs.base import Environment, Observation, Split, StepResult
+
+INSTALL: Final = "pip install 'rlearner[textarena]'"
+
+
+class TextArenaArgs(Section):
+    """``env_args`` of ``textarena``."""
+
+    id: str  # as textarena.make takes it, for example GuessTheNumber-v0
+    make_args: dict[str, Any] = Field(default={})  # passed on to textarena.make
+    num_players: PositiveInt = 1
+    seat: Annotated[int, Field(ge=0)] = 0  # which player the model is
+    opponent: str = ""  # dotted path or file path to a function of (observation, random.Random) that plays the other seats
+    success_reward: float = 1.0  # a game that ends with at least so much reward is a success
+
+
+class TextArenaEnv(Environment):
+    """One game at a time."""
+
+    Args = TextArenaArgs
+
+    args: TextArenaArgs
+
+    def __init__(self, args: TextArenaArgs) -> None:
+        super().__init__(args)
+        self._opponent: Callable[[str, random.Random], str] | None = resolve("opponent", args.opponent, {}) if args.opponent else None
+        self._env: Any = None
+        self._rng = random.Random()
+        self._before = self._shown = ""
+
+    @classmethod
+    def check(cls, args: TextArenaArgs) -> None:
+        if args.seat >= args.num_players:
+            raise ConfigError("seat", args.seat, f"below num_players, which is {args.num_players}")
+        if args.num_players > 1 and not args.opponent:
+            raise ConfigError("opponent", args.opponent, f"a function that plays the other seats, for num_players is {args.num_players}")
+        cls(args)
+        _make(args)
+
+    @classmethod
+    def example(cls, folder: Path) -> dict[str, Any]:
+        library("textarena", "textarena", INSTALL)
+        return {"id": "FifteenPuzzle-v0"}
+
+    def reset(self, task_index: int, split: Split, seed: int) -> Observation:
+        number = seed_of(task_index, split, seed)
+        self._rng.seed(number)
+        self._env = _make(self.args)
+        self._env.reset(num_players=self.args.num_players, seed=number)
+        self._before = ""
+        if self._others():
+            raise ValueError("the game ended before the model's first turn")
+        return self._observe()
+
+    def step(self, text: str) -> StepResult:
+        done, _ = self._env.step(action=text)
+        valid = not getattr(self._env.state, "error_count", 0)  # how often in a row this player's text was no move
+        done = bool(done) or self._others()
+        if not done:
+            role = self._env.state.role_mapping.get(self.args.seat, f"Player {self.args.seat}")
+            return StepResult(self._observe(f"[{role}] {text}"), 0.0, False, valid)
+        rewards, infos = self._env.close()
+        own = (infos or {}).get(self.args.seat, {})
+        reward = float((rewards or {}).get(self.args.seat, 0.0))
+        self._shown = str(own.get("reason", ""))
+        valid = valid and not own.get("invalid_move", False)
+        return StepResult(Observation(self._shown), reward, True, valid, reward >= self.args.success_reward)
+
+    def text_frame(self) -> str:
+        return self._shown
+
+    def _others(self) -> bool:
+        """Let the others play until it is the model's turn; whether the game is over."""
+        while self._env.state.current_player_id != self.args.seat:
+            player, seen = self._env.get_observation()
+            if self._opponent is None:
+                raise ValueError(f"it is the turn of player {player}, and there is no opponent")
+            done, _ = self._env.step(action=self._opponent(_text(seen, player), self._rng))
+            if done:
+                return True
+        return False
+
+    def _observe(self, said: str = "") -> Observation:
+        """What is new, without ``said``, which the model knows to have said itself."""
+        _, seen = self._env.get_observation()
+        whole = _text(seen, self.args.seat)
+        repeated = isinstance(seen, str) and whole.startswith(self._before)
+        self._shown = (whole[len(self._before) :] if repeated else whole).lstrip("\n").removeprefix(said).lstrip("\n")
+        self._before = whole if isinstance(seen, str) else ""
+        return Observation(self._shown)
+
+
+def _text(seen: Any, seat: int) -> str:
+    """What a player sees as text: a wrapped game gives that, a raw one a list of (from, text, kind), its own words included."""
+    return seen if isinstance(seen, str) else "\n".join(str(message[1]) for message in seen or [] if message[0] != seat)
+
+
+def _make(args: TextArenaArgs) -> Any:
+    try:
+        return library("textarena", "textarena", INSTALL).make(args.id, **args.make_args)
+    except (ImportError, LookupError, TypeError, ValueError) as error:
+        raise ConfigError("id", args.id, f"a game that textarena.make makes: {' '.join(str(error).split())[:300]}") from None

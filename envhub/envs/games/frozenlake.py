@@ -1,0 +1,170 @@
+"""Gymnasium's FrozenLake-v1 on generated maps, as text.
+
+The observation is the whole map, one character a cell and one row a line, with ``P`` where the player stands. With
+``observe: cell`` the map is shown once, and every turn says where the player is and what lies around: row and column
+from 0, then the neighbours in the order of the moves, ``#`` beyond the edge (``1 0 #FHS``); it costs half the tokens. The
+action is one letter of ``LDRU``. Reward 1 on the goal, 0 in a hole, plus the optional penalties.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+from functools import lru_cache
+from typing import Annotated, Any, Final, Literal
+
+import numpy as np
+from pydantic import Field, NonNegativeFloat
+
+from broker.settings.config import Section
+from envhub.envs.base import Environment, Frame, Observation, Split, StepResult
+from envhub.envs.games import lakes
+
+PLAYER: Final = {"S": "P", "F": "P", "H": "X", "G": "*"}  # the player on ice, fallen in, at the goal
+WORDS: Final = {"LEFT": "L", "DOWN": "D", "RIGHT": "R", "UP": "U"}
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+
+
+class FrozenLakeArgs(Section):
+    """``env_args`` of ``frozenlake``."""
+
+    size: Annotated[int, Field(ge=2, le=16)] = 4
+    hole_probability: Annotated[float, Field(ge=0, lt=1)] = 0.2
+    is_slippery: bool = False
+    success_rate: Annotated[float, Field(gt=0, le=1)] = 1 / 3  # share of moves that go where they should on slippery ice
+    step_penalty: NonNegativeFloat = 0.0  # taken from the reward at every turn
+    format_penalty: NonNegativeFloat = 0.0  # taken from the reward for text that is no move
+    observe: Literal["map", "cell"] = "map"  # the whole map at every turn, or at the first one only
+    answer_tag: bool = False  # read the move from the last <answer>…</answer> instead of the whole text
+
+
+@lru_cache(maxsize=1024)
+def _lake(lake: lakes.Map, is_slippery: bool, success_rate: float) -> Any:
+    """Gymnasium's environment for a map. Its transition table is never written, so copies of it share one."""
+    from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
+
+    return FrozenLakeEnv(desc=list(lake), is_slippery=is_slippery, success_rate=success_rate)
+
+
+@lru_cache(maxsize=8192)  # the episodes of a group see the same cells of the same map again and again
+def _frame(lake: lakes.Map, cell: int) -> str:
+    """The map with the player on it."""
+    cells, size = "".join(lake), len(lake)
+    shown = cells[:cell] + PLAYER[cells[cell]] + cells[cell + 1 :]
+    return "\n".join(shown[start : start + size] for start in range(0, size * size, size))
+
+
+def _surroundings(lake: lakes.Map, cell: int) -> str:
+    """Row, column and the four neighbours of the player, for example ``1 0 #FHS``."""
+    row, column = divmod(cell, len(lake))
+    inside = range(len(lake))
+    around = [(row + down, column + right) for down, right in lakes.MOVES]
+    cells = "".join(lake[r][c] if r in inside and c in inside else "#" for r, c in around)
+    return f"{row} {column} {cells}"
+
+
+@lru_cache(maxsize=8192)
+def _seen(lake: lakes.Map, cell: int, observe: Literal["map", "cell"], is_first: bool) -> Observation:
+    frame = _frame(lake, cell)
+    if observe == "map":
+        return Observation(frame, anchor=frame)
+    around = _surroundings(lake, cell)
+    return Observation(f"{frame}\n{around}" if is_first else around, anchor=frame)
+
+
+class FrozenLake(Environment):
+    """One lake at a time."""
+
+    Args = FrozenLakeArgs
+    isolation = "none"
+
+    args: FrozenLakeArgs
+    map: lakes.Map
+
+    def __init__(self, args: FrozenLakeArgs) -> None:
+        super().__init__(args)
+        self._lake: Any = None
+        self._painter: Any = None
+        self._cell = self._turns = self._invalid = 0
+
+    @classmethod
+    def check(cls, args: FrozenLakeArgs) -> None:
+        lakes.train_map(args.size, args.hole_probability, 0, 0)
+        lakes.held_out_maps(args.size, args.hole_probability)
+
+    @classmethod
+    def num_tasks(cls, args: FrozenLakeArgs, split: Split) -> int | None:
+        return len(lakes.held_out_maps(args.size, args.hole_probability)) if split == "eval" else None
+
+    def reset(self, task_index: int, split: Split, seed: int) -> Observation:
+        size, holes = self.args.size, self.args.hole_probability
+        if split == "eval":
+            maps = lakes.held_out_maps(size, holes)
+            self.map = maps[task_index % len(maps)]
+        else:
+            self.map = lakes.train_map(size, holes, seed, task_index)
+        self._lake = copy.copy(_lake(self.map, self.args.is_slippery, self.args.success_rate))
+        self._painter = None
+        self._cell = 0  # gymnasium's first state too: the only S is there
+        self._lake.lastaction = None
+        if self.args.is_slippery:
+            self._lake.reset(seed=seed)  # seeds the ice
+        self._turns = self._invalid = 0
+        return self._observe()
+
+    def step(self, text: str) -> StepResult:
+        letter = self.parse(text)
+        self._turns += 1
+        reward, done = -self.args.step_penalty, False
+        if letter is None:
+            self._invalid += 1
+            reward -= self.args.format_penalty
+        else:
+            self._cell, gained, done = self._move(lakes.LETTERS.index(letter))
+            reward += float(gained)
+        success = bool(done and self._under_player() == "G")
+        return StepResult(self._observe(), reward, bool(done), letter is not None, success)
+
+    def _move(self, action: int) -> tuple[int, float, bool]:
+        """(cell, reward, done) by gymnasium's own table; where nothing is left to chance, without its sampling of one outcome."""
+        if self.args.is_slippery:
+            cell, gained, done, _, _ = self._lake.step(action)
+            return cell, gained, done
+        ((_, cell, gained, done),) = self._lake.P[self._cell][action]
+        self._lake.lastaction = action
+        return cell, gained, done
+
+    def parse(self, text: str) -> str | None:
+        """The letter that the text stands for, None when it is no move."""
+        if self.args.answer_tag:
+            found = _ANSWER.findall(text)
+            text = found[-1] if found else ""
+        word = text.strip().upper()
+        word = WORDS.get(word, word)
+        return word if len(word) == 1 and word in lakes.LETTERS else None
+
+    def text_frame(self) -> str:
+        return _frame(self.map, self._cell)
+
+    def render_frame(self) -> Frame:
+        if self._painter is None:
+            os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
+            os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")
+            self._painter = copy.copy(self._lake)
+            self._painter.render_mode = "rgb_array"
+        self._painter.s, self._painter.lastaction = self._cell, self._lake.lastaction
+        return np.asarray(self._painter.render(), dtype=np.uint8)
+
+    def demonstrate(self, rng: np.random.Generator, noise: float) -> str:
+        best = lakes.best_moves(self.map, self._cell)
+        if best and rng.random() >= noise:
+            return best[0]  # always the same of several best moves: a solver of one mind is easier to learn from
+        return lakes.LETTERS[int(rng.integers(len(lakes.LETTERS)))]
+
+    def _observe(self) -> Observation:
+        return _seen(self.map, self._cell, self.args.observe, self._turns == 0)
+
+    def _under_player(self) -> str:
+        row, column = divmod(self._cell, self.args.size)
+        return self.map[row][column]

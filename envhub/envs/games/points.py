@@ -1,0 +1,166 @@
+"""EZPoints and Points24 of GymCards: write a formula of all cards that gives the target (Zhai et al. 2024, arXiv:2405.10292), as text.
+
+Every turn adds one unit: a number, an operator, or ``=``, which ends the episode. The reward then is 10 if the formula uses every card
+once and gives 12 (two cards, ``+ *``) or 24 (four cards, ``+ - * / ( )``), else -1. A number that no card is left for costs -1 and
+takes a place in the formula; text that is no unit is treated the same. Once the formula has more than 5 or 20 places the next turn ends
+the episode with -1. Values are exact, where the published games compare floating-point numbers; J, Q and K count 10.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+from typing import Any, ClassVar, Final
+
+import numpy as np
+
+from broker.settings.config import Section
+from envhub.envs.base import Environment, Observation, Split, StepResult
+from envhub.envs.games.formula import Malformed, Units, evaluate, reach
+from envhub.envs.text.answers import tagged
+
+RANKS: Final = ("", "A", "2", "3", "4", "5", "6", "7", "8", "9", "10", "J", "Q", "K")
+HELD_OUT_SHARE: Final = 4  # one hand in so many is held out
+NUM_EVAL: Final = 256
+BLANK: Final = " "  # the place of a unit that was refused
+
+
+class PointsArgs(Section):
+    """``env_args`` of ``ez_points``."""
+
+    answer_tag: bool = False  # read the unit from the last <answer>…</answer> instead of the whole text
+
+
+class Points24Args(PointsArgs):
+    """``env_args`` of ``points24``."""
+
+    solvable: bool = True  # only hands that can be solved; false: any four cards, as published
+    faces_as_ten: bool = True  # J, Q and K count 10, else 11, 12 and 13
+
+
+class EZPoints(Environment):
+    """One hand at a time.
+
+    Attributes:
+        target: what the formula must give.
+        operators: that may stand in it.
+        limit: places of the formula, beyond which the next turn is the last.
+    """
+
+    Args = PointsArgs
+    isolation = "none"
+    target: ClassVar[int] = 12
+    operators: ClassVar[str] = "+*"
+    brackets: ClassVar[str] = ""
+    limit: ClassVar[int] = 5
+
+    def __init__(self, args: Any) -> None:
+        super().__init__(args)
+        self._ranks: tuple[int, ...] = ()
+        self._formula: list[str] = []
+        self._used: list[int] = []
+
+    @classmethod
+    def num_tasks(cls, args: Any, split: Split) -> int | None:
+        return NUM_EVAL if split == "eval" else None
+
+    def reset(self, task_index: int, split: Split, seed: int) -> Observation:
+        """Each hand belongs to training or to evaluation by a hash of its cards."""
+        rng = np.random.default_rng([seed, task_index, 0] if split == "train" else [task_index % NUM_EVAL, 1])
+        while True:
+            self._ranks = self._deal(rng)
+            if _is_held_out(tuple(sorted(self._ranks))) is (split == "eval") and self._fair():
+                break
+        self._formula, self._used = [], []
+        return self._observe()
+
+    def step(self, text: str) -> StepResult:
+        unit = tagged(text, self.args.answer_tag)
+        if len(self._formula) > self.limit:
+            return StepResult(self._observe(), -1.0, True, self._is_unit(unit), truncated=True)
+        if unit == "=":
+            solved = self._solved()
+            return StepResult(self._observe(), 10.0 if solved else -1.0, True, True, solved)
+        allowed = self._is_unit(unit) and (not unit.isdecimal() or self._left(int(unit)))
+        self._formula.append(unit if allowed else BLANK)
+        if allowed and unit.isdecimal():
+            self._used.append(int(unit))
+        return StepResult(self._observe(), 0.0 if allowed else -1.0, False, allowed)
+
+    def text_frame(self) -> str:
+        return self._observe().text
+
+    def demonstrate(self, rng: np.random.Generator, noise: float) -> str:
+        """The next unit of a solution; ``=`` where there is none or the formula has left it."""
+        if rng.random() < noise:
+            units: list[str] = [*map(str, dict.fromkeys(self._numbers())), *self.operators, *self.brackets, "="]
+            return units[int(rng.integers(len(units)))]
+        plan: Units = self._plan() or ()
+        done = tuple(self._formula)
+        return plan[len(done)] if len(done) < len(plan) and plan[: len(done)] == done else "="
+
+    def _deal(self, rng: np.random.Generator) -> tuple[int, ...]:
+        """A card, and one that makes 12 with it: by multiplication in half of the cases where that is possible."""
+        rank = int(rng.integers(2, 14))
+        number = min(rank, 10)
+        other = 12 // number if 12 % number == 0 and rng.random() <= 0.5 else 12 - number
+        return (rank, other) if rng.random() <= 0.5 else (other, rank)
+
+    def _fair(self) -> bool:
+        return True
+
+    def _value(self, rank: int) -> int:
+        return min(rank, 10)
+
+    def _numbers(self) -> list[int]:
+        return [self._value(rank) for rank in self._ranks]
+
+    def _is_unit(self, unit: str) -> bool:
+        # isdecimal alone knows digits of other scripts, and zeros in front
+        known = {str(number) for number in range(1, self._value(13) + 1)}
+        return unit in known or unit == "=" or (len(unit) == 1 and unit in self.operators + self.brackets)
+
+    def _left(self, number: int) -> bool:
+        return self._numbers().count(number) > self._used.count(number)
+
+    def _plan(self) -> Units | None:
+        return reach(tuple(sorted(self._numbers())), self.target, self.operators)
+
+    def _solved(self) -> bool:
+        if len(self._used) != len(self._ranks):
+            return False
+        try:
+            return evaluate([unit for unit in self._formula if unit != BLANK]) == self.target
+        except Malformed:
+            return False
+
+    def _observe(self) -> Observation:
+        cards = " ".join(RANKS[rank] for rank in self._ranks)
+        numbers = " ".join(map(str, self._numbers()))
+        text = f"Cards: {cards}\nNumbers: {numbers}\nTarget: {self.target}\nFormula: {' '.join(self._formula)}".rstrip()
+        return Observation(text, anchor=text)
+
+
+class Points24(EZPoints):
+    """One hand at a time."""
+
+    Args = Points24Args
+    target = 24
+    operators = "+-*/"
+    brackets = "()"
+    limit = 20
+
+    def _deal(self, rng: np.random.Generator) -> tuple[int, ...]:
+        return tuple(int(rank) for rank in rng.integers(1, 14, size=4))
+
+    def _fair(self) -> bool:
+        return not self.args.solvable or self._plan() is not None
+
+    def _value(self, rank: int) -> int:
+        return min(rank, 10) if self.args.faces_as_ten else rank
+
+
+@lru_cache(maxsize=65_536)
+def _is_held_out(ranks: tuple[int, ...]) -> bool:
+    """Whether a hand, sorted, belongs to evaluation."""
+    return hashlib.blake2b(bytes(ranks), digest_size=1).digest()[0] % HELD_OUT_SHARE == 0

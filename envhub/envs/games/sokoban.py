@@ -1,0 +1,260 @@
+"""Sokoban: push every box onto a target. Generated levels that can be solved, or levels from Boxoban's files.
+
+The rules and the rewards are those of gym-sokoban (Schrader 2018, ``gym_sokoban/envs/sokoban_env.py``): -0.1 a turn, +1 when one more
+box stands on a target than before, -1 when one less does, +10 when all do, which ends the episode. A move into a wall, or a push
+that is not possible, changes nothing. The difficulties and their characters are those of ROLL's SimpleSokoban, LargerSokoban and
+SokobanDifferentGridVocab (Wang et al. 2025, arXiv:2506.06122), with ``*`` for its check mark.
+
+With ``observe: cells`` the map is shown once, and every turn says where the player is, its four neighbours in the order ``LDRU``,
+then where the boxes and the targets are: ``12 X_## 11 03``. A place is its row and its column within the outer walls, each one
+character, ``0`` to ``9``, then ``a`` to ``z``. With ``observe: ways`` there is no map: after the player's neighbours come, for each
+box, the way from the player to it, its own neighbours, and the way from it to the nearest target: ``X_## U1L2 _#__ D1`` (one up and
+two left; one down; ``=`` where it is there). Small models learn fastest from that, as nothing need be subtracted.
+"""
+
+from __future__ import annotations
+
+import string
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+import numpy as np
+from pydantic import Field, NonNegativeFloat, PositiveInt
+
+from broker.errors import ConfigError
+from broker.settings.config import Section
+from envhub.envs.base import Environment, Frame, Observation, Split, StepResult
+from envhub.envs.games import sokoban_levels as levels
+from envhub.envs.games.sokoban_board import (
+    BOX,
+    BOX_ON_TARGET,
+    FLOOR,
+    LETTERS,
+    PLAYER,
+    PLAYER_ON_TARGET,
+    TARGET,
+    WALL,
+    XSB,
+    Level,
+    cells_of,
+    draw,
+    kinds,
+    move,
+)
+from envhub.envs.games.sokoban_solver import solve
+from envhub.envs.text.answers import MOVES, one_of
+
+VOCABULARIES: Final = {"symbols": "#_O*XPS", "letters": "W.GCBA@", "xsb": XSB}
+SIZES: Final = {"simple": (6, 1), "larger": (8, 2), "different_vocab": (6, 1)}  # (rows and columns, boxes)
+DIGITS: Final = string.digits + string.ascii_lowercase
+PIXELS: Final = 24  # of a cell's side in pictures
+COLOURS: Final = ((70, 70, 80), (235, 225, 200), (200, 60, 60), (90, 170, 90), (190, 130, 60), (60, 90, 200), (60, 90, 200))
+
+
+class SokobanArgs(Section):
+    """``env_args`` of ``sokoban``."""
+
+    difficulty: Literal["simple", "larger", "different_vocab"] = "simple"
+    size: Annotated[int, Field(ge=5, le=16)] | None = None  # rows and columns with the outer walls; None: as the difficulty says
+    boxes: Annotated[int, Field(ge=1, le=6)] | None = None  # None: as the difficulty says
+    pulls: Annotated[int, Field(ge=1, le=1000)] = 30  # steps that the generator plays backwards; more make harder levels
+    max_solution: PositiveInt | None = None  # moves of a shortest solution at the most; None: any
+    path: str | None = None  # level file, or folder of them, instead of generated levels
+    eval_path: str | None = None  # for evaluation; None: the share below
+    eval_share: Annotated[float, Field(gt=0, lt=1)] = 0.05  # of the levels of ``path``, taken from their end
+    vocab: Literal["symbols", "letters", "xsb"] | None = None  # None: letters for different_vocab, else symbols
+    border: bool = True  # show the outermost ring, which is wall everywhere
+    observe: Literal["map", "cells", "ways"] = "map"  # the whole map at every turn, or at the first one only, or no map; see above
+    answer_tag: bool = False  # read the move from the last <answer>…</answer> instead of the whole text
+    step_penalty: NonNegativeFloat = 0.1  # taken from the reward at every turn
+    box_reward: NonNegativeFloat = 1.0  # for a box pushed onto a target, and taken for one pushed off
+    solved_reward: NonNegativeFloat = 10.0
+    format_penalty: NonNegativeFloat = 0.0  # taken from the reward for text that is no move
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows and columns, boxes) of generated levels."""
+        size, boxes = SIZES[self.difficulty]
+        return self.size or size, self.boxes or boxes
+
+    @property
+    def characters(self) -> str:
+        """One for each kind of cell."""
+        return VOCABULARIES[self.vocab or ("letters" if self.difficulty == "different_vocab" else "symbols")]
+
+
+class Sokoban(Environment):
+    """One level at a time."""
+
+    Args = SokobanArgs
+    isolation = "none"
+
+    args: SokobanArgs
+    level: Level
+
+    def __init__(self, args: SokobanArgs) -> None:
+        super().__init__(args)
+        self._player = self._boxes = self._turns = self._effective = 0
+        self._plan: str | None = None  # what solves the present state, as far as it was asked for
+
+    @classmethod
+    def check(cls, args: SokobanArgs) -> None:
+        if args.path is None:
+            if args.eval_path is not None:
+                raise ConfigError("eval_path", args.eval_path, "a path beside it: generated levels bring levels for evaluation")
+            levels.train_level(*args.shape, args.pulls, args.max_solution, 0, 0)
+            levels.held_out_levels(*args.shape, args.pulls, args.max_solution)
+            return
+        for key in ("size", "boxes", "max_solution"):
+            if getattr(args, key) is not None:
+                raise ConfigError(key, getattr(args, key), "nothing beside path: levels from files are what they are")
+        levels.read_levels.cache_clear()  # the files may have changed since they were last looked at
+        _split.cache_clear()
+        if not _split(args, "train"):
+            raise ConfigError("eval_share", args.eval_share, "a smaller share: it leaves no level for training")
+
+    @classmethod
+    def data_files(cls, args: SokobanArgs) -> list[str]:
+        return [file for path in (args.path, args.eval_path) if path is not None for file in levels.level_files(path)]
+
+    @classmethod
+    def num_tasks(cls, args: SokobanArgs, split: Split) -> int | None:
+        return None if args.path is None and split == "train" else len(_split(args, split))
+
+    @classmethod
+    def example(cls, folder: Path) -> dict[str, Any]:
+        return {"max_solution": 30}
+
+    def reset(self, task_index: int, split: Split, seed: int) -> Observation:
+        if self.args.path is None and split == "train":
+            self.level = levels.train_level(*self.args.shape, self.args.pulls, self.args.max_solution, seed, task_index)
+        else:
+            there = _split(self.args, split)
+            self.level = there[task_index % len(there)]
+        self._player, self._boxes = self.level.player, self.level.boxes
+        self._turns = self._effective = 0
+        self._plan = None
+        return self._observe()
+
+    def step(self, text: str) -> StepResult:
+        letter = one_of(text, MOVES, self.args.answer_tag)
+        self._turns += 1
+        before, reward = self._on_target(), -self.args.step_penalty
+        if letter is None:
+            reward -= self.args.format_penalty
+        else:
+            self._go(letter)
+        after = self._on_target()
+        reward += self.args.box_reward * (after - before)
+        solved = after == self._boxes.bit_count()
+        reward += self.args.solved_reward * solved
+        metrics = {"boxes_on_target": after / self._boxes.bit_count(), "effective_moves": self._effective / self._turns}
+        return StepResult(self._observe(), reward, solved, letter is not None, solved, metrics=metrics)
+
+    def text_frame(self) -> str:
+        return draw(self.level.room, self._player, self._boxes, self.args.characters, self.args.border)
+
+    def render_frame(self) -> Frame:
+        room = self.level.room
+        return _picture(bytes(kinds(room, self._player, self._boxes)), room.width).copy()
+
+    def demonstrate(self, rng: np.random.Generator, noise: float) -> str:
+        """A move of a shortest solution (a short one with many boxes); a random one where the solver finds none."""
+        if rng.random() >= noise:
+            if self._plan is None:
+                self._plan = solve(self.level.room, self._player, self._boxes) or ""
+            if self._plan:
+                return self._plan[0]
+        return LETTERS[int(rng.integers(len(LETTERS)))]
+
+    def _go(self, letter: str) -> None:
+        now = move(self.level.room, self._player, self._boxes, LETTERS.index(letter))
+        if now == (self._player, self._boxes):
+            return
+        self._player, self._boxes = now
+        self._effective += 1
+        self._plan = self._plan[1:] if self._plan and self._plan[0] == letter else None
+
+    def _on_target(self) -> int:
+        return (self._boxes & self.level.room.targets).bit_count()
+
+    def _observe(self) -> Observation:
+        frame = self.text_frame()
+        if self.args.observe == "map":
+            return Observation(frame, anchor=frame)
+        if self.args.observe == "ways":
+            return Observation(self._ways(), anchor=frame)
+        return Observation(self._cells() if self._turns else f"{frame}\n{self._cells()}", anchor=frame)
+
+    def _cells(self) -> str:
+        room = self.level.room
+        places = (cells_of(bits) for bits in (self._boxes, room.targets))
+        boxes, targets = (" ".join(self._name(cell) for cell in cells) for cells in places)
+        return f"{self._name(self._player)} {self._around(self._player)} {boxes} {targets}"
+
+    def _ways(self) -> str:
+        told, width = [self._around(self._player)], self.level.room.width
+        for box in cells_of(self._boxes):
+            nearest = min(cells_of(self.level.room.targets), key=lambda target: sum(map(abs, _apart(box, target, width))))
+            told += [_way(self._player, box, width), self._around(box), _way(box, nearest, width)]
+        return " ".join(told)
+
+    def _around(self, cell: int) -> str:
+        """What is on the four neighbours."""
+        seen = kinds(self.level.room, self._player, self._boxes)
+        return "".join(self.args.characters[seen[cell + step]] for step in self.level.room.steps)
+
+    def _name(self, cell: int) -> str:
+        row, column = divmod(cell, self.level.room.width)
+        return DIGITS[row - 1] + DIGITS[column - 1]
+
+
+def _apart(start: int, end: int, width: int) -> tuple[int, int]:
+    """Rows down and columns right from one cell to another."""
+    return end // width - start // width, end % width - start % width
+
+
+def _way(start: int, end: int, width: int) -> str:
+    down, right = _apart(start, end, width)
+    parts = [f"{'D' if down > 0 else 'U'}{abs(down)}"] * (down != 0) + [f"{'R' if right > 0 else 'L'}{abs(right)}"] * (right != 0)
+    return "".join(parts) or "="
+
+
+@lru_cache(maxsize=32)
+def _split(args: SokobanArgs, split: Split) -> tuple[Level, ...]:
+    """The levels of a split that is no endless one; what evaluation holds is taken out of training."""
+    if args.path is None:
+        return levels.held_out_levels(*args.shape, args.pulls, args.max_solution)
+    own = [level for file in levels.level_files(args.path) for level in levels.read_levels(file)]
+    if args.eval_path is None:
+        held_out = max(round(len(own) * args.eval_share), 1)
+        others = own[len(own) - held_out :]
+    else:
+        try:
+            others = [level for file in levels.level_files(args.eval_path) for level in levels.read_levels(file)]
+        except ConfigError as error:
+            raise ConfigError("eval_path", error.value, error.allowed) from None
+    if split == "eval":
+        return tuple(others)
+    known = set(others)
+    return tuple(level for level in own if level not in known)
+
+
+@lru_cache(maxsize=256)
+def _picture(cells: bytes, width: int) -> Frame:
+    """Targets as dots, boxes as squares, the player as a disc; green where a box is home.
+
+    Args:
+        cells: what is on each, row by row, by gym-sokoban's numbers.
+    """
+    middle = np.abs(np.arange(PIXELS) - (PIXELS - 1) / 2)
+    far = np.hypot(middle[:, None], middle[None, :])
+    inside = {BOX: np.maximum(middle[:, None], middle[None, :]) < PIXELS * 0.4, PLAYER: far < PIXELS * 0.35, TARGET: far < PIXELS * 0.15}
+    inside |= {BOX_ON_TARGET: inside[BOX], PLAYER_ON_TARGET: inside[PLAYER], WALL: far >= 0}
+    tiles = np.full((len(COLOURS), PIXELS, PIXELS, 3), COLOURS[FLOOR], dtype=np.uint8)
+    for kind, pixels in inside.items():
+        tiles[kind, pixels] = COLOURS[kind]
+    grid = tiles[np.frombuffer(cells, dtype=np.uint8).reshape(-1, width)]  # (rows, columns, PIXELS, PIXELS, 3)
+    rows, columns = grid.shape[:2]
+    return grid.transpose(0, 2, 1, 3, 4).reshape(rows * PIXELS, columns * PIXELS, 3)

@@ -1,0 +1,109 @@
+"""A* over the pushes of a Sokoban state, with the cells pruned from which a box never reaches a target, and blocks of four.
+
+The cost is the number of moves. With up to ``EXACT_BOXES`` boxes the solution is a shortest one; with more, the estimate counts
+``WEIGHT``-fold, which finds longer solutions far sooner. ``MAX_STATES`` bounds the time.
+"""
+
+from __future__ import annotations
+
+import heapq
+from functools import lru_cache
+from typing import Final
+
+from envhub.envs.games.sokoban_board import LETTERS, Room, cells_of, push_distances, spread
+
+EXACT_BOXES: Final = 2
+WEIGHT: Final = 3
+MAX_STATES: Final = 20_000
+
+State = tuple[int, int]  # (player, boxes)
+Push = tuple[State, int, int]  # (state before, cell of the box, direction)
+
+
+@lru_cache(maxsize=16384)
+def solve(room: Room, player: int, boxes: int, max_states: int = MAX_STATES) -> str | None:
+    """Letters that solve the state, None when there is no solution or none was found in ``max_states`` states."""
+    weight = 1 if boxes.bit_count() <= EXACT_BOXES else WEIGHT
+    start = (player, boxes)
+    remaining = _estimate(room, boxes)
+    if remaining is None:
+        return None
+    cost, came = {start: 0}, dict[State, Push]()
+    queue = [(weight * remaining, 0, start)]
+    closed: set[State] = set()
+    while queue and len(closed) < max_states:
+        _, _, state = heapq.heappop(queue)
+        if state in closed:
+            continue
+        if state[1] == state[1] & room.targets:
+            return _moves(room, start, state, came)
+        closed.add(state)
+        for box, direction, walked in _pushes(room, *state):
+            step = room.steps[direction]
+            following = (box, state[1] ^ (1 << box | 1 << box + step))
+            total = cost[state] + walked + 1
+            if total < cost.get(following, total + 1) and not _blocked(room, following[1], box + step):
+                ahead = _estimate(room, following[1])
+                if ahead is not None:
+                    cost[following], came[following] = total, (state, box, direction)
+                    heapq.heappush(queue, (total + weight * ahead, -total, following))
+    return None
+
+
+def _estimate(room: Room, boxes: int) -> int | None:
+    """Pushes that are needed at the least, None where a box is lost."""
+    far, total = push_distances(room), 0
+    for cell in cells_of(boxes):
+        if cell not in far:
+            return None
+        total += far[cell]
+    return total
+
+
+def _pushes(room: Room, player: int, boxes: int) -> list[tuple[int, int, int]]:
+    """(cell of the box, direction, steps to walk before it) of every push that is possible."""
+    free = room.floor & ~boxes
+    layers = spread(room, free, player)
+    found = []
+    for box in cells_of(boxes):
+        for direction, step in enumerate(room.steps):
+            if free >> box + step & 1 and free >> box - step & 1:
+                stand = 1 << box - step
+                walked = next((far for far, layer in enumerate(layers) if layer & stand), None)
+                if walked is not None:
+                    found.append((box, direction, walked))
+    return found
+
+
+def _blocked(room: Room, boxes: int, box: int) -> bool:
+    """Whether the box that was just pushed stands in a block of four boxes and walls that holds a box off its target."""
+    for aside in (-1, 1):
+        for away in (-room.width, room.width):
+            block = 1 << box | 1 << box + aside | 1 << box + away | 1 << box + aside + away
+            if not block & room.floor & ~boxes and block & boxes & ~room.targets:
+                return True
+    return False
+
+
+def _moves(room: Room, start: State, end: State, came: dict[State, Push]) -> str:
+    """The letters from one state to another, walks included."""
+    parts = []
+    while end != start:
+        before, box, direction = came[end]
+        stand = box - room.steps[direction]
+        parts.append(_walk(room, before, stand) + LETTERS[direction])
+        end = before
+    return "".join(reversed(parts))
+
+
+def _walk(room: Room, state: State, goal: int) -> str:
+    """A shortest walk to a cell, always the same of several."""
+    letters = ""
+    layers = spread(room, room.floor & ~state[1], goal)  # backwards, so that every step is towards the goal
+    cell = state[0]
+    far = next(number for number, layer in enumerate(layers) if layer >> cell & 1)
+    for layer in reversed(layers[:far]):
+        direction = next(number for number, step in enumerate(room.steps) if layer >> cell + step & 1)
+        cell += room.steps[direction]
+        letters += LETTERS[direction]
+    return letters

@@ -1,0 +1,60 @@
+"""What environments share in which a question of ``qa`` is answered over several turns, with a tool."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from envhub.envs.base import Environment, Observation, Split
+from envhub.envs.text.qa import QuestionAnswer, QuestionAnswerArgs
+
+
+class Asked(Environment):
+    """One question at a time."""
+
+    isolation = "thread"  # its tool is waited for
+
+    def __init__(self, args: Any) -> None:
+        super().__init__(args)
+        self._questions = QuestionAnswer(_questions(args))
+        self._shown = ""
+        self._begin()
+
+    @classmethod
+    def check(cls, args: Any) -> None:
+        QuestionAnswer.check(_questions(args))
+
+    @classmethod
+    def data_files(cls, args: Any) -> list[str]:
+        return QuestionAnswer.data_files(_questions(args))
+
+    @classmethod
+    def references(cls, args: Any) -> list[tuple[str, str]]:
+        return QuestionAnswer.references(_questions(args))
+
+    @classmethod
+    def num_tasks(cls, args: Any, split: Split) -> int | None:
+        return QuestionAnswer.num_tasks(_questions(args), split)
+
+    def reset(self, task_index: int, split: Split, seed: int) -> Observation:
+        """The seed plays no part: see ``qa``."""
+        seen = self._questions.reset(task_index, split, seed)
+        self.prompt, self.reference = self._questions.prompt, self._questions.reference
+        self._begin()
+        return self._show(seen.text)
+
+    def text_frame(self) -> str:
+        return self._shown
+
+    def _begin(self) -> None:
+        """Forget what the tool was used for."""
+        raise NotImplementedError
+
+    def _show(self, text: str) -> Observation:
+        self._shown = text
+        return Observation(text)
+
+
+@lru_cache(maxsize=8)
+def _questions(args: QuestionAnswerArgs) -> QuestionAnswerArgs:
+    return QuestionAnswerArgs(**args.model_dump(include=set(QuestionAnswerArgs.model_fields)))

@@ -1,0 +1,115 @@
+"""Questions with reference answers from a file, one turn each; reward hubs compare the two.
+
+Training goes through the whole file once an epoch in a seeded order of its own for each epoch; evaluation takes its rows
+from a second file, or from a share at the end of the first that training then never sees.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field
+
+from broker.errors import ConfigError
+from broker.settings.config import Section
+from envhub.envs.base import Environment, Observation, Split, StepResult
+from envhub.envs.text.rows import Row, read_rows
+
+SLOT = "{question}"
+
+
+class QuestionAnswerArgs(Section):
+    """``env_args`` of ``qa``."""
+
+    path: str  # JSONL or Parquet
+    question: str = "question"  # column
+    answer: str = "answer"  # column
+    answer_after: str = ""  # the reference is what follows the last occurrence of this text, for example ``####``
+    template: str = SLOT  # the user message
+    eval_path: str | None = None  # a file for evaluation; None: the share below
+    eval_share: Annotated[float, Field(ge=0, lt=1)] = 0.05  # of the rows of ``path``, taken from its end
+    shuffle_seed: Annotated[int, Field(ge=0)] = 0
+
+
+class QuestionAnswer(Environment):
+    """One question at a time."""
+
+    Args = QuestionAnswerArgs
+    isolation = "none"
+    has_reward = False
+
+    args: QuestionAnswerArgs
+
+    @classmethod
+    def check(cls, args: QuestionAnswerArgs) -> None:
+        if SLOT not in args.template:
+            raise ConfigError("template", args.template, f"a text with {SLOT} in it")
+        read_rows.cache_clear()  # the files may have changed since they were last looked at
+        _rows.cache_clear()
+        if not _rows(args, "train"):
+            raise ConfigError("eval_share", args.eval_share, "a smaller share: it leaves no row for training")
+        if args.eval_path is not None:
+            try:
+                _rows(args, "eval")
+            except ConfigError as error:
+                raise ConfigError("eval_path" if error.key == "path" else error.key, error.value, error.allowed) from None
+
+    @classmethod
+    def data_files(cls, args: QuestionAnswerArgs) -> list[str]:
+        return [args.path] if args.eval_path is None else [args.path, args.eval_path]
+
+    @classmethod
+    def references(cls, args: QuestionAnswerArgs) -> list[tuple[str, str]]:
+        files = dict.fromkeys(cls.data_files(args))
+        rows = ((path, read_rows(path, args.question, args.answer, args.answer_after)) for path in files)
+        return [(f"{path}, row {number}", answer) for path, found in rows for number, (_, answer) in enumerate(found, start=1)]
+
+    @classmethod
+    def num_tasks(cls, args: QuestionAnswerArgs, split: Split) -> int | None:
+        return len(_rows(args, split))
+
+    @classmethod
+    def example(cls, folder: Path) -> dict[str, Any]:
+        file = folder / "sums.jsonl"
+        file.write_text("".join(f'{{"question": "{n} + {n} = ?", "answer": "{2 * n}"}}\n' for n in range(20)), encoding="utf-8")
+        return {"path": str(file), "eval_share": 0.2}
+
+    def reset(self, task_index: int, split: Split, seed: int) -> Observation:
+        """The seed plays no part: the order is the run's own, so that an epoch meets every row once."""
+        rows = _rows(self.args, split)
+        epoch, position = divmod(task_index, len(rows))
+        index = int(_order(len(rows), self.args.shuffle_seed, epoch)[position]) if split == "train" else position
+        self.prompt, self.reference = rows[index]
+        return Observation(self.args.template.replace(SLOT, self.prompt))
+
+    def step(self, text: str) -> StepResult:
+        return StepResult(Observation(""), reward=0.0, done=True, valid=bool(text.strip()))
+
+    def demonstrate(self, rng: np.random.Generator, noise: float) -> str:
+        """The reference answer; with probability ``noise`` that of some other question."""
+        if rng.random() >= noise:
+            return self.reference
+        rows = _rows(self.args, "train")
+        return rows[int(rng.integers(len(rows)))][1]
+
+
+@lru_cache(maxsize=32)
+def _rows(args: QuestionAnswerArgs, split: Split) -> tuple[Row, ...]:
+    if split == "eval" and args.eval_path is not None:
+        return read_rows(args.eval_path, args.question, args.answer, args.answer_after)
+    rows = read_rows(args.path, args.question, args.answer, args.answer_after)
+    if args.eval_path is not None:
+        return rows
+    held_out = round(len(rows) * args.eval_share)
+    if args.eval_share > 0:
+        held_out = max(held_out, 1)
+    return rows[len(rows) - held_out :] if split == "eval" else rows[: len(rows) - held_out]
+
+
+@lru_cache(maxsize=4)
+def _order(num_rows: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+    return np.random.default_rng([seed, epoch]).permutation(num_rows)

@@ -1,0 +1,69 @@
+"""Texts to be searched, from a JSONL file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from broker.errors import ConfigError, DataError
+from envhub.envs.tools.bm25 import Index
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents and their index."""
+
+    titles: tuple[str, ...]
+    texts: tuple[str, ...]
+    index: Index
+
+    def find(self, query: str, limit: int, max_chars: int) -> list[str]:
+        """The best documents, each as its title and text in one paragraph, cut to ``max_chars``."""
+        found = []
+        for place in self.index.search(query, limit):
+            title, text = self.titles[place], self.texts[place]
+            text = text if len(text) <= max_chars else text[: max_chars - 1] + "…"
+            found.append(f"{title}: {text}" if title else text)
+        return found
+
+
+@lru_cache(maxsize=4)
+def read_corpus(path: str, text: str, title: str) -> Corpus:
+    """The whole file; hundreds of environments share one copy.
+
+    Args:
+        path: one JSON object a line.
+        text: column of the document's text.
+        title: column of its title, which may be missing.
+
+    Raises:
+        ConfigError: there is no such file, or it holds no document.
+        DataError: a malformed line, counted from 1.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise ConfigError("corpus", path, "there is no such file")
+    titles, texts = [], []
+    decoder = msgspec.json.Decoder(dict[str, Any])
+    with file.open("rb") as lines:
+        for line, data in enumerate(lines, start=1):
+            if not data.strip():
+                continue
+            try:
+                record = decoder.decode(data)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                raise DataError(path, line, f"not a JSON object: {error}") from None
+            found = record.get(text)
+            if not isinstance(found, str) or not found.strip():
+                raise DataError(
+                    path, line, f"column {text!r} holds {found!r:.80}, not a text; the line has {', '.join(sorted(record)) or 'nothing'}"
+                )
+            titles.append(str(record.get(title) or ""))
+            texts.append(" ".join(found.split()))
+    if not texts:
+        raise ConfigError("corpus", path, "the file holds no documents")
+    return Corpus(tuple(titles), tuple(texts), Index([f"{title} {text}" for title, text in zip(titles, texts, strict=True)]))

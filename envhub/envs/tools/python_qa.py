@@ -1,0 +1,146 @@
+"""Questions to be answered with a Python tool: programs of the model's run in a sandbox, and it sees what they print.
+
+``<python>…</python>``, or a tool call of that name with ``code``, runs a program; ``<answer>…</answer>`` ends the episode and is compared
+with the reference, as numbers where both are, else as texts. With ``keep`` the programs of earlier turns that ended well are executed again
+before each, without their output, so that names stay defined. Set ``sampling.stop: ["</python>", "</answer>"]``.
+
+The sandbox is the one that scores programs (bubblewrap: no network, a read-only root, limits). Where it does not work nothing starts,
+unless ``sandbox: none`` accepts that programs of the policy run unprotected as the hub's own user.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+
+from broker.errors import NotInstalled, UserError
+from envhub.envs.base import Observation, StepResult
+from envhub.envs.text.asked import Asked
+from envhub.envs.text.qa import QuestionAnswer, QuestionAnswerArgs
+from envhub.envs.tools import tool_calls
+from sandbox import Limits, Sandbox
+
+log = logging.getLogger(__name__)
+
+TOOL: Final = "python"
+AGAIN: Final = """import contextlib as _contextlib, io as _io
+with _contextlib.redirect_stdout(_io.StringIO()), _contextlib.redirect_stderr(_io.StringIO()):
+    exec(compile({code!r}, "<earlier>", "exec"), globals())
+"""
+
+
+class PythonArgs(QuestionAnswerArgs):
+    """``env_args`` of ``python``; those of ``qa`` name the file of questions."""
+
+    sandbox: Literal["bubblewrap", "none"] = "bubblewrap"  # none: programs of the policy run unprotected, as the hub's own user
+    keep: bool = True  # names stay defined from one program to the next
+    max_programs: PositiveInt = 8  # in an episode; a further one is not run
+    timeout_s: PositiveFloat = 8.0  # by the clock, each program
+    memory_mib: Annotated[int, Field(ge=32)] = 1024  # of a program with all its processes
+    output_chars: PositiveInt = 4000  # that are shown of what a program prints
+    parallel: PositiveInt = 4  # programs at once in one hub
+    packages: tuple[str, ...] = ()  # folders that programs may import from, besides the standard library
+    format_penalty: NonNegativeFloat = 0.0  # taken from the reward for a turn that holds neither a program nor an answer
+
+
+class PythonQA(Asked):
+    """One question at a time."""
+
+    Args = PythonArgs
+
+    args: PythonArgs
+
+    @classmethod
+    def check(cls, args: PythonArgs) -> None:
+        super().check(args)
+        _sandbox(args)
+
+    @classmethod
+    def example(cls, folder: Path) -> dict[str, Any]:
+        given = QuestionAnswer.example(folder)
+        try:
+            _sandbox(PythonArgs.model_validate(given))
+        except UserError as error:
+            raise NotInstalled(f"environment python: {error}") from None
+        return given
+
+    def _begin(self) -> None:
+        self._kept: list[str] = []
+        self._programs = 0
+
+    def step(self, text: str) -> StepResult:
+        call = tool_calls.parse(text, TOOL, "code")
+        metrics = {"programs": float(self._programs)}
+        if call is None:
+            seen = self._show(f"Neither a program nor an answer was found. Write <{TOOL}>code</{TOOL}> or <answer>your answer</answer>.")
+            return StepResult(seen, -self.args.format_penalty, False, False, metrics=metrics)
+        what, held = call
+        if what == tool_calls.ANSWER:
+            self._show(f"<answer>{held}</answer>")
+            right = same(held, self.reference)
+            return StepResult(Observation(""), float(right), True, True, right, metrics=metrics)
+        if self._programs >= self.args.max_programs:
+            return StepResult(self._show("<output>No more programs are run.</output>"), 0.0, False, metrics=metrics)
+        self._programs += 1
+        return StepResult(
+            self._show(f"<output>\n{self._run(bare(held))}\n</output>"), 0.0, False, metrics={"programs": float(self._programs)}
+        )
+
+    def _run(self, code: str) -> str:
+        """What the program printed, and how it ended if not well."""
+        whole = "".join(AGAIN.format(code=earlier) for earlier in self._kept) + code
+        sandbox, places = _sandbox(self.args)
+        with places:
+            ended = sandbox.run(whole.encode(errors="replace").decode())
+        printed = (ended.stdout + ended.stderr).decode(errors="replace").rstrip("\n")
+        if len(printed) > self.args.output_chars:
+            printed = f"{printed[: self.args.output_chars]}\n(cut: it printed {len(printed)} characters)"
+        if ended.killed_for or ended.exit_code:
+            why = f"its {ended.killed_for} was up" if ended.killed_for else f"exit code {ended.exit_code}"
+            return f"{printed}\n(the program ended by {why})".lstrip("\n")
+        if self.args.keep:
+            self._kept.append(code)
+        return printed or "(nothing was printed)"
+
+
+def bare(code: str) -> str:
+    """Without the fence that some models put around a program even within the tag."""
+    lines = code.strip().split("\n")
+    if lines[0].startswith("```"):
+        lines = lines[1:-1] if lines[-1].strip() == "```" else lines[1:]
+    return "\n".join(lines)
+
+
+def same(answer: str, reference: str) -> bool:
+    """Whether they are the same number, up to a millionth of it, or the same text but for case and blanks."""
+    one, other = _number(answer), _number(reference)
+    if one is not None and other is not None:
+        return math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-9)
+    return " ".join(answer.lower().split()) == " ".join(reference.lower().split())
+
+
+def _number(text: str) -> float | None:
+    try:
+        number = float(text.strip().lstrip("$").replace(",", ""))
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+@lru_cache(maxsize=4)
+def _sandbox(args: PythonArgs) -> tuple[Sandbox, threading.Semaphore]:
+    """What runs programs, and places for so many at once.
+
+    Raises:
+        UserError: there is no working sandbox here; says what to do about it.
+    """
+    if args.sandbox == "none":
+        log.warning("UNSAFE: sandbox is none, so programs that the policy writes run unprotected on this machine")
+    limits = Limits(wall_s=args.timeout_s, cpu_s=math.ceil(args.timeout_s), memory_mib=args.memory_mib)
+    return Sandbox(limits, args.sandbox, args.packages), threading.Semaphore(args.parallel)

@@ -1,0 +1,215 @@
+"""WebShop: find, choose and buy what an instruction asks for (Yao et al. 2022, arXiv:2207.01206).
+
+Two actions: ``search[words]`` and ``click[what stands on the page]``. A search shows pages of results; an article's page has its options,
+price and four further pages; ``buy now`` ends the episode with the purchase's score from 0 to 1 (``envhub.envs.tools.webshop_reward``),
+and 1 is
+a success. The shop is a small catalogue made from a seed, or WebShop's own data (``items``, ``attributes``, ``human``).
+With a large one say ``isolation: thread`` in the domain, so that a search does not hold up the hub.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+import numpy as np
+from pydantic import Field, NonNegativeFloat, PositiveInt
+
+from broker.errors import ConfigError
+from broker.settings.config import Section
+from envhub.envs.base import Environment, Observation, Split, StepResult
+from envhub.envs.text.answers import tagged
+from envhub.envs.tools import webshop_files as files
+from envhub.envs.tools import webshop_pages as pages
+from envhub.envs.tools.webshop_catalogue import Catalogue, Goal, Product, generate
+from envhub.envs.tools.webshop_reward import best_options, best_score, score
+
+_ACTION: Final = re.compile(r"(search|click)\s*\[(.*)\]", re.IGNORECASE | re.DOTALL)
+MAX_QUERY_CHARS: Final = 512
+DepartmentName = Literal["clothing", "shoes", "electronics", "home", "beauty", "grocery"]
+
+
+class WebShopArgs(Section):
+    """``env_args`` of ``webshop``."""
+
+    products: Annotated[int, Field(ge=8, le=100_000)] = 500  # of a generated catalogue
+    catalogue_seed: Annotated[int, Field(ge=0)] = 0
+    departments: tuple[DepartmentName, ...] = ()  # of a generated catalogue; none named: all
+    product_attributes: Annotated[int, Field(ge=1, le=5)] = 3  # of a generated product
+    hidden_attributes: Annotated[int, Field(ge=0)] = 1  # of them, those that its title does not tell
+    option_values: Annotated[int, Field(ge=1, le=10)] = 3  # of each of a generated product's options, as far as there are so many
+    goal_attributes: Annotated[int, Field(ge=0)] = 2  # of its attributes, those that a goal asks for
+    items: str | None = None  # WebShop's items_shuffle*.json in place of a generated catalogue
+    attributes: str | None = None  # its items_ins_v2*.json
+    human: str | None = None  # its items_human_ins.json; None: synthetic instructions
+    num_products: PositiveInt | None = None  # of the first in ``items``; None: all
+    eval_goals: PositiveInt = 500  # held out, at most a quarter of all
+    window: Annotated[int, Field(ge=1, le=50)] = 10  # results on a page
+    observe: Literal["full", "compact"] = "full"  # pages as WebShop's, or in few characters for small models
+    reward: Literal["score", "success"] = "score"  # of a purchase: its score, or 1 only where that is 1
+    format_penalty: NonNegativeFloat = 0.0  # taken from the reward for text that is no action here
+    answer_tag: bool = False  # read the action from the last <answer>…</answer> instead of the whole text
+
+
+class WebShop(Environment):
+    """One customer at a time."""
+
+    Args = WebShopArgs
+    isolation = "none"
+
+    args: WebShopArgs
+    goal: Goal
+
+    def __init__(self, args: WebShopArgs) -> None:
+        super().__init__(args)
+        self._view = pages.View(args.window)
+        self._score = 0.0
+
+    @classmethod
+    def check(cls, args: WebShopArgs) -> None:
+        if args.items is None:
+            for key in ("attributes", "human", "num_products"):
+                if getattr(args, key) is not None:
+                    raise ConfigError(key, getattr(args, key), "items beside it, WebShop's products")
+        elif args.attributes is None:
+            raise ConfigError("attributes", None, "WebShop's items_ins_v2*.json, for items is given")
+        for key in ("hidden_attributes", "goal_attributes"):
+            if getattr(args, key) > args.product_attributes:
+                raise ConfigError(key, getattr(args, key), f"at most product_attributes, which is {args.product_attributes}")
+        files.load.cache_clear()  # the files may have changed since they were last looked at
+        _catalogue.cache_clear()
+        if len(_catalogue(args).goals) < 2:
+            raise ConfigError("items" if args.items else "products", args.items or args.products, "a catalogue with two goals or more")
+
+    @classmethod
+    def data_files(cls, args: WebShopArgs) -> list[str]:
+        return [path for path in (args.items, args.attributes, args.human) if path is not None]
+
+    @classmethod
+    def num_tasks(cls, args: WebShopArgs, split: Split) -> int | None:
+        return len(_goals(args, split))
+
+    @classmethod
+    def example(cls, folder: Path) -> dict[str, Any]:
+        return {"products": 60}
+
+    def reset(self, task_index: int, split: Split, seed: int) -> Observation:
+        """The seed plays no part: a task is its goal."""
+        goals = _goals(self.args, split)
+        self.goal = goals[task_index % len(goals)]
+        self._view = pages.View(self.args.window)
+        self._score = 0.0
+        return self._observe()
+
+    def step(self, text: str) -> StepResult:
+        found = _ACTION.fullmatch(tagged(text, self.args.answer_tag))
+        what = found[2].strip().lower() if found else ""
+        if found and found[1].lower() == "search":
+            valid = bool(what) and len(what) <= MAX_QUERY_CHARS
+            if valid:
+                self._view = pages.View(self.args.window, results=_catalogue(self.args).search(what))
+        else:
+            what = self._meant(what)
+            valid = what in self._view.clickable()
+            if valid and what == pages.BUY:
+                return self._buy()
+            if valid:
+                self._click(what)
+        return StepResult(self._observe(), 0.0 if valid else -self.args.format_penalty, False, valid, metrics={"score": 0.0})
+
+    def text_frame(self) -> str:
+        return pages.full(self._view, self.goal)
+
+    def demonstrate(self, rng: np.random.Generator, noise: float) -> str:
+        """What a customer who knows the catalogue does next; with probability ``noise`` anything that can be clicked or searched."""
+        if rng.random() < noise:
+            return self._anything(rng)
+        view, goal = self._view, self.goal
+        wanted = self._wanted()
+        if wanted is None:
+            return f"search[{pages.wish_words(goal)}]"
+        if view.product is None:
+            page = list(view.results or ()).index(wanted) // view.window
+            if page == view.page:
+                return f"click[{self._called(wanted.asin)}]"
+            return f"click[{pages.NEXT if page > view.page else pages.PREVIOUS}]"
+        if view.product is not wanted or view.sub_page:
+            return f"click[{pages.PREVIOUS}]"
+        for name, value in best_options(wanted, goal).items():
+            if view.chosen.get(name) != value:
+                return f"click[{value}]"
+        return f"click[{pages.BUY}]"
+
+    def _wanted(self) -> Product | None:
+        """The best article among the results; None where another search is needed."""
+        results = self._view.results
+        if not results:
+            return None
+        best = max(results, key=lambda product: best_score(product, self.goal))
+        return best if best_score(best, self.goal) >= 1.0 or self.goal.product in results else None
+
+    def _anything(self, rng: np.random.Generator) -> str:
+        offered = self._view.clickable()
+        if not offered:
+            other = _goals(self.args, "train")
+            return f"search[{pages.wish_words(other[int(rng.integers(len(other)))])}]"
+        return f"click[{self._called(offered[int(rng.integers(len(offered)))])}]"
+
+    def _meant(self, what: str) -> str:
+        """What a click names: on compact pages results have numbers."""
+        listed = self._view.listed if self.args.observe == "compact" and self._view.product is None else ()
+        return {str(number): product.asin for number, product in enumerate(listed, start=1)}.get(what, what)
+
+    def _called(self, what: str) -> str:
+        """How a click names it."""
+        listed = self._view.listed if self.args.observe == "compact" and self._view.product is None else ()
+        return {product.asin: str(number) for number, product in enumerate(listed, start=1)}.get(what, what)
+
+    def _click(self, what: str) -> None:
+        view = self._view
+        if what == pages.BACK:
+            self._view = pages.View(view.window)
+        elif view.product is None:
+            if what in (pages.NEXT, pages.PREVIOUS):
+                view.page += 1 if what == pages.NEXT else -1
+            else:
+                view.product, view.chosen = _catalogue(self.args).by_asin[what], {}
+        elif what == pages.PREVIOUS:
+            if view.sub_page:
+                view.sub_page = ""
+            else:
+                view.product = None
+        elif what in pages.SUB_PAGES:
+            view.sub_page = what
+        else:
+            names = [name for name, values in view.product.options.items() if what in values]
+            view.chosen[next((name for name in names if view.chosen.get(name) != what), names[0])] = what
+
+    def _buy(self) -> StepResult:
+        product = self._view.product
+        assert product is not None
+        self._score = score(product, self.goal, self._view.chosen.values())
+        success = self._score >= 1.0
+        reward = self._score if self.args.reward == "score" else float(success)
+        return StepResult(Observation("", ""), reward, True, True, success, metrics={"score": self._score})
+
+    def _observe(self) -> Observation:
+        whole = pages.full(self._view, self.goal)
+        return Observation(whole if self.args.observe == "full" else pages.compact(self._view, self.goal), anchor=whole)
+
+
+@lru_cache(maxsize=4)
+def _catalogue(args: WebShopArgs) -> Catalogue:
+    if args.items is None:
+        numbers = (args.product_attributes, args.hidden_attributes, args.goal_attributes, args.option_values, args.departments)
+        return generate(args.products, args.catalogue_seed, *numbers)
+    return files.load(args.items, str(args.attributes), args.human, args.num_products)
+
+
+@lru_cache(maxsize=8)
+def _goals(args: WebShopArgs, split: Split) -> tuple[Goal, ...]:
+    there = _catalogue(args).goals
+    held_out = max(min(args.eval_goals, len(there) // 4), 1)
+    return there[:held_out] if split == "eval" else there[held_out:]

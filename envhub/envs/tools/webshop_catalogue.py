@@ -1,0 +1,225 @@
+"""What a web shop sells and what its customers want: the records, and a small catalogue made from a seed.
+
+The real data set's files make the same records in ``envhub.envs.tools.webshop_files``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product as combinations
+from typing import Final
+
+import numpy as np
+
+from envhub.envs.tools.bm25 import Index
+
+PRICE_STEPS: Final = tuple(10.0 * step for step in range(1, 100))  # dollars that a limit may be
+NO_LIMIT: Final = 1_000_000.0
+SEARCH_LIMIT: Final = 50  # results of a search, as in WebShop
+
+
+@dataclass(frozen=True)
+class Product:
+    """One article.
+
+    Attributes:
+        asin: its name in links, in lower case.
+        name: the title.
+        nouns: words that say what kind of thing it is.
+        query: the search word that it was listed under.
+        category: from the widest to the narrowest, with ``›`` between.
+        price: dollars.
+        options: values by the option's name.
+        attributes: what can be said of it, in lower case.
+        features: bullet points.
+    """
+
+    asin: str
+    name: str
+    nouns: frozenset[str]
+    query: str
+    category: str
+    price: float
+    options: Mapping[str, tuple[str, ...]]
+    attributes: tuple[str, ...]
+    features: tuple[str, ...] = ()
+    description: str = ""
+
+    @property
+    def text(self) -> str:
+        """What a search looks through, as WebShop's index: title, description, first bullet point, options."""
+        options = (f"{name}: {', '.join(values)}" for name, values in self.options.items())
+        return " ".join([self.name, self.description, *self.features[:1], *options])
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What a customer wants.
+
+    Attributes:
+        product: one that satisfies it.
+        instruction: the same in words.
+        price_upper: dollars; ``NO_LIMIT`` when any price will do.
+    """
+
+    product: Product
+    instruction: str
+    attributes: tuple[str, ...]
+    options: tuple[str, ...]
+    price_upper: float
+
+
+class Catalogue:
+    """Products, their index, and goals in an order of their own."""
+
+    def __init__(self, products: Sequence[Product], goals: Iterable[Goal]) -> None:
+        self.products = tuple(products)
+        self.by_asin = {product.asin: product for product in self.products}
+        different = {goal.instruction: goal for goal in goals}
+        self.goals = tuple(sorted(different.values(), key=lambda goal: hashlib.blake2b(goal.instruction.encode()).digest()))
+        self._found: dict[str, tuple[Product, ...]] = {}
+
+    @cached_property
+    def _index(self) -> Index:
+        return Index([product.text for product in self.products])
+
+    def search(self, query: str) -> tuple[Product, ...]:
+        """At most ``SEARCH_LIMIT``, best first."""
+        found = self._found.get(query)
+        if found is None:
+            if len(self._found) >= 4096:
+                self._found.clear()
+            found = self._found[query] = tuple(self.products[at] for at in self._index.search(query, SEARCH_LIMIT))
+        return found
+
+
+def price_limit(price: float, told: str) -> float:
+    """A limit above the price: the larger one of two of the next four tens, as WebShop draws it.
+
+    Args:
+        told: what the draw depends on, in place of a generator.
+    """
+    above = [step for step in PRICE_STEPS if step > price][:4]
+    if len(above) < 2:
+        return NO_LIMIT
+    seed = int.from_bytes(hashlib.blake2b(told.encode(), digest_size=8).digest(), "little")
+    return float(max(np.random.default_rng(seed).choice(above, 2, replace=False)))
+
+
+COLOURS: Final = ("red", "blue", "green", "black", "white", "pink", "grey", "brown", "gold", "teal")
+SIZES: Final = ("small", "medium", "large", "x-large")
+LENGTHS: Final = ("3 ft", "6 ft", "10 ft")
+PACKS: Final = ("1 pack", "2 pack", "4 pack")
+Department = tuple[str, tuple[str, ...], tuple[str, ...], Mapping[str, tuple[str, ...]], tuple[int, int]]
+_COLOUR_SIZE: Final = {"color": COLOURS, "size": SIZES}
+# What is sold: the department, its things, what may be said of them, their options, and the range of prices in dollars.
+DEPARTMENTS: Final[tuple[Department, ...]] = (
+    (
+        "clothing",
+        ("hat", "scarf", "jacket", "sweater", "skirt", "shirt", "dress", "coat"),
+        ("cotton", "wool", "washable", "waterproof", "slim fit", "long sleeve", "lightweight", "quick drying"),
+        _COLOUR_SIZE,
+        (8, 90),
+    ),
+    (
+        "shoes",
+        ("boot", "sandal", "sneaker", "slipper", "loafer"),
+        ("leather", "non slip", "rubber sole", "arch support", "memory foam", "breathable"),
+        _COLOUR_SIZE,
+        (12, 120),
+    ),
+    (
+        "electronics",
+        ("cable", "charger", "speaker", "headphone", "keyboard", "camera"),
+        ("wireless", "fast charging", "noise cancelling", "water resistant", "high speed", "plug and play"),
+        {"color": COLOURS, "length": LENGTHS},
+        (6, 150),
+    ),
+    (
+        "home",
+        ("lamp", "rug", "pillow", "curtain", "mirror", "shelf"),
+        ("eco friendly", "easy assemble", "machine washable", "wall mounted", "space saving", "blackout"),
+        _COLOUR_SIZE,
+        (10, 140),
+    ),
+    (
+        "beauty",
+        ("shampoo", "lotion", "perfume", "lipstick", "serum"),
+        ("cruelty free", "sulfate free", "long lasting", "fragrance free", "natural", "paraben free"),
+        {"pack": PACKS},
+        (5, 60),
+    ),
+    (
+        "grocery",
+        ("coffee", "tea", "cookie", "granola", "sauce"),
+        ("gluten free", "sugar free", "organic", "low sodium", "non gmo", "keto"),
+        {"pack": PACKS},
+        (4, 50),
+    ),
+)
+
+
+def generate(
+    num_products: int,
+    seed: int,
+    num_attributes: int,
+    hidden_attributes: int,
+    goal_attributes: int,
+    option_values: int = 3,
+    departments: Sequence[str] = (),
+) -> Catalogue:
+    """A catalogue and its goals; the same arguments give the same ones.
+
+    Args:
+        num_products: how many.
+        num_attributes: of each product.
+        hidden_attributes: how many of them its title leaves out; its features tell all.
+        goal_attributes: how many of a product's attributes a goal asks for.
+        option_values: of each of a product's options.
+        departments: of the shop; none named: all.
+    """
+    rng = np.random.default_rng([seed, num_products])
+    there = [department for department in DEPARTMENTS if not departments or department[0] in departments]
+    products = [_product(number, rng, there, num_attributes, hidden_attributes, option_values) for number in range(num_products)]
+    return Catalogue(products, [goal for product in products for goal in _goals(product, goal_attributes)])
+
+
+def _product(
+    number: int, rng: np.random.Generator, there: Sequence[Department], num_attributes: int, hidden: int, option_values: int
+) -> Product:
+    department, things, qualities, options, (low, high) = there[int(rng.integers(len(there)))]
+    thing = str(rng.choice(things))
+    has = [str(quality) for quality in rng.choice(qualities, num_attributes, replace=False)]
+    shown = has[: num_attributes - hidden]
+    offered = {
+        name: tuple(str(v) for v in rng.choice(values, min(option_values, len(values)), replace=False)) for name, values in options.items()
+    }
+    return Product(
+        asin=f"b{number:0{3 if number < 1000 else 6}d}",
+        name=" ".join([*shown, thing]),
+        nouns=frozenset([thing]),
+        query=thing,
+        category=f"{department} › {thing}",
+        price=float(rng.integers(low, high)),
+        options=offered,
+        attributes=tuple(has),
+        features=tuple(f"this {thing} is {quality}" for quality in has),
+        description=f"a {thing} from our {department} department",
+    )
+
+
+def _goals(product: Product, num_attributes: int) -> list[Goal]:
+    wanted = product.attributes[-num_attributes:] if num_attributes else ()  # the hidden ones are the last
+    goals = []
+    for values in combinations(*product.options.values()):
+        text = f"i need a {product.query}"
+        text += f" that is {' and '.join(wanted)}" if wanted else ""
+        text += "".join(f", {name}: {value}" for name, value in zip(product.options, values, strict=True))
+        limit = price_limit(product.price, f"{product.asin} {text}")
+        if limit < NO_LIMIT:
+            text += f", price lower than {limit:.2f} dollars"
+        goals.append(Goal(product, text, wanted, values, limit))
+    return goals

@@ -1,0 +1,189 @@
+"""The catalogue and the goals of WebShop's own JSON files (https://github.com/princeton-nlp/WebShop, ``setup.sh`` downloads them).
+
+``items_shuffle*.json`` is a list of products; ``items_ins_v2*.json`` holds each product's attributes and a synthetic instruction by asin;
+``items_human_ins.json`` holds lists of instructions that people wrote, by asin. The rules for prices, options and goals are WebShop's
+(``web_agent_site/engine``), except that its draws without a seed (a price between two, a limit above the price) depend on the product here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import islice
+from itertools import product as combinations
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from broker.contract import strict
+from broker.errors import ConfigError, DataError
+from envhub.envs.tools.bm25 import words
+from envhub.envs.tools.webshop_catalogue import NO_LIMIT, Catalogue, Goal, Product, price_limit
+
+NO_PRICE: Final = 100.0  # dollars, of products without one
+MAX_ASIN_CHARS: Final = 10  # longer ones are no products
+_COMMA: Final = re.compile(r"\s*,?\s*")
+_COLON: Final = re.compile(r"\s*:\s*")
+MAX_COMBINATIONS: Final = 64  # of a product's options that become synthetic goals; WebShop has no limit
+
+
+@lru_cache(maxsize=2)
+def load(items: str, attributes: str, human: str | None, num_products: int | None) -> Catalogue:
+    """The catalogue; goals are people's instructions where that file is given, else the synthetic ones.
+
+    Args:
+        items: path of ``items_shuffle*.json``.
+        attributes: path of ``items_ins_v2*.json``.
+        human: path of ``items_human_ins.json``, None for synthetic goals.
+        num_products: how many of the first products; None: all.
+
+    Raises:
+        ConfigError: a file that is not there or not readable, or one that leaves no goal.
+        DataError: a malformed product or instruction, with its place in the file, from 1.
+    """
+    rows = _read("items", items, list[dict[str, Any]])
+    told = _read("attributes", attributes, dict[str, dict[str, Any]])
+    said = None if human is None else _read("human", human, dict[str, list[dict[str, Any]]])
+    products: dict[str, Product] = {}
+    goals: list[Goal] = []
+    for number, row in enumerate(rows[:num_products], start=1):
+        asin = _text(items, number, row, "asin")
+        if asin == "nan" or len(asin) > MAX_ASIN_CHARS or asin.lower() in products:
+            continue
+        own = told.get(asin, {})
+        product = _product(items, number, row, asin, own)
+        products[product.asin] = product
+        if said is None:
+            goals += _synthetic(attributes, number, product, own)
+        else:
+            goals += (goal for place, row in enumerate(said.get(asin, []), start=1) if (goal := _human(str(human), place, product, row)))
+    if not goals:
+        raise ConfigError("attributes" if human is None else "human", human or attributes, f"instructions for the products of {items}")
+    return Catalogue(list(products.values()), goals)
+
+
+def _read(key: str, path: str, kind: type[Any]) -> Any:
+    file = Path(path)
+    if not file.is_file():
+        raise ConfigError(key, path, "there is no such file")
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise ConfigError(key, path, f"WebShop's JSON: {error}") from None
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except UnicodeDecodeError as error:
+        raise DataError(path, _first_bad_row(data)[0], f"not UTF-8: {error.reason}") from None
+    except (msgspec.DecodeError, RecursionError) as error:
+        number, problem = _first_bad_row(data)
+        if problem:
+            raise DataError(path, number, f"not JSON: {problem}") from None
+        raise ConfigError(key, path, f"WebShop's JSON: {error}") from None
+
+
+def _first_bad_row(data: bytes) -> tuple[int, str]:
+    """Number (from 1) and problem of the first malformed row of a JSON list or object; no problem where the rows are well formed."""
+    text = data.decode("utf-8", "surrogateescape").strip()
+    at, number = 1, 0
+    while text.startswith(("[", "{")) and (at := _after(_COMMA, text, at)) < len(text) and text[at] not in "]}":
+        number += 1
+        try:
+            value, at = strict.decode_prefix(text, at)
+            if isinstance(value, str):  # a key of an object
+                value, at = strict.decode_prefix(text, _after(_COLON, text, at))
+        except strict.BadJson as error:
+            return number, str(error)
+    return number, ""
+
+
+def _after(separator: re.Pattern[str], text: str, at: int) -> int:
+    found = separator.match(text, at)
+    return at if found is None else found.end()
+
+
+def _product(path: str, number: int, row: dict[str, Any], asin: str, told: dict[str, Any]) -> Product:
+    name = _text(path, number, row, "name")
+    features = row.get("small_description") or []
+    return Product(
+        asin=asin.lower(),
+        name=name,
+        nouns=frozenset(word for word in words(name) if not any(map(str.isdigit, word))),
+        query=_text(path, number, row, "query").lower().strip(),
+        category=_text(path, number, row, "product_category"),
+        price=_price(path, number, row, asin),
+        options=_options(path, number, row),
+        attributes=_texts(path, number, told.get("attributes") or [], "attributes"),
+        features=_texts(path, number, features if isinstance(features, list) else [features], "small_description"),
+        description=str(row.get("full_description") or ""),
+    )
+
+
+def _price(path: str, number: int, row: dict[str, Any], asin: str) -> float:
+    """The price; between the two of a range it depends on the asin."""
+    told = row.get("pricing")
+    if not told:
+        return NO_PRICE
+    try:
+        found = [float(re.sub(r"[^\d.]", "", part)) for part in str(told).split("$")[1:3]]
+    except ValueError:
+        raise DataError(path, number, f"pricing is {told!r}, not dollars such as '$9.99' or '$5 to $8'") from None
+    if not found or not all(map(math.isfinite, found)):
+        raise DataError(path, number, f"pricing is {told!r}, not dollars such as '$9.99' or '$5 to $8'")
+    share = hashlib.blake2b(asin.encode(), digest_size=1).digest()[0] / 255
+    return found[0] + (found[-1] - found[0]) * share
+
+
+def _options(path: str, number: int, row: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+    told = row.get("customization_options") or {}
+    if not isinstance(told, dict):
+        raise DataError(path, number, f"customization_options is {type(told).__name__}, not an object")
+    options = {}
+    for name, values in told.items():
+        if values is None:
+            continue
+        if not isinstance(values, list) or not all(isinstance(value, dict) and isinstance(value.get("value"), str) for value in values):
+            raise DataError(path, number, f"customization_options.{name} is no list of objects with a value")
+        options[name.lower()] = tuple(value["value"].strip().replace("/", " | ").lower() for value in values)
+    return options
+
+
+def _human(path: str, place: int, product: Product, row: dict[str, Any]) -> Goal | None:
+    wanted = _texts(path, place, row.get("instruction_attributes") or [], f"{product.asin}: instruction_attributes")
+    if not wanted:
+        return None
+    options = _texts(path, place, row.get("instruction_options") or [], f"{product.asin}: instruction_options")
+    return _goal(product, _text(path, place, row, "instruction").strip("."), wanted, options)
+
+
+def _synthetic(path: str, number: int, product: Product, told: dict[str, Any]) -> Iterator[Goal]:
+    if not told.get("instruction"):
+        return
+    wanted = _texts(path, number, told.get("instruction_attributes") or [], f"{product.asin}: instruction_attributes")
+    text, names = _text(path, number, told, "instruction"), sorted(product.options)
+    for values in islice(combinations(*(product.options[name] for name in names)), MAX_COMBINATIONS):
+        options = ", and ".join(f"{name}: {value}" for name, value in zip(names, values, strict=True))
+        yield _goal(product, f"{text} with {options}" if options else text, wanted, values)
+
+
+def _goal(product: Product, text: str, wanted: tuple[str, ...], options: tuple[str, ...]) -> Goal:
+    limit = price_limit(product.price, f"{product.asin} {text}")
+    text += f", and price lower than {limit:.2f} dollars" if limit < NO_LIMIT else ""
+    return Goal(product, text, tuple(value.lower() for value in wanted), tuple(value.lower() for value in options), limit)
+
+
+def _text(path: str, place: int, row: dict[str, Any], key: str) -> str:
+    value = row.get(key)
+    if not isinstance(value, str):
+        raise DataError(path, place, f"{key} is {value!r:.80}, not a text; it has {', '.join(sorted(row)) or 'nothing'}")
+    return value
+
+
+def _texts(path: str, place: int, value: Any, key: str) -> tuple[str, ...]:
+    values = list(value.values()) if isinstance(value, dict) else value
+    if not isinstance(values, list) or not all(isinstance(one, str) for one in values):
+        raise DataError(path, place, f"{key} is {value!r:.80}, not a list of texts")
+    return tuple(values)

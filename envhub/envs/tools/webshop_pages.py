@@ -1,0 +1,122 @@
+"""What a web shop's pages show, as text, and what can be clicked on them.
+
+``full`` has a line for each thing that WebShop's pages show, with what can be clicked in brackets; the instruction stands on
+every page. ``compact`` says what is needed in few characters, for small models: the wish in a line where one can search, then results as
+``number name price``, then an article's options, the chosen ones after ``*``. There a click names a result by its number on the page, and
+buttons are not listed, but work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from envhub.envs.tools.webshop_catalogue import NO_LIMIT, Goal, Product
+
+BACK: Final = "back to search"
+NEXT: Final = "next >"
+PREVIOUS: Final = "< prev"
+BUY: Final = "buy now"
+SUB_PAGES: Final = ("description", "features", "reviews", "attributes")
+NO_RATING: Final = "N.A."  # the files have no reviews that a shop could show
+
+
+@dataclass
+class View:
+    """Where a customer is.
+
+    Attributes:
+        results: of the last search; None before the first one and after a step back to the search.
+        page: of the results, from 0.
+        product: whose page is open, if any is.
+        chosen: option values by the option's name.
+        sub_page: one of ``SUB_PAGES``, if it is open.
+    """
+
+    window: int
+    results: Sequence[Product] | None = None
+    page: int = 0
+    product: Product | None = None
+    chosen: dict[str, str] = field(default_factory=dict)
+    sub_page: str = ""
+
+    @property
+    def listed(self) -> Sequence[Product]:
+        """The results on this page."""
+        return (self.results or ())[self.page * self.window : (self.page + 1) * self.window]
+
+    @property
+    def has_next(self) -> bool:
+        """Whether there is a page of results after this one."""
+        return (self.page + 1) * self.window < len(self.results or ())
+
+    def clickable(self) -> list[str]:
+        """What a click may name now."""
+        if self.results is None:
+            return []
+        if self.product is None:
+            turns = [PREVIOUS] * (self.page > 0) + [NEXT] * self.has_next
+            return [BACK, *turns, *(product.asin for product in self.listed)]
+        if self.sub_page:
+            return [BACK, PREVIOUS]
+        values = [value for group in self.product.options.values() for value in group]
+        return [BACK, PREVIOUS, *SUB_PAGES, *values, BUY]
+
+
+def full(view: View, goal: Goal) -> str:
+    """The page with all that WebShop shows."""
+    return "\n".join([f"Instruction: {goal.instruction}", *_full_lines(view)])
+
+
+def _full_lines(view: View) -> list[str]:
+    if view.results is None:
+        return ["[search]"]
+    if view.product is None:
+        head = [f"[{BACK}]", f"page {view.page + 1} (total results: {len(view.results)})"]
+        head += [f"[{PREVIOUS}]"] * (view.page > 0) + [f"[{NEXT}]"] * view.has_next
+        return head + [f"[{product.asin}] {product.name} ${product.price:.2f}" for product in view.listed]
+    head = [f"[{BACK}] [{PREVIOUS}]"]
+    if view.sub_page:
+        return head + _sub_page(view.product, view.sub_page)
+    options = [f"{name}: {_values(values, view.chosen.get(name))}" for name, values in view.product.options.items()]
+    rest = [view.product.name, f"price: ${view.product.price:.2f}", f"rating: {NO_RATING}"]
+    return head + options + rest + [" ".join(f"[{name}]" for name in SUB_PAGES), f"[{BUY}]"]
+
+
+def _values(values: Sequence[str], chosen: str | None) -> str:
+    return " ".join(f"[{value}] (chosen)" if value == chosen else f"[{value}]" for value in values)
+
+
+def _sub_page(product: Product, name: str) -> list[str]:
+    told: Mapping[str, Sequence[str]] = {
+        "description": [product.description],
+        "features": product.features,
+        "reviews": ["there are no reviews"],
+        "attributes": [*product.attributes, product.category, product.query],
+    }
+    return list(told[name])
+
+
+def wish_words(goal: Goal) -> str:
+    """What one would search for."""
+    return " ".join([*goal.attributes, goal.product.query])
+
+
+def wish(goal: Goal) -> str:
+    """The goal in few characters: kind and attributes; options; limit in dollars."""
+    parts = [wish_words(goal), *goal.options]
+    return ";".join([*parts, f"<{goal.price_upper:.0f}"] if goal.price_upper < NO_LIMIT else parts)
+
+
+def compact(view: View, goal: Goal) -> str:
+    """The page in few characters; the wish only before the first search."""
+    if view.results is None:
+        return wish(goal)
+    if view.product is None:
+        rows = (f"{number} {product.name} {product.price:g}" for number, product in enumerate(view.listed, start=1))
+        return "\n".join(rows) or "nothing"
+    if view.sub_page:
+        return "\n".join(_sub_page(view.product, view.sub_page))
+    groups = [" ".join(f"*{v}" if v == view.chosen.get(name) else v for v in values) for name, values in view.product.options.items()]
+    return ";".join(groups)

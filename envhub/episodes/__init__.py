@@ -1,0 +1,1 @@
+"""Plays episodes: observe, sample, act, until the environment or a limit ends one."""

@@ -1,0 +1,260 @@
+"""One episode: observe, sample, act, until the environment ends it or a limit does. Token in, token out."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from broker.contract import wire
+from broker.runtime.workers.fault import told, trace
+from envhub.envs.base import Environment, Observation, StepResult
+from envhub.episodes.calls import Calls
+from envhub.episodes.frames import first_frame, frame
+from envhub.episodes.returned import observation, step_result, text
+from envhub.episodes.task import EpisodeFailed, Played, Task
+from envhub.servers.generate import Ask, Expected, Sampled, stirred
+from text.incremental_tokenization import Conversation
+from text.template_rules import Role
+from text.thinking import without_thinking
+from text.tokenizer import Tokenizer
+from text.tool_calls import BadCall
+
+CHARS_PER_TOKEN: Final = 128  # no text has more on average; what is longer does not fit, whatever the tokenizer makes of it
+
+
+class Turns(Protocol):
+    """What samples a turn; see ``envhub.servers.generate.Generator``."""
+
+    async def turn(self, ask: Ask) -> Sampled: ...
+
+
+@dataclass(frozen=True)
+class Means:
+    """What an episode is played with.
+
+    Attributes:
+        expected: tokens a turn of the domain takes.
+        generate_timeout_s: longest wait for a turn.
+    """
+
+    tokenizer: Tokenizer
+    turns: Turns
+    calls: Calls
+    expected: Expected
+    generate_timeout_s: float
+
+
+class Episode:
+    """One, from its reset on; see ``envhub.episodes.runners.Players.play`` for ``on_tokens`` and for what else may be raised."""
+
+    def __init__(self, task: Task, environment: Environment, means: Means, on_tokens: Callable[[int], None]) -> None:
+        self._means, self._task, self._env, self._on_tokens = means, task, environment, on_tokens
+        self._section = task.domain.section
+        self._steps = task.domain.steps()
+        self._conversations: list[Conversation] = []
+        self._seed = stirred(0, task.seed, task.episode)  # of every turn's sampling, with the length of its context
+        self._turns: list[wire.Turn] = []
+        self._frames: list[str] = []
+        self._generate_s = self._env_step_s = 0.0
+        self._carried = 0
+        self._server = self._response = ""
+        self._role: Role = "user"  # whose words come next
+
+    async def run(self) -> Played:
+        """Play it.
+
+        Raises:
+            EpisodeFailed: its prompt does not fit, its memory fails, or its texts are too many.
+        """
+        seen = await self._reset()
+        limit = self._section.max_context_tokens
+        if len(seen.text) > limit * CHARS_PER_TOKEN:
+            raise EpisodeFailed("fatal", f"the prompt has {len(seen.text)} characters and max_context_tokens is {limit}")
+        prompt = seen.text if self._steps is None else self._remembered(self._steps.open, seen.text)
+        self._show(prompt)
+        if len(self._conversation) >= limit:
+            raise EpisodeFailed("fatal", f"the prompt has {len(self._conversation)} tokens and max_context_tokens is {limit}")
+        while True:
+            sampled = await self._sample()
+            self._response = self._means.tokenizer.decode(sampled.token_ids)
+            action = without_thinking(self._response) if self._section.thinking == "drop" else self._response
+            step = await self._act(action, sampled)
+            start, end = self._conversation.spans[-1]
+            self._turns.append(
+                wire.Turn(
+                    start=start,
+                    end=end,
+                    reward=step.reward,
+                    valid=step.valid,
+                    finish_reason=sampled.finish_reason,
+                    server=sampled.server,
+                    anchor=seen.anchor,
+                )
+            )
+            seen = step.observation
+            if (ended := self._ended(step)) is not None:
+                return self._played(step, ended)
+            prompt = seen.text if self._steps is None else self._remembered(self._steps.acted, action, seen.text)
+            if not self._fits(prompt):
+                return self._played(step, "length")
+            self._show(prompt)
+
+    @property
+    def _conversation(self) -> Conversation:
+        return self._conversations[-1]
+
+    def _remembered(self, ask: Callable[..., str], *texts: str) -> str:
+        """The prompt that the domain's memory makes, which may be someone else's code."""
+        try:
+            return ask(*texts)
+        except Exception as error:
+            raise EpisodeFailed("fatal", f"memory {self._section.memory}: {told(error)}", trace(error)) from error
+
+    def _show(self, prompt: str) -> None:
+        if self._steps is not None or not self._conversations:
+            self._conversations.append(Conversation(self._means.tokenizer, self._section.system_prompt, self._task.domain.tools))
+            self._conversation.observe(prompt)
+        else:
+            self._conversation.observe(prompt, self._role)
+
+    def _fits(self, prompt: str) -> bool:
+        """Whether the next prompt leaves room for an answer."""
+        limit = self._section.max_context_tokens
+        if self._steps is not None:
+            return len(prompt) <= limit * CHARS_PER_TOKEN and len(self._conversation.rules.start(prompt)) < limit
+        room = limit - len(self._conversation)
+        return len(prompt) <= room * CHARS_PER_TOKEN and self._conversation.cost_of(prompt, self._role) < room
+
+    def _ended(self, step: StepResult) -> wire.EpisodeEnd | None:
+        if step.done:
+            return "truncated" if step.truncated else "terminated"
+        return "truncated" if len(self._turns) >= self._section.max_turns else None
+
+    async def _sample(self) -> Sampled:
+        conversation, task = self._conversation, self._task
+        ask = Ask(
+            conversation_id=task.id if self._steps is None else f"{task.id}.{len(self._turns)}",
+            token_ids=conversation.token_ids,
+            sampling=self._sampling(),
+            policy=task.policy,
+            min_version=task.min_version,
+            sticky=self._server,
+            timeout_s=self._means.generate_timeout_s,
+            expected_tokens=self._means.expected.tokens(),
+        )
+        started = time.perf_counter()
+        sampled = await self._means.turns.turn(ask)
+        self._generate_s += time.perf_counter() - started
+        self._server = sampled.server
+        self._means.expected.add(len(sampled.token_ids))
+        conversation.sampled(sampled.token_ids, sampled.logprobs, sampled.version_runs)
+        if sampled.version_runs:
+            self._on_tokens(min(sampled.version_runs[::2]))
+        return sampled
+
+    def _sampling(self) -> wire.SamplingParams:
+        section, task, conversation = self._section.sampling, self._task, self._conversation
+        length = len(conversation)
+        seed = stirred(self._seed, length) if self._steps is None else stirred(self._seed, length, len(self._turns))
+        return wire.SamplingParams(
+            max_tokens=min(section.max_tokens, self._section.max_context_tokens - length),
+            temperature=section.temperature if task.temperature is None else task.temperature,
+            top_p=section.top_p,
+            top_k=section.top_k,
+            min_p=section.min_p,
+            seed=seed >> 16,
+            stop=section.stop,
+            stop_token_ids=list(conversation.rules.stop_token_ids),
+        )
+
+    async def _reset(self) -> Observation:
+        task = self._task
+        seen = observation("reset", await self._call("reset", task.task_index, task.split, task.seed))
+        self._carry(seen.text, seen.anchor)
+        self._carry(text("after reset, prompt", self._env.prompt), text("after reset, reference", self._env.reference))
+        if task.record:
+            self._record(first_frame(task.task_index, task.split, task.seed, await self._look()))
+        return seen
+
+    async def _act(self, action: str, sampled: Sampled) -> StepResult:
+        """Hand the policy's words to the environment, or its tool calls; one that cannot be read is answered here."""
+        if not self._task.domain.tools:
+            return await self._step("step", action, action)
+        spelled = self._means.tokenizer.decode(sampled.token_ids, skip_special_tokens=False)  # some spell calls with special tokens
+        try:
+            calls = self._conversation.rules.calls(without_thinking(spelled))
+        except BadCall as error:
+            self._role = "tool"
+            return StepResult(Observation(f"error: {error}"), 0.0, done=False, valid=False)
+        self._role = "tool" if calls else "user"
+        return await (self._step("use", action, calls) if calls else self._step("step", action, action))
+
+    async def _step(self, method: str, action: str, given: Any) -> StepResult:
+        step = step_result(await self._call(method, given), method)
+        self._carry(step.observation.text, step.observation.anchor)
+        if self._task.record:
+            self._record(frame(action, await self._look()))
+        return step
+
+    async def _look(self) -> str:
+        return text("text_frame returned what", await self._call("text_frame"))
+
+    def _record(self, shown: str) -> None:
+        self._carry(shown)
+        self._frames.append(shown)
+
+    def _carry(self, *texts: str) -> None:
+        """Bound what one episode holds: a group that large could not be sent anyway."""
+        self._carried += sum(map(len, texts))
+        if self._carried > wire.MAX_PAYLOAD_BYTES:
+            limit = wire.MAX_PAYLOAD_BYTES
+            raise EpisodeFailed("large", f"its observations and anchors have {self._carried} characters, the limit is {limit}")
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        started = time.perf_counter()
+        try:
+            return await self._means.calls.call(self._env, method, *args)
+        finally:
+            self._env_step_s += time.perf_counter() - started
+
+    def _played(self, step: StepResult, end: wire.EpisodeEnd) -> Played:
+        turns = self._turns
+        reward = math.fsum(turn.reward for turn in turns)
+        metrics = {
+            **step.metrics,
+            "valid_action_rate": sum(turn.valid for turn in turns) / len(turns),
+            "num_turns": float(len(turns)),
+        }
+        parts = [turns] if self._steps is None else [[turn] for turn in turns]
+        last = len(parts) - 1
+        trajectories = [
+            wire.Trajectory(
+                episode=self._task.episode,
+                token_ids=wire.column(conversation.token_ids, "<i4"),
+                loss_mask=wire.column(conversation.loss_mask, "|u1"),
+                logprobs=wire.column(conversation.logprobs, "<f4"),
+                version_runs=wire.column(conversation.version_runs, "<i4"),
+                turns=own,
+                reward=reward,
+                reward_parts={"env": reward} if self._task.domain.environment.has_reward else {},
+                success=step.success,
+                end=end,
+                response=self._response if index == last else "",
+                metrics=metrics if index == last else {},
+                greedy=self._task.greedy,
+            )
+            for index, (conversation, own) in enumerate(zip(self._conversations, parts, strict=True))
+        ]
+        versions = [version for conversation in self._conversations for version in conversation.version_runs[::2]]
+        return Played(
+            trajectories,
+            self._env.prompt,
+            self._env.reference,
+            self._generate_s,
+            self._env_step_s,
+            self._frames,
+            min(versions, default=-1),
+        )

@@ -1,0 +1,104 @@
+"""Plays dead tickets again for the operator to look at: one at a time, beside the slots, and into no log whatever."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Final
+
+from broker.contract import wire
+from broker.contract.streams import RERUNS
+from broker.errors import TooLarge, WireError
+from broker.nats.core_messages import respond
+from broker.runtime.process import Member
+from envhub.domain import Domain
+from envhub.episodes.runners import Players
+from envhub.episodes.task import EpisodeFailed, Played
+from envhub.slots import CLOSED_FOR
+from envhub.tickets.assignment import Assignment, assignment, group, reward_pools, task
+
+log = logging.getLogger(__name__)
+
+AT_ONCE: Final = 8  # episodes
+
+
+class Reruns:
+    """Answers the operator.
+
+    Args:
+        domains: of the hub, as they are at present.
+    """
+
+    def __init__(self, member: Member, players: Players, domains: dict[str, Domain]) -> None:
+        self._member, self._players, self._domains = member, players, domains
+        self._busy = False
+        self._count = 0
+
+    async def serve(self) -> None:
+        """Until cancelled."""
+        subscribed = await respond(self._member.bus, RERUNS, self._member.id, self.answer)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await subscribed.close()
+
+    async def answer(self, ticket: wire.Message) -> wire.Message | None:
+        """The group that the ticket becomes now, or why there is none; every episode is tried once."""
+        if not isinstance(ticket, (wire.Ticket, wire.EvalTicket)):
+            return None
+        asked = assignment(ticket)
+        if asked.domain not in self._domains:
+            return self._closed(asked, "malformed", f"this hub has no domain {asked.domain}; it has {', '.join(self._domains)}")
+        if self._busy or self._member.stop.asked.is_set():
+            return self._closed(asked, "aborted", "this hub plays another ticket again at present, or is about to end; try again")
+        self._busy = True
+        try:
+            log.info("playing ticket %d of domain %s again for the operator", asked.number, asked.domain)
+            return await self._play(asked, self._domains[asked.domain])
+        finally:
+            self._busy = False
+
+    async def _play(self, asked: Assignment, domain: Domain) -> wire.Message:
+        self._count += 1
+        few = asyncio.Semaphore(AT_ONCE)
+        work = [asyncio.create_task(self._episode(asked, domain, episode, few)) for episode in range(asked.group_size)]
+        try:
+            async with asyncio.timeout(asked.deadline_s):
+                await asyncio.wait(work)
+        except TimeoutError:
+            done = sum(one.done() for one in work)
+            return self._closed(asked, "deadline", f"{done} of {asked.group_size} episodes after {asked.deadline_s:g} s")
+        finally:
+            for one in work:
+                one.cancel()
+            results = await asyncio.gather(*work, return_exceptions=True)
+        return self._outcome(asked, domain, results)
+
+    async def _episode(self, asked: Assignment, domain: Domain, episode: int, few: asyncio.Semaphore) -> Played:
+        name = f"{self._member.id}.rerun{self._count}.{asked.key}.{episode}"
+        async with few:
+            return await self._players.play(task(asked, domain, episode, name), lambda _: None)
+
+    def _outcome(self, asked: Assignment, domain: Domain, results: list[Played | BaseException]) -> wire.Message:
+        played = [one for one in results if isinstance(one, Played)]
+        failed = [(episode, one) for episode, one in enumerate(results) if isinstance(one, BaseException)]
+        if failed:
+            episode, error = failed[0]
+            detail = error.detail if isinstance(error, EpisodeFailed) else f"{type(error).__name__}: {error}"
+            reason = CLOSED_FOR.get(error.kind, "aborted") if isinstance(error, EpisodeFailed) else "env_error"
+            return self._closed(asked, reason, f"{len(failed)} of {len(results)} episodes failed; episode {episode}: {detail}")
+        pools, temperature = reward_pools(domain.section), domain.section.sampling.temperature
+        found = group(asked, played, pools=pools, hub=self._member.id, deliveries=1, temperature=temperature)
+        try:
+            size = len(wire.encode(found))
+        except WireError as error:
+            return self._closed(asked, "too_large" if isinstance(error, TooLarge) else "malformed", str(error))
+        if size > wire.MAX_PAYLOAD_BYTES:
+            return self._closed(asked, "too_large", f"the group is {size} bytes, an answer has room for {wire.MAX_PAYLOAD_BYTES}")
+        return found
+
+    def _closed(self, asked: Assignment, reason: wire.ClosedReason, detail: str) -> wire.Closed:
+        line = " ".join(detail.split())[:1000]
+        return wire.Closed(
+            ticket=asked.number, domain=asked.domain, reason=reason, detail=line, by=self._member.id, eval_step=asked.eval_step
+        )

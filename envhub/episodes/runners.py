@@ -1,0 +1,132 @@
+"""Plays episodes, several at a time, on environments that are used again: what all episodes of a hub share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from envhub.agents.env import Agent
+from envhub.domain import Domain
+from envhub.envs.base import Environment
+from envhub.episodes.calls import CallFailed, Calls
+from envhub.episodes.episode import Episode, Means, Turns
+from envhub.episodes.returned import Malformed
+from envhub.episodes.task import EpisodeFailed, Played, Task
+from envhub.servers.generate import Expected, TurnFailed
+from envhub.workers.worker_pool import NoWorker, Nurseries, RemoteEnvironment
+from text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from envhub.agents.run_episode import Agents
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds, from the section ``envhub``."""
+
+    episode_timeout_s: float
+    generate_timeout_s: float
+
+
+@dataclass
+class Players:
+    """All that episodes share in one hub.
+
+    Attributes:
+        nurseries: for environments in worker processes.
+        max_workers: worker processes, idle ones included, beyond which an idle one makes way for another domain's.
+        idle: environments of finished episodes, by domain, for the next ones.
+    """
+
+    tokenizer: Tokenizer
+    turns: Turns
+    calls: Calls
+    limits: Limits
+    nurseries: Nurseries = field(default_factory=lambda: Nurseries(None))
+    max_workers: int = 64
+    idle: dict[str, list[Environment]] = field(default_factory=dict)
+    expected: dict[str, Expected] = field(default_factory=dict)
+    agents: Agents | None = None  # made for the first episode that an agent plays
+
+    async def play(self, task: Task, on_tokens: Callable[[int], None]) -> Played:
+        """Play one episode.
+
+        Args:
+            task: what to play.
+            on_tokens: told the oldest policy version of each turn as soon as it is sampled.
+
+        Raises:
+            EpisodeFailed: environment or generation failed, or it took longer than ``episode_timeout_s``.
+        """
+        environment: Environment | None = None
+        try:
+            async with asyncio.timeout(self.limits.episode_timeout_s) as limit:
+                expected = self.expected.setdefault(task.domain.name, Expected())
+                if issubclass(task.domain.environment, Agent):
+                    return await self._play_agent(task, expected, on_tokens)
+                environment = await self._environment(task.domain)
+                means = Means(self.tokenizer, self.turns, self.calls, expected, self.limits.generate_timeout_s)
+                played = await Episode(task, environment, means, on_tokens).run()
+        except CallFailed as error:
+            raise EpisodeFailed("env", str(error), error.trace) from error
+        except Malformed as error:
+            raise EpisodeFailed("env", str(error)) from error
+        except NoWorker as error:
+            raise EpisodeFailed("machine", str(error)) from error
+        except TurnFailed as error:
+            raise EpisodeFailed("generate", str(error)) from error
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise EpisodeFailed("timeout", f"the episode took longer than {self.limits.episode_timeout_s:g} s") from None
+        else:
+            if not (isinstance(environment, RemoteEnvironment) and environment.spent):
+                self.idle.setdefault(task.domain.name, []).append(environment)  # only a healthy one is used again
+                environment = None
+            return played
+        finally:
+            if environment is not None:
+                self.calls.retire(environment)
+
+    async def close(self) -> None:
+        """Close the idle environments, and end all worker processes."""
+        idle = [environment for environments in self.idle.values() for environment in environments]
+        self.idle.clear()
+        await asyncio.gather(*(self.calls.call(environment, "close") for environment in idle), return_exceptions=True)
+        self.calls.close()
+        await self.nurseries.close()
+        if self.agents is not None:
+            await self.agents.close()
+
+    async def _play_agent(self, task: Task, expected: Expected, on_tokens: Callable[[int], None]) -> Played:
+        from envhub.agents.run_episode import Agents  # a web server, which other hubs need not load
+        from envhub.agents.session import Means as Asking
+
+        self.agents = self.agents or Agents(self.tokenizer)
+        return await self.agents.play(task, Asking(self.tokenizer, self.turns.turn, expected, self.limits.generate_timeout_s), on_tokens)
+
+    async def _environment(self, domain: Domain) -> Environment:
+        idle = self.idle.get(domain.name)
+        if idle:
+            return idle.pop()
+        if domain.isolation != "process":
+            return await self.calls.make(domain.make, in_thread=domain.isolation == "thread")
+        if self.nurseries.living >= self.max_workers:
+            self._make_way()
+        environment = await self.nurseries.environment(domain)
+        try:
+            await self.calls.call(environment, "constructor")
+        except BaseException:
+            self.calls.retire(environment)
+            raise
+        return environment
+
+    def _make_way(self) -> None:
+        """End the process of an idle environment, of the domain that has most of them."""
+        idle = max(self.idle.values(), key=lambda found: sum(isinstance(one, RemoteEnvironment) for one in found), default=[])
+        spare = next((one for one in idle if isinstance(one, RemoteEnvironment)), None)
+        if spare is not None:
+            idle.remove(spare)
+            self.calls.retire(spare)

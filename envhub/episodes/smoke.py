@@ -1,0 +1,91 @@
+"""One trial episode of each domain with code of the user's own, in the worker process that a hub would use; for ``rlearner check``.
+
+No model is needed: every turn says the same words, which an environment must be able to answer (``valid=False`` at worst).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from broker.errors import UserError
+from broker.settings.runspec import section
+from envhub.agents.env import Agent
+from envhub.config import EnvhubSection
+from envhub.domain import Domain, load_domains
+from envhub.envs.base import Environment
+from envhub.episodes.calls import CallFailed, Calls
+from envhub.episodes.returned import Malformed, observation, step_result
+from envhub.workers.worker_pool import NoWorker, Nurseries, RemoteEnvironment
+
+SAYS: Final = "trial"
+MAX_TURNS: Final = 8
+SEED: Final = 0
+
+
+async def try_domains(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Play training task 0 of every domain that has an environment or a reward of the user's own, except for agents, which need a model.
+
+    Args:
+        config: validated.
+
+    Returns:
+        By domain the fields of the ``rewardhub.rewards.base.Sample`` that the episode makes.
+
+    Raises:
+        UserError: an environment failed; says how, with the user's file and line.
+    """
+    settings = section(config, "envhub", EnvhubSection)
+    calls, nurseries = Calls(settings.step_timeout_s), Nurseries(settings.worker_memory_mib)
+    samples: dict[str, dict[str, Any]] = {}
+    try:
+        for name, domain in load_domains(config).items():
+            if _has_own_code(domain) and not issubclass(domain.environment, Agent):
+                samples[name] = await _try(domain, calls, nurseries)
+    finally:
+        calls.close()
+        await nurseries.close()
+    return samples
+
+
+def _has_own_code(domain: Domain) -> bool:
+    return any(":" in name for name in (domain.section.env, *(reward.name for reward in domain.section.rewards)))
+
+
+async def _try(domain: Domain, calls: Calls, nurseries: Nurseries) -> dict[str, Any]:
+    try:
+        if domain.isolation != "process":
+            environment = await calls.make(domain.make, in_thread=domain.isolation == "thread")
+        else:
+            environment = await nurseries.environment(domain)
+        try:
+            if isinstance(environment, RemoteEnvironment):
+                await calls.call(environment, "constructor")
+            return await _play(domain, calls, environment)
+        finally:
+            await calls.call(environment, "close")
+    except (CallFailed, Malformed, NoWorker) as error:
+        raise UserError(f"domains.{domain.name}.env: {domain.section.env} failed in a trial episode: {error}") from None
+
+
+async def _play(domain: Domain, calls: Calls, environment: Environment) -> dict[str, Any]:
+    observation("reset", await calls.call(environment, "reset", 0, "train", SEED))
+    rewards = []
+    for _ in range(min(domain.section.max_turns, MAX_TURNS)):
+        step = step_result(await calls.call(environment, "step", SAYS), "step")
+        rewards.append(step.reward)
+        if step.done:
+            break
+    return {
+        "domain": domain.name,
+        "task_index": 0,
+        "prompt": environment.prompt,
+        "response": SAYS,
+        "reference": environment.reference,
+        "reward": sum(rewards),
+        "reward_parts": {"env": sum(rewards)} if domain.environment.has_reward else {},
+        "success": step.success,
+        "end": "terminated" if step.done and not step.truncated else "truncated",
+        "num_turns": len(rewards),
+        "num_tokens": len(rewards),
+        "metrics": step.metrics,
+    }

@@ -1,0 +1,75 @@
+"""What can be said about this role's part of a configuration on a machine, before anything starts."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from broker.settings.preflight import Finding
+from envhub.agents.env import PYTHON, Agent, AgentArgs
+from envhub.agents.imports import imported, missing
+from envhub.domain import load_domains
+
+
+def look(config: dict[str, Any]) -> list[Finding]:
+    """Whether the programs of ``env: agent`` find what they import.
+
+    Args:
+        config: validated.
+    """
+    if not any(domain["env"] == "agent" for domain in config["domains"].values()):
+        return []
+    agents = {name: domain for name, domain in load_domains(config).items() if issubclass(domain.environment, Agent)}
+    found = [(f"domains.{name}.env_args", domain.args) for name, domain in agents.items() if isinstance(domain.args, AgentArgs)]
+    return [finding for key, args in found if (finding := _program(key, args)) is not None]
+
+
+def references(config: dict[str, Any]) -> dict[str, list[tuple[str, str]]]:
+    """By domain, where each reference answer of its data stands, and the answer.
+
+    Args:
+        config: validated.
+    """
+    return {name: domain.environment.references(domain.args) for name, domain in load_domains(config).items()}
+
+
+def _program(key: str, args: AgentArgs) -> Finding | None:
+    """None for what is no Python file that we know of."""
+    interpreter, file = _file(args)
+    if file is None or not file.is_file():
+        return None
+    try:
+        names = imported(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError) as error:
+        return Finding("agents", key, "missing", f"{file} cannot be run: {error}", f"{interpreter} {file}")
+    lacking = missing(interpreter, names, str(file.parent.absolute()), args.env, args.cwd)
+    if not lacking:
+        return Finding("agents", key, "ok", f"{file} finds what it imports")
+    return Finding(
+        "agents", key, "missing", f"{file} imports {', '.join(lacking)}, not installed", f"{interpreter} -m pip install {' '.join(lacking)}"
+    )
+
+
+def _file(args: AgentArgs) -> tuple[str, Path | None]:
+    """Who runs the program, and its file."""
+    if args.function:
+        where = args.function.rpartition(":")[0]
+        return sys.executable, Path(where) if where.endswith(".py") else _source(where)
+    program, *rest = args.command
+    if not Path(program).name.startswith(PYTHON) or not rest or not rest[0].endswith(".py"):
+        return program, None
+    return sys.executable if program == PYTHON else program, Path(args.cwd or "", rest[0])
+
+
+def _source(module: str) -> Path | None:
+    """A module's file; only its outermost package is looked for, for finding more would import it."""
+    top, *inner = module.split(".")
+    try:
+        spec = find_spec(top)
+    except (ImportError, ValueError):
+        return None
+    if spec is None or not spec.origin:
+        return None
+    return Path(spec.origin).parent.joinpath(*inner).with_suffix(".py") if inner else Path(spec.origin)

@@ -1,0 +1,139 @@
+"""Fetches tickets, never more than there is room for, in turn between the queues of a hub."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Final
+
+from broker.contract.streams import EVALTICKETS, Stream
+from broker.jetstream.bus import Delivery, WorkQueue
+from broker.jetstream.pulling import fetch_unless
+from broker.runtime.process import Member
+from envhub.slots import Slots
+
+LOOK_S: Final = 1.0  # at whether tickets can be worked on
+CROWDED_PAUSE_S: Final = 0.5  # before asking an empty queue again that had to make way
+EVAL_SHARE: Final = 2  # evaluations take at most one slot in so many
+
+
+class Turnstile:
+    """Gives out room to one queue after the other, in the order in which they asked."""
+
+    def __init__(self, slots: Slots) -> None:
+        self.slots = slots
+        self._line = asyncio.Lock()
+        self._waiting = 0
+        self._wanted = asyncio.Event()  # while a queue waits for room
+        self._freed = asyncio.Event()
+
+    def poke(self) -> None:
+        """Slots may have been freed."""
+        freed, self._freed = self._freed, asyncio.Event()
+        freed.set()
+
+    async def changed(self) -> None:
+        """Wait until slots may have been freed."""
+        await self._freed.wait()
+
+    async def wanted(self) -> None:
+        """Wait until a queue waits for room."""
+        await self._wanted.wait()
+
+    async def reserve(self, group_size: int, limit: int) -> int:
+        """Wait in line until there is room for at least one group; how many are reserved, at most ``limit``."""
+        if not self._line.locked() and (count := self.slots.reserve(group_size, limit)):
+            return count
+        self._waiting += 1
+        self._wanted.set()
+        try:
+            async with self._line:
+                while not (count := self.slots.reserve(group_size, limit)):
+                    await self._freed.wait()
+                return count
+        finally:
+            self._waiting -= 1
+            if not self._waiting:
+                self._wanted.clear()
+
+    def release(self, group_size: int, count: int) -> None:
+        """Give back what ``reserve`` gave."""
+        self.slots.release(group_size, count)
+        self.poke()
+
+    @property
+    def crowded(self) -> bool:
+        """Whether another queue waits for room."""
+        return self._waiting > 0
+
+
+@dataclass
+class Feed:
+    """One queue of tickets.
+
+    Attributes:
+        member: for the broker and the operator's wishes.
+        turnstile: shared by all queues of the hub.
+        stream: tickets or evaltickets.
+        domain: key of the queue.
+        group_size: of the tickets to expect; the tickets themselves correct it.
+        accept: takes one delivery and tells the size of its group, 0 if it was none.
+        in_hand: episodes of this stream's tickets that the hub has taken.
+        ready: whether tickets of this stream can be worked on at present.
+        changed: returns when that may have changed, or after as many seconds.
+    """
+
+    member: Member
+    turnstile: Turnstile
+    stream: Stream
+    domain: str
+    group_size: int
+    accept: Callable[[Stream, str, Delivery], int]
+    in_hand: Callable[[Stream], int]
+    ready: Callable[[Stream], bool]
+    changed: Callable[[float], Awaitable[None]]
+
+    def __post_init__(self) -> None:
+        self._found = False
+
+    async def run(self) -> None:
+        """Fetch until cancelled; what had arrived by then is handed back."""
+        queue = await self.member.bus.work_queue(self.stream, self.domain)
+        while True:
+            await self.member.running.wait()
+            if not self.ready(self.stream):
+                await self.changed(LOOK_S)
+            elif (most := self._most()) <= 0:
+                await self.turnstile.changed()
+            else:
+                await self._fetch(queue, most)
+
+    def _most(self) -> int:
+        """Groups that this queue may have more."""
+        slots = self.turnstile.slots.n
+        if self.stream is not EVALTICKETS:
+            return max(1, slots // self.group_size)
+        taken = self.in_hand(self.stream)
+        return max((slots // EVAL_SHARE - taken) // self.group_size, 0 if taken else 1)
+
+    async def _unready(self) -> None:
+        while self.ready(self.stream):
+            await self.changed(LOOK_S)
+
+    async def _fetch(self, queue: WorkQueue, most: int) -> None:
+        size = self.group_size
+        # A queue that was empty gets room for one group only, and for no time at all where others want it.
+        count = await self.turnstile.reserve(size, most if self._found else 1)
+        try:
+            if self.turnstile.crowded:
+                deliveries = await queue.fetch(count, 0.0)
+            else:
+                deliveries = await fetch_unless(queue, count, self.turnstile.wanted(), self.member.pausing.wait(), self._unready())
+        finally:
+            self.turnstile.release(size, count)
+        self._found = bool(deliveries)
+        for delivery in deliveries:
+            self.group_size = self.accept(self.stream, self.domain, delivery) or self.group_size
+        if not deliveries and self.turnstile.crowded:
+            await asyncio.sleep(CROWDED_PAUSE_S)

@@ -1,0 +1,154 @@
+"""What ends a ticket: its Group or Closed is stored first, then the ticket is acknowledged."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from broker.contract import wire
+from broker.contract.streams import TICKETS, Stream
+from broker.errors import TooLarge, WireError
+from broker.jetstream.bus import Delivery
+from broker.runtime.process import Member
+from broker.runtime.workers.line import clean
+from envhub.domain import Domain
+from envhub.episodes.task import Played
+from envhub.tally import Tally
+from envhub.tickets.assignment import Assignment, destination, group, results, reward_pools
+from envhub.tickets.attempts import Attempts
+from envhub.tickets.suspicion import Judgement
+
+log = logging.getLogger(__name__)
+
+DETAIL_CHARS: Final = 1000
+
+
+@dataclass
+class InHand:
+    """A ticket in work.
+
+    Attributes:
+        judgement: of a ticket that was delivered before, None until it is known.
+        beginning: held while the note is written that this hub plays such a ticket.
+        begun: that note is written.
+    """
+
+    asked: Assignment
+    delivery: Delivery
+    domain: Domain
+    tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    played: dict[int, Played] = field(default_factory=dict)
+    judgement: Judgement | None = None
+    beginning: asyncio.Lock = field(default_factory=asyncio.Lock)
+    begun: bool = False
+
+
+class Outbox:
+    """Ends tickets in the background.
+
+    Attributes:
+        failure: why a ticket could not be ended, None while all goes well. The hub stops then: what was not acknowledged
+            goes to another hub.
+    """
+
+    def __init__(self, member: Member, tally: Tally, attempts: Attempts) -> None:
+        self._member, self._bus, self._tally, self._attempts = member, member.bus, tally, attempts
+        self.failure: BaseException | None = None
+        self._ending: set[asyncio.Task[None]] = set()
+
+    def finish(self, held: InHand, played: Sequence[Played]) -> None:
+        """The ticket's group is these episodes."""
+        self._background(self._finish(held, played))
+
+    def close(self, held: InHand, reason: wire.ClosedReason, detail: str) -> None:
+        """The ticket ends without a group."""
+        self._background(self._close(held, reason, detail))
+
+    def hand_back(self, held: InHand, delay_s: float, detail: str) -> None:
+        """The ticket is for someone else."""
+        self._background(self._hand_back(held, delay_s, detail))
+
+    def refuse(self, stream: Stream, domain: str, delivery: Delivery, problem: str) -> None:
+        """The message is no ticket of its queue; whatever ticket it stands for is closed."""
+        self._background(self._refuse(stream, domain, delivery, problem))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether everything is stored and acknowledged."""
+        return not self._ending
+
+    async def empty(self, timeout_s: float) -> None:
+        """Wait until everything is stored and acknowledged."""
+        if self._ending:
+            await asyncio.wait(self._ending, timeout=timeout_s)
+
+    async def _finish(self, held: InHand, played: Sequence[Played]) -> None:
+        asked, pools = held.asked, reward_pools(held.domain.section)
+        message = group(
+            asked,
+            played,
+            pools=pools,
+            hub=self._member.id,
+            deliveries=held.delivery.num_delivered,
+            temperature=held.domain.section.sampling.temperature,
+        )
+        stream, key = destination(asked, pools)
+        try:
+            await self._bus.publish(stream, message, key=key, ticket=asked.number, message_id=asked.key)
+        except WireError as error:
+            await self._close(held, "too_large" if isinstance(error, TooLarge) else "malformed", str(error))
+            return
+        self._tally.groups += 1
+        await self._ack(held)
+
+    async def _close(self, held: InHand, reason: wire.ClosedReason, detail: str) -> None:
+        """The ticket to the operator unless it was only late, the closing to the log, then the acknowledgement."""
+        asked, delivery = held.asked, held.delivery
+        log.warning("domain %s, %s closed: %s: %s", asked.domain, asked.key, reason, detail)
+        if reason != "late":
+            why = clean(f"{reason}: {detail}", DETAIL_CHARS)
+            await self._bus.dead_letter(asked.stream, seq=delivery.seq, ticket=asked.number, reason=why, data=delivery.data)
+        await self._publish_closed(asked.stream, asked.number, asked.domain, reason, detail, eval_step=asked.eval_step)
+        await self._ack(held)
+
+    async def _hand_back(self, held: InHand, delay_s: float, detail: str) -> None:
+        log.info("%s handed back: %s", held.asked.key, detail)
+        self._tally.handed_back += 1
+        if held.judgement is not None or held.delivery.num_delivered == 1:  # else the note of the hub before still holds
+            await self._attempts.hand_back(held.asked, held.judgement.deaths if held.judgement is not None else 0)
+        await held.delivery.nak(delay_s)
+
+    async def _ack(self, held: InHand) -> None:
+        await held.delivery.ack()
+        if held.delivery.num_delivered > 1:
+            await self._attempts.end(held.asked)
+
+    async def _refuse(self, stream: Stream, domain: str, delivery: Delivery, problem: str) -> None:
+        number = delivery.ticket or (delivery.seq if stream is TICKETS else 0)  # a ticket's number is its sequence
+        log.warning("%s: message %d is no ticket: %s", stream.name, delivery.seq, problem)
+        await self._bus.dead_letter(stream, seq=delivery.seq, ticket=number, reason=problem, data=delivery.data)
+        if number:
+            await self._publish_closed(stream, number, domain, "malformed", problem, eval_step=-1)
+        await delivery.ack()
+
+    async def _publish_closed(
+        self, stream: Stream, number: int, domain: str, reason: wire.ClosedReason, detail: str, *, eval_step: int
+    ) -> None:
+        line = clean(detail, DETAIL_CHARS)
+        closed = wire.Closed(ticket=number, domain=domain, reason=reason, detail=line, by=self._member.id, eval_step=eval_step)
+        self._tally.closed += 1
+        await self._bus.publish(results(stream), closed, ticket=number, message_id=f"{stream.name}-{number}")
+
+    def _background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._ending.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._ending.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.failure = self.failure or error
+            self._member.stop.request(f"{type(error).__name__}: {error}")

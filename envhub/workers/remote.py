@@ -1,0 +1,97 @@
+"""An environment in a worker process, as the hub uses it: the same methods, all asynchronous."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any, Final, Protocol, TypeVar
+
+import msgspec
+
+from broker.runtime.workers import line
+from envhub.envs.base import Environment, Observation, Split, StepResult
+from envhub.episodes.calls import CallFailed
+from envhub.workers import protocol
+from text.tool_calls import ToolCall
+
+log = logging.getLogger(__name__)
+
+FAREWELL_S: Final = 1.0  # for an environment to close itself
+
+A = TypeVar("A")
+
+
+class Buries(Protocol):
+    """What is used of ``envhub.workers.worker_pool.Nursery``."""
+
+    async def bury(self, environment: RemoteEnvironment, *, hung_up: bool) -> str: ...
+
+
+class RemoteEnvironment(Environment):
+    """An environment in a worker process.
+
+    Attributes:
+        pid: of its process.
+        spent: it has used much of its memory, so it should not be used for another episode.
+    """
+
+    isolation = "process"
+
+    def __init__(self, nursery: Buries, args: Any, pid: int, speech: line.Line) -> None:
+        super().__init__(args)
+        self.pid, self.spent = pid, False
+        self._nursery, self._line = nursery, speech
+        self._sound = True  # it has answered whatever it was asked
+
+    async def constructor(self) -> None:
+        """Make the environment there."""
+        await self._ask("constructor", protocol.Make(), protocol.Made)
+
+    async def reset(self, task_index: int, split: Split, seed: int) -> Observation:
+        seen = await self._ask("reset", protocol.Reset(task_index, split, seed), protocol.Observed)
+        self.prompt, self.reference = seen.prompt, seen.reference
+        return Observation(seen.text, seen.anchor)
+
+    async def step(self, text: str) -> StepResult:
+        return self._stepped(await self._ask("step", protocol.Step(text), protocol.Stepped))
+
+    async def use(self, calls: Sequence[ToolCall]) -> StepResult:
+        question = protocol.Use([(call.name, call.arguments) for call in calls])
+        return self._stepped(await self._ask("use", question, protocol.Stepped))
+
+    def _stepped(self, done: protocol.Stepped) -> StepResult:
+        self.spent = self.spent or done.spent
+        seen = Observation(done.text, done.anchor)
+        return StepResult(seen, done.reward, done.done, done.valid, done.success, done.truncated, done.metrics)
+
+    async def text_frame(self) -> str:  # type: ignore[override]
+        return (await self._ask("text_frame", protocol.Look(), protocol.Seen)).text
+
+    async def close(self) -> None:  # type: ignore[override]
+        """Close it if it is well, and end its process."""
+        try:
+            if self._sound:
+                async with asyncio.timeout(FAREWELL_S):
+                    await self._ask("close", protocol.Close(), protocol.Made)
+        except (CallFailed, TimeoutError) as error:
+            log.debug("close: %s", error)
+        finally:
+            self._line.close()
+            await self._nursery.bury(self, hung_up=False)
+
+    async def _ask(self, method: str, question: Any, answer: type[A]) -> A:
+        self._sound = False
+        try:
+            found = protocol.ANSWERS.decode(await self._line.ask(protocol.ENCODER.encode(question)))
+        except line.HungUp:
+            how = await self._nursery.bury(self, hung_up=True)
+            raise CallFailed(f"{method}: the worker process {how}") from None
+        except (line.Unintelligible, msgspec.DecodeError) as error:
+            raise CallFailed(f"{method}: the worker process answered something unintelligible: {error}") from None
+        if isinstance(found, protocol.Failed):
+            raise CallFailed(found.detail, found.trace)
+        if not isinstance(found, answer):
+            raise CallFailed(f"{method}: the worker process answered {type(found).__name__}")
+        self._sound = True
+        return found

@@ -1,0 +1,93 @@
+"""One environment in a process of its own: answers its hub until that hangs up. Forked by ``envhub.workers.forkserver``."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable
+from typing import Any
+
+from broker.runtime.workers import line
+from broker.runtime.workers.fault import trace
+from broker.runtime.workers.limits import Allowance
+from envhub.domain import Domain
+from envhub.envs.base import Environment
+from envhub.episodes import returned
+from envhub.episodes.calls import raised
+from envhub.workers import protocol
+from text.tool_calls import ToolCall
+
+
+class Worker:
+    """Runs one environment's methods, plain or asynchronous."""
+
+    def __init__(self, domain: Domain, allowance: Allowance) -> None:
+        self._domain, self._allowance = domain, allowance
+        self._environment: Environment | None = None
+        self._loop = asyncio.Runner()  # one loop for its whole life; made when first needed
+
+    def answer(self, question: Any) -> Any:
+        """Do what the hub asks; whatever the environment does becomes an answer."""
+        method = type(question).__name__.lower()
+        try:
+            match question:
+                case protocol.Make():
+                    method = "constructor"
+                    self._environment = self._domain.make()
+                    return protocol.Made()
+                case protocol.Reset(task_index, split, seed):
+                    return self._reset(task_index, split, seed)
+                case protocol.Step(text):
+                    return self._step("step", text)
+                case protocol.Use(calls):
+                    return self._step("use", [ToolCall(*call) for call in calls])
+                case protocol.Look():
+                    method = "text_frame"
+                    return protocol.Seen(returned.text("text_frame returned what", self._call("text_frame")))
+                case protocol.Close():
+                    self._call("close")
+                    return protocol.Made()
+        except returned.Malformed as error:
+            return protocol.Failed(line.clean(str(error)))
+        except BaseException as error:  # noqa: BLE001 - someone else's code, which may raise anything
+            return protocol.Failed(raised(method, error), trace(error))
+
+    def _call(self, method: str, *args: Any) -> Any:
+        result = getattr(self._environment, method)(*args)
+        return self._loop.run(_wait(result)) if hasattr(result, "__await__") else result
+
+    def _reset(self, task_index: int, split: str, seed: int) -> protocol.Observed:
+        seen = returned.observation("reset", self._call("reset", task_index, split, seed))
+        assert self._environment is not None
+        prompt = returned.text("after reset, prompt", self._environment.prompt)
+        reference = returned.text("after reset, reference", self._environment.reference)
+        return protocol.Observed(seen.text, seen.anchor, prompt, reference)
+
+    def _step(self, method: str, action: Any) -> protocol.Stepped:
+        step = returned.step_result(self._call(method, action), method)
+        seen = step.observation
+        return protocol.Stepped(
+            seen.text,
+            seen.anchor,
+            step.reward,
+            step.done,
+            step.valid,
+            step.success,
+            step.truncated,
+            step.metrics,
+            spent=step.done and self._allowance.spent(),
+        )
+
+
+async def _wait(work: Awaitable[Any]) -> Any:
+    return await work
+
+
+def serve(domain: Domain, connection: socket.socket, allowance: Allowance) -> None:
+    """Answer until the other end closes."""
+    worker = Worker(domain, allowance)
+    with connection, connection.makefile("rb") as stream:
+        while (data := line.read(stream)) is not None:
+            answer = worker.answer(protocol.QUESTIONS.decode(data))
+            if not line.write(connection, protocol.ENCODER.encode(answer)):
+                return

@@ -1,0 +1,264 @@
+"""Environments in worker processes, as the hub uses them: leased for an episode, used again by the next, killed when they fail.
+
+Each has a process of its own, so that whatever one does costs nobody else's episode. A process forked from a prepared one takes
+milliseconds to start and shares its memory; see ``envhub.workers.forkserver``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import subprocess
+from typing import Any, Final
+
+import msgspec
+import psutil
+
+from broker.errors import RlearnerError
+from broker.runtime.workers import line
+from broker.runtime.workers.output import Output
+from broker.runtime.workers.start import start
+from envhub.domain import Domain
+from envhub.episodes.calls import CallFailed
+from envhub.workers import protocol
+from envhub.workers.forkserver import LAST_BREATH_S
+from envhub.workers.remote import RemoteEnvironment
+
+__all__ = ["NoWorker", "Nurseries", "Nursery", "RemoteEnvironment"]
+
+log = logging.getLogger(__name__)
+
+START_S: Final = 60.0  # to import an environment and read its data
+ORDER_S: Final = 10.0
+
+
+class NoWorker(RlearnerError):
+    """No worker process can be had on this machine now; nobody's fault but the machine's."""
+
+
+class Nursery:
+    """The worker processes of one domain.
+
+    Attributes:
+        living: those that are not buried.
+        num_died: those that ended by themselves or were killed for what they took.
+    """
+
+    def __init__(self, domain: Domain, memory_mib: int | None) -> None:
+        self.domain, self._memory_mib = domain, memory_mib
+        self.living: set[int] = set()
+        self.num_died = self.num_leasing = 0
+        self.buried_cpu_s = 0.0
+        self._zygote: tuple[subprocess.Popen[bytes], socket.socket] | None = None
+        self._output: Output | None = None
+        self._ordering = asyncio.Lock()
+        self._burials: dict[int, asyncio.Task[str]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def environment(self) -> RemoteEnvironment:
+        """A new one, in a process of its own. It is yet to be made.
+
+        Raises:
+            NoWorker: no process can be started.
+            CallFailed: the environment cannot be loaded there.
+        """
+        leasing = asyncio.create_task(self._lease())
+        self.num_leasing += 1
+        leasing.add_done_callback(self._leased)
+        try:
+            return await asyncio.shield(leasing)
+        except asyncio.CancelledError:
+            leasing.add_done_callback(self._unwanted)
+            raise
+
+    def _leased(self, _: asyncio.Task[RemoteEnvironment]) -> None:
+        self.num_leasing -= 1
+
+    async def _lease(self) -> RemoteEnvironment:
+        ours, theirs = socket.socketpair()
+        try:
+            async with self._ordering:
+                with theirs:
+                    zygote = self._zygote or await self._start()
+                    forked = await asyncio.to_thread(_order, zygote[1], protocol.Fork(), ORDER_S, theirs)
+            if not isinstance(forked, protocol.Forked):
+                raise NoWorker(getattr(forked, "detail", "the process that forks answered something else"))
+        except (OSError, msgspec.DecodeError) as error:
+            ours.close()
+            self._forget_zygote()
+            raise NoWorker(f"no worker process can be had: {error or type(error).__name__}") from None
+        except BaseException:
+            ours.close()
+            raise
+        self.living.add(forked.pid)
+        return RemoteEnvironment(self, self.domain.args, forked.pid, await line.Line.open(ours))
+
+    def _unwanted(self, leasing: asyncio.Task[RemoteEnvironment]) -> None:
+        """The episode was given up before its worker was there."""
+        if not leasing.cancelled() and leasing.exception() is None:
+            task = asyncio.create_task(leasing.result().close())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+    async def bury(self, environment: RemoteEnvironment, *, hung_up: bool) -> str:
+        """Kill its process, once; how it ended, if it ended by itself."""
+        pid = environment.pid
+        if pid not in self._burials and pid in self.living:
+            self._burials[pid] = asyncio.create_task(self._bury(pid, hung_up))
+        task = self._burials.get(pid)
+        return await asyncio.shield(task) if task is not None else "died"
+
+    async def _bury(self, pid: int, hung_up: bool) -> str:
+        how = "died"
+        try:
+            async with self._ordering:
+                if self._zygote is not None:
+                    order = protocol.Bury(pid, hung_up)
+                    buried = await asyncio.to_thread(_order, self._zygote[1], order, ORDER_S + LAST_BREATH_S)
+                    if isinstance(buried, protocol.Buried):
+                        self.buried_cpu_s += buried.cpu_s
+                        self.num_died += bool(buried.how)
+                        how = buried.how or how
+        except (OSError, msgspec.DecodeError) as error:
+            log.warning("domain %s: the process that forks workers is gone (%s), and all of its workers with it", self.domain.name, error)
+            self._forget_zygote()
+        self.living.discard(pid)
+        self._burials.pop(pid, None)
+        return how
+
+    async def close(self) -> None:
+        """End all of them at once."""
+        async with self._ordering:
+            self._forget_zygote()
+        if self._output is not None:
+            self._output.close()
+
+    def cpu_s(self) -> float:
+        """CPU seconds of all workers so far."""
+        pids = [*self.living, *([self._zygote[0].pid] if self._zygote else [])]
+        return self.buried_cpu_s + sum(_cpu_s(pid) for pid in pids)
+
+    async def _start(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
+        for preload in (True, False):
+            ready = await self._prepare(preload)
+            if isinstance(ready, protocol.Refused):
+                self._forget_zygote()
+                raise CallFailed(ready.detail)
+            if isinstance(ready, protocol.Ready) and (ready.num_threads == 1 or not preload):
+                break
+            log.warning("environment %s starts threads when it is imported, so each worker imports it anew", self.domain.section.env)
+            self._forget_zygote()
+        assert self._zygote is not None
+        return self._zygote
+
+    async def _prepare(self, preload: bool) -> Any:
+        self._output = self._output or Output(f"domain {self.domain.name}")
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                child = await asyncio.to_thread(start, "envhub.workers.forkserver", theirs, self._output.file, (), signal.SIGTERM)
+            except BaseException:
+                ours.close()
+                raise
+        self._zygote = (child, ours)
+        setup = protocol.Setup(self.domain.name, self.domain.section.model_dump(mode="json"), self._memory_mib, preload)
+        return await asyncio.to_thread(_order, ours, setup, START_S)
+
+    def _forget_zygote(self) -> None:
+        """Its workers die with it."""
+        if self._zygote is None:
+            return
+        (child, ours), self._zygote = self._zygote, None
+        ours.close()
+        child.terminate()
+
+
+class Nurseries:
+    """The nurseries of a hub's domains.
+
+    Args:
+        memory_mib: what each worker process may take beyond what it starts with, None: no limit.
+    """
+
+    def __init__(self, memory_mib: int | None) -> None:
+        self._memory_mib = memory_mib
+        self._nurseries: dict[str, Nursery] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._gone_died, self._gone_cpu_s = 0, 0.0
+
+    @property
+    def living(self) -> int:
+        """Worker processes at present."""
+        return sum(len(nursery.living) for nursery in self._nurseries.values())
+
+    @property
+    def num_died(self) -> int:
+        """Worker processes that ended by themselves or were killed for what they took, so far."""
+        return self._gone_died + sum(nursery.num_died for nursery in self._nurseries.values())
+
+    def cpu_s(self) -> float:
+        """CPU seconds of all worker processes so far."""
+        return self._gone_cpu_s + sum(nursery.cpu_s() for nursery in self._nurseries.values())
+
+    async def environment(self, domain: Domain) -> RemoteEnvironment:
+        """A new one; see ``Nursery.environment``."""
+        nursery = self._nurseries.get(domain.name)
+        if nursery is None or nursery.domain != domain:
+            if nursery is not None:
+                self._replace(nursery)
+            nursery = self._nurseries[domain.name] = Nursery(domain, self._memory_mib)
+        return await nursery.environment()
+
+    async def close(self) -> None:
+        """End all of them."""
+        await asyncio.gather(*(nursery.close() for nursery in self._nurseries.values()), *self._closing)
+
+    def _replace(self, nursery: Nursery) -> None:
+        """The domain has new settings; episodes that still run under the old ones end first."""
+        task = asyncio.create_task(self._outlive(nursery))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def _outlive(self, nursery: Nursery) -> None:
+        try:
+            while nursery.living or nursery.num_leasing:  # noqa: ASYNC110 - a set has no event, and this is rare
+                await asyncio.sleep(1.0)
+        finally:
+            self._gone_died += nursery.num_died
+            self._gone_cpu_s += nursery.buried_cpu_s
+            await nursery.close()
+
+
+def _order(control: socket.socket, order: Any, within_s: float, along: socket.socket | None = None) -> Any:
+    """One order and its report; blocks.
+
+    Raises:
+        OSError: the other end is gone, or silent for too long.
+        msgspec.DecodeError: it answered something else.
+    """
+    control.settimeout(within_s)
+    data = line.frame(protocol.ENCODER.encode(order))
+    sent = socket.send_fds(control, [data], [along.fileno()] if along is not None else [])
+    control.sendall(data[sent:])
+    (size,) = line.HEADER.unpack(_exactly(control, line.HEADER.size))
+    return protocol.REPORTS.decode(_exactly(control, size))
+
+
+def _exactly(control: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        more = control.recv(size - len(data))
+        if not more:
+            raise ConnectionResetError("the process that forks workers ended")
+        data += more
+    return bytes(data)
+
+
+def _cpu_s(pid: int) -> float:
+    try:
+        times: Any = psutil.Process(pid).cpu_times()
+    except psutil.Error:
+        return 0.0
+    return float(times.user + times.system)

@@ -1,0 +1,15 @@
+"""Group-relative advantages without the division by the spread, which favours groups that agree. Liu et al. (arXiv 2503.20783)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from broker.contract import wire
+from learner.algorithm.advantages import grpo
+from learner.algorithm.advantages.base import FloatArray, rewards_of, spread
+from learner.config import AlgorithmSection
+
+
+def estimate(trajectories: Sequence[wire.Trajectory], algorithm: AlgorithmSection) -> list[FloatArray]:
+    """An ``Estimator``: ``R - mean``, spread over each trajectory's sampled tokens; belongs with seq-mean-token-sum-norm."""
+    return spread(grpo.advantages(rewards_of(trajectories), norm_std=False), trajectories)

@@ -1,0 +1,43 @@
+"""Generalized advantage estimation. Schulman et al. (arXiv 1506.02438)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from learner.algorithm.advantages.base import Estimate, FloatArray, Row, whiten, whole_batch
+from learner.config import AlgorithmSection
+
+
+def gae(rewards: FloatArray, values: FloatArray, gamma: float, lam: float) -> FloatArray:
+    """``A_t = sum over k of (gamma lam)^k delta_{t+k}`` with ``delta_t = r_t + gamma V_{t+1} - V_t``; after the last token V is 0.
+
+    Args:
+        rewards: (T,) of sampled tokens in order; what the environment said between them is skipped.
+        values: (T,) V_t, of the state in which token t was sampled.
+
+    Returns:
+        (T,), not whitened.
+    """
+    advantages = np.empty_like(values)
+    running = following = 0.0
+    for t in range(len(values) - 1, -1, -1):
+        running = rewards[t] + gamma * following - values[t] + gamma * lam * running
+        advantages[t], following = running, values[t]
+    return advantages
+
+
+@whole_batch
+def estimate(rows: Sequence[Row], algorithm: AlgorithmSection) -> list[Estimate]:
+    """A ``BatchEstimator``: advantages whitened over the batch; value targets ``A + V`` from those that are not."""
+    plain = [gae(row.rewards, _values(row), algorithm.gamma, algorithm.gae_lambda) for row in rows]
+    targets = [advantages + _values(row) for row, advantages in zip(rows, plain, strict=True)]
+    white = whiten(plain, [row.trained for row in rows])
+    return [Estimate(advantages, returns) for advantages, returns in zip(white, targets, strict=True)]
+
+
+def _values(row: Row) -> FloatArray:
+    if row.values is None:
+        raise ValueError("gae needs the values of a critic")
+    return row.values

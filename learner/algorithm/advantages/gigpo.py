@@ -1,0 +1,82 @@
+"""Group-in-group policy optimization: episodes compared as wholes, and steps taken from the same state. Feng et al. (arXiv 2505.10978)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import SequenceMatcher
+
+import numpy as np
+
+from broker.contract import wire
+from broker.errors import ConfigError
+from learner.algorithm.advantages import grpo
+from learner.algorithm.advantages.base import FloatArray, discounted
+from learner.config import AlgorithmSection
+
+
+def step_groups(anchors: Sequence[str], similarity: float = 1.0) -> list[int]:
+    """Which step group each step belongs to, numbered in order of appearance.
+
+    Args:
+        anchors: observations acted on; an empty one equals no other.
+        similarity: 1 for identical ones only; below, a step joins the first group whose first anchor is at least so similar
+            (``difflib`` ratio).
+    """
+    heads: list[str] = []
+    found: list[int] = []
+    for anchor in anchors:
+        index = next((i for i, head in enumerate(heads) if anchor and _same(head, anchor, similarity)), len(heads))
+        if index == len(heads):
+            heads.append(anchor)
+        found.append(index)
+    return found
+
+
+def _same(head: str, anchor: str, similarity: float) -> bool:
+    return head == anchor or (similarity < 1 and bool(head) and SequenceMatcher(None, head, anchor).ratio() >= similarity)
+
+
+def step_advantages(returns: FloatArray, groups: Sequence[int], *, norm_std: bool = True) -> FloatArray:
+    """Discounted returns-to-go normalised inside each step group, as GRPO normalises rewards; a singleton gives 0.
+
+    Args:
+        returns: (num_steps,) over all episodes of one task's group.
+        groups: of ``step_groups``.
+
+    Returns:
+        (num_steps,)
+    """
+    names, values = np.array(groups, dtype=np.int64), np.zeros_like(returns)
+    for name in np.unique(names):
+        values[names == name] = grpo.advantages(returns[names == name], norm_std=norm_std)
+    return values
+
+
+def estimate(trajectories: Sequence[wire.Trajectory], algorithm: AlgorithmSection) -> list[FloatArray]:
+    """An ``Estimator``: ``A_episode + step_advantage_w * A_step`` on the tokens of each step; ``gamma`` discounts per step.
+
+    A step is a turn. Samples may be step-independent (trajectories of one turn that share their episode's number, the last of which
+    has the episode's total reward) or whole conversations; an episode counts once in A_episode, a step once in A_step.
+
+    Raises:
+        ConfigError: no step has an anchor, so that there is nothing to compare.
+    """
+    steps = [(row, turn) for row, trajectory in enumerate(trajectories) for turn in trajectory.turns]
+    if steps and not any(turn.anchor for _, turn in steps):
+        raise ConfigError("algorithm.adv_estimator", "gigpo", "an environment that gives anchors; this one's states cannot be compared")
+    numbers = sorted({trajectory.episode for trajectory in trajectories})
+    totals = {trajectory.episode: trajectory.reward for trajectory in trajectories}  # the last one's
+    whole = dict(zip(numbers, grpo.advantages(np.array([totals[n] for n in numbers]), norm_std=algorithm.norm_std), strict=True))
+    returns = np.zeros(len(steps))
+    for number in numbers:
+        where = [i for i, (row, _) in enumerate(steps) if trajectories[row].episode == number]
+        rewards = np.array([steps[i][1].reward for i in where])
+        if len(where):
+            rewards[-1] += totals[number] - rewards.sum()
+            returns[where] = discounted(rewards, algorithm.gamma)
+    groups = step_groups([turn.anchor for _, turn in steps], algorithm.anchor_similarity)
+    relative = step_advantages(returns, groups, norm_std=algorithm.norm_std)
+    found = [np.zeros(len(trajectory.loss_mask.array())) for trajectory in trajectories]
+    for (row, turn), value in zip(steps, relative, strict=True):
+        found[row][turn.start : turn.end] = whole[trajectories[row].episode] + algorithm.step_advantage_w * value
+    return [values * trajectory.loss_mask.array() for values, trajectory in zip(found, trajectories, strict=True)]

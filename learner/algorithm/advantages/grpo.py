@@ -1,0 +1,39 @@
+"""Group-relative advantages: how much better than the group's mean, in units of the group's spread.
+
+Shao et al., DeepSeekMath (arXiv 2402.03300), section 4.1; without the division by Liu et al. (arXiv 2503.20783, "Dr. GRPO").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from broker.contract import wire
+from learner.algorithm.advantages.base import FloatArray, rewards_of, spread
+from learner.config import AlgorithmSection
+
+EPS: Final = 1e-6
+
+
+def advantages(rewards: FloatArray, *, norm_std: bool = True) -> FloatArray:
+    """``(R - mean) / (std + 1e-6)`` with ddof 1; equal rewards, and a group of one, give exactly 0.
+
+    Args:
+        rewards: (group_size,) total rewards.
+        norm_std: False leaves the division out.
+
+    Returns:
+        (group_size,)
+    """
+    if len(rewards) < 2 or rewards.min() == rewards.max():
+        return np.zeros_like(rewards)
+    scale = float(rewards.std(ddof=1)) + EPS if norm_std else 1.0
+    centred: FloatArray = rewards - rewards.mean()
+    return centred / scale
+
+
+def estimate(trajectories: Sequence[wire.Trajectory], algorithm: AlgorithmSection) -> list[FloatArray]:
+    """An ``Estimator``: the group's advantages, spread over each trajectory's sampled tokens."""
+    return spread(advantages(rewards_of(trajectories), norm_std=algorithm.norm_std), trajectories)

@@ -1,0 +1,25 @@
+"""Discounted return-to-go without a baseline. Williams, Machine Learning 8 (1992)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from broker.contract import wire
+from learner.algorithm.advantages.base import FloatArray, discounted, sampled_positions, token_rewards
+from learner.config import AlgorithmSection
+
+
+def estimate(trajectories: Sequence[wire.Trajectory], algorithm: AlgorithmSection) -> list[FloatArray]:
+    """An ``Estimator``: each sampled token gets what comes after it, discounted by ``gamma`` per sampled token.
+
+    A turn's reward comes with its last token, so without a discount every token of a turn has the turn's return-to-go.
+    """
+    return [_one(trajectory, algorithm.gamma) for trajectory in trajectories]
+
+
+def _one(trajectory: wire.Trajectory, gamma: float) -> FloatArray:
+    values = np.zeros(len(trajectory.loss_mask.array()))
+    values[sampled_positions(trajectory)] = discounted(token_rewards(trajectory), gamma)
+    return values

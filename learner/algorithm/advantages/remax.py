@@ -1,0 +1,29 @@
+"""ReMax: the reward of a greedy episode on the same task is the baseline. Li et al. (arXiv 2310.10505)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from broker.contract import wire
+from learner.algorithm.advantages.base import FloatArray, rewards_of, spread
+from learner.config import AlgorithmSection
+
+
+def advantages(rewards: FloatArray, greedy_reward: float) -> FloatArray:
+    """``R - R_greedy``, (group_size,)."""
+    return rewards - greedy_reward
+
+
+def estimate(trajectories: Sequence[wire.Trajectory], algorithm: AlgorithmSection) -> list[FloatArray]:
+    """An ``Estimator``: the greedy episodes of the group are the baseline, by their mean, and get 0 themselves.
+
+    Where the divergence from the reference stands in the reward, the greedy episode's reward has it too (``learner.algorithm.assembly``).
+    A group whose greedy episode is missing (it did not end in time) has no baseline and teaches nothing.
+    """
+    greedy = np.array(list({one.episode: one.greedy for one in trajectories}.values()), dtype=bool)
+    rewards = rewards_of(trajectories)
+    if not greedy.any():
+        return spread(np.zeros_like(rewards), trajectories)
+    return spread(np.where(greedy, 0.0, advantages(rewards, float(rewards[greedy].mean()))), trajectories)

@@ -1,0 +1,153 @@
+"""From scored groups to training samples: shaping, estimator, whitening, clips, masks. Pure but for the models it may ask.
+
+Group by group where the algorithm allows it, so that a step can start while it is still being generated; otherwise all at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from broker.contract import wire
+from learner.algorithm.advantages.base import Estimate, FloatArray, Row, sampled_positions, token_rewards, whiten
+from learner.algorithm.samples import Array, Scores, TrainSample, from_trajectory
+from learner.algorithm.selection import most_varied
+from learner.algorithm.shaping import is_truncated, minus_kl, needs_batch, shape
+from learner.config import AlgorithmSection, kl_in_reward, num_updates
+
+Score = Callable[[Sequence[TrainSample]], list[Scores]]
+
+
+class Assembly:
+    """What an algorithm makes of groups.
+
+    Args:
+        estimator: of the registry in learner/algorithm/advantages, resolved.
+        algorithm: its settings.
+        stream: False waits for the whole step even where that is not needed.
+
+    Attributes:
+        needs_batch: whether ``batch`` must be used, with all groups of a step, in place of ``stream``.
+        needs_scores: whether ``batch`` asks the models.
+    """
+
+    def __init__(self, estimator: Any, algorithm: AlgorithmSection, *, stream: bool = True) -> None:
+        self._estimator, self._algorithm = estimator, algorithm
+        self._over_rows = bool(getattr(estimator, "needs_batch", False))
+        self.needs_batch = self._over_rows or not stream or waits_for_batch(algorithm)
+        self.needs_scores = scores_needed(algorithm)
+
+    def stream(self, group: wire.Group) -> list[TrainSample]:
+        """One sample per trajectory of a scored group, in its order."""
+        (shaped,) = shape([group], self._algorithm)
+        estimates = self._estimator(shaped.trajectories, self._algorithm)
+        return [self._sample(group, one, a) for one, a in zip(group.trajectories, self._clip(estimates), strict=True)]
+
+    def selected(self, groups: Sequence[wire.Group]) -> list[wire.Group]:
+        """Those of a step's groups that are trained on."""
+        algorithm = self._algorithm
+        return most_varied(groups, algorithm.keep_fraction) if algorithm.pg_variant == "starpo_s" else list(groups)
+
+    def batch(self, groups: Sequence[wire.Group], score: Score | None = None, kl_coef: float = 0.0) -> list[TrainSample]:
+        """The samples of a whole step, in the order of its groups; groups that are not selected leave none.
+
+        Args:
+            groups: of the step, in the order of the log.
+            score: asks the models about samples; needed if ``needs_scores``.
+            kl_coef: weight of the divergence from the reference, where that stands in the reward.
+        """
+        algorithm = self._algorithm
+        kept = self.selected(groups)
+        pairs = [(group, one) for group in kept for one in group.trajectories]
+        scores = [Scores() for _ in pairs]
+        if self.needs_scores and score is not None:
+            zeros = [np.zeros(len(one.loss_mask.array())) for _, one in pairs]
+            scores = score([self._sample(group, one, a, whole=True) for (group, one), a in zip(pairs, zeros, strict=True)])
+        kl = [self._kl(one, found, kl_coef) for (_, one), found in zip(pairs, scores, strict=True)]
+        shaped = shape(kept, algorithm)
+        estimates = self._rows(shaped, scores, kl) if self._over_rows else self._groups(shaped, kl)
+        if algorithm.whiten_advantages:
+            white = whiten([found.advantages for found in estimates], [self._is_trained(one) for _, one in pairs])
+            estimates = [replace(found, advantages=a) for found, a in zip(estimates, white, strict=True)]
+        samples = []
+        for (group, one), found, told in zip(pairs, estimates, scores, strict=True):
+            (advantages,) = self._clip([_full(one, found.advantages)])
+            sample = self._sample(group, one, advantages)
+            samples.append(
+                replace(
+                    sample,
+                    proximal_logprobs=_column(one, told.logprobs),
+                    values=_column(one, told.values),
+                    returns=_column(one, found.returns),
+                )
+            )
+        return samples
+
+    def _rows(self, groups: Sequence[wire.Group], scores: Sequence[Scores], kl: Sequence[FloatArray]) -> list[Estimate]:
+        pairs = [(group, one) for group in groups for one in group.trajectories]
+        rows = [
+            Row(group.ticket, token_rewards(one) - cost, _float64(told.values), self._is_trained(one))
+            for (group, one), told, cost in zip(pairs, scores, kl, strict=True)
+        ]
+        estimates: list[Estimate] = self._estimator(rows, self._algorithm)
+        return estimates
+
+    def _groups(self, groups: Sequence[wire.Group], kl: Sequence[FloatArray]) -> list[Estimate]:
+        costs, estimates = iter(kl), []
+        for group in groups:
+            trajectories = [minus_kl(one, next(costs)) for one in group.trajectories]
+            found = self._estimator(trajectories, self._algorithm)
+            estimates += [Estimate(a[sampled_positions(one)]) for one, a in zip(trajectories, found, strict=True)]
+        return estimates
+
+    def _kl(self, trajectory: wire.Trajectory, scores: Scores, kl_coef: float) -> FloatArray:
+        num = len(sampled_positions(trajectory))
+        return np.zeros(num) if scores.kl is None else kl_coef * scores.kl.astype(np.float64)
+
+    def _is_trained(self, trajectory: wire.Trajectory) -> bool:
+        return not trajectory.greedy and not (self._algorithm.mask_truncated and is_truncated(trajectory))
+
+    def _sample(self, group: wire.Group, one: wire.Trajectory, advantages: FloatArray, *, whole: bool = False) -> TrainSample:
+        trained = whole or self._is_trained(one)
+        return from_trajectory(one, advantages, group=group.ticket, temperature=group.temperature, trained=trained)
+
+    def _clip(self, advantages: Sequence[FloatArray]) -> list[FloatArray]:
+        limit = self._algorithm.advantage_clip
+        return list(advantages) if limit is None else [a.clip(-limit, limit) for a in advantages]
+
+
+def waits_for_batch(algorithm: AlgorithmSection) -> str:
+    """Which setting makes a step wait for all its groups, beside the estimator; empty if none does."""
+    reasons = {
+        "num_epochs and num_minibatches": num_updates(algorithm) > 1,
+        "whiten_advantages": algorithm.whiten_advantages,
+        "reward_normalization": needs_batch(algorithm.reward_normalization),
+        "kl_placement": kl_in_reward(algorithm),
+        "critic": algorithm.critic.enabled,
+        "pg_variant starpo_s": algorithm.pg_variant == "starpo_s",
+    }
+    return next((name for name, holds in reasons.items() if holds), "")
+
+
+def scores_needed(algorithm: AlgorithmSection) -> bool:
+    """Whether the models must be asked about the samples before the step: with one update its own forward pass says as much."""
+    recompute = algorithm.correction != "none" and algorithm.prox_logp_method == "recompute" and num_updates(algorithm) > 1
+    return recompute or kl_in_reward(algorithm) or algorithm.critic.enabled
+
+
+def _full(trajectory: wire.Trajectory, values: Any) -> FloatArray:
+    """(T,) of the sampled tokens to (n,), 0 elsewhere."""
+    found = np.zeros(len(trajectory.loss_mask.array()))
+    found[sampled_positions(trajectory)] = values
+    return found
+
+
+def _column(trajectory: wire.Trajectory, values: Any) -> Array | None:
+    return None if values is None else _full(trajectory, values).astype(np.float32)
+
+
+def _float64(values: Any) -> FloatArray | None:
+    return None if values is None else values.astype(np.float64)

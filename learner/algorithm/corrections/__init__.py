@@ -1,0 +1,14 @@
+"""Off-policy corrections by name; a new one is one file plus one line here. Resolved by ``broker.settings.registry.resolve``."""
+
+from __future__ import annotations
+
+from typing import Final
+
+CORRECTIONS: Final[dict[str, str]] = {
+    "none": "learner.algorithm.corrections.none:none",
+    "decoupled": "learner.algorithm.corrections.decoupled:decoupled",
+    "tis": "learner.algorithm.corrections.tis:tis",
+    "icepop": "learner.algorithm.corrections.icepop:icepop",
+    "mis": "learner.algorithm.corrections.mis:mis",
+    "opsm": "learner.algorithm.corrections.opsm:opsm",
+}

@@ -1,0 +1,17 @@
+"""The decoupled objective: trust region around p, importance weights for β. Hilton et al. (arXiv 2110.00641); AReaL (arXiv 2505.24298)."""
+
+from __future__ import annotations
+
+import torch
+
+from learner.algorithm.corrections.base import Correction, Facts, exp, keep, log_ratio
+from learner.config import AlgorithmSection
+
+
+def decoupled(facts: Facts, algorithm: AlgorithmSection) -> Correction:
+    """``sg(p/β)`` times the loss on θ/p; a token's weight above ``correction_high`` is cut, or the token masked."""
+    raw = exp(log_ratio(facts, "token"))
+    above = raw > algorithm.correction_high
+    if algorithm.correction_mode == "mask":
+        return keep(facts, raw, ~above)
+    return Correction(facts.proximal_logprobs, raw.clamp_max(algorithm.correction_high), above, torch.zeros_like(above))

@@ -1,0 +1,39 @@
+"""Masked importance sampling: what lies too far from the sampler is rejected, the rest weighted.
+
+Liu, Li et al., "When speed kills stability: demystifying RL collapse from the training-inference mismatch" (2025); estimators of
+the divergence by Schulman, "Approximating KL divergence" (2020).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from learner.algorithm.corrections.base import Correction, Facts, exp, keep, log_ratio
+from learner.algorithm.losses.base import MAX_LOG_RATIO
+from learner.algorithm.sequences import sequence_mean, sequence_sum
+from learner.config import AlgorithmSection
+
+
+def mis(facts: Facts, algorithm: AlgorithmSection) -> Correction:
+    """``p/β`` at ``correction_level`` where it is accepted, 0 elsewhere.
+
+    With ``mis_estimator`` k1 the ratio must lie in [correction_low, correction_high]; with k2 (``(log p/β)^2 / 2``) and k3
+    (``p/β - 1 - log p/β``) the divergence of the token, or its sum (sequence) or mean (geometric) over the sequence, must not
+    exceed correction_high.
+    """
+    level = algorithm.correction_level
+    ratio = exp(log_ratio(facts, level))
+    if algorithm.mis_estimator == "k1":
+        return keep(facts, ratio, (ratio >= algorithm.correction_low) & (ratio <= algorithm.correction_high))
+    return keep(facts, ratio, _divergence(facts, algorithm.mis_estimator, level) <= algorithm.correction_high)
+
+
+def _divergence(facts: Facts, estimator: str, level: str) -> Tensor:
+    """(T,), in nats, never negative."""
+    log = log_ratio(facts, "token")
+    values = 0.5 * torch.square(log) if estimator == "k2" else log.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() - 1 - log
+    if level == "token":
+        return values
+    reduce = sequence_sum if level == "sequence" else sequence_mean
+    return reduce(values, facts.sequence, facts.num_sequences)

@@ -1,0 +1,14 @@
+"""No correction: the loss takes its ratios against the policy that sampled, and so corrects for it in its own way."""
+
+from __future__ import annotations
+
+import torch
+
+from learner.algorithm.corrections.base import Correction, Facts
+from learner.config import AlgorithmSection
+
+
+def none(facts: Facts, algorithm: AlgorithmSection) -> Correction:
+    """Weights of 1, ratios against β."""
+    nowhere = torch.zeros_like(facts.sequence, dtype=torch.bool)
+    return Correction(facts.rollout_logprobs, torch.ones_like(facts.rollout_logprobs), nowhere, nowhere)

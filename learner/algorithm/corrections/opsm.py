@@ -1,0 +1,19 @@
+"""Off-policy sequence masking: bad samples that the policy would hardly make any more teach nothing. DeepSeek-V3.2 (arXiv 2512.02556)."""
+
+from __future__ import annotations
+
+import torch
+
+from learner.algorithm.corrections.base import Correction, Facts, keep
+from learner.algorithm.sequences import sequence_mean
+from learner.config import AlgorithmSection
+
+
+def opsm(facts: Facts, algorithm: AlgorithmSection) -> Correction:
+    """Weight 0 where A < 0 and the sequence's mean ``log β - log θ`` exceeds ``opsm_delta``, 1 elsewhere.
+
+    The mean estimates KL(β || θ) per token. Sequences without a negative advantage are never touched.
+    """
+    divergence = sequence_mean(facts.rollout_logprobs - facts.logprobs, facts.sequence, facts.num_sequences)
+    dropped = (facts.advantages < 0) & (divergence > algorithm.opsm_delta)
+    return keep(facts, torch.ones_like(divergence), ~dropped)

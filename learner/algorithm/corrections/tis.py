@@ -1,0 +1,16 @@
+"""Truncated importance sampling. Yao et al., "Your efficient RL framework secretly brings you off-policy training" (2025);
+Ionides, Journal of Computational and Graphical Statistics 17 (2008).
+"""
+
+from __future__ import annotations
+
+from learner.algorithm.corrections.base import Correction, Facts, exp, log_ratio
+from learner.config import AlgorithmSection
+
+
+def tis(facts: Facts, algorithm: AlgorithmSection) -> Correction:
+    """``min(p/β, correction_high)``, cut from above only; of the token, the sequence (a product) or its geometric mean."""
+    raw = exp(log_ratio(facts, algorithm.correction_level))
+    weights = raw.clamp_max(algorithm.correction_high)
+    clipped = raw > algorithm.correction_high
+    return Correction(facts.proximal_logprobs, weights, clipped, clipped.new_zeros(clipped.shape))

@@ -1,0 +1,57 @@
+"""Estimators of the divergence from a reference policy, from the logprobs of sampled tokens alone.
+
+Schulman, "Approximating KL divergence" (2020). With d = log p - log ref, for tokens sampled from p:
+k1 = d is unbiased and may be negative; k2 = d^2 / 2 is biased, never negative, and has the gradient of the true divergence;
+k3 = exp(-d) - 1 + d is unbiased and never negative. Used as a loss, k1's expected gradient is zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from learner.algorithm.losses.base import MAX_LOG_RATIO
+
+
+def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
+    """KL(p || ref) of each token, in nats.
+
+    Args:
+        logprobs: (T,) under the policy being trained, with gradient.
+        ref_logprobs: (T,) under the reference.
+        estimator: k1, k2 or k3; in k3 the exponent is clamped to ±20.
+
+    Returns:
+        (T,)
+    """
+    difference = logprobs - ref_logprobs
+    if estimator == "k1":
+        return difference
+    if estimator == "k2":
+        return 0.5 * torch.square(difference)
+    if estimator == "k3":
+        return torch.exp((-difference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)) - 1 + difference
+    raise ValueError(f"no KL estimator {estimator!r}; k1, k2, k3")
+
+
+@dataclass
+class Coefficient:
+    """The weight of the divergence; fixed, or following a target. Ziegler et al. (arXiv 1909.08593), section 2.2.
+
+    Attributes:
+        value: the weight now.
+        target: nats per token to hold, None for a fixed weight.
+        horizon: sequences over which the weight follows.
+    """
+
+    value: float
+    target: float | None = None
+    horizon: float = 10000.0
+
+    def update(self, kl: float, num_sequences: int) -> None:
+        """Take in a step: ``value *= 1 + clip(kl / target - 1, -0.2, 0.2) * num_sequences / horizon``."""
+        if self.target is not None:
+            error = min(max(kl / self.target - 1.0, -0.2), 0.2)
+            self.value *= 1.0 + error * num_sequences / self.horizon

@@ -1,0 +1,17 @@
+"""Policy losses by name; a new one is one file plus one line here. Resolved by ``broker.settings.registry.resolve``."""
+
+from __future__ import annotations
+
+from typing import Final
+
+LOSSES: Final[dict[str, str]] = {
+    "ppo": "learner.algorithm.losses.ppo:ppo",
+    "gspo": "learner.algorithm.losses.gspo:gspo",
+    "cispo": "learner.algorithm.losses.cispo:cispo",
+    "topr": "learner.algorithm.losses.topr:topr",
+    "raft++": "learner.algorithm.losses.raft:raft_plus_plus",
+    "reinforce": "learner.algorithm.losses.reinforce:reinforce",
+    "starpo": "learner.algorithm.losses.starpo:starpo",
+    "starpo_s": "learner.algorithm.losses.starpo:starpo_s",
+    "sft": "learner.algorithm.losses.sft:sft",
+}

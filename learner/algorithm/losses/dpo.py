@@ -1,0 +1,18 @@
+"""Direct preference optimization. Rafailov et al. (arXiv 2305.18290)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional
+
+from learner.algorithm.losses.preference import Pairs
+
+
+def dpo(pairs: Pairs, beta: float) -> tuple[Tensor, Tensor]:
+    """``-log sigmoid(beta ((log p_w - log p_l) - (log ref_w - log ref_l)))``, w the chosen answer, l the rejected one; eq. 7.
+
+    Returns:
+        Losses (P,) and margins (P,): the argument of the sigmoid, the difference of the implicit rewards.
+    """
+    margins = beta * ((pairs.chosen - pairs.rejected) - (pairs.ref_chosen - pairs.ref_rejected))
+    return -functional.logsigmoid(margins), margins

@@ -1,0 +1,23 @@
+"""Identity preference optimization. Azar et al. (arXiv 2310.12036)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from learner.algorithm.losses.preference import Pairs
+
+
+def ipo(pairs: Pairs, beta: float) -> tuple[Tensor, Tensor]:
+    """``(h - 1 / (2 beta))^2``, h the difference of the log-ratios to the reference, each averaged over its answer's tokens; eq. 17.
+
+    The paper writes sums and its tau is beta here. Averages keep the target reachable by answers of any length; its authors have
+    confirmed to other implementations that this is what their results were made with.
+
+    Returns:
+        Losses (P,) and margins (P,): ``beta h``, which the loss draws to 1/2.
+    """
+    chosen = (pairs.chosen - pairs.ref_chosen) / pairs.chosen_tokens
+    rejected = (pairs.rejected - pairs.ref_rejected) / pairs.rejected_tokens
+    h = chosen - rejected
+    return torch.square(h - 1 / (2 * beta)), beta * h

@@ -1,0 +1,35 @@
+"""The clipped surrogate. Schulman et al. (arXiv 1707.06347).
+
+Clip-higher: Yu et al., DAPO (arXiv 2503.14476). Dual clip: Ye et al. (arXiv 1912.09729).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from learner.algorithm.losses.base import Tokens, ratio
+from learner.config import AlgorithmSection
+
+
+def ppo(tokens: Tokens, algorithm: AlgorithmSection) -> tuple[Tensor, dict[str, Tensor]]:
+    """``-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)``, for A < 0 at most ``-dual_clip * A`` where that is set.
+
+    Returns:
+        Losses (T,), and the sums ``clipped`` (tokens whose clipped branch was the worse one) and ``dual_clipped``.
+    """
+    advantages = tokens.advantages
+    losses, stats = clipped_surrogate(ratio(tokens.logprobs, tokens.old_logprobs), advantages, algorithm.clip_low, algorithm.clip_high)
+    if algorithm.dual_clip is not None:
+        ceiling = -algorithm.dual_clip * advantages
+        capped = (advantages < 0) & (losses > ceiling)
+        losses = torch.where(capped, ceiling, losses)
+        stats["dual_clipped"] = capped.sum()
+    return losses, stats
+
+
+def clipped_surrogate(r: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """``-min(r A, clip(r, 1 - low, 1 + high) A)``, and the sum ``clipped``; (T,) each."""
+    plain = -r * advantages
+    bounded = -r.clamp(1 - low, 1 + high) * advantages
+    return torch.maximum(plain, bounded), {"clipped": (bounded > plain).sum()}

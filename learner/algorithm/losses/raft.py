@@ -1,0 +1,21 @@
+"""RAFT++: importance-weighted, clipped imitation of the good samples alone. Xiong et al. (arXiv 2504.11343)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from learner.algorithm.losses.base import Tokens, ratio
+from learner.algorithm.losses.ppo import clipped_surrogate
+from learner.config import AlgorithmSection
+
+
+def raft_plus_plus(tokens: Tokens, algorithm: AlgorithmSection) -> tuple[Tensor, dict[str, Tensor]]:
+    """``-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`` where A > 0, and 0 elsewhere.
+
+    With the estimator ``reinforce`` and rewards of 0 and 1 this is the paper's; tokens left out still count in the denominator.
+
+    Returns:
+        Losses (T,), and the sum ``clipped``.
+    """
+    r = ratio(tokens.logprobs, tokens.old_logprobs)
+    return clipped_surrogate(r, tokens.advantages.clamp_min(0.0), algorithm.clip_low, algorithm.clip_high)

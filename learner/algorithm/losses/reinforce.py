@@ -1,0 +1,13 @@
+"""The plain policy gradient. Williams, Machine Learning 8 (1992)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from learner.algorithm.losses.base import Tokens
+from learner.config import AlgorithmSection
+
+
+def reinforce(tokens: Tokens, algorithm: AlgorithmSection) -> tuple[Tensor, dict[str, Tensor]]:
+    """``-A log p``, (T,); no importance weight, so no statistics."""
+    return -tokens.advantages * tokens.logprobs, {}

@@ -1,0 +1,13 @@
+"""Maximum likelihood on given tokens."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from learner.algorithm.losses.base import Tokens
+from learner.config import AlgorithmSection
+
+
+def sft(tokens: Tokens, algorithm: AlgorithmSection) -> tuple[Tensor, dict[str, Tensor]]:
+    """``-w log p``, (T,); the weight w of a token stands in the place of its advantage and is 1 for a plain demonstration."""
+    return -tokens.advantages * tokens.logprobs, {}

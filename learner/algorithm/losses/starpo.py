@@ -1,0 +1,15 @@
+"""StarPO: the clipped surrogate over whole trajectories of many turns. Wang et al., RAGEN (arXiv 2504.20073).
+
+A trajectory is one sequence here anyway, its observations masked, so the loss is PPO's. StarPO-S adds what keeps it from
+collapsing: groups are chosen by their spread (``learner.algorithm.selection``), no KL, and an upper clip above the lower one.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from learner.algorithm.losses.base import Loss
+from learner.algorithm.losses.ppo import ppo
+
+starpo: Final[Loss] = ppo
+starpo_s: Final[Loss] = ppo

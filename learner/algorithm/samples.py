@@ -1,0 +1,115 @@
+"""One training sequence as the learner holds it: a trajectory's columns, unpacked, with its advantages beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from broker.contract import wire
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class TrainSample:
+    """All arrays have shape (n,), n being the tokens of the whole conversation; what stands in a masked position is never read."""
+
+    token_ids: Array  # int32
+    loss_mask: Array  # uint8, 1 where a token is trained; 0 at position 0, which nothing predicts
+    rollout_logprobs: Array  # float32, natural log, of the distribution that was sampled from
+    versions: Array  # int32, policy version that sampled the token, -1 where the mask is 0
+    advantages: Array  # float32
+    group: int  # ticket number
+    reward: float
+    temperature: float = 1.0  # logits are divided by it, as they were in sampling
+    proximal_logprobs: Array | None = None  # float32, under the policy at the start of the step; None: not recomputed
+    values: Array | None = None  # float32, the critic's at the start of the step, of the state in which the token was sampled
+    returns: Array | None = None  # float32, what the critic is to learn
+
+    def __post_init__(self) -> None:
+        n = len(self.token_ids)
+        for name in ("token_ids", "loss_mask", "rollout_logprobs", "versions", "advantages"):
+            if getattr(self, name).shape != (n,):
+                raise ValueError(f"{name} has shape {getattr(self, name).shape}, expected ({n},)")
+        for name in ("proximal_logprobs", "values", "returns"):
+            if (found := getattr(self, name)) is not None and found.shape != (n,):
+                raise ValueError(f"{name} has shape {found.shape}, expected ({n},)")
+        if n and self.loss_mask[0]:
+            raise ValueError("loss_mask is 1 at position 0, which nothing predicts")
+        if not self.temperature > 0:
+            raise ValueError(f"temperature {self.temperature} is not above 0: greedy tokens have no gradient")
+
+    @cached_property
+    def positions(self) -> Array:
+        """Where the mask is 1, ascending, shape (num_tokens,) int64."""
+        return np.flatnonzero(self.loss_mask)
+
+    @property
+    def num_tokens(self) -> int:
+        """Trained tokens."""
+        return len(self.positions)
+
+    @property
+    def num_inputs(self) -> int:
+        """Tokens a forward pass must read: all before the last trained one, which is only predicted. 0 if none is trained."""
+        return int(self.positions[-1]) if len(self.positions) else 0
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """What the models say about a sample's T trained tokens before the step; None what was not asked for."""
+
+    logprobs: Array | None = None  # (T,) float32, under the policy
+    kl: Array | None = None  # (T,) float32, estimate of the divergence from the reference, in nats
+    values: Array | None = None  # (T,) float32, the critic's
+
+
+def from_trajectory(
+    trajectory: wire.Trajectory, advantages: Array, *, group: int, temperature: float = 1.0, trained: bool = True
+) -> TrainSample:
+    """Unpack one trajectory.
+
+    Args:
+        trajectory: has passed ``wire.check_trajectory``.
+        advantages: (n,) one value per token; those of masked positions are ignored.
+        group: ticket number.
+        temperature: of the sampling.
+        trained: False masks every token.
+    """
+    sampled = trajectory.loss_mask.array().astype(bool)
+    runs = trajectory.version_runs.array().reshape(-1, 2)
+    versions = np.full(len(sampled), -1, np.int32)
+    versions[sampled] = np.repeat(runs[:, 0], runs[:, 1])
+    mask = sampled.copy()
+    mask[:1] = False  # sampled from an empty context: no model gives it a logprob
+    if not trained:
+        mask[:] = False
+    return TrainSample(
+        token_ids=trajectory.token_ids.array(),
+        loss_mask=mask.astype(np.uint8),
+        rollout_logprobs=trajectory.logprobs.array(),
+        versions=np.where(mask, versions, -1).astype(np.int32),
+        advantages=np.where(mask, advantages, 0.0).astype(np.float32),
+        group=group,
+        reward=trajectory.reward,
+        temperature=temperature,
+    )
+
+
+def from_group(group: wire.Group, advantages: Sequence[Array], *, temperature: float = 1.0) -> list[TrainSample]:
+    """One sample per trajectory, in the group's order.
+
+    Greedy baselines get no trained tokens.
+
+    Args:
+        group: scored.
+        advantages: one array per trajectory, as an estimator of ``learner.algorithm.advantages`` gives them.
+        temperature: of the domain's sampling.
+    """
+    pairs = zip(group.trajectories, advantages, strict=True)
+    return [from_trajectory(one, values, group=group.ticket, temperature=temperature, trained=not one.greedy) for one, values in pairs]

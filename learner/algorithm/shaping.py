@@ -1,0 +1,148 @@
+"""What happens to rewards before an estimator sees them: penalties, then normalisation, then the clip. Pure.
+
+Turn rewards follow the trajectory's: penalties for a turn are taken off that turn, a scale applies to all, and whatever else the
+total has changed by comes after the last turn, where the estimators look for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from broker.contract import wire
+from learner.algorithm.advantages.base import FloatArray, sampled_positions
+from learner.config import AlgorithmSection, RewardNormalization
+
+EPS: Final = 1e-6
+
+
+def shape(groups: Sequence[wire.Group], algorithm: AlgorithmSection) -> list[wire.Group]:
+    """The groups with their rewards as the algorithm wants them; reward normalisation over what it is given.
+
+    Greedy baselines are shaped like the rest, but have no part in means and spreads.
+    """
+    penalised = [_replace(group, [_penalise(trajectory, algorithm) for trajectory in group.trajectories]) for group in groups]
+    if algorithm.reward_normalization.norm_mean_type or algorithm.reward_normalization.norm_std_type:
+        penalised = _normalise(penalised, algorithm.reward_normalization)
+    if algorithm.reward_clip is None:
+        return penalised
+    limit = algorithm.reward_clip
+    return [
+        _replace(group, [msgspec.structs.replace(one, reward=min(max(one.reward, -limit), limit)) for one in group.trajectories])
+        for group in penalised
+    ]
+
+
+def needs_batch(normalization: RewardNormalization) -> bool:
+    """Whether a group alone does not suffice to normalise its rewards."""
+    types = {normalization.norm_mean_type, normalization.norm_std_type} - {None}
+    return bool(types) and not (normalization.grouping == "traj_group_id" and types == {"group"})
+
+
+def overlong_penalty(length: int, max_length: int, buffer: int, factor: float = 1.0) -> float:
+    """``min(-(length - (max_length - buffer)) / buffer * factor, 0)``, at least ``-factor``. Yu et al., DAPO (arXiv 2503.14476).
+
+    Args:
+        length: sampled tokens.
+        max_length: where the penalty is full, in tokens.
+        buffer: tokens before it over which it grows.
+    """
+    return max(min(-(length - (max_length - buffer)) / buffer * factor, 0.0), -factor)
+
+
+def normalise(
+    rewards: FloatArray, keys: Sequence[object], mean_type: str | None, std_type: str | None, counted: Sequence[bool] | None = None
+) -> tuple[FloatArray, FloatArray]:
+    """Shift and scale of each reward, (B,) each: the normalised ones are ``(R - shift) / scale``.
+
+    Args:
+        rewards: (B,), one value per sample.
+        keys: which rewards belong together; ``group`` means those of the same key.
+        mean_type: whose mean is the shift: group, batch, or None for 0.
+        std_type: whose standard deviation plus 1e-6 is the scale, ddof 1, likewise; 1 where there is none: one reward, or equal ones.
+        counted: False where a reward has no part in means and spreads.
+    """
+    kept = np.ones(len(rewards), bool) if counted is None else np.array(counted, bool)
+    numbers = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+    names = np.array([numbers[key] for key in keys], dtype=np.int64)
+    shift, scale = np.zeros_like(rewards), np.ones_like(rewards)
+    for name in range(len(numbers)):
+        members = names == name
+        for kind, target in ((mean_type, shift), (std_type, scale)):
+            pool = rewards[kept & members] if kind == "group" else rewards[kept]
+            if kind is None or not len(pool):
+                continue
+            target[members] = _mean(pool) if target is shift else _spread(pool)
+    return shift, scale
+
+
+def _mean(values: FloatArray) -> float:
+    return float(values[0] if values.min() == values.max() else values.mean())  # equal rewards give exactly 0
+
+
+def _spread(values: FloatArray) -> float:
+    return float(values.std(ddof=1)) + EPS if len(values) > 1 and values.min() != values.max() else 1.0
+
+
+def minus_kl(trajectory: wire.Trajectory, kl: FloatArray) -> wire.Trajectory:
+    """The trajectory with a penalty taken off its reward and off the turn in which each token stands.
+
+    Args:
+        kl: (T,) of the sampled tokens, in the reward's unit.
+    """
+    at = np.zeros(len(trajectory.loss_mask.array()))
+    at[sampled_positions(trajectory)] = kl
+    turns = [msgspec.structs.replace(turn, reward=turn.reward - float(at[turn.start : turn.end].sum())) for turn in trajectory.turns]
+    return msgspec.structs.replace(trajectory, reward=trajectory.reward - float(kl.sum()), turns=turns)
+
+
+def is_truncated(trajectory: wire.Trajectory) -> bool:
+    """Whether the trajectory, or its last turn, was cut for its length."""
+    return trajectory.end == "length" or (bool(trajectory.turns) and trajectory.turns[-1].finish_reason == "length")
+
+
+def _penalise(trajectory: wire.Trajectory, algorithm: AlgorithmSection) -> wire.Trajectory:
+    reward, turns = trajectory.reward, trajectory.turns
+    if algorithm.format_penalty:
+        costs = [0.0 if turn.valid else algorithm.format_penalty for turn in turns]
+        turns = [msgspec.structs.replace(turn, reward=turn.reward - cost) for turn, cost in zip(turns, costs, strict=True)]
+        reward -= sum(costs)
+    if algorithm.overlong_buffer and algorithm.overlong_length:
+        length = int(trajectory.loss_mask.array().sum())
+        reward += overlong_penalty(length, algorithm.overlong_length, algorithm.overlong_buffer, algorithm.overlong_factor)
+    return msgspec.structs.replace(trajectory, reward=reward, turns=turns)
+
+
+def _normalise(groups: Sequence[wire.Group], section: RewardNormalization) -> list[wire.Group]:
+    pairs = [(group, trajectory) for group in groups for trajectory in group.trajectories]
+    shift, scale = normalise(
+        np.array([trajectory.reward for _, trajectory in pairs], dtype=np.float64),
+        [_key(group, trajectory, section.grouping) for group, trajectory in pairs],
+        section.norm_mean_type,
+        section.norm_std_type,
+        [not trajectory.greedy for _, trajectory in pairs],
+    )
+    scaled = iter([_scale(one, float(a), float(b)) for (_, one), a, b in zip(pairs, shift, scale, strict=True)])
+    return [_replace(group, [next(scaled) for _ in group.trajectories]) for group in groups]
+
+
+def _key(group: wire.Group, trajectory: wire.Trajectory, grouping: str) -> object:
+    """``state``: the observation first acted on, in one domain; without anchors, the ticket. ``inductive``: the kind of task."""
+    if grouping == "batch":
+        return 0
+    if grouping == "inductive":
+        return group.domain
+    anchor = trajectory.turns[0].anchor if trajectory.turns else ""
+    return (group.domain, anchor) if grouping == "state" and anchor else group.ticket
+
+
+def _scale(trajectory: wire.Trajectory, shift: float, scale: float) -> wire.Trajectory:
+    turns = [msgspec.structs.replace(turn, reward=turn.reward / scale) for turn in trajectory.turns]
+    return msgspec.structs.replace(trajectory, reward=(trajectory.reward - shift) / scale, turns=turns)
+
+
+def _replace(group: wire.Group, trajectories: list[wire.Trajectory]) -> wire.Group:
+    return msgspec.structs.replace(group, trajectories=trajectories)

@@ -1,0 +1,215 @@
+"""Checkpoints off the critical path: training waits for a copy in memory, a thread writes it while training goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from broker.contract.streams import SAMPLES
+from broker.errors import UserError
+from broker.jetstream.bus import Bus
+from broker.runtime.process import Stop
+from learner.checkpoints import checkpoint
+from learner.checkpoints.checkpoint_schedule import Due
+from learner.checkpoints.disk_retry import Patience
+from learner.config import CheckpointSection
+from learner.credit.ledger import Ledger
+from learner.credit.records import Records
+from learner.training import Training
+from learner.watch import Watch
+
+if TYPE_CHECKING:
+    from learner.backends.base import Snapshot
+
+log = logging.getLogger(__name__)
+
+PARTING_S: Final = 10.0  # longest wait for a broker that is not there, at the end
+
+
+class Saver:
+    """Writes one checkpoint at a time; prunes and trims the log only behind those that are on disk.
+
+    Args:
+        folder: ``runs/<name>/checkpoints``.
+        written: step of the newest checkpoint there, -1 if there is none.
+        say: told when training has to wait, and an empty text when that is over.
+        pressed: whether the broker's store needs the log trimmed soon, whatever the schedule.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        section: CheckpointSection,
+        bus: Bus,
+        ledger: Ledger,
+        training: Training,
+        records: Records,
+        watch: Watch,
+        stop: Stop,
+        say: Callable[[str], None],
+        written: int = -1,
+        pressed: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._folder, self._keep, self._bus, self._ledger = folder, section.keep, bus, ledger
+        self._training, self._records, self._watch, self._stop = training, records, watch, stop
+        self._due = Due(section.every_steps, section.every_minutes * 60, time.monotonic(), section.keep)
+        self._patience = Patience(folder, stop, "no checkpoint is written and the log is not trimmed", say)
+        self._say, self._written, self._pressed = say, written, pressed
+        self._relieved = -1  # step of the checkpoint behind which the log was trimmed for lack of room
+        self._writing: asyncio.Task[None] | None = None
+        self._times: dict[str, float] = {}
+
+    def values(self) -> dict[str, float]:
+        """Metrics since the last call: seconds that training waited for the copy, seconds that writing took."""
+        times, self._times = self._times, {}
+        return {"time/checkpoint": 0.0} | times
+
+    async def open(self) -> None:
+        """Trim what an earlier life, which may have been killed before it could, has left."""
+        if kept := checkpoint.found(self._folder):
+            try:
+                await self._trim(kept[0])
+            except UserError as error:  # the oldest one is not what the run resumes from
+                log.warning("%s; the log is not trimmed behind it", error)
+
+    async def relieve(self) -> None:
+        """Trim the log behind the newest checkpoint, once for each; nothing is left for resuming from the older ones.
+
+        Raises:
+            Fenced: a newer learner holds the run.
+        """
+        if self._written > self._relieved and len(kept := checkpoint.found(self._folder)) > 1:
+            self._relieved = self._written
+            log.warning(
+                "to make room in the broker's store, the log is trimmed behind %s; the run can be resumed from there only", kept[-1]
+            )
+            await self._trim(kept[-1])
+
+    async def at_boundary(self, ledger: dict[str, Any]) -> None:
+        """A step was completed: take a checkpoint if one is due and none is being written.
+
+        Args:
+            ledger: as it was dumped at this boundary.
+        """
+        self._due.completed(ledger["version"], time.monotonic(), failing=self._failing)
+        if self._pressed():
+            self._due.press()
+        if self._due.must_wait(failing=self._failing):
+            await self._wait_for_space()
+        if self._due.due and not self._busy:
+            await self._take(ledger)
+
+    async def finish(self, ledger: dict[str, Any]) -> None:
+        """Write the state of the last boundary unless that is done; return when it is on disk.
+
+        Asked to stop while there is no broker it writes none, for nobody can say whether the run is still ours: the next life goes on
+        from the one before, and the log.
+
+        Raises:
+            UserError: the folder cannot be written, and a stop is asked for.
+            Fenced: a newer learner holds the run.
+        """
+        if self._stop.asked.is_set() and not await self._is_ours():
+            log.warning("no broker says whether the run is still ours, so no checkpoint of step %d is written", ledger["version"])
+            if self._writing is not None:
+                self._writing.cancel()
+            return
+        if self._writing is not None:
+            await self._writing
+        if ledger["version"] != self._written:
+            await self._training.undo()
+            await self._take(ledger)
+            assert self._writing is not None
+            await self._writing
+
+    async def _is_ours(self) -> bool:
+        try:
+            async with asyncio.timeout(PARTING_S):
+                await self._watch.refuse_if_fenced()
+        except TimeoutError:
+            return False
+        return True
+
+    async def close(self) -> None:
+        """Wait until nothing is being written; what went wrong was raised already."""
+        if self._writing is not None:
+            await asyncio.wait({self._writing})
+
+    @property
+    def _busy(self) -> bool:
+        return self._writing is not None and not self._writing.done()
+
+    @property
+    def _failing(self) -> bool:
+        return self._busy and bool(self._patience.reason)
+
+    async def _wait_for_space(self) -> None:
+        """Training has run on as far as it may."""
+        assert self._writing is not None
+        log.error("%s: training waits until a checkpoint can be written", self._folder)
+        self._say(f"{self._patience.reason}; training waits")
+        asked = asyncio.ensure_future(self._stop.asked.wait())
+        try:
+            await asyncio.wait({self._writing, asked}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            asked.cancel()
+            with suppress(asyncio.CancelledError):
+                await asked
+
+    async def _take(self, ledger: dict[str, Any]) -> None:
+        if self._writing is not None:
+            await self._writing  # done; raises what went wrong
+        began = time.monotonic()
+        snapshot = await self._training.call(self._training.backend.snapshot)
+        self._times["time/checkpoint"] = time.monotonic() - began
+        self._due.taken(time.monotonic())
+        self._writing = asyncio.create_task(self._write(snapshot, ledger))
+        self._writing.add_done_callback(self._failed)
+
+    def _failed(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._stop.request(f"{type(error).__name__}: {error}")
+
+    # -------------------------------------------------------------------------------------- beside training
+
+    async def _write(self, snapshot: Snapshot, ledger: dict[str, Any]) -> None:
+        """Write one, delete the oldest, and trim the log behind those that are kept."""
+        await self._records.sync()
+        began = time.monotonic()
+        path = await self._patience(lambda: self._try(snapshot, ledger))
+        self._written = ledger["version"]
+        self._times["time/checkpoint_write"] = time.monotonic() - began
+        log.info("checkpoint %s", path)
+        kept = await self._patience.in_thread(checkpoint.prune, self._folder, self._keep)
+        await self._trim(kept[0])  # the oldest one, however few there are
+
+    async def _trim(self, path: Path) -> None:
+        """Trim the log behind a checkpoint."""
+        ledger = Ledger.load(checkpoint.read(path).ledger)
+        await self._watch.refuse_if_fenced()
+        await self._bus.trim(SAMPLES, ledger.first_needed)
+        await self._bus.trim_parts(SAMPLES, keep=ledger.may_read)
+
+    async def _try(self, snapshot: Snapshot, ledger: dict[str, Any]) -> Path:
+        """Write it under a hidden name, make sure that the run is still ours, give it its name.
+
+        Raises:
+            OSError: no space, for example; nothing is left then.
+            Fenced: a newer learner holds the run.
+        """
+        await self._watch.refuse_if_fenced()
+        arguments = (self._folder, self._training.backend, snapshot, ledger, self._watch.epoch)
+        work = await asyncio.to_thread(checkpoint.stage, *arguments)
+        try:
+            await self._watch.refuse_if_fenced()
+            return await asyncio.to_thread(checkpoint.commit, work, self._folder, ledger["version"])
+        except FileNotFoundError:
+            await self._watch.refuse_if_fenced()  # a newer learner has tidied up
+            raise
+        finally:
+            await asyncio.to_thread(checkpoint.discard, work)

@@ -1,0 +1,120 @@
+"""How large the groups of a configuration can become, and what they cost the broker's store and the learner's memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import psutil
+
+from broker.contract.sizes import MAX_GROUP_BYTES
+from broker.errors import ConfigError
+from broker.settings.config import PRIVATE_STORE_GIB, num_greedy, takes_steps
+
+# Of the wire's encoding; tests/unit/test_capacity.py compares them with it.
+TOKEN_BYTES: Final = 9  # token_ids 4, loss_mask 1, logprobs 4
+TEXT_BYTES: Final = 4  # of a token's text, which stands once more in the response, or in what step groups compare
+TURN_BYTES: Final = 128
+SAMPLE_BYTES: Final = 512
+GROUP_BYTES: Final = 1024
+
+
+@dataclass(frozen=True)
+class LargestGroup:
+    """The largest group of one domain: every episode takes all its turns, and every sample its whole context.
+
+    Attributes:
+        episodes: redundant ones and the greedy baseline included.
+        samples: of one episode: one conversation, or one for each turn.
+        tokens: of one sample.
+        turns: of one sample.
+    """
+
+    domain: str
+    episodes: int
+    samples: int
+    tokens: int
+    turns: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.episodes * self.samples * self.tokens
+
+    @property
+    def size_bytes(self) -> int:
+        """Of its encoding."""
+        per_sample = self.tokens * (TOKEN_BYTES + TEXT_BYTES) + self.turns * TURN_BYTES + SAMPLE_BYTES
+        return self.episodes * self.samples * per_sample + GROUP_BYTES
+
+
+def largest_group(name: str, domain: Mapping[str, Any], adv_estimator: str) -> LargestGroup:
+    """The largest group that tickets of a domain, a section of a checked configuration, can lead to."""
+    episodes = domain["group_size"] + domain["group_size_redundancy"] + num_greedy(adv_estimator)
+    turns, tokens = domain["max_turns"], domain["max_context_tokens"]
+    if takes_steps(domain["context"], adv_estimator):
+        return LargestGroup(name, episodes, turns, tokens, 1)
+    return LargestGroup(name, episodes, 1, tokens, turns)
+
+
+def check_groups(config: dict[str, Any]) -> None:
+    """Refuse groups that cannot travel.
+
+    Raises:
+        ConfigError: the largest group of a domain is larger than MAX_GROUP_BYTES.
+    """
+    for group in _groups(config):
+        if group.size_bytes > MAX_GROUP_BYTES:
+            key = f"domains.{group.domain}.max_context_tokens"
+            room = (MAX_GROUP_BYTES - GROUP_BYTES) // (group.episodes * group.samples) - group.turns * TURN_BYTES - SAMPLE_BYTES
+            most = f"at most {max(room // (TOKEN_BYTES + TEXT_BYTES), 0):,}"
+            raise ConfigError(
+                key, group.tokens, f"{most} for {_shape(group)}: such a group takes {_size(group.size_bytes)}, the limit is 1 GiB"
+            )
+
+
+def notes(config: dict[str, Any]) -> list[str]:
+    """What the largest groups of a checked configuration cost, in lines for the operator."""
+    groups, train, domains = _groups(config), config["train"], config["domains"]
+    weights = sum(domain["weight"] for domain in domains.values())
+    step = math.ceil(sum(group.size_bytes * domains[group.domain]["weight"] for group in groups) / weights * train["groups_per_step"])
+    alive = min(1 + train["max_staleness"], train["steps"])
+    store_gib = config["broker"]["store_max_gib"] or PRIVATE_STORE_GIB
+    memory = psutil.virtual_memory().total
+    lines = [
+        f"domains.{group.domain}: a group takes at most {_size(group.size_bytes)}: {_shape(group)} of {group.tokens:,} tokens"
+        for group in groups
+    ]
+    lines.append(
+        f"a step takes at most {_size(step)}, the open tickets {_size(alive * step)} ({alive} x train.groups_per_step), "
+        "in the broker's store and in the learner's memory"
+    )
+    if alive * step > store_gib * (1 << 30):
+        lines.append(
+            f"that is more than broker.store_max_gib, which is {store_gib:g}: "
+            "where groups become so large tickets wait for room; raise it, or lower train.groups_per_step or train.max_staleness"
+        )
+    if alive * step > memory:
+        lines.append(
+            f"that is more than the memory of this machine, {_size(memory)}: the learner needs a larger one where groups become so large"
+        )
+    return lines
+
+
+def _groups(config: dict[str, Any]) -> list[LargestGroup]:
+    estimator = config["algorithm"]["adv_estimator"]
+    return [largest_group(name, domain, estimator) for name, domain in config["domains"].items()]
+
+
+def _shape(group: LargestGroup) -> str:
+    return f"{group.episodes} episodes" + (f" of {group.samples} samples" if group.samples > 1 else "")
+
+
+def _size(size: float) -> str:
+    """Bytes in the unit that reads best."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            break
+        size /= 1024
+    return f"{size:,.0f} {unit}" if unit == "bytes" or size >= 100 else f"{size:.3g} {unit}"

@@ -1,0 +1,78 @@
+"""From records to steps: what a live learner and a replay have in common. No broker, no files, no clock.
+
+Whoever drives it decides where records come from and what else is to happen between them; the ledger decides everything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from broker.contract import wire
+from broker.jetstream.bus import LogRecord
+from learner.credit import intake
+from learner.credit.intake import Intake
+from learner.credit.ledger import Action, Entry, Forget, Hold, Ledger, Take
+from learner.training import Trained, Training
+
+
+@dataclass(frozen=True)
+class Step:
+    """One that was completed.
+
+    Attributes:
+        trained: what the model made of it.
+        taken: the groups that it was made of, in order.
+        actions: the ledger's answer, to be performed.
+    """
+
+    trained: Trained
+    taken: Sequence[Entry]
+    actions: list[Action]
+
+
+class Consumer:
+    """Feeds the records of the log to the ledger, and the groups that it takes to the model.
+
+    Args:
+        ledger: as it was resumed.
+        training: between the same two steps as the ledger.
+    """
+
+    def __init__(self, ledger: Ledger, training: Training) -> None:
+        self.ledger, self.training = ledger, training
+        self._held: dict[int, wire.Group] = {}
+
+    def resume(self, groups: Mapping[int, wire.Group]) -> None:
+        """Go on with the groups that had arrived and were not trained; to be called once, before any record.
+
+        Args:
+            groups: by ticket, one for each of ``ledger.arrived``.
+        """
+        self._held = dict(groups)
+        for entry in self.ledger.state.taken:
+            self.training.add(self._held.pop(entry.number))
+
+    def apply(self, entry: LogRecord) -> tuple[Intake, list[Action]]:
+        """One record, in the order of the log, never while the ledger is full; what it says, and actions to be performed."""
+        read = intake.read(entry, self.ledger, self.training.backend.vocab_size)
+        actions = self.ledger.apply(read.record, entry.seq)
+        if read.group is not None and any(isinstance(action, Hold) for action in actions):
+            self._held[read.group.ticket] = read.group
+        return read, actions
+
+    def perform(self, actions: Sequence[Action]) -> None:
+        """Give the model what was taken; tickets are not this one's to issue."""
+        for action in actions:
+            if isinstance(action, Take):
+                self.training.add(self._held.pop(action.number))
+            elif isinstance(action, Forget):
+                self._held.pop(action.number, None)
+
+    async def complete(self) -> Step | None:
+        """Train the step that is full; None when it was abandoned."""
+        trained = await self.training.finish(self.ledger.state.version)
+        if trained is None:
+            return None
+        taken = list(self.ledger.state.taken)
+        return Step(trained, taken, self.ledger.complete_step())

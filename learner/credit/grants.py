@@ -1,0 +1,111 @@
+"""What stands on the next ticket: a pure function of what has been issued so far. No clock, no I/O, no epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from hashlib import blake2b
+from typing import Any, Literal
+
+import msgspec
+
+from broker.settings.config import num_greedy
+from broker.settings.timeouts import seconds
+from learner.config import AlgorithmSection, TrainSection
+
+_SEED_BITS = 53  # exact in every language's numbers
+
+
+@dataclass(frozen=True)
+class DomainRule:
+    """How groups of one domain are asked for."""
+
+    name: str
+    weight: float  # share among the domains, any positive unit
+    group_size: int
+    min_group_size: int
+    deadline_s: float
+    num_greedy: int = 0  # baseline episodes on top of them
+    num_redundant: int = 0  # episodes on top of them that stand in for slow ones
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The settings the ledger runs by. Changed ones apply from a record of the log on (``broker.contract.wire.RulesChange``)."""
+
+    steps: int
+    groups_per_step: int
+    max_staleness: int
+    on_late: Literal["drop", "wait"]
+    seed: int
+    domains: tuple[DomainRule, ...]
+    filter_zero_variance: bool = False
+    group_filter: str = ""  # by name, so that whoever reads the log again can decide again
+    max_replacements_per_step: int = 64
+    keep_fraction: float = 1.0  # groups of a full step that are trained on; the rest count as filtered, and are not replaced
+
+    def has(self, name: str) -> bool:
+        """Whether there is a domain of that name."""
+        return any(rule.name == name for rule in self.domains)
+
+    def domain(self, name: str) -> DomainRule:
+        """Return the rule of one domain.
+
+        Raises:
+            StopIteration: if there is none of that name.
+        """
+        return next(rule for rule in self.domains if rule.name == name)
+
+    def plain(self) -> dict[str, Any]:
+        """The same as JSON-able values, for the log, the checkpoint and the ledger file."""
+        plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
+        return plain
+
+    def outstanding(self, version: int) -> int:
+        """Tickets that may be alive while ``version`` is being trained: those of its own step and of ``max_staleness`` more."""
+        return max(0, min(1 + self.max_staleness, self.steps - version)) * self.groups_per_step
+
+
+def rules_of(train: TrainSection, algorithm: AlgorithmSection, domains: dict[str, Any], seed: int) -> Rules:
+    """The rules that a validated configuration asks for."""
+    greedy = num_greedy(algorithm.adv_estimator)
+    rows = tuple(
+        DomainRule(name, d.weight, d.group_size, d.min_group_size or d.group_size, seconds(d.deadline_s), greedy, d.group_size_redundancy)
+        for name, d in sorted(domains.items())
+    )
+    return Rules(
+        steps=train.steps,
+        groups_per_step=train.groups_per_step,
+        max_staleness=train.max_staleness,
+        on_late=train.on_late,
+        seed=seed,
+        domains=rows,
+        filter_zero_variance=algorithm.filter_zero_variance,
+        group_filter=algorithm.group_filter,
+        max_replacements_per_step=algorithm.max_replacements_per_step,
+        keep_fraction=algorithm.keep_fraction if algorithm.pg_variant == "starpo_s" else 1.0,
+    )
+
+
+def next_domain(domains: Sequence[DomainRule], issued: dict[str, int]) -> str:
+    """The domain that lies furthest behind its share, the first of them on a tie.
+
+    Exact (fractions, no rounding): after n tickets every domain has had its share of n to within one ticket for two
+    domains, and to within the number of domains less one in general; replacements stay in their domain and do not count.
+
+    Args:
+        domains: the domains, in an order that does not change.
+        issued: first-time tickets of each domain since the shares last changed.
+    """
+    weights = [Fraction(rule.weight) for rule in domains]
+    num = sum(issued.get(rule.name, 0) for rule in domains) + 1
+    total = sum(weights)
+    deficits = [weight * num - total * issued.get(rule.name, 0) for rule, weight in zip(domains, weights, strict=True)]
+    return domains[deficits.index(max(deficits))].name
+
+
+def task_seed(run_seed: int, split: str, domain: str, task_index: int) -> int:
+    """The seed of one task, from 0 to 2**53 - 1; the same on every machine."""
+    digest = blake2b(f"{run_seed}/{split}/{domain}/{task_index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> (64 - _SEED_BITS)

@@ -1,0 +1,102 @@
+"""From a record of the samples log to what the ledger understands. Pure; the same record always gives the same answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from broker.contract import wire
+from broker.jetstream.bus import LogRecord
+from learner.algorithm.filters import is_wanted
+from learner.credit.grants import Rules
+from learner.credit.ledger import Arrived, Changed, Ended, Ledger, Record
+
+
+@dataclass(frozen=True)
+class Intake:
+    """What one record of the log says.
+
+    Attributes:
+        record: for the ledger.
+        group: the group, where there is one.
+        problem: why the record cannot be used, empty if it can; its bytes belong to the dead letters.
+    """
+
+    record: Record
+    group: wire.Group | None = None
+    problem: str = ""
+
+
+def read(entry: LogRecord, ledger: Ledger, vocab_size: int) -> Intake:
+    """Judge one record; whatever cannot be used ends its ticket as ``malformed``, if the ticket is known.
+
+    Args:
+        entry: as the log reader gave it.
+        ledger: before the record is applied.
+        vocab_size: token ids are below this.
+
+    Raises:
+        UserError: the group filter of the user's failed.
+    """
+    message = entry.message
+    if isinstance(message, wire.Closed):
+        return Intake(Ended(message.ticket, message.reason))
+    if isinstance(message, wire.RulesChange):
+        return rules_change(message)
+    if not isinstance(message, wire.Group):
+        return Intake(Ended(entry.ticket, "malformed"), problem=entry.error)
+    problem = _problem(message, ledger, vocab_size)
+    if problem:
+        return Intake(Ended(message.ticket, "malformed"), problem=problem)
+    oldest, _ = version_bounds([message]) or (ledger.state.version, 0)
+    wanted = is_wanted(ledger.rules.group_filter, message)
+    return Intake(Arrived(message.ticket, oldest, episode_rewards(message), wanted), group=message)
+
+
+def rules_change(message: wire.RulesChange) -> Intake:
+    """Judge a record that sets the rules."""
+    try:
+        return Intake(Changed(msgspec.convert(message.rules, Rules), message.epoch))
+    except msgspec.ValidationError as error:
+        return Intake(Ended(0, "malformed"), problem=f"RulesChange.rules: {error}")
+
+
+def _problem(group: wire.Group, ledger: Ledger, vocab_size: int) -> str:
+    """Why a group that decodes may still not be trained on; empty if nothing speaks against it."""
+    if group.pools:
+        return f"the group was never scored by pool {group.pools[0]}"
+    if group.eval_step >= 0 or group.policy != "actor":
+        return f"the group belongs to an evaluation (step {group.eval_step}, policy {group.policy})"
+    ticket = ledger.state.live.get(group.ticket)
+    if ticket is not None and (group.domain, group.task_index) != (ticket.domain, ticket.task_index):
+        return f"ticket {group.ticket} asked for {ticket.domain} task {ticket.task_index}, not {group.domain} task {group.task_index}"
+    num_episodes = len({trajectory.episode for trajectory in group.trajectories})
+    if ticket is not None and num_episodes < ticket.min_group_size:
+        return f"{num_episodes} of the {ticket.group_size} episodes of ticket {group.ticket}, which needs at least {ticket.min_group_size}"
+    for trajectory in group.trajectories:
+        largest = int(trajectory.token_ids.array().max(initial=0))
+        if largest >= vocab_size:
+            return f"token id {largest} of episode {trajectory.episode}, the vocabulary has {vocab_size}"
+    bounds = version_bounds([group])
+    if bounds is not None and bounds[1] > ledger.state.version:
+        return f"a token of policy version {bounds[1]} while {ledger.state.version} is being trained"
+    return ""
+
+
+def version_bounds(groups: list[wire.Group]) -> tuple[int, int] | None:
+    """Oldest and newest policy version of all sampled tokens; None when nothing was sampled."""
+    runs = [t.version_runs.array().reshape(-1, 2) for group in groups for t in group.trajectories]
+    versions = [int(version) for run in runs for version, num_tokens in run if num_tokens > 0]
+    return (min(versions), max(versions)) if versions else None
+
+
+def episodes(group: wire.Group) -> list[wire.Trajectory]:
+    """One trajectory per episode, the last where an episode is cut into several, in order of the episodes; without greedy baselines."""
+    last = {trajectory.episode: trajectory for trajectory in group.trajectories if not trajectory.greedy}
+    return [last[number] for number in sorted(last)]
+
+
+def episode_rewards(group: wire.Group) -> tuple[float, ...]:
+    """Each episode's total reward."""
+    return tuple(trajectory.reward for trajectory in episodes(group))

@@ -1,0 +1,502 @@
+"""The ledger: who was granted a group, what became of it, and what each step is made of. Pure; no clock, no I/O.
+
+It takes the records of the samples log one at a time and answers with actions. Two learners that read the same log hold
+the same ledger, on any hardware and however often they were killed on the way.
+
+**Credit.** ``issued = min(version + 1 + K, steps) * G + replaced``, with K = ``max_staleness``, G = ``groups_per_step`` and
+one replacement for each ticket that ended without being trained. Hence
+``issued = trained + filtered + dropped + dead + open`` at any moment, and ``open = 0`` once ``version = steps``:
+``trained = steps * G`` and ``replaced = filtered + dropped + dead`` leave nothing over. Where only the best of a step's groups are
+trained on (``keep_fraction``), the others of the G move from trained to filtered as the step completes, and nothing replaces them.
+
+**Rules.** K, G, the number of steps and the domains are the rules. They are part of the state, and only a record of the log changes
+them (``Changed``), so every record is judged by the rules that were in force when it was appended, by whichever life of the learner
+reads it. At a change:
+
+- tickets of a domain that the new rules lack end as dropped (reason ``removed``) unless the step under way already holds their
+  group; each is replaced by a ticket of a domain that exists;
+- where the new rules allow fewer tickets to be alive, the newest without a group end as dropped (reason ``withdrawn``) and are not
+  replaced; where they allow more, more are issued;
+- where the domains or their weights change, their shares are counted from the change on. Counted over the whole history, a domain
+  that is added or gains weight would receive every ticket until it had caught up.
+
+With c tickets issued as first-time credit and not withdrawn, ``open = c - trained - unselected`` holds across changes, since a
+replacement and its ticket cancel out. So the equation above holds in its general form at any moment, and ``open`` is again at most
+``(K + 1) * G`` of the new rules once the step under way completes.
+
+**Order.** A step is the first G groups taken. The record that fills it ends the step's part of the log: ``apply`` refuses the
+next one until ``complete_step`` has been called, so that no record is ever judged by how long training happened to take.
+
+**Late.** A ticket issued at version v carries ``min_version = v``; its tokens are v or newer, so it may be trained in any step
+up to v + K, the step it is *due* in. A group whose oldest token is older than ``version - K`` is late, dropped and replaced.
+
+With ``on_late: drop`` groups are taken in log order and stragglers go late. With ``on_late: wait`` none does, because places
+are reserved: a group is taken into step t only if the tickets due earlier still find room. Write L(d) for the live tickets
+(open, or arrived and queued) due in step d or before, and a for the places of step t already taken. The invariant is
+
+    for every d >= t:   L(d) <= (d - t + 1) * G - a                                                             (*)
+
+and with d = t it says that at most G - a tickets, so never more than G, are at the bound (``min_version <= version - K``):
+they all fit into the step under way. It holds always, by cases:
+
+- start: (K + 1) * G tickets are due in step K, none earlier; a = 0.
+- a group due in step D is taken: for d >= D both sides fall by one. For t <= d < D the left side stays; `_horizon` lets the
+  group in only if (*) still holds there with a + 1, else it waits in the queue, in log order.
+- a ticket ends untrained: its replacement is due in t + K, and no ticket is due later. L(d) does not grow for d < t + K and
+  stays what it was for d >= t + K.
+- the step completes: a = G turns into one step less, so (*) holds for t + 1 unchanged. The new tickets are due in t + 1 + K,
+  where credit bounds all live tickets by (K + 1) * G.
+
+**Lost.** When the broker has lost its store, ``rlearner start --rebase`` closes the open tickets as ``lost``, by records of the log like
+everyone else's. Among them may be one for a number that this ledger has not issued yet: an earlier life had, in a part of the log
+that is gone. Up to that number all tickets count as issued and dead, so that no number ever stands for two tickets. They replace
+nothing and nothing replaces them: both sides of the first equation grow by as many.
+
+Nobody waits for ever: while the step is not full, credit leaves at least one live ticket; once all live ones have arrived, the
+one due first has room, since nothing is due before it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import msgspec
+
+from broker.contract import wire
+from broker.errors import UserError
+from learner.algorithm.selection import num_kept
+from learner.credit.grants import Rules, next_domain, task_seed
+
+ZERO_STD = 1e-6
+LOST: Final = "lost"  # why a ticket was closed that the broker no longer knows
+REMOVED: Final = "removed"  # why a ticket was dropped whose domain the rules no longer have
+WITHDRAWN: Final = "withdrawn"  # why a ticket was dropped that the rules no longer allow
+Outcome = Literal["filtered", "dropped", "dead"]
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """A scored group in the log."""
+
+    ticket: int
+    oldest_version: int  # of all its sampled tokens
+    rewards: tuple[float, ...]  # one per episode
+    wanted: bool = True  # what the rules' group filter says
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A closing in the log, or bytes that were to be a record (ticket 0 if even that is unknown)."""
+
+    ticket: int
+    reason: str  # `late` counts as dropped, everything else as dead
+
+
+@dataclass(frozen=True)
+class Changed:
+    """Other rules from this record on; ``epoch`` is that of the learner that appended it."""
+
+    rules: Rules
+    epoch: int
+
+
+Record = Arrived | Ended | Changed
+
+
+@dataclass(frozen=True)
+class Issue:
+    """Publish this ticket."""
+
+    ticket: wire.Ticket
+
+
+@dataclass(frozen=True)
+class Take:
+    """The group belongs to the step under way."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Hold:
+    """Keep the group: a later action takes it, or forgets it."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Forget:
+    """The ticket has ended untrained; a group of it that is held is no longer needed."""
+
+    number: int
+    outcome: Outcome
+    reason: str = ""  # set where a change of the rules ended it
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """The record changed nothing; a group of the same ticket that is held stays."""
+
+    number: int
+    why: Literal["duplicate", "unknown"]
+
+
+@dataclass(frozen=True)
+class Skip:
+    """These tickets count as issued and dead: an earlier life issued them, and the broker has lost what came of it."""
+
+    first: int
+    last: int
+
+
+Action = Issue | Take | Hold | Forget | Refuse | Skip
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """A group that has arrived and is not trained yet."""
+
+    number: int
+    seq: int  # of its record in the log, which must not be trimmed yet
+    oldest_version: int
+
+
+class State(msgspec.Struct):
+    """All of the ledger, JSON-able."""
+
+    rules: Rules
+    rules_epoch: int = 0  # of the learner that put them into the log, 0: none has
+    version: int = 0  # steps completed, and the policy version being trained
+    position: int = 0  # sequence of the last record applied
+    issued: int = 0  # number of the newest ticket
+    credit: int = 0  # tickets that replaced nothing, without those withdrawn
+    base: dict[str, int] = {}  # domain -> tickets that replaced none of the same domain, since the shares last changed
+    tasks: dict[str, int] = {}  # domain -> task index of its next ticket
+    live: dict[int, wire.Ticket] = {}  # open, queued or taken into the step under way
+    queue: list[Entry] = []  # in log order
+    taken: list[Entry] = []  # the step under way, in the order in which they were taken
+    trained: int = 0
+    filtered: int = 0  # and replaced
+    unselected: int = 0  # groups of completed steps that were not trained on; they count as filtered
+    dropped: int = 0
+    dead: int = 0
+    duplicate: int = 0
+    unknown: int = 0
+    filtered_in_step: int = 0
+    reasons: dict[str, int] = {}  # closing reason -> how many
+
+
+def is_zero_variance(rewards: tuple[float, ...]) -> bool:
+    """Whether a group says nothing about what is better: one episode, or a standard deviation (ddof 1) of at most 1e-6."""
+    if len(rewards) < 2:
+        return True
+    mean = math.fsum(rewards) / len(rewards)
+    return math.fsum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1) <= ZERO_STD**2
+
+
+class Ledger:
+    """Events in, actions out. Call ``open_credit`` once at the start (also after ``load``, where it does nothing new).
+
+    Args:
+        state: that of a new ledger begins with ``State(rules)``.
+    """
+
+    def __init__(self, rules: Rules | State) -> None:
+        self.state = rules if isinstance(rules, State) else State(rules)
+        taken = {entry.number for entry in self.state.taken}
+        self._arrived = {entry.number for entry in self.arrived}
+        self._unplaced = Counter(ticket.min_version for number, ticket in self.state.live.items() if number not in taken)
+
+    def dump(self) -> dict[str, Any]:
+        """The state as JSON-able values."""
+        dumped: dict[str, Any] = msgspec.to_builtins(self.state, str_keys=True)
+        return dumped | {"rules": self.rules.plain()}
+
+    @classmethod
+    def load(cls, dumped: dict[str, Any]) -> Ledger:
+        """Return the ledger that ``dump`` described, under the rules that it had.
+
+        Raises:
+            UserError: if it is damaged.
+        """
+        try:
+            state = msgspec.convert(dumped, State, strict=False)
+        except (msgspec.ValidationError, RecursionError) as error:
+            raise UserError(f"the checkpoint's ledger is damaged: {error}") from None
+        return cls(state)
+
+    # ------------------------------------------------------------------------------------------------ questions
+
+    @property
+    def rules(self) -> Rules:
+        """The rules in force after the last record applied."""
+        return self.state.rules
+
+    @property
+    def full(self) -> bool:
+        """Whether the step under way has all its groups; ``complete_step`` comes next."""
+        return len(self.state.taken) >= self.rules.groups_per_step
+
+    @property
+    def done(self) -> bool:
+        """Whether every step is completed."""
+        return self.state.version >= self.rules.steps
+
+    @property
+    def open(self) -> int:
+        """Tickets that have neither been trained nor ended, those of the step under way among them."""
+        return len(self.state.live)
+
+    @property
+    def waiting_for(self) -> set[int]:
+        """Numbers of the tickets that no record has ended yet."""
+        return self.state.live.keys() - self._arrived
+
+    @property
+    def first_needed(self) -> int:
+        """Sequence of the oldest record that a learner resuming from this state reads again."""
+        return min([entry.seq for entry in self.arrived], default=self.state.position + 1)
+
+    def may_read(self, number: int) -> bool:
+        """Whether a learner resuming from this state may use a group of this ticket: it has not ended, or is not issued yet."""
+        return number in self.state.live or number > self.state.issued
+
+    @property
+    def arrived(self) -> list[Entry]:
+        """Groups taken into the step under way, in that order, and then the queue."""
+        return self.state.taken + self.state.queue
+
+    def ticket(self, number: int) -> wire.Ticket:
+        """What stands on a live ticket, to issue it again on a broker that lacks it.
+
+        Raises:
+            KeyError: it was never issued, or has ended.
+        """
+        return self.state.live[number]
+
+    def counts(self) -> dict[str, int]:
+        """The conservation equation's terms, and what was refused."""
+        s = self.state
+        return {
+            "issued": s.issued,
+            "trained": s.trained,
+            "filtered": s.filtered + s.unselected,
+            "dropped": s.dropped,
+            "dead": s.dead,
+            "open": self.open,
+            "duplicate": s.duplicate,
+            "unknown": s.unknown,
+        }
+
+    # --------------------------------------------------------------------------------------------------- events
+
+    def open_credit(self) -> list[Action]:
+        """Issue what the version being trained grants and has not been issued yet."""
+        actions: list[Action] = []
+        s = self.state
+        granted = s.trained + s.unselected + self.rules.outstanding(s.version)
+        while s.credit < granted:
+            s.credit += 1
+            actions.append(self._issue_next())
+        return actions
+
+    def apply(self, record: Record, seq: int) -> list[Action]:
+        """One record of the log.
+
+        Raises:
+            ValueError: the step is full, or the record is not behind the last one.
+        """
+        if self.full:
+            raise ValueError(f"step {self.state.version} is full; complete it before record {seq}")
+        if seq <= self.state.position:
+            raise ValueError(f"record {seq} comes after record {self.state.position}")
+        self.state.position = seq
+        if isinstance(record, Changed):
+            return self._change(record)
+        number = record.ticket
+        if isinstance(record, Ended) and record.reason == LOST and number > self.state.issued:
+            return [self._skip(number)]
+        if not 1 <= number <= self.state.issued:
+            self.state.unknown += 1
+            return [Refuse(number, "unknown")]
+        if number not in self.state.live or number in self._arrived:
+            self.state.duplicate += 1
+            return [Refuse(number, "duplicate")]
+        if isinstance(record, Ended):
+            self._count(record.reason)
+            actions = self._end(number, "dropped" if record.reason == "late" else "dead")
+        elif self._is_late(record.oldest_version):
+            actions = self._end(number, "dropped")
+        elif self._is_filtered(record):
+            self.state.filtered_in_step += 1
+            actions = self._end(number, "filtered")
+        else:
+            self.state.queue.append(Entry(number, seq, record.oldest_version))
+            self._arrived.add(number)
+            actions = [Hold(number)]
+        return actions + self._fill()
+
+    def lose(self, numbers: Collection[int]) -> list[Entry]:
+        """The records of these groups are gone from the log: their tickets wait for one again, as if none had come."""
+        gone = [entry for entry in self.arrived if entry.number in numbers]
+        self._arrived.difference_update(entry.number for entry in gone)
+        self._unplaced.update(self.state.live[entry.number].min_version for entry in self.state.taken if entry in gone)
+        self.state.taken = [entry for entry in self.state.taken if entry not in gone]
+        self.state.queue = [entry for entry in self.state.queue if entry not in gone]
+        return gone
+
+    def complete_step(self) -> list[Action]:
+        """The step has been trained: the next version begins.
+
+        Raises:
+            ValueError: the step is not full.
+        """
+        if not self.full:
+            raise ValueError(f"step {self.state.version} has {len(self.state.taken)} of {self.rules.groups_per_step} groups")
+        for entry in self.state.taken:
+            del self.state.live[entry.number]
+            self._arrived.discard(entry.number)
+        trained = num_kept(len(self.state.taken), self.rules.keep_fraction)
+        self.state.trained += trained
+        self.state.unselected += len(self.state.taken) - trained
+        self.state.taken = []
+        self.state.filtered_in_step = 0
+        self.state.version += 1
+        return self.open_credit() + self._fill()
+
+    # ------------------------------------------------------------------------------------------------- inside
+
+    def _change(self, changed: Changed) -> list[Action]:
+        """Go on by other rules."""
+        s, before = self.state, self.rules
+        s.rules_epoch = max(s.rules_epoch, changed.epoch)
+        if changed.rules == before:
+            return []
+        s.rules = changed.rules
+        if _shares(changed.rules) != _shares(before):
+            s.base = {}
+        actions: list[Action] = []
+        taken = {entry.number for entry in s.taken}
+        free = [number for number in sorted(s.live, reverse=True) if number not in taken]  # the newest first
+        gone = [number for number in free if not self.rules.has(s.live[number].domain)]
+        for number in gone:
+            self._count(REMOVED)
+            self._leave(number, "dropped")
+            actions.append(Forget(number, "dropped", REMOVED))
+        surplus = s.credit - (s.trained + s.unselected + self.rules.outstanding(s.version))
+        unneeded = min(max(surplus, 0), len(gone))  # of those just ended, as many are not replaced
+        s.credit -= unneeded
+        actions += [self._issue_next() for _ in range(len(gone) - unneeded)]
+        rest = [number for number in free if number in s.live]
+        rest.sort(key=lambda number: number in self._arrived)  # stable: those without a group first
+        for number in rest[: max(surplus - unneeded, 0)]:
+            self._count(WITHDRAWN)
+            self._leave(number, "dropped")
+            s.credit -= 1
+            actions.append(Forget(number, "dropped", WITHDRAWN))
+        return actions + self.open_credit() + self._fill()
+
+    def _count(self, reason: str) -> None:
+        self.state.reasons[reason] = self.state.reasons.get(reason, 0) + 1
+
+    def _issue_next(self) -> Issue:
+        """Issue a ticket of the domain that lies furthest behind its share."""
+        domain = next_domain(self.rules.domains, self.state.base)
+        self.state.base[domain] = self.state.base.get(domain, 0) + 1
+        return self._issue(domain)
+
+    def _issue(self, domain: str) -> Issue:
+        rule, s = self.rules.domain(domain), self.state
+        task_index = s.tasks.get(domain, 0)
+        s.tasks[domain] = task_index + 1
+        s.issued += 1
+        ticket = wire.Ticket(
+            number=s.issued,
+            domain=domain,
+            task_index=task_index,
+            seed=task_seed(self.rules.seed, "train", domain, task_index),
+            min_version=s.version,
+            max_staleness=self.rules.max_staleness,
+            group_size=rule.group_size + rule.num_greedy + rule.num_redundant,
+            min_group_size=rule.min_group_size + rule.num_greedy,
+            deadline_s=rule.deadline_s,
+            num_greedy=rule.num_greedy,
+            num_redundant=rule.num_redundant,
+        )
+        s.live[ticket.number] = ticket
+        self._unplaced[ticket.min_version] += 1
+        return Issue(ticket)
+
+    def _skip(self, last: int) -> Skip:
+        skipped = Skip(self.state.issued + 1, last)
+        num = last - self.state.issued
+        self.state.issued, self.state.dead = last, self.state.dead + num
+        self.state.reasons[LOST] = self.state.reasons.get(LOST, 0) + num
+        return skipped
+
+    def _end(self, number: int, outcome: Outcome) -> list[Action]:
+        """A ticket that is not in the step under way ends untrained; another one takes its place."""
+        domain = self._leave(number, outcome).domain
+        return [Forget(number, outcome), self._issue(domain) if self.rules.has(domain) else self._issue_next()]
+
+    def _leave(self, number: int, outcome: Outcome) -> wire.Ticket:
+        """A ticket that is not in the step under way is no longer live."""
+        s, ticket = self.state, self.state.live.pop(number)
+        self._unplaced[ticket.min_version] -= 1
+        if number in self._arrived:
+            self._arrived.discard(number)
+            s.queue = [entry for entry in s.queue if entry.number != number]
+        setattr(s, outcome, getattr(s, outcome) + 1)
+        return ticket
+
+    def _is_late(self, oldest_version: int) -> bool:
+        return oldest_version < self.state.version - self.rules.max_staleness
+
+    def _is_filtered(self, record: Arrived) -> bool:
+        """Whether dynamic sampling asks for another group; at the bound what there is gets trained."""
+        if self.state.filtered_in_step >= self.rules.max_replacements_per_step:
+            return False
+        return not record.wanted or (self.rules.filter_zero_variance and is_zero_variance(record.rewards))
+
+    def _fill(self) -> list[Action]:
+        """Take from the queue, in log order, whatever has room, until nothing more has."""
+        actions: list[Action] = []
+        while not self.full and not self.done:
+            horizon = self._horizon()
+            chosen = next((q for q in self.state.queue if self._is_late(q.oldest_version) or self._due(q.number) <= horizon), None)
+            if chosen is None:
+                break
+            if self._is_late(chosen.oldest_version):  # its tokens were older than its ticket allowed
+                actions += self._end(chosen.number, "dropped")
+            else:
+                self.state.queue.remove(chosen)
+                self.state.taken.append(chosen)
+                self._unplaced[self.state.live[chosen.number].min_version] -= 1
+                actions.append(Take(chosen.number))
+        return actions
+
+    def _due(self, number: int) -> int:
+        """The last step that a live ticket's group may be trained in."""
+        return self.state.live[number].min_version + self.rules.max_staleness
+
+    def _horizon(self) -> float:
+        """The latest due step that may still be taken into the step under way without breaking (*) of the module's docstring."""
+        if self.rules.on_late == "drop":
+            return math.inf
+        places, num_live = self.rules.groups_per_step - len(self.state.taken) - 1, 0
+        for min_version in sorted(self._unplaced):
+            if not self._unplaced[min_version]:
+                del self._unplaced[min_version]
+                continue
+            due = min_version + self.rules.max_staleness
+            num_live += self._unplaced[min_version]
+            if num_live > places + max(due - self.state.version, 0) * self.rules.groups_per_step:
+                return due  # its own tickets fill all places up to then: nothing due later may pass them
+        return math.inf
+
+
+def _shares(rules: Rules) -> list[tuple[str, float]]:
+    return [(rule.name, rule.weight) for rule in rules.domains]

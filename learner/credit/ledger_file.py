@@ -1,0 +1,269 @@
+"""The lines of the ledger file: what became of every ticket, one line for each event, for the auditor and for people. Pure.
+
+The lines follow from the log alone, without a clock: a learner that was killed and reads the log again writes the same bytes. A line
+of state ``boundary`` ends each step. ``learner/credit/ledger_segments.py`` keeps them in files, each of which begins with a ``summary``:
+all that
+a reader needs to know of the lines before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from hashlib import blake2b
+from typing import Any, Final, Literal
+
+import msgspec
+
+from learner.credit.grants import Rules
+from learner.credit.ledger import LOST, Action, Entry, Forget, Hold, Issue, Ledger, Refuse, Skip
+
+State = Literal[
+    "issued",
+    "arrived",
+    "trained",
+    "filtered",
+    "dropped",
+    "dead",
+    "duplicate",
+    "unknown",
+    "boundary",
+    "unrecorded",
+    "lost",
+    "rules",
+    "summary",
+]
+FINAL: Final = ("trained", "filtered", "dropped", "dead")
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, gc=False):
+    """One event. ``duplicate`` and ``unknown`` are records that changed nothing; ``unrecorded`` stands for all that is missing before;
+    ``lost`` takes ``arrived`` back: the broker has lost the record before it was trained; ``rules`` is a record that set them.
+    ``summary`` repeats the boundary that ends the file before, with the rules in force, the groups that had arrived and not ended, and
+    why tickets died."""
+
+    state: State
+    ticket: int = 0
+    seq: int = 0  # of the record that arrived or ended the ticket; of the last record applied, at a boundary
+    step: int = 0  # the step that it was part of; steps completed, at a boundary
+    oldest: int = -1  # oldest policy version among its sampled tokens
+    newest: int = -1  # newest one
+    digest: str = ""  # of the record's bytes
+    reason: str = ""  # why it ended untrained
+    domain: str = ""  # issued: what stands on the ticket
+    task_index: int = -1
+    min_version: int = -1
+    counts: dict[str, int] = {}  # boundary: the ledger's own
+    groups_per_step: int = 0  # boundary: the rules it ran by
+    max_staleness: int = -1
+    rules: dict[str, Any] = {}  # rules, summary: all of them
+    held: tuple[Line, ...] = ()  # summary: the `arrived` lines of groups that have not ended, in that order
+    reasons: dict[str, int] | None = None  # summary: dead tickets by reason
+
+
+_ENCODER: Final = msgspec.json.Encoder()
+_DECODER: Final = msgspec.json.Decoder(Line)
+
+
+def digest(data: bytes | bytearray) -> str:
+    """What tells one record's bytes from another's, 16 hex digits."""
+    return blake2b(data, digest_size=8).hexdigest()
+
+
+class Scribe:
+    """From the ledger's actions to lines. Pure.
+
+    Args:
+        lines: those that are in the newest file already, from its first one on.
+
+    Attributes:
+        end: the newest boundary, without rules.
+    """
+
+    def __init__(self, lines: Iterable[Line] = ()) -> None:
+        self.end = Line(state="boundary")
+        self._held: dict[int, Line] = {}  # by ticket: arrived, and not ended yet
+        self._reasons: dict[str, int] = {}
+        for line in lines:
+            self._note(line)
+
+    def record(
+        self,
+        actions: Sequence[Action],
+        *,
+        seq: int,
+        data_digest: str = "",
+        reason: str = "",
+        bounds: tuple[int, int] | None = None,
+        rules: Rules | None = None,
+    ) -> list[Line]:
+        """What one record of the log changed.
+
+        Args:
+            actions: the ledger's answer to it.
+            seq: the record's sequence in the log.
+            reason: why the ticket was closed, empty for a group.
+            bounds: oldest and newest version of the group's tokens, None when there are none.
+            rules: what the record set, None for any other record.
+        """
+        oldest, newest = bounds or (-1, -1)
+        lines = [] if rules is None else [Line(state="rules", seq=seq, digest=data_digest, rules=rules.plain())]
+        for action in actions:
+            if isinstance(action, Hold):
+                line = Line(state="arrived", ticket=action.number, seq=seq, oldest=oldest, newest=newest, digest=data_digest)
+                lines.append(self._note(line))
+            elif isinstance(action, Refuse):
+                lines.append(self._note(Line(state=action.why, ticket=action.number, seq=seq, digest=data_digest)))
+            elif isinstance(action, Issue):
+                lines.append(self._note(_issued(action)))
+            elif isinstance(action, Skip):
+                lines += [self._note(line) for line in _skipped(action, seq, data_digest)]
+            elif isinstance(action, Forget) and action.reason:  # by the rules, not by a record of its own
+                lines.append(self._ended(action, Line(state=action.outcome, ticket=action.number, reason=action.reason)))
+            elif isinstance(action, Forget):
+                new = Line(
+                    state=action.outcome,
+                    ticket=action.number,
+                    seq=seq,
+                    oldest=oldest,
+                    newest=newest,
+                    digest=data_digest,
+                    reason=reason or ("zero_variance" if action.outcome == "filtered" else "late"),
+                )
+                lines.append(self._ended(action, new))
+        return lines
+
+    def step(self, taken: Sequence[Entry], trained: Collection[int], actions: Sequence[Action], ledger: Ledger) -> list[Line]:
+        """What the completion of a step changed.
+
+        Args:
+            taken: the groups it was made of.
+            trained: tickets of those among them that were trained on; the others count as filtered.
+            actions: the ledger's answer.
+            ledger: after the step.
+        """
+        step = ledger.state.version
+        lines = []
+        for entry in taken:
+            held = self._held.get(entry.number) or Line(state="arrived", ticket=entry.number, seq=entry.seq, oldest=entry.oldest_version)
+            change = {"state": "trained"} if entry.number in trained else {"state": "filtered", "reason": "not_selected"}
+            lines.append(self._note(msgspec.structs.replace(held, step=step, **change)))
+        for action in actions:
+            if isinstance(action, Issue):
+                lines.append(self._note(_issued(action)))
+            elif isinstance(action, Forget):  # too old for the next step
+                lines.append(self._ended(action, Line(state=action.outcome, ticket=action.number, reason="late")))
+        return [*lines, self._note(boundary(ledger))]
+
+    def lost(self, gone: Sequence[Entry]) -> list[Line]:
+        """Groups that had arrived and that the broker has lost."""
+        held = [line for entry in gone if (line := self._held.get(entry.number)) is not None]
+        return [self._note(Line(state="lost", ticket=line.ticket, seq=line.seq, digest=line.digest, reason=LOST)) for line in held]
+
+    def begin(self, actions: Sequence[Action], ledger: Ledger) -> list[Line]:
+        """What opening the credit at a start changed; nothing where the newest boundary says the same already."""
+        end = boundary(ledger)
+        issued = [self._note(_issued(action)) for action in actions if isinstance(action, Issue)]
+        return [*issued, self._note(end)] if issued or end != self.end else []
+
+    def summary(self, rules: Rules) -> Line:
+        """The first line of a file that begins at the newest boundary, where these rules are in force."""
+        return msgspec.structs.replace(
+            self.end, state="summary", rules=rules.plain(), held=tuple(self._held.values()), reasons=dict(self._reasons)
+        )
+
+    def _ended(self, action: Forget, line: Line) -> Line:
+        """The line of a ticket that ended; of the group's own record, where one had arrived."""
+        held = self._held.get(action.number)
+        return self._note(line if held is None else msgspec.structs.replace(held, state=action.outcome, reason=action.reason or "late"))
+
+    def _note(self, line: Line) -> Line:
+        """Follow a line, new or read; the same line."""
+        if line.state == "arrived":
+            self._held[line.ticket] = line
+        elif line.state in (*FINAL, "lost"):
+            self._held.pop(line.ticket, None)
+            if line.state == "dead":
+                self._reasons[line.reason] = self._reasons.get(line.reason, 0) + 1
+        elif line.state == "boundary":
+            self.end = line
+        elif line.state == "summary":
+            self.end = msgspec.structs.replace(line, state="boundary", rules={}, held=(), reasons=None)
+            self._held = {held.ticket: held for held in line.held}
+            self._reasons = dict(line.reasons or {})
+        return line
+
+
+def _issued(action: Issue) -> Line:
+    t = action.ticket
+    return Line(state="issued", ticket=t.number, domain=t.domain, task_index=t.task_index, min_version=t.min_version)
+
+
+def _skipped(action: Skip, seq: int, data_digest: str) -> list[Line]:
+    """The record that says so is that of the last one."""
+    lines = []
+    for number in range(action.first, action.last + 1):
+        dead = Line(state="dead", ticket=number, reason=LOST)
+        if number == action.last:
+            dead = msgspec.structs.replace(dead, seq=seq, digest=data_digest)
+        lines += [Line(state="issued", ticket=number), dead]
+    return lines
+
+
+def boundary(ledger: Ledger) -> Line:
+    """The line that ends a step."""
+    s, rules = ledger.state, ledger.rules
+    return Line(
+        state="boundary",
+        step=s.version,
+        seq=s.position,
+        counts=ledger.counts(),
+        groups_per_step=rules.groups_per_step,
+        max_staleness=rules.max_staleness,
+    )
+
+
+def ends(line: Line, ledger: Ledger) -> bool:
+    """Whether the line is the boundary at which the ledger stands, or the summary that repeats it."""
+    s = ledger.state
+    return line.state in ("boundary", "summary") and (line.step, line.seq, line.counts.get("issued")) == (s.version, s.position, s.issued)
+
+
+def tally(lines: Iterable[Line]) -> tuple[dict[str, int], dict[str, int]]:
+    """What became of all tickets up to the file's end, as the ledger counts it, and of the dead ones why.
+
+    A boundary holds the ledger's own counts; the lines behind the last one say what came since. So the newest file alone is enough.
+    """
+    counts = dict.fromkeys(("issued", *FINAL, "open", "duplicate", "unknown"), 0)
+    reasons: dict[str, int] = {}
+    line = None
+    for line in lines:
+        if line.state == "summary":
+            reasons = dict(line.reasons or {})
+        if line.counts:
+            counts |= line.counts
+        elif line.state in counts:
+            counts[line.state] += 1
+            if line.state in FINAL:
+                counts["open"] -= 1
+            elif line.state == "issued":
+                counts["open"] += 1
+        if line.state == "dead":
+            reasons[line.reason] = reasons.get(line.reason, 0) + 1
+    return counts if line else {}, reasons
+
+
+def encode(lines: Sequence[Line]) -> bytes:
+    """Whole lines, as the file holds them."""
+    return b"".join(_ENCODER.encode(line) + b"\n" for line in lines)
+
+
+def decode(row: bytes) -> Line:
+    """One line without its end.
+
+    Raises:
+        ValueError: it is not a line.
+    """
+    try:
+        return _DECODER.decode(row)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None

@@ -1,0 +1,227 @@
+"""``runs/<name>/ledger/``: the lines of ``learner/credit/ledger_file.py`` in files of a few MiB, so that a start reads only the newest.
+
+A file is named by the number of completed steps at which it begins, and begins with a ``summary`` of everything before. A resumed
+learner takes the newest file that holds its checkpoint's boundary, deletes the later ones, and cuts it behind that boundary, half a
+line of a crash with it. It continues in a new file under the old name, so an earlier incarnation that wakes up writes into the void.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from secrets import token_hex
+from typing import Final
+
+from broker.errors import UserError
+from learner.credit import ledger_file
+from learner.credit.ledger import Ledger
+from learner.credit.ledger_file import Line, Scribe
+
+log = logging.getLogger(__name__)
+
+FOLDER: Final = "ledger"
+SUFFIX: Final = ".jsonl"
+MAX_BYTES: Final = 4 * 2**20  # a file is left at the first boundary behind this size: some 25,000 lines, read in about 0.1 s
+
+
+def found(folder: Path) -> list[tuple[int, Path]]:
+    """(steps completed where it begins, file), oldest first.
+
+    Args:
+        folder: ``runs/<name>/ledger``.
+
+    Raises:
+        UserError: an earlier version of this program wrote the run.
+    """
+    if (old := folder.with_suffix(SUFFIX)).exists():
+        raise UserError(
+            f"{old}: written by an earlier version of rlearner; read or resume the run with that version, or choose a new run.name"
+        )
+    named = [(path.stem.removeprefix("step-"), path) for path in folder.glob(f"step-*{SUFFIX}")]
+    return sorted((int(number), path) for number, path in named if number.isdecimal())
+
+
+class Lines:
+    """Every line of a run, oldest first; holds one file at a time in memory.
+
+    Args:
+        folder: ``runs/<name>/ledger``.
+
+    Attributes:
+        problem: why the last iteration ended early, empty if it did not.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.problem = ""
+
+    def __iter__(self) -> Iterator[Line]:
+        files = found(self._folder)
+        for i, (first, path) in enumerate(files):
+            try:
+                lines, self.problem = read(path, first, is_last=i + 1 == len(files))
+            except FileNotFoundError:  # a learner that resumes deletes the newest files first
+                return
+            yield from lines
+            if self.problem:
+                return
+
+
+def newest(folder: Path) -> tuple[list[Line], str]:
+    """The lines of the newest file, and why one of them cannot be read; nothing where there is no file yet."""
+    for first, path in reversed(found(folder)):
+        try:
+            return read(path, first, is_last=True)
+        except FileNotFoundError:  # a learner that resumes deletes the newest files first
+            continue
+    return [], ""
+
+
+def read(path: Path, first: int, *, is_last: bool) -> tuple[list[Line], str]:
+    """The lines of one file, and why it cannot be read further; half a line at the end of the last file is no problem.
+
+    Args:
+        first: steps completed where it begins.
+
+    Raises:
+        FileNotFoundError: it was deleted.
+    """
+    lines: list[Line] = []
+    *rows, rest = path.read_bytes().split(b"\n")
+    for number, row in enumerate(rows, start=1):
+        try:
+            lines.append(ledger_file.decode(row))
+        except ValueError as error:
+            return lines, f"{path.name}:{number}: {error}"
+    if not lines or lines[0].state not in ("summary", "unrecorded") or lines[0].step != first:
+        return lines, f"{path.name}: does not begin with the summary of step {first}"
+    if rest and not is_last:
+        return lines, f"{path.name}: ends in half a line"
+    return lines, ""
+
+
+def resume(folder: Path, ledger: Ledger, max_bytes: int = MAX_BYTES) -> tuple[LedgerFile, list[Line]]:
+    """Delete what the ledger, as it was resumed, does not stand by; the file to continue in, and its lines.
+
+    Raises:
+        OSError: no space, for example.
+    """
+    first, lines = _kept(folder, ledger)
+    if lines[0].state == "unrecorded":
+        why = newest(folder)[1] or "files are missing"
+        log.error("%s: %s; what became of the tickets before step %d is not recorded any more and cannot be audited", folder, why, first)
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.glob(".step-*"):  # left by a crash
+        path.unlink(missing_ok=True)
+    for begin, path in reversed(found(folder)):  # the newest first: what is left never has a gap
+        if begin > first or lines[0].state == "unrecorded":
+            path.unlink()
+    return LedgerFile(folder, first, lines, max_bytes), lines
+
+
+def _kept(folder: Path, ledger: Ledger) -> tuple[int, list[Line]]:
+    """The newest file that holds the ledger's boundary: where it begins, and its lines up to there."""
+    version = ledger.state.version
+    if not ledger.state.issued:
+        return 0, [Scribe().summary(ledger.rules)]
+    for first, path in reversed(found(folder)):
+        if first > version:
+            continue
+        lines, _ = read(path, first, is_last=True)
+        end = next((i for i in range(len(lines), 0, -1) if ledger_file.ends(lines[i - 1], ledger)), 0)
+        if end:
+            return first, lines[:end]
+        if first < version:
+            break  # older files end before this boundary
+    return version, [Line(state="unrecorded", step=version, seq=ledger.state.position, counts=ledger.counts())]
+
+
+class LedgerFile:
+    """The newest file, open for appending; every write lands behind the last one that succeeded.
+
+    Args:
+        folder: ``runs/<name>/ledger``.
+        first: steps completed where the file begins.
+        lines: what it holds.
+        max_bytes: size from which on it is to be left at the next boundary.
+    """
+
+    def __init__(self, folder: Path, first: int, lines: Sequence[Line], max_bytes: int = MAX_BYTES) -> None:
+        self._folder, self._max = folder, max_bytes
+        self._file = -1
+        self._create(first, lines)
+
+    @property
+    def is_full(self) -> bool:
+        return self._size >= self._max
+
+    @property
+    def has_name(self) -> bool:
+        """Whether this is still the run's file; False once a later incarnation of the learner has taken over."""
+        return bool(os.fstat(self._file).st_nlink)
+
+    def append(self, data: bytes) -> None:
+        """Write whole lines; after an error, the same call again repeats it in the same place.
+
+        Raises:
+            OSError: no space, for example.
+        """
+        start = 0
+        while start < len(data):
+            start += os.pwrite(self._file, data[start:], self._size + start)
+        self._size += len(data)
+
+    def leave(self, first: int, summary: Line) -> None:
+        """Continue in a new file; after an error, the same call again repeats it.
+
+        Args:
+            first: steps completed, more than where this file begins.
+
+        Raises:
+            OSError: no space, for example.
+        """
+        self.sync()  # a later file on disk says that this one is whole
+        self._create(first, [summary])
+
+    def sync(self) -> None:
+        """What was appended survives a power loss."""
+        os.fsync(self._file)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    def _create(self, first: int, lines: Sequence[Line]) -> None:
+        """A file of these lines, under its name at once and as a whole.
+
+        It gets no name where the one before has lost its own: a later incarnation of the learner has taken over.
+        """
+        name, data = f"step-{first:06d}{SUFFIX}", ledger_file.encode(lines)
+        temporary = self._folder / f".{name}-{token_hex(4)}"
+        file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        try:
+            start = 0
+            while start < len(data):
+                start += os.pwrite(file, data[start:], start)
+            os.fsync(file)
+            if self._file >= 0 and not self.has_name:
+                os.unlink(temporary)
+            else:
+                os.replace(temporary, self._folder / name)
+                _sync_folder(self._folder)
+        except BaseException:
+            os.close(file)
+            temporary.unlink(missing_ok=True)
+            raise
+        if self._file >= 0:
+            os.close(self._file)
+        self.first, self._file, self._size = first, file, len(data)
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,104 @@
+"""Finds tickets that were acknowledged although no record ends them, long before they would time out.
+
+A hub stores a ticket's group first and acknowledges the ticket afterwards; a reward hub does the same with the group. So a ticket that
+has left its queue has a message in the reward queues or a record in the log, unless a hub that breaks the contract, or a group that
+names no ticket, has lost it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Final
+
+from broker.contract import wire
+from broker.contract.streams import EPISODES, SAMPLES, TICKETS
+from broker.jetstream.bus import Bus
+from learner.credit.ledger import Ledger
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S: Final = 5.0
+GRACE_S: Final = 15.0
+DETAIL: Final = "acknowledged, but neither its group nor a closing was stored before"
+
+
+@dataclass
+class _Gone:
+    since: float
+    passes: int  # of the reward queues that its group may still be in
+    barrier: int  # of those queues; of the log once no pass is left
+    is_orphan: bool = False
+
+
+class Orphans:
+    """Tells lost tickets from those whose group is in flight. Pure.
+
+    A group that was in the reward queues when its ticket had gone lies before their last sequence of that time. When all up to there
+    have left, it is in the next pool, before the last sequence of this time, or in the log. After as many passes as there are pools it
+    is in the log, before its end; once the ledger has read that far and still waits for the ticket, there is no record.
+
+    Args:
+        pools: most reward queues that a group visits.
+        grace_s: least time for which a ticket has been gone.
+    """
+
+    def __init__(self, pools: int, grace_s: float) -> None:
+        self._pools, self._grace_s = pools, grace_s
+        self._gone: dict[int, _Gone] = {}
+
+    def look(self, now: float, gone: Collection[int], scoring: tuple[int, int], log_end: int, position: int) -> list[int]:
+        """Return the tickets that turn out to be lost, each once.
+
+        Args:
+            now: seconds of any monotonic clock.
+            gone: tickets that the ledger waits for and that have left their queue.
+            scoring: first and last sequence of the reward queues, read after ``gone``; (last + 1, last) when they are empty.
+            log_end: last sequence of the log, read after ``scoring``.
+            position: of the ledger in the log.
+        """
+        self._gone = {number: self._gone.get(number) or _Gone(now, self._pools + 1, 0) for number in gone}
+        return [number for number, one in sorted(self._gone.items()) if self._turns_out(one, now, scoring, log_end, position)]
+
+    def _turns_out(self, one: _Gone, now: float, scoring: tuple[int, int], log_end: int, position: int) -> bool:
+        first, last = scoring
+        if one.passes and first > one.barrier:
+            one.passes = one.passes - 1 if first <= last else 0
+            one.barrier = last if one.passes else log_end
+        if one.passes or position < one.barrier or now - one.since < self._grace_s or one.is_orphan:
+            return False
+        one.is_orphan = True
+        return True
+
+
+class OrphanWatch:
+    """Closes lost tickets by a record in the log, as the reaper closes those that take too long.
+
+    Args:
+        bus: of the run.
+        ledger: of the run.
+        pools: most reward queues that a group visits.
+    """
+
+    def __init__(self, bus: Bus, ledger: Ledger, pools: int) -> None:
+        self._bus, self._ledger, self._orphans = bus, ledger, Orphans(pools, GRACE_S)
+
+    async def serve(self) -> None:
+        """Look every few seconds until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            gone = await self._bus.missing(TICKETS, self._ledger.waiting_for)
+            scoring, (_, log_end) = await self._bus.bounds(EPISODES), await self._bus.bounds(SAMPLES)
+            now = asyncio.get_running_loop().time()
+            for number in self._orphans.look(now, gone, scoring, log_end, self._ledger.state.position):
+                await self._close(number)
+
+    async def _close(self, number: int) -> None:
+        if number not in self._ledger.waiting_for:
+            return  # its record was read while another ticket was being closed
+        domain = self._ledger.ticket(number).domain
+        log.warning("ticket %d (%s) closed: %s", number, domain, DETAIL)
+        closed = wire.Closed(ticket=number, domain=domain, reason="timeout", detail=DETAIL, by=self._bus.name)
+        await self._bus.publish(SAMPLES, closed, ticket=number, message_id=f"orphan.{self._bus.run}.{number}")

@@ -1,0 +1,119 @@
+"""What a learner writes down of the records it consumes: the ledger file and, where asked for, the archive of the records."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from broker.contract import wire
+from broker.jetstream.bus import LogRecord
+from broker.runtime.process import Stop
+from learner.checkpoints.disk_retry import Patience
+from learner.config import SamplesSection
+from learner.credit import archive, ledger_file, ledger_segments
+from learner.credit.archive import Archive
+from learner.credit.intake import Intake, version_bounds
+from learner.credit.ledger import Action, Changed, Ended, Entry, Ledger
+from learner.credit.ledger_file import Line, Scribe, digest
+
+AT_ONCE_BYTES: Final = 2**16  # a record up to this size is in the page cache sooner than a thread takes up work
+
+
+class Records:
+    """The service around ``Scribe``. Where the folder cannot be written it waits and goes on when it can.
+
+    Args:
+        folder: the run's; files there are cut back to what ``ledger`` stands by.
+        ledger: as it was resumed.
+        stop: ends a wait for space.
+        say: told when the folder cannot be written, and an empty text when it can again.
+        max_ledger_bytes: size from which on a ledger file is left at the next boundary.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        ledger: Ledger,
+        samples: SamplesSection,
+        stop: Stop,
+        say: Callable[[str], None] = lambda _: None,
+        max_ledger_bytes: int = ledger_segments.MAX_BYTES,
+    ) -> None:
+        self._folder, self._ledger = folder, ledger
+        self._patience = Patience(folder, stop, "training waits", say)
+        self._lock = threading.Lock()  # a checkpoint's sync may run while a file is left, both in threads
+        self._file, lines = ledger_segments.resume(folder / ledger_segments.FOLDER, ledger, max_ledger_bytes)
+        self._scribe = Scribe(lines)
+        self._archive: Archive | None = None
+        if samples.keep:
+            self._archive = Archive(folder / archive.FOLDER, ledger.state.position, int(samples.max_file_mib * 2**20))
+        else:
+            archive.pause(folder / archive.FOLDER, ledger.state.position)
+
+    async def began(self, actions: Sequence[Action], lost: Sequence[Entry] = ()) -> None:
+        """The learner has opened its credit; ``lost`` are the groups that had arrived and are gone from the log."""
+        await self._write(self._scribe.begin(actions, self._ledger))
+        await self._leave_full_file()
+        await self._write(self._scribe.lost(lost))
+
+    async def consumed(self, entry: LogRecord, read: Intake, actions: Sequence[Action]) -> None:
+        """The ledger has applied a record."""
+        found = digest(entry.data)
+        if self._archive is not None and self._file.has_name:  # else a later incarnation has taken over, and archives this record
+            await self._archive_record(self._archive, entry, found)
+        reason = read.record.reason if isinstance(read.record, Ended) else ""
+        group = read.group or (entry.message if isinstance(entry.message, wire.Group) else None)
+        bounds = version_bounds([group]) if group is not None else None
+        rules = read.record.rules if isinstance(read.record, Changed) else None
+        await self._write(self._scribe.record(actions, seq=entry.seq, data_digest=found, reason=reason, bounds=bounds, rules=rules))
+
+    async def completed(self, taken: Sequence[Entry], trained: Collection[int], actions: Sequence[Action]) -> None:
+        """The ledger has completed a step, made of ``taken``; ``trained`` are the tickets among them that were trained on."""
+        await self._write(self._scribe.step(taken, trained, actions, self._ledger))
+        await self._leave_full_file()
+
+    async def sync(self) -> None:
+        """All of it survives a power loss; to be awaited before a checkpoint is written that covers it."""
+        await self._patience.in_thread(self._sync)
+
+    def close(self) -> None:
+        self._file.close()
+        if self._archive is not None:
+            self._archive.close()
+
+    async def _write(self, lines: Sequence[Line]) -> None:
+        if lines:
+            data = ledger_file.encode(lines)
+            await self._patience(partial(self._append, data))
+
+    async def _leave_full_file(self) -> None:
+        """At a boundary. Where a file ends follows from its lines alone, so that every life writes the same files."""
+        step = self._scribe.end.step
+        if self._file.is_full and step > self._file.first:
+            await self._patience.in_thread(self._leave, step, self._scribe.summary(self._ledger.rules))
+
+    def _leave(self, step: int, summary: Line) -> None:
+        with self._lock:
+            self._file.leave(step, summary)
+
+    async def _append(self, data: bytes) -> None:
+        self._file.append(data)  # into the page cache: microseconds
+
+    async def _archive_record(self, archive: Archive, entry: LogRecord, found: str) -> None:
+        if len(entry.data) > AT_ONCE_BYTES:
+            await self._patience.in_thread(archive.append, entry, found)
+            return
+
+        async def append() -> None:
+            archive.append(entry, found)
+
+        await self._patience(append)
+
+    def _sync(self) -> None:
+        with self._lock:
+            self._file.sync()
+        if self._archive is not None:
+            self._archive.sync()

@@ -1,0 +1,221 @@
+"""What a learner that starts finds on the broker, and how it goes on when the broker has lost its store (``--rebase``).
+
+Ticket numbers are sequences of the tickets stream, positions those of the samples log, and the ledger relies on both. So a rebase
+moves the streams and leaves the ledger's numbers alone; and since the log is the ledger's only input, it says what it has to say by
+records of the log, which a later life, a replay and the audit read like all others:
+
+1. a log that ends before the ledger's position is filled up to it: the next record comes behind it;
+2. what is left of the log is read ahead, without training, for the tickets that it will grant;
+3. where more numbers than that have been given away (by the ledger file, or by what the broker still has), the next record is
+   ``Closed{lost}`` of the highest one: all up to it count as issued and dead, so that hubs which survived never meet a number twice;
+4. ``Closed{lost}`` for each ticket up to there that is still open: the ledger replaces them as it replaces all dead ones;
+5. the tickets stream is emptied and filled up to the highest number: its next sequence is the next ticket's number.
+
+Killed on the way, the next life finds the loss again, or what it needs in the log. Groups that had arrived and were not trained are
+read from the archive where the log no longer has them; without an archive their tickets wait again, and end by 4.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from broker.contract import wire
+from broker.contract.streams import SAMPLES, TICKETS, Stream
+from broker.errors import LostState
+from broker.jetstream.bus import Bus, LogRecord
+from learner.credit import archive, intake, ledger_segments
+from learner.credit.ledger import LOST, Entry, Ledger
+from learner.credit.tickets import REBASE
+from learner.run_folder import moved_from
+
+log = logging.getLogger(__name__)
+
+NOBODY: Final = "_lost"  # in place of a domain: no hub reads it
+FILL_AT_ONCE: Final = 512
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Attributes:
+    groups: by ticket, those that had arrived and were not trained.
+    lost: entries of the ledger whose groups are gone.
+    unissued: tickets of the ledger that the broker has never had; they come before all that are issued from now on.
+    """
+
+    groups: dict[int, wire.Group] = field(default_factory=dict)
+    lost: Sequence[Entry] = ()
+    unissued: Sequence[wire.Ticket] = ()
+
+
+@dataclass(frozen=True)
+class Known:
+    """How far an earlier life got, by what it left on disk."""
+
+    issued: int  # tickets
+    consumed: int  # records of the log
+
+
+class Recovery:
+    """One start of the learner.
+
+    Args:
+        ledger: as it was loaded; its credit is not open yet.
+        folder: of the run; its ledger file is not cut yet.
+        vocab_size: token ids are below this.
+    """
+
+    def __init__(self, bus: Bus, ledger: Ledger, folder: Path, vocab_size: int) -> None:
+        self._bus, self._ledger, self._folder, self._vocab_size = bus, ledger, folder, vocab_size
+        self._known = known(folder, ledger)
+        self._groups: dict[int, wire.Group] = {}
+        self._missing: list[Entry] = []
+        self._unissued: list[wire.Ticket] = []
+        self._lost = ""
+
+    async def look(self, *, rebase: bool) -> None:
+        """Find what is there, before anything is changed.
+
+        Raises:
+            LostState: the broker remembers less than the learner, and ``rebase`` was not asked for; names both numbers. Or the log was
+                trimmed behind a checkpoint that is gone, which no rebase can repair.
+        """
+        first, last = await self._bus.first_seq(SAMPLES), await self._bus.last_seq(SAMPLES)
+        tickets, position = await self._bus.last_seq(TICKETS), self._ledger.state.position
+        if last >= position and first > position + 1:
+            raise LostState(
+                f"the broker's samples begin at record {first}, but record {position + 1} is still to be read: the run has made "
+                f"checkpoints that are no longer in {self._folder / 'checkpoints'}; put them back, or choose another run.name"
+            )
+        await self._find_groups(first, last if last >= position else 0)
+        problems = []
+        unissued = range(tickets + 1, self._ledger.state.issued + 1)
+        if self._ledger.waiting_for.issuperset(unissued):
+            # A checkpoint may be ahead of the stream: it holds what a step granted, which is published after it. Nobody has seen these
+            # numbers, and what stands on a ticket follows from the ledger.
+            self._unissued = [self._ledger.ticket(number) for number in unissued]
+        else:
+            problems.append(f"tickets end at number {tickets}, but {self._ledger.state.issued} were issued")
+        if last < self._known.consumed:
+            problems.append(f"samples end at record {last}, but {self._known.consumed} were consumed")
+        if self._missing and not problems and (gone := await self._not_closed()):
+            problems.append(f"samples no longer hold record {gone[0].seq}, the group of ticket {gone[0].number}")
+        self._lost = "; ".join(problems)
+        if self._lost and not rebase:
+            raise LostState(f"the broker's {self._lost}; {self._advice()}")
+
+    def _advice(self) -> str:
+        """How to go on after a loss; on the broker that the run was last trained with, if that is another one, nothing may be lost."""
+        if not (other := moved_from(self._folder, self._bus.link.url)):
+            return REBASE
+        return (
+            f"the run was last trained with the broker at {other}: `rlearner start {self._folder} --broker {other}` goes on there; "
+            "if that has lost its store, --rebase goes on with the open tickets counted dead"
+        )
+
+    async def mend(self) -> Resumed:
+        """Go on, by a rebase where ``look`` has found a loss; only for whoever holds the run."""
+        lost = self._ledger.lose({entry.number for entry in self._missing})
+        if self._lost:
+            await self._rebase()
+            return Resumed(self._groups, lost)
+        return Resumed(self._groups, lost, self._unissued)
+
+    # ------------------------------------------------------------------------------------------------- groups
+
+    async def _find_groups(self, first: int, last: int) -> None:
+        """Read again the groups that the ledger holds, from the log, else from the archive."""
+        wanted = {entry.seq: entry for entry in self._ledger.arrived}
+        if there := [seq for seq in wanted if first <= seq <= last]:
+            held = {entry.number for entry in wanted.values()}
+            async with aclosing(self._bus.read_log(SAMPLES, min(there), wanted=held.__contains__)) as records:
+                async for record in records:
+                    self._keep(wanted.get(record.seq), record)
+                    if record.seq >= max(there):
+                        break
+        gone = {entry.seq: entry for entry in self._ledger.arrived if entry.number not in self._groups}
+        for frame in archive.pick(self._folder / archive.FOLDER, gone):
+            self._keep(gone[frame.seq], frame.record())
+        self._missing = [entry for entry in self._ledger.arrived if entry.number not in self._groups]
+
+    def _keep(self, entry: Entry | None, record: LogRecord) -> None:
+        if entry is not None and isinstance(record.message, wire.Group) and record.message.ticket == entry.number:
+            self._groups[entry.number] = record.message
+
+    async def _not_closed(self) -> list[Entry]:
+        """Missing groups that an earlier life, which was killed in or after a rebase, has not closed as lost."""
+        closed = set()
+        async for record in self._rest():
+            if isinstance(record.message, wire.Closed) and record.message.reason == LOST:
+                closed.add(record.message.ticket)
+        return [entry for entry in self._missing if entry.number not in closed]
+
+    # ------------------------------------------------------------------------------------------------- rebase
+
+    async def _rebase(self) -> None:
+        await self._fill(SAMPLES, self._ledger.state.position)
+        ahead = await self._read_ahead()
+        highest = max(self._known.issued, await self._bus.last_seq(TICKETS), ahead.state.issued)
+        if highest > ahead.state.issued and not ahead.done:
+            await self._close(highest, f"all up to here were issued, {ahead.state.issued} of them are known")
+            ahead = await self._read_ahead()
+        open_ones = [number for number in sorted(ahead.waiting_for) if number <= highest]
+        for number in open_ones:
+            await self._close(number, "open when the broker lost its store")
+        await self._fill(TICKETS, highest)
+        await self._bus.trim(TICKETS, highest + 1)
+        log.warning("the broker's %s; rebased: %d open tickets counted dead, the next one is %d", self._lost, len(open_ones), highest + 1)
+
+    async def _fill(self, stream: Stream, last: int) -> None:
+        """Bring a stream that ends before ``last`` there, with nothing in it.
+
+        A purge beyond the end would do at once, but nats-server (2.15.1) then compares expected sequences with a count of its own that the
+        purge has not moved; so places are filled by messages that nobody reads.
+        """
+        while (short := last - await self._bus.last_seq(stream)) > 0:
+            filler = self._closed(max(self._ledger.state.issued, 1), "fills a place")
+            await asyncio.gather(*(self._bus.publish(stream, filler, key=NOBODY) for _ in range(min(short, FILL_AT_ONCE))))
+            await self._bus.trim(stream, min(last, await self._bus.last_seq(stream)) + 1)
+
+    async def _read_ahead(self) -> Ledger:
+        """The ledger as it will be once the log is consumed up to where it ends now."""
+        ahead = Ledger.load(self._ledger.dump())
+        ahead.open_credit()
+        async for record in self._rest():
+            while ahead.full:
+                ahead.complete_step()
+            ahead.apply(intake.read(record, ahead, self._vocab_size).record, record.seq)
+        while ahead.full:
+            ahead.complete_step()
+        return ahead
+
+    async def _rest(self) -> AsyncGenerator[LogRecord, None]:
+        """The log from the ledger's position up to where it ends now."""
+        position, last = self._ledger.state.position, await self._bus.last_seq(SAMPLES)
+        if last <= position:
+            return
+        async with aclosing(self._bus.read_log(SAMPLES, position + 1)) as records:
+            async for record in records:
+                yield record
+                if record.seq >= last:
+                    return
+
+    async def _close(self, number: int, detail: str) -> None:
+        await self._bus.publish(SAMPLES, self._closed(number, detail), ticket=number)
+
+    def _closed(self, number: int, detail: str) -> wire.Closed:
+        ticket = self._ledger.state.live.get(number)
+        return wire.Closed(ticket=number, domain=ticket.domain if ticket else NOBODY, reason="lost", detail=detail, by=self._bus.name)
+
+
+def known(folder: Path, ledger: Ledger) -> Known:
+    """By the ledger and by the newest ledger file, which may be ahead of it."""
+    lines, _ = ledger_segments.newest(folder / ledger_segments.FOLDER)
+    issued = max((line.ticket if line.state == "issued" else line.counts.get("issued", 0) for line in lines), default=0)
+    consumed = max((line.seq for line in lines), default=0)
+    return Known(max(issued, ledger.state.issued), max(consumed, ledger.state.position))

@@ -1,0 +1,131 @@
+"""Holds tickets back before the broker's store is full, and keeps the run's reserve in it filled."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+from broker.contract.streams import EPISODES, PARTS, RESERVE, SAMPLES, TICKETS
+from broker.jetstream import reserve
+from broker.jetstream.api import ask
+from broker.jetstream.bus import Bus
+from broker.nats.nats_errors import ApiError, Disconnected, NoResponders
+from learner.credit.ledger import Ledger
+from learner.credit.store_budget import Room, Usage
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S: Final = 3.0
+GIB: Final = 1 << 30
+GROUPS: Final = (EPISODES, SAMPLES)  # one message for each group, or for its closing
+GROWING: Final = (TICKETS, PARTS, *GROUPS)  # what a run fills the store with
+
+
+class Gate:
+    """The service around ``Room``.
+
+    Args:
+        limit_gib: what the broker may store as far as the operator says, None if that is not said.
+        press_from_gib: stands for the limit where nobody knows it.
+        say: told that tickets wait, and an empty text when they no longer do.
+        relieve: trims whatever can be spared, at each look while tickets wait or nothing is stored.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        ledger: Ledger,
+        limit_gib: float | None,
+        press_from_gib: float,
+        say: Callable[[str], None],
+        relieve: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._bus, self._ledger, self._say, self._relieve = bus, ledger, say, relieve
+        self._room = Room(None if limit_gib is None else int(limit_gib * GIB), int(press_from_gib * GIB))
+        self._looked = asyncio.Event()
+        self._waiting = 0
+        self._newest = 0  # ticket that was admitted, or published before this learner
+        self._admitted = 0  # since the newest look began
+        self._closed = False
+
+    @property
+    def pressed(self) -> bool:
+        """Whether a checkpoint should be taken soon, so that the log can be trimmed."""
+        return self._room.pressed
+
+    async def wait(self, number: int) -> None:
+        """Return when this ticket may be published; to be asked in the order of the tickets, for those that are published alone."""
+        self._waiting += 1
+        try:
+            while not self._room.admit(needed=not self._ledger.full):
+                self._close()
+                await self._looked.wait()
+            self._newest, self._admitted = number, self._admitted + 1
+        finally:
+            self._waiting -= 1
+
+    async def serve(self) -> None:
+        """Look every few seconds until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            await self.look()
+
+    async def look(self) -> None:
+        """Look at the broker now, and let tickets go on where there is room."""
+        try:
+            self._newest = self._newest or await self._bus.last_seq(TICKETS)
+            # Before the broker is asked: a group that is stored after it has answered is still expected then.
+            under_way, self._admitted = sum(number <= self._newest for number in self._ledger.waiting_for), 0
+            usage, reserved = await self._usage()
+            self._room.look(usage, under_way + self._admitted)
+            if not self._room.pressed:
+                await reserve.fill(self._bus.link, self._bus.run, reserved)
+            if self._closed or not usage.stores:
+                await self._relieve()
+        except (Disconnected, TimeoutError, NoResponders, ApiError) as error:
+            log.debug("the broker does not say what it holds: %s", error)
+            return
+        if self._closed and self._room.relaxed and not self._waiting:
+            self._closed = False
+            log.warning("the broker's store has room again (%s); tickets go on", self._figures())
+            self._say("")
+        looked, self._looked = self._looked, asyncio.Event()
+        looked.set()
+
+    async def _usage(self) -> tuple[Usage, int]:
+        """What the broker holds, and the bytes of the reserve."""
+        reserved, *ours = await asyncio.gather(*(self._bus.info(stream) for stream in (RESERVE, *GROWING)))
+        account = await ask(self._bus.link, "INFO")  # after the parts: what is stored in between counts as others'
+        used, limit = of_one_replica(account, int(reserved["config"]["num_replicas"]))
+        usage = Usage(
+            used,
+            sum(int(one["state"]["bytes"]) for one in ours),
+            sum(int(one["state"]["messages"]) for stream, one in zip(GROWING, ours, strict=True) if stream in GROUPS),
+            limit,
+            await reserve.has_room(self._bus.link, self._bus.run),
+        )
+        return usage, int(reserved["state"]["bytes"])
+
+    def _close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            text = f"the broker's store is nearly full ({self._figures()}): tickets wait until a checkpoint lets the log be trimmed"
+            log.warning("%s", text)
+            self._say(text)
+
+    def _figures(self) -> str:
+        usage, limit = self._room.usage, self._room.limit
+        return f"{_size(usage.used)} of {_size(limit or 0)}, {_size(usage.run)} of it this run's"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / (1 << 20):.1f} MiB"
+
+
+def of_one_replica(account: dict[str, Any], replicas: int) -> tuple[int, int | None]:
+    """(used, limit) of an account's answer, which counts every replica; a limit by tier is one of a single replica already."""
+    tier = (account.get("tiers") or {}).get(f"R{replicas}")
+    limit = int((tier or account)["limits"]["max_storage"])
+    return int((tier or account)["storage"]) // replicas, None if limit <= 0 else limit if tier else limit // replicas

@@ -1,0 +1,231 @@
+"""Evaluation on held-out tasks: which tickets to ask for and what came back. The same tasks and seeds every time."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from broker.contract import wire
+from broker.settings.config import DomainSection
+from broker.settings.timeouts import seconds
+from learner.config import EvalSection
+from learner.credit.grants import task_seed
+from learner.credit.intake import episodes, version_bounds
+from learner.evaluation import pass_at_k
+from learner.reporting.transcripts import Transcript
+
+ACTOR = "actor"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What is kept of one task: numbers only.
+
+    Attributes:
+        successes: of each episode.
+        rewards: of each episode.
+        versions: oldest and newest policy version of its sampled tokens, None when nothing was sampled.
+    """
+
+    domain: str
+    task_index: int
+    successes: tuple[bool, ...]
+    rewards: tuple[float, ...]
+    versions: tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is kept of one task until it stands in a file.
+
+    Attributes:
+        first: the first episode; the last of its trajectories where it was cut into several.
+        frames: of the first episode, for a replay; empty where the environment has none.
+    """
+
+    domain: str
+    task_index: int
+    successes: tuple[bool, ...]
+    rewards: tuple[float, ...]
+    first: wire.Trajectory
+    frames: list[str]
+
+    def plain(self, transcript: Transcript) -> dict[str, Any]:
+        """Its line in the file.
+
+        Args:
+            transcript: of the first episode.
+        """
+        return {
+            "domain": self.domain,
+            "task_index": self.task_index,
+            "success": list(self.successes),
+            "reward": list(self.rewards),
+            "prompt": transcript.prompt,
+            "text": transcript.text,
+            "response": self.first.response,
+            "frames": self.frames,
+        }
+
+
+@dataclass
+class Evaluation:
+    """One policy measured once.
+
+    Attributes:
+        step: the optimizer step after which it was asked for.
+        waiting: numbers of the tickets that have not been answered.
+        measured: the tasks that came back.
+        rows: one for each task that came back, until they stand in a file.
+        closed: reason -> how many tickets ended without a group.
+        began_s: seconds of any monotonic clock.
+    """
+
+    step: int
+    policy: str
+    waiting: set[int]
+    began_s: float
+    measured: list[Measured] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    closed: dict[str, int] = field(default_factory=dict)
+
+    def add(self, group: wire.Group) -> None:
+        """Take in a group that came back."""
+        own = episodes(group)
+        successes, rewards = tuple(one.success for one in own), tuple(one.reward for one in own)
+        self.measured.append(Measured(group.domain, group.task_index, successes, rewards, version_bounds([group])))
+        self.rows.append(Row(group.domain, group.task_index, successes, rewards, own[0], group.frames))
+
+    def values(self) -> dict[str, float]:
+        """Its line: ``eval/<name>`` for the actor, with avg@k and pass@k where a task has several episodes.
+
+        For another policy ``eval/<policy>/<name>``; empty when nothing came back.
+        """
+        successes = [success for task in self.tries() for success in task]
+        if not successes:
+            return {}
+        prefix = "eval" if self.policy == ACTOR else f"eval/{self.policy}"
+        values = {
+            f"{prefix}/success_rate": sum(successes) / len(successes),
+            f"{prefix}/reward_mean": sum(self.rewards()) / len(successes),
+        }
+        for domain in self.domains:
+            own = [success for task in self.tries(domain) for success in task]
+            values[f"{prefix}/domain/{domain}/success_rate"] = sum(own) / len(own)
+        if self.policy != ACTOR:
+            return values
+        versions = [one.versions for one in self.measured if one.versions is not None] or [(self.step, self.step)]
+        values |= {
+            "eval/policy_version_min": float(min(oldest for oldest, _ in versions)),
+            "eval/policy_version_max": float(max(newest for _, newest in versions)),
+            "eval/step": float(self.step),
+            "eval/num_episodes": float(len(successes)),
+            "eval/num_closed": float(sum(self.closed.values())),
+        }
+        values |= {f"eval/{name}": value for name, value in pass_at_k.values(self.tries()).items()}
+        return values
+
+    def ahead(self, other: Evaluation) -> dict[str, float]:
+        """By how much this policy succeeds more often than another on the tasks that both were measured on, and the standard error.
+
+        Tasks and seeds are the same, so it is the error of the mean of the differences, task by task. Empty below two tasks.
+        """
+        mine, theirs = self._by_task(), other._by_task()
+        gaps = [mine[task] - theirs[task] for task in sorted(mine.keys() & theirs.keys())]
+        if len(gaps) < 2:
+            return {}
+        return {"ahead": statistics.fmean(gaps), "ahead_stderr": statistics.stdev(gaps) / math.sqrt(len(gaps))}
+
+    def _by_task(self) -> dict[tuple[str, int], float]:
+        """The share of a task's episodes that succeeded."""
+        return {(one.domain, one.task_index): statistics.fmean(one.successes) for one in self.measured}
+
+    @property
+    def domains(self) -> list[str]:
+        """Names of those of which a task came back, sorted."""
+        return sorted({one.domain for one in self.measured})
+
+    def tries(self, domain: str | None = None) -> list[list[bool]]:
+        """Of each task, which of its episodes succeeded; of one domain or all."""
+        return [list(one.successes) for one in self.measured if domain in (None, one.domain)]
+
+    def rewards(self, domain: str | None = None) -> list[float]:
+        """Of every episode; of one domain or all."""
+        return [reward for one in self.measured if domain in (None, one.domain) for reward in one.rewards]
+
+
+class Evaluations:
+    """All that were asked for. Pure: tickets out, records in.
+
+    Args:
+        seed: of the run.
+        first_number: of the next evaluation ticket.
+    """
+
+    def __init__(self, section: EvalSection, domains: Mapping[str, DomainSection], seed: int, first_number: int = 1) -> None:
+        self._section, self._domains, self._seed = section, dict(sorted(domains.items())), seed
+        self._next = first_number
+        self.pending: list[Evaluation] = []
+
+    def due(self, step: int, last_step: int) -> bool:
+        """Whether the actor is measured after ``step`` optimizer steps; the last step always is."""
+        every = self._section.every_steps
+        if every == 0:
+            return False
+        return self._section.at_start if step == 0 else step % every == 0 or step == last_step
+
+    def start(self, step: int, policy: str, min_version: int, now_s: float) -> list[wire.EvalTicket]:
+        """The tickets of a new evaluation."""
+        tickets = [
+            wire.EvalTicket(
+                number=number,
+                domain=name,
+                task_index=index,
+                seed=task_seed(self._seed, "eval", name, index),
+                eval_step=step,
+                policy=policy,
+                min_version=min_version,
+                group_size=self._section.group_size,
+                temperature=self._section.temperature,
+                deadline_s=seconds(self._domains[name].deadline_s),
+            )
+            for number, (name, index) in enumerate(self._tasks(), start=self._next)
+        ]
+        self._next += len(tickets)
+        self.pending.append(Evaluation(step, policy, {ticket.number for ticket in tickets}, now_s))
+        return tickets
+
+    def apply(self, record: wire.Group | wire.Closed) -> Evaluation | None:
+        """One record; the evaluation that it completed. The first record of a ticket counts, strangers and later ones do not."""
+        evaluation = next((one for one in self.pending if record.ticket in one.waiting), None)
+        if evaluation is None:
+            return None
+        evaluation.waiting.discard(record.ticket)
+        if isinstance(record, wire.Closed):
+            evaluation.closed[record.reason] = evaluation.closed.get(record.reason, 0) + 1
+        else:
+            evaluation.add(record)
+        return self._finish(evaluation) if not evaluation.waiting else None
+
+    def may_come(self, number: int) -> bool:
+        """Whether a group of this ticket will count: it is waited for, or not asked for yet."""
+        return number >= self._next or any(number in one.waiting for one in self.pending)
+
+    def expire(self, now_s: float) -> list[Evaluation]:
+        """Evaluations that have waited longer than ``eval.timeout_s``, with what there is; they end here."""
+        late = [one for one in self.pending if now_s - one.began_s >= seconds(self._section.timeout_s)]
+        for evaluation in late:
+            evaluation.closed["timeout"] = evaluation.closed.get("timeout", 0) + len(evaluation.waiting)
+        return [self._finish(evaluation) for evaluation in late]
+
+    def _finish(self, evaluation: Evaluation) -> Evaluation:
+        self.pending.remove(evaluation)
+        return evaluation
+
+    def _tasks(self) -> list[tuple[str, int]]:
+        """Domains take turns, so that none is measured at much newer weights than another."""
+        assert self._section.tasks is not None, "validation fills it in wherever tasks are measured"
+        return [(name, index) for index in range(self._section.tasks) for name in self._domains]

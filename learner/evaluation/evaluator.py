@@ -1,0 +1,201 @@
+"""Evaluation beside training: asks for it, reads what comes back, keeps the results until a line takes them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from broker.contract import wire
+from broker.contract.streams import EVALS, EVALTICKETS
+from broker.jetstream.bus import Bus
+from broker.runtime.presence import Roster
+from learner.checkpoints.disk_retry import Patience
+from learner.credit.tickets import Issuer
+from learner.evaluation.evaluation import ACTOR, Evaluation, Evaluations
+from learner.reporting.transcripts import Transcripts
+
+log = logging.getLogger(__name__)
+
+TICK_S: Final = 0.5
+ACTORS_KEPT: Final = 4  # evaluations of the actor, for others to be compared with
+
+
+class Evaluator:
+    """The service around ``Evaluations``.
+
+    Args:
+        folder: ``runs/<name>/evals``; one JSONL of episodes for each evaluation, for replays.
+        baseline: a policy to measure once, as soon as a server offers it; empty: none.
+        patience: with a folder that cannot be written for a while.
+        transcripts: makes the texts of evaluated episodes.
+        against: policies to measure whenever the actor is, on the same tasks.
+        show: given the rows of each evaluation of the actor once they are in their file; blocks, called in a thread.
+        every_s: seconds between two looks at the clock.
+
+    Attributes:
+        completed: evaluations that no line has shown yet, oldest first.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        evaluations: Evaluations,
+        roster: Roster,
+        folder: Path,
+        baseline: str,
+        patience: Patience,
+        transcripts: Transcripts,
+        against: Sequence[str] = (),
+        *,
+        show: Callable[[int, list[dict[str, Any]]], None] = lambda step, rows: None,
+        every_s: float = TICK_S,
+    ) -> None:
+        self._bus, self._evaluations, self._roster, self._folder, self._baseline = bus, evaluations, roster, folder, baseline
+        self._patience, self._transcripts, self._against, self._show, self._every_s = patience, transcripts, list(against), show, every_s
+        self._actors: dict[int, Evaluation] = {}  # by step, the last few
+        self._unkept = 0  # evaluations whose episodes are not in the folder yet
+        self._withdrawn: set[int] = set()  # numbers of tickets that nobody waits for, and that may be in the stream
+        self._issuer = Issuer(bus, EVALTICKETS)
+        self.completed: list[Evaluation] = []
+        self._changed = asyncio.Event()
+
+    def services(self) -> list[Coroutine[Any, Any, None]]:
+        """What publishes tickets, reads answers and looks at the clock, each until cancelled."""
+        return [self._issuer.serve(), self._read(), self._tick()]
+
+    @property
+    def busy(self) -> bool:
+        """Whether an evaluation goes on, or has not left its file yet."""
+        return bool(self._evaluations.pending or self._unkept)
+
+    def step_completed(self, step: int, last_step: int) -> None:
+        """Ask for what is due after ``step`` optimizer steps."""
+        if self._evaluations.due(step, last_step):
+            self.start(step, ACTOR, min_version=step)
+            for policy in self._against:
+                if policy in self._offered():
+                    self.start(step, policy, min_version=0)
+                else:
+                    log.warning("no rollout server offers policy %s; it is not measured after step %d", policy, step)
+        self._start_baseline(step)
+
+    def take(self, *, last: bool) -> dict[str, float]:
+        """What one line shows: the oldest actor's result not shown yet (the newest on the last line), and baselines."""
+        actors = [one for one in self.completed if one.policy == ACTOR]
+        others = [one for one in self.completed if one.policy != ACTOR]
+        # Who is compared with the actor waits for it.
+        early = [one for one in others if one.policy in self._against and one.step not in self._actors and not last]
+        baselines = [one for one in others if one not in early]
+        shown = actors[-1:] if last else actors[:1]
+        self.completed = [] if last else [*early, *actors[1:]]
+        values: dict[str, float] = {}
+        for evaluation in [*baselines, *shown]:
+            values |= evaluation.values()
+        for other in baselines:
+            if other.policy in self._against and (actor := self._actors.get(other.step)) is not None:
+                values |= {f"eval/{other.policy}/actor_{name}": value for name, value in actor.ahead(other).items()}
+        return values
+
+    async def open(self) -> None:
+        """Withdraw the tickets of an earlier learner, which hubs would play first. Only the learner that holds the run may call this."""
+        await self._bus.trim(EVALTICKETS, await self._bus.last_seq(EVALTICKETS) + 1)
+
+    async def drain(self, stop: asyncio.Event) -> None:
+        """Wait for what was asked for, ``eval.timeout_s`` at most, and for its files, or until asked to stop."""
+        if self._baseline:
+            log.warning("no rollout server offers policy %s; it is not measured", self._baseline)
+        while self.busy and not stop.is_set():
+            self._changed.clear()
+            try:
+                async with asyncio.timeout(self._every_s):
+                    await self._changed.wait()
+            except TimeoutError:
+                continue
+
+    def _start_baseline(self, step: int) -> None:
+        if self._baseline in self._offered():
+            policy, self._baseline = self._baseline, ""
+            self.start(step, policy, min_version=0)
+
+    def _offered(self) -> set[str]:
+        return {server.policy for server in self._roster.alive("rollout") if server.state == "serving"}
+
+    def start(self, step: int, policy: str, min_version: int) -> None:
+        """Ask for one evaluation now."""
+        tickets = self._evaluations.start(step, policy, min_version, asyncio.get_running_loop().time())
+        log.info("evaluating %s after step %d on %d tasks", policy, step, len(tickets))
+        for ticket in tickets:
+            self._issuer.put(ticket)
+
+    async def _read(self) -> None:
+        start = await self._bus.last_seq(EVALS) + 1
+        async for entry in self._bus.read_log(EVALS, start, wanted=self._evaluations.may_come):
+            record: Any = entry.message
+            if record is None:
+                await self._bus.dead_letter(EVALS, seq=entry.seq, ticket=entry.ticket, reason=entry.error, data=entry.data)
+                if entry.ticket < 1:
+                    continue
+                detail = "the record does not decode"
+                record = wire.Closed(ticket=entry.ticket, domain="unknown", reason="malformed", detail=detail, by=self._bus.name)
+            if (finished := self._evaluations.apply(record)) is not None:
+                await self._finish(finished)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(self._every_s)
+            if self._withdrawn:
+                await self._withdraw()
+            for evaluation in self._evaluations.expire(asyncio.get_running_loop().time()):
+                self._withdrawn |= evaluation.waiting
+                log.warning(
+                    "evaluation of %s after step %d ended with %d tasks missing",
+                    evaluation.policy,
+                    evaluation.step,
+                    len(evaluation.waiting),
+                )
+                await self._finish(evaluation)
+
+    async def _withdraw(self) -> None:
+        """Delete tickets that nobody waits for, so that they are not played before the next evaluation's; those published, for now."""
+        last = await self._bus.last_seq(EVALTICKETS)
+        published = sorted(number for number in self._withdrawn if number <= last)
+        for number in published:
+            await self._bus.delete(EVALTICKETS, number)
+        self._withdrawn -= set(published)
+
+    async def _finish(self, evaluation: Evaluation) -> None:
+        values = evaluation.values()
+        if values:
+            self.completed.append(evaluation)
+            if evaluation.policy == ACTOR:
+                self._actors[evaluation.step] = evaluation
+                while len(self._actors) > ACTORS_KEPT:
+                    del self._actors[min(self._actors)]
+            log.info(
+                "evaluation of %s after step %d",
+                evaluation.policy,
+                evaluation.step,
+                extra={name: round(value, 4) for name, value in values.items() if name.endswith("success_rate")},
+            )
+        else:
+            log.warning("evaluation of %s after step %d brought nothing: %s", evaluation.policy, evaluation.step, evaluation.closed)
+        self._unkept += 1
+        rows = await self._patience.in_thread(self._keep, evaluation)
+        evaluation.rows.clear()
+        if evaluation.policy == ACTOR:
+            await asyncio.to_thread(self._show, evaluation.step, rows)
+        self._unkept -= 1
+        self._changed.set()
+        await self._bus.trim_parts(EVALS, keep=self._evaluations.may_come)
+
+    def _keep(self, evaluation: Evaluation) -> list[dict[str, Any]]:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        ordered = sorted(evaluation.rows, key=lambda row: (row.domain, row.task_index))
+        rows = [row.plain(self._transcripts.of(row.first)) for row in ordered]
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        (self._folder / f"{evaluation.policy}-step-{evaluation.step:06d}.jsonl").write_text(text, encoding="utf-8")
+        return rows

@@ -1,0 +1,165 @@
+"""Decides when a run whose groups only fail must end. Pure, except for ``watch_hubs``.
+
+Three rules, of which any one ends the run:
+
+1. The first ``give_up_after`` groups of this learner all failed.
+2. In the last ``WINDOW`` groups of each domain the share of failures, weighted by the domains' weights, reaches ``max_share``. Shares are
+   taken by domain because a group that fails at once comes back more often than one that is trained.
+3. For ``give_up_after_s`` seconds every hub of a domain or a reward pool has said that it is broken there, and no group was trained.
+   A domain that has worked in this learner's life gets ``WORKED_TIMES`` as long: a service that is down for an hour ends no run.
+
+Only records that were appended during this learner's life count, so a run that ended this way resumes with a count of zero.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final
+
+from broker.contract import wire
+from broker.runtime.presence import Roster
+from broker.settings.config import DomainSection
+from learner.config import FailuresSection
+
+NOT_FAILURES: Final = frozenset({"late", "lost", "aborted"})  # closed by the learner's pace, by --rebase, or handed back
+LEAST_WINDOW: Final = 32
+WORKED_TIMES: Final = 12
+LOOK_EVERY_S: Final = 1.0
+MAX_CHARS: Final = 400  # of a failure's detail
+PLACE: Final = re.compile(r"\([^()\s]+:\d+ in [^()]+\)")  # (file.py:88 in fn), see broker.runtime.workers.fault
+
+
+class GiveUp:
+    """What became of groups, and what hubs say of themselves, in; a reason to end the run out.
+
+    Args:
+        settings: the section ``failures``.
+        groups_per_step: of the run.
+        domains: of the run.
+
+    Attributes:
+        verdict: why the run must end, one line; empty while it need not.
+    """
+
+    def __init__(self, settings: FailuresSection, groups_per_step: int, domains: Mapping[str, DomainSection]) -> None:
+        asked = settings.give_up_after
+        self._after = 4 * groups_per_step if asked is None else asked
+        self._after_s, self._max_share = settings.give_up_after_s, settings.max_share
+        window = max(4 * groups_per_step, LEAST_WINDOW)
+        self._weights = {name: domain.weight for name, domain in domains.items()}
+        self._ended: dict[str, deque[bool]] = {name: deque(maxlen=window) for name in domains}  # whether each group failed
+        self._window = window
+        self._needs = {
+            name: [f"domain {name}", *dict.fromkeys(f"pool {reward.pool}" for reward in domain.rewards)] for name, domain in domains.items()
+        }
+        self._num_failed = self._num_worked = 0
+        self._kinds: Counter[str] = Counter()
+        self._newest: dict[str, str] = {}  # kind of failure -> what it said last
+        self._worked: set[str] = set()  # domains and pools
+        self._broken: dict[str, tuple[float, str]] = {}  # domain or pool -> since when all its hubs are broken, and why
+        self._worked_then = 0
+        self.verdict = ""
+
+    def worked(self, domain: str) -> None:
+        """A group of this domain arrived scored, whether it is trained or filtered."""
+        self._num_worked += 1
+        self._worked.update(self._needs.get(domain, ()))
+        if domain in self._ended:
+            self._ended[domain].append(False)
+
+    def failed(self, domain: str, reason: str, detail: str) -> str:
+        """A group of this domain failed; the verdict.
+
+        Args:
+            domain: empty if it is not known.
+            reason: why its ticket was closed.
+            detail: one line, with the place in the user's code if there is one.
+        """
+        if reason in NOT_FAILURES:
+            return self.verdict
+        self._num_failed += 1
+        place = PLACE.search(detail)
+        kind = f"{reason} {place.group() if place else re.sub('[0-9]+', '#', detail)}"
+        self._kinds[kind] += 1
+        self._newest[kind] = f"{reason}: {detail[:MAX_CHARS]}"
+        if domain in self._ended:
+            self._ended[domain].append(True)
+        if self._after and not self.verdict:
+            self._judge()
+        return self.verdict
+
+    def look(self, hubs: Iterable[wire.Presence], now: float) -> str:
+        """What the hubs say now; the verdict.
+
+        Args:
+            now: seconds during which hubs could be heard; it stands still while the broker is away.
+        """
+        hubs = list(hubs)
+        if self._num_worked > self._worked_then:
+            self._broken.clear()
+            self._worked_then = self._num_worked
+        for key in dict.fromkeys(key for needs in self._needs.values() for key in needs):
+            why = _broken(key, hubs)
+            if not why:
+                self._broken.pop(key, None)
+                continue
+            since, _ = self._broken.get(key, (now, ""))
+            self._broken[key] = since, why
+            patience_s = self._after_s * (WORKED_TIMES if key in self._worked else 1)
+            if self._after_s and now - since >= patience_s and not self.verdict:
+                self.verdict = (
+                    f"for {patience_s:g} s every hub of {key} was broken and no group was trained: {why[:MAX_CHARS]}; "
+                    "fix that and start the run again, which resumes it (failures.give_up_after_s=0 waits without end)"
+                )
+        return self.verdict
+
+    def pause(self) -> None:
+        """The run is paused: what the hubs say does not count."""
+        self._broken.clear()
+
+    def _judge(self) -> None:
+        if not self._num_worked and self._num_failed >= self._after:
+            what = f"all of the first {self._num_failed} groups failed"
+        elif self._share() >= self._max_share - 1e-9:
+            what = f"{self._share():.0%} of the last {self._window} groups of each domain failed"
+        else:
+            return
+        kind, count = self._kinds.most_common(1)[0]
+        self.verdict = (
+            f"{what}, most often ({count} of {self._num_failed}) by {self._newest[kind]}; "
+            "fix that and start the run again, which resumes it (failures.give_up_after=0 goes on regardless)"
+        )
+
+    def _share(self) -> float:
+        """Of failed groups; a domain with fewer groups than a window counts as if the others had been trained."""
+        shares = (self._weights[name] * sum(ended) / self._window for name, ended in self._ended.items())
+        return math.fsum(shares) / math.fsum(self._weights.values())
+
+
+def _broken(key: str, hubs: Iterable[wire.Presence]) -> str:
+    """What a hub says that is broken for this domain or pool, empty if there is none or another one serves it."""
+    noun, _, name = key.partition(" ")
+    role, why = "envhub" if noun == "domain" else "rewardhub", ""
+    for hub in hubs:
+        if hub.role != role:
+            continue
+        if name in hub.serves:
+            return ""
+        if f"; {key}: " in f"; {hub.problem}":
+            why = f"{hub.id}: {hub.problem}"
+    return why
+
+
+async def watch_hubs(giveup: GiveUp, roster: Roster, paused: Callable[[], bool], end: Callable[[str], None]) -> None:
+    """Look once a second until there is a verdict, which ``end`` is told."""
+    while True:
+        await asyncio.sleep(LOOK_EVERY_S)
+        if paused():
+            giveup.pause()
+        elif verdict := giveup.look([*roster.alive("envhub"), *roster.alive("rewardhub")], roster.clock):
+            end(verdict)
+            return

@@ -1,0 +1,15 @@
+"""Offline training on the learner's backends: pipelines and preference losses by name, resolved by ``broker.settings.registry.resolve``."""
+
+from __future__ import annotations
+
+from typing import Final
+
+PIPELINES: Final[dict[str, str]] = {
+    "sft": "learner.offline.supervised:Supervised",
+    "dpo": "learner.offline.preference:Preference",
+    "distill": "learner.offline.distillation:Distillation",
+}
+PREFERENCES: Final[dict[str, str]] = {
+    "dpo": "learner.algorithm.losses.dpo:dpo",
+    "ipo": "learner.algorithm.losses.ipo:ipo",
+}

@@ -1,0 +1,137 @@
+"""What a pipeline is to the runner, and what the runner gives it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from broker.errors import ConfigError
+from broker.settings.config import RunSection
+from broker.settings.registry import resolve
+from broker.settings.runspec import section
+from learner.backends import BACKENDS
+from learner.config import AlgorithmSection, CheckpointSection
+from learner.offline.config import DataSection, HeldOutSection, OfflineTrainSection, backend_train
+from text.config import ModelSection
+from text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from learner.backends.base import Backend
+
+log = logging.getLogger(__name__)
+
+REFERENCE: Final = "reference.safetensors"  # in the run's folder: logprobs under a frozen reference
+_UNLIMITED: Final = 1 << 20  # tokens, for a model that names no limit
+
+
+class Pipeline(Protocol):
+    """One kind of offline training; data and models are loaded when it is made."""
+
+    backend: Backend
+    num_rows: int  # rows to train on
+
+    def step(self, rows: Sequence[int]) -> dict[str, float]:
+        """One optimizer step on these rows; its metrics, ``train/loss`` and ``train/tokens`` (read) among them."""
+        ...
+
+    def evaluate(self) -> dict[str, float]:
+        """Metrics of the held-out rows, ``eval/…``; empty where there are none."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what is not the backend's."""
+        ...
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that a pipeline is made from.
+
+    Attributes:
+        config: validated.
+        folder: of the run.
+        first_path: folder or hub name of the weights that the run started from.
+        model_path: weights to go on from; of the newest checkpoint, or the same.
+        tokenizer: of the first weights.
+        url: of the broker, where a pipeline talks to rollout servers.
+    """
+
+    config: dict[str, Any]
+    folder: Path
+    first_path: str
+    model_path: str
+    tokenizer: Tokenizer
+    url: str = ""
+
+    @property
+    def run(self) -> RunSection:
+        return section(self.config, "run", RunSection)
+
+    @property
+    def train(self) -> OfflineTrainSection:
+        return section(self.config, "train", OfflineTrainSection)
+
+    @property
+    def data(self) -> DataSection:
+        return section(self.config, "data", DataSection)
+
+    @property
+    def held_out(self) -> HeldOutSection:
+        return section(self.config, "eval", HeldOutSection)
+
+    @property
+    def model(self) -> ModelSection:
+        return section(self.config, "model", ModelSection)
+
+    @property
+    def checkpoint(self) -> CheckpointSection:
+        return section(self.config, "checkpoint", CheckpointSection)
+
+    def max_tokens(self) -> int:
+        """Longest row: what the user says, and never more than the model takes.
+
+        Raises:
+            ConfigError: the user asks for more.
+        """
+        from text.hub import read_json, tokenizer_folder
+
+        config = read_json(tokenizer_folder(self.first_path) / "config.json", self.first_path, "model.path")
+        config = config.get("text_config") or config
+        longest = int(config.get("max_position_embeddings") or _UNLIMITED)
+        wanted = self.data.max_tokens or longest
+        if wanted > longest:
+            raise ConfigError("data.max_tokens", wanted, f"at most {longest}, which the model takes")
+        return wanted
+
+    def make_backend(self, algorithm: AlgorithmSection, *, path: str | None = None) -> Backend:
+        """A backend at the weights to go on from, or at others, which are only looked at: without adapters."""
+        train = backend_train(self.train)
+        backend: Backend = resolve("backends", self.train.backend, BACKENDS)(
+            path or self.model_path,
+            train=train if path is None else train.model_copy(update={"lora": None}),
+            algorithm=algorithm,
+            model=self.model,
+            seed=self.run.seed,
+            ref_path=self.first_path,
+        )
+        return backend
+
+    def load(self, read: Callable[[str, str], list[Any]]) -> tuple[list[Any], list[Any]]:
+        """Rows to train on and rows held out.
+
+        Args:
+            read: rows of a file; its key, for error messages.
+        """
+        data = self.data
+        rows = read(data.train, "data.train")
+        if data.eval is not None:
+            held_out = read(data.eval, "data.eval")
+        else:
+            share = max(1, round(len(rows) * data.eval_share)) if data.eval_share else 0
+            if share >= len(rows):
+                raise ConfigError("data.eval_share", data.eval_share, f"a smaller share: {len(rows)} rows leave none for training")
+            rows, held_out = rows[: len(rows) - share], rows[len(rows) - share :]
+        return rows, held_out[: self.held_out.rows]

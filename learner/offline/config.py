@@ -1,0 +1,161 @@
+"""The sections of an offline configuration; ``run``, ``model``, ``checkpoint`` and ``trackers`` are those of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from broker.errors import ConfigError, UserError
+from broker.settings import runspec
+from broker.settings.config import Section
+from learner.checks import check_layers, check_name, check_options
+from learner.config import Beta, Optimization, TrainSection
+
+_COMMON: Final[dict[str, str]] = {
+    "run": "broker.settings.config:RunSection",
+    "model": "text.config:ModelSection",
+    "data": "learner.offline.config:DataSection",
+    "train": "learner.offline.config:OfflineTrainSection",
+    "eval": "learner.offline.config:HeldOutSection",
+    "checkpoint": "learner.config:CheckpointSection",
+    "trackers": "learner.config:TrackersSection",
+}
+SECTIONS: Final[dict[str, dict[str, str]]] = {
+    "sft": _COMMON,
+    "dpo": {**_COMMON, "dpo": "learner.offline.config:DpoSection"},
+    "distill": {
+        **_COMMON,
+        "distill": "learner.offline.config:DistillSection",
+        "broker": "broker.settings.config:BrokerSection",
+        "rollout": "rollout.config:RolloutSection",
+    },
+}
+FREE: Final = (
+    "train.steps",
+    "train.num_threads",
+    "train.device",
+    "eval.",
+    "checkpoint.",
+    "trackers.",
+    "broker.",
+    "rollout.",
+)  # may differ on resume
+
+
+class DataSection(Section):
+    """Which rows are trained on and which are held out."""
+
+    train: str  # JSONL or Parquet
+    eval: str | None = None  # a file of held-out rows; null: the share below
+    eval_share: Annotated[float, Field(ge=0, lt=1)] = 0.05  # of the rows of ``train``, taken from its end
+    max_tokens: PositiveInt | None = None  # longer rows are cut (sft, distill) or left out (dpo); null: what the model takes
+
+
+class OfflineTrainSection(Optimization):
+    """How many steps, how large, how fast."""
+
+    steps: Annotated[PositiveInt, Field(le=2**31 - 1)] = 300
+    batch_size: PositiveInt = 32  # rows of one step
+    lr: PositiveFloat = 1e-5
+    lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
+    warmup_steps: NonNegativeInt | None = None  # null: a twentieth of the steps
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+
+
+class HeldOutSection(Section):
+    """Held-out rows, measured between steps."""
+
+    every_steps: NonNegativeInt = 0  # 0: only after the last step
+    rows: PositiveInt = 256  # at most so many, the first ones
+    at_start: bool = True
+
+
+class DpoSection(Section):
+    """Which preference loss, and against what."""
+
+    loss: str = "dpo"  # dpo, ipo, or a path to a function of your own
+    beta: PositiveFloat = 0.1  # how far from the reference a preference may pull; in ipo the paper's tau
+    reference: str | None = None  # folder or hub name; null: the model that training starts from
+
+
+class DistillSection(Section):
+    """Who teaches, and what is compared."""
+
+    teacher: str  # folder or hub name
+    kl: Literal["forward", "reverse"] = "forward"  # KL(teacher || student), KL(student || teacher)
+    top_k: NonNegativeInt = 0  # the teacher's best candidates and the rest of its mass as one; 0: every token of the vocabulary
+    served: bool = False  # ask rollout servers that joined this run, in place of loading the teacher here
+    timeout_s: PositiveFloat = 120.0  # served: longest wait for the answer to one row
+    concurrency: PositiveInt = 64  # served: rows asked for at once
+
+
+def pipeline_of(config: Mapping[str, Any]) -> str:
+    """Which pipeline a configuration is for: the one whose own section it has."""
+    return next((name for name in SECTIONS if name in config), "sft")
+
+
+def validate(pipeline: str, config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of a pipeline with all defaults filled in.
+
+    Raises:
+        UserError: it is for something else.
+        ConfigError: the first key that cannot work.
+    """
+    from learner.backends import BACKENDS
+    from learner.reporting.trackers import TRACKERS
+
+    if "domains" in config:
+        raise UserError(f"domains: with that section it is a configuration for `rlearner up` and `rlearner start`, not for {pipeline}")
+    checked = runspec.validate(config, SECTIONS[pipeline], ())
+    train = checked["train"]
+    if (warmup := train["warmup_steps"]) is not None and warmup >= train["steps"]:
+        raise ConfigError("train.warmup_steps", warmup, f"below train.steps, which is {train['steps']}")
+    check_name("train.backend", "backends", train["backend"], BACKENDS)
+    check_options(train)
+    check_layers(train["lora"], checked["model"])
+    if (name := train["backend"]) in ("deepspeed", "megatron"):
+        raise ConfigError("train.backend", name, f"torch, ddp or fsdp2: without a broker there is one rank, and no train.{name}")
+    for name in checked["trackers"]["use"]:
+        check_name("trackers.use", "trackers", name, TRACKERS)
+    for key in ("train", "eval"):
+        path = checked["data"][key]
+        if path is not None and not Path(path).is_file():
+            raise ConfigError(f"data.{key}", path, "no such file; JSONL or Parquet")
+    if pipeline == "dpo":
+        from learner.offline import PREFERENCES
+
+        check_name("dpo.loss", "preferences", checked["dpo"]["loss"], PREFERENCES)
+    if pipeline == "distill":
+        _check_distill(checked)
+    return checked
+
+
+def _check_distill(config: dict[str, Any]) -> None:
+    distill = config["distill"]
+    if distill["served"] and not distill["top_k"]:
+        raise ConfigError("distill.top_k", 0, "at least 1 with distill.served: whole distributions are too large to be sent")
+    if config["train"]["backend"] != "torch":
+        raise ConfigError("train.backend", config["train"]["backend"], "torch: distillation needs the student's logits")
+
+
+def backend_train(train: OfflineTrainSection) -> TrainSection:
+    """The same settings as a backend knows them."""
+    same = {name: getattr(train, name) for name in OfflineTrainSection.model_fields if name != "batch_size"}
+    if train.warmup_steps is None:
+        same["warmup_steps"] = min(max(1, train.steps // 20), train.steps - 1)
+    return TrainSection(**same)
+
+
+def differing(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> str | None:
+    """The first key that may not change when a run goes on, None when there is none."""
+    for key in sorted({*before, *now}):
+        name, old, new = f"{prefix}{key}", before.get(key), now.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            if (found := differing(old, new, f"{name}.")) is not None:
+                return found
+        elif old != new and not name.startswith(FREE):
+            return name
+    return None

@@ -1,0 +1,130 @@
+"""Conversations for offline training: rows of a file in, tokens, masks and batches out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from broker.errors import DataError
+from learner.algorithm.samples import TrainSample
+from learner.offline.rows import Row, read_rows
+from text.masks import check_messages, encode_supervised
+from text.tokenizer import Tokenizer
+
+Messages = list[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class Example:
+    """One conversation: token ids and loss mask, n values each."""
+
+    token_ids: list[int]
+    loss_mask: list[int]
+
+    @property
+    def num_trained(self) -> int:
+        """Tokens that carry loss; the first token of a sequence is never predicted."""
+        return sum(self.loss_mask[1:])
+
+    def sample(self) -> TrainSample:
+        """What a backend takes: every trained token has weight 1, where RL has its advantage."""
+        n = len(self.token_ids)
+        mask = np.array(self.loss_mask, np.uint8)
+        mask[:1] = 0
+        zeros, versions = np.zeros(n, np.float32), np.full(n, -1, np.int32)
+        return TrainSample(np.array(self.token_ids, np.int32), mask, zeros, versions, mask.astype(np.float32), group=0, reward=0.0)
+
+
+def read_conversations(path: str | Path, key: str = "data") -> Iterator[tuple[int, Messages]]:
+    """(line, messages) of every row: ``{"messages": [...]}``, or ``{"prompt": …, "response": …}``, each a text or a list of messages.
+
+    Raises:
+        ConfigError: no such file.
+        DataError: a malformed row; names file and line.
+    """
+    for number, row in read_rows(path, key):
+        try:
+            yield number, _messages(row)
+        except ValueError as error:
+            raise DataError(str(path), number, str(error)) from None
+
+
+def _messages(row: Row) -> Messages:
+    if "messages" in row:
+        return check_messages(row["messages"])
+    if "prompt" in row and "response" in row:
+        return conversation(row["prompt"], row["response"], "response")
+    raise ValueError("the row is no object with the key 'messages', or with 'prompt' and 'response'")
+
+
+def conversation(prompt: Any, answer: Any, key: str) -> Messages:
+    """Messages of a prompt and its answer.
+
+    A text is one message. A list of messages as the answer goes on from the prompt; one that begins with the user or the system
+    is the whole conversation, and the prompt is not looked at.
+
+    Args:
+        key: of the answer, for messages.
+
+    Raises:
+        ValueError: they are neither texts nor such lists, or no conversation that ends with the assistant.
+    """
+    if isinstance(answer, str):
+        answer = [{"role": "assistant", "content": answer}]
+    if not isinstance(answer, list) or not all(isinstance(message, dict) for message in answer):
+        raise ValueError(f"{key} is neither a text nor a list of messages")
+    if answer and answer[0].get("role") != "assistant":
+        prompt = []
+    elif isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    elif not isinstance(prompt, list):
+        raise ValueError("prompt is neither a text nor a list of messages")
+    try:
+        return check_messages([*prompt, *answer])
+    except ValueError as error:
+        raise ValueError(f"prompt and {key}: {error}") from None
+
+
+def load_examples(path: str | Path, tokenizer: Tokenizer, max_tokens: int, key: str = "data") -> list[Example]:
+    """Every conversation of the file as tokens, cut to ``max_tokens``; those with nothing left to train are dropped.
+
+    Raises:
+        ConfigError: no such file, or the chat template refuses the messages.
+        DataError: a malformed row, or a file without any row to train on.
+    """
+    examples: list[Example] = []
+    last_line = 0
+    for last_line, messages in read_conversations(path, key):  # noqa: B007 - used below, for a file without any
+        token_ids, mask = encode_supervised(tokenizer, messages)
+        example = Example(token_ids[:max_tokens], mask[:max_tokens])
+        if example.num_trained:
+            examples.append(example)
+    if not examples:
+        raise DataError(str(path), last_line, f"no row has an assistant's answer within {max_tokens} tokens")
+    return examples
+
+
+def shuffled_batches(num_examples: int, batch_size: int, seed: int) -> Iterator[list[int]]:
+    """Indices of one batch after another for ever: every example once an epoch, in an order of its own each epoch."""
+    random = np.random.default_rng(seed)
+    waiting: list[int] = []
+    while True:
+        while len(waiting) < batch_size:
+            waiting += random.permutation(num_examples).tolist()
+        yield waiting[:batch_size]
+        waiting = waiting[batch_size:]
+
+
+def micro_batches(examples: Sequence[Example], max_padded_tokens: int) -> list[list[Example]]:
+    """Cut a batch into parts of at most that many padded tokens (at least one example each), similar lengths together."""
+    parts: list[list[Example]] = []
+    for example in sorted(examples, key=lambda e: len(e.token_ids), reverse=True):
+        # The first of a part is its longest, so it sets the width.
+        if not parts or (len(parts[-1]) + 1) * len(parts[-1][0].token_ids) > max_padded_tokens:
+            parts.append([])
+        parts[-1].append(example)
+    return parts

@@ -1,0 +1,111 @@
+"""``rlearner distill``: a student learns its teacher's distributions over the tokens of given conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from broker.errors import ConfigError
+from broker.settings.config import RunSection
+from broker.settings.runspec import section
+from learner.algorithm.samples import TrainSample
+from learner.backends.distill import DistillBackend, TaughtSample
+from learner.config import AlgorithmSection
+from learner.offline.base import Job
+from learner.offline.config import DistillSection, backend_train
+from learner.offline.data import load_examples
+from learner.offline.supervised import optimizer_metrics
+from text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from learner.offline.served import ServedTeacher
+
+MEAN: Final = AlgorithmSection(pg_variant="sft", loss_agg_mode="token-mean")
+
+
+class Distillation:
+    """See ``learner.offline.base.Pipeline``. The loss of a step is the mean divergence over all trained tokens of its rows."""
+
+    def __init__(self, job: Job) -> None:
+        distill = section(job.config, "distill", DistillSection)
+        _check_vocabulary(job.tokenizer, distill.teacher, trust_remote_code=job.model.trust_remote_code)
+        most = job.max_tokens()
+
+        def read(path: str, key: str) -> list[TrainSample]:
+            return [example.sample() for example in load_examples(path, job.tokenizer, most, key)]
+
+        self._rows, self._held_out = job.load(read)
+        self.num_rows = len(self._rows)
+        self.backend = DistillBackend(
+            job.model_path,
+            direction=distill.kl,
+            top_k=distill.top_k,
+            teacher=None if distill.served else distill.teacher,
+            train=backend_train(job.train),
+            algorithm=MEAN,
+            model=job.model,
+            seed=section(job.config, "run", RunSection).seed,
+            ref_path=job.first_path,
+        )
+        self._served: ServedTeacher | None = None
+        self._taught_held_out: list[TrainSample] | None = None
+        if distill.served:
+            from learner.offline.served import ServedTeacher
+
+            self._served = ServedTeacher(job, distill)
+
+    def step(self, rows: Sequence[int]) -> dict[str, float]:
+        """One update; ``train/loss`` is the divergence in nats per trained token."""
+        samples = self._taught([self._rows[row] for row in rows])
+        return optimizer_metrics(self.backend.update(samples), samples)
+
+    def evaluate(self) -> dict[str, float]:
+        """``eval/loss``, the same of the held-out rows."""
+        if not self._held_out:
+            return {}
+        if self._taught_held_out is None:
+            self._taught_held_out = self._taught(self._held_out)
+        return {"eval/loss": self.backend.divergence(self._taught_held_out)}
+
+    def close(self) -> None:
+        """Let the teacher's servers go."""
+        if self._served is not None:
+            self._served.close()
+
+    def _taught(self, samples: Sequence[TrainSample]) -> list[TrainSample]:
+        """The samples with the word of a teacher elsewhere, or as they are."""
+        if self._served is None:
+            return list(samples)
+        answers = self._served.ask([sample.token_ids for sample in samples])
+        return [taught(sample, ids, logprobs) for sample, (ids, logprobs) in zip(samples, answers, strict=True)]
+
+
+def taught(sample: TrainSample, ids: np.ndarray, logprobs: np.ndarray) -> TaughtSample:
+    """A sample with a teacher's best candidates for every token but the first, (n - 1, k) each; those of trained tokens are kept."""
+    own = {field.name: getattr(sample, field.name) for field in fields(TrainSample)}
+    rows = sample.positions - 1
+    return TaughtSample(**own, top_ids=ids[rows].astype(np.int64), top_logprobs=logprobs[rows])
+
+
+def _check_vocabulary(student: Tokenizer, teacher: str, *, trust_remote_code: bool) -> None:
+    """Refuse a teacher whose token ids mean something else.
+
+    Raises:
+        ConfigError: names the first token that differs.
+    """
+    try:
+        other = Tokenizer.load(teacher, trust_remote_code=trust_remote_code)
+    except ConfigError as error:
+        raise ConfigError("distill.teacher", teacher, error.allowed) from None
+    own, theirs = student.vocabulary(), other.vocabulary()
+    if own == theirs:
+        return
+    token = min((own.items() ^ theirs.items()), key=lambda item: (item[1], item[0]))[0]
+    raise ConfigError(
+        "distill.teacher",
+        teacher,
+        f"its vocabulary must be the student's: token {token!r} is {theirs.get(token, 'unknown')} there, {own.get(token, 'unknown')} here",
+    )

@@ -1,0 +1,143 @@
+"""``rlearner dpo``: preference losses on pairs of answers, against a frozen reference.
+
+A preference loss couples two sequences, a backend takes each on its own. So a step scores all its answers first, takes the
+derivative of the loss by the logprob of each answer, and gives it to the backend as the weight of that answer's tokens in a
+likelihood loss: the gradient is exactly that of the preference loss, however the batch is cut or packed. It costs one more forward pass.
+With ``train.lora.dropout`` it is not: the scores are taken without dropout, and only the other pass has it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from broker.errors import UserError
+from broker.settings.registry import resolve
+from broker.settings.runspec import digest_file, section
+from learner.algorithm.losses.preference import Pairs, PreferenceLoss
+from learner.algorithm.samples import TrainSample
+from learner.backends.base import Backend
+from learner.config import AlgorithmSection
+from learner.offline import PREFERENCES
+from learner.offline.base import REFERENCE, Job, log
+from learner.offline.config import DpoSection
+from learner.offline.pairs import load_pairs
+from learner.offline.supervised import optimizer_metrics
+
+LIKELIHOOD: Final = AlgorithmSection(pg_variant="sft", loss_agg_mode="seq-mean-token-sum")
+Two = tuple[TrainSample, TrainSample]
+
+
+def answer_logprobs(backend: Backend, pairs: Sequence[Two]) -> Tensor:
+    """Logprobs of both answers of each pair, summed over their tokens, (P, 2) float64."""
+    scores = backend.score([sample for pair in pairs for sample in pair])
+    sums = [float(one.logprobs.astype(np.float64).sum()) for one in scores if one.logprobs is not None]
+    return torch.tensor(sums, dtype=torch.float64).reshape(-1, 2)
+
+
+def compare(loss: PreferenceLoss, beta: float, logprobs: Tensor, ref: Tensor, pairs: Sequence[Two]) -> tuple[Tensor, Tensor]:
+    """Losses and margins, (P,) each; gradient flows into ``logprobs``, (P, 2) as ``ref``."""
+    counts = torch.tensor([[sample.num_tokens for sample in pair] for pair in pairs], dtype=torch.float64)
+    return loss(Pairs(*logprobs.unbind(1), *ref.unbind(1), *counts.unbind(1)), beta)
+
+
+def weighted(pairs: Sequence[Two], slopes: Tensor) -> list[TrainSample]:
+    """The answers, each token weighted by minus the derivative of the mean loss, (P, 2), times the number of answers.
+
+    ``seq-mean-token-sum`` divides by that number again.
+    """
+    weights = (-slopes * 2 * len(pairs)).tolist()
+    return [
+        replace(sample, advantages=sample.loss_mask.astype(np.float32) * np.float32(weight))
+        for pair, row in zip(pairs, weights, strict=True)
+        for sample, weight in zip(pair, row, strict=True)
+    ]
+
+
+def summary(prefix: str, losses: Tensor, margins: Tensor, logprobs: Tensor, ref: Tensor, beta: float) -> dict[str, float]:
+    """Loss, margin, accuracy, and the implicit rewards ``beta (log p - log ref)``, means over pairs."""
+    rewards = beta * (logprobs - ref).mean(0)
+    return {
+        f"{prefix}/loss": losses.mean().item(),
+        f"{prefix}/reward_margin": margins.mean().item(),
+        f"{prefix}/accuracy": (margins > 0).double().mean().item(),
+        f"{prefix}/chosen_reward": rewards[0].item(),
+        f"{prefix}/rejected_reward": rewards[1].item(),
+    }
+
+
+class Preference:
+    """See ``learner.offline.base.Pipeline``."""
+
+    def __init__(self, job: Job) -> None:
+        section_ = section(job.config, "dpo", DpoSection)
+        self._beta = section_.beta
+        self._loss: PreferenceLoss = resolve("preferences", section_.loss, PREFERENCES)
+        most = job.max_tokens()
+
+        def read(path: str, key: str) -> list[Two]:
+            pairs, num_long = load_pairs(path, job.tokenizer, most, key)
+            if num_long:
+                log.warning("%s: %d of %d pairs are left out, an answer ends beyond %d tokens", path, num_long, num_long + len(pairs), most)
+            return [(pair.chosen.sample(), pair.rejected.sample()) for pair in pairs]
+
+        self._rows, self._held_out = job.load(read)
+        self.num_rows = len(self._rows)
+        self._ref, self._ref_held_out = _reference(job, section_, self._rows, self._held_out)
+        self.backend = job.make_backend(LIKELIHOOD)
+
+    def step(self, rows: Sequence[int]) -> dict[str, float]:
+        """One update; ``train/loss`` is the mean over pairs."""
+        pairs, ref = [self._rows[row] for row in rows], self._ref[list(rows)]
+        logprobs = answer_logprobs(self.backend, pairs).requires_grad_()
+        losses, margins = compare(self._loss, self._beta, logprobs, ref, pairs)
+        (slopes,) = torch.autograd.grad(losses.mean(), logprobs)
+        samples = weighted(pairs, slopes)
+        done = optimizer_metrics(self.backend.update(samples), samples)
+        return done | summary("train", losses.detach(), margins.detach(), logprobs.detach(), ref, self._beta)
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """The same of the held-out pairs."""
+        if not self._held_out:
+            return {}
+        logprobs = answer_logprobs(self.backend, self._held_out)
+        losses, margins = compare(self._loss, self._beta, logprobs, self._ref_held_out, self._held_out)
+        return summary("eval", losses, margins, logprobs, self._ref_held_out, self._beta)
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+def _reference(job: Job, dpo: DpoSection, rows: Sequence[Two], held_out: Sequence[Two]) -> tuple[Tensor, Tensor]:
+    """The reference's logprobs of every answer, (rows, 2) float64 each: computed once, then read from the run's folder.
+
+    So no second model stays in memory, and a run that goes on compares with the very same numbers.
+
+    Raises:
+        UserError: the data changed since the run was started.
+    """
+    file = job.folder / REFERENCE
+    digests = json.dumps([digest_file(path) for path in (job.data.train, job.data.eval) if path is not None])
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    if file.exists():
+        with safe_open(str(file), "pt") as found:
+            if (found.metadata() or {}).get("data") != digests:
+                raise UserError(f"data.train or data.eval changed since run {job.run.name} was started; choose another run.name")
+            return found.get_tensor("train"), found.get_tensor("eval")
+    log.info("scoring %d answers under the reference", 2 * (len(rows) + len(held_out)))
+    backend = job.make_backend(LIKELIHOOD, path=dpo.reference or job.first_path)
+    scored = {"train": answer_logprobs(backend, rows), "eval": answer_logprobs(backend, held_out) if held_out else torch.zeros(0, 2)}
+    job.folder.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(".part")
+    save_file(scored, str(part), metadata={"data": digests})
+    part.replace(file)
+    return scored["train"], scored["eval"]

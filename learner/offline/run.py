@@ -1,0 +1,185 @@
+"""The run of a pipeline: its folder, steps, evaluations, checkpoints. Killed and started again, it ends with the same bits.
+
+A step depends on nothing but the seed, its number and what the newest checkpoint holds, so a run goes on from there as if nothing
+had happened; lines of ``metrics.jsonl`` beyond it are cut off and written again.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any, Final
+
+import yaml
+
+from broker.errors import UserError
+from broker.runtime.locks import lock
+from broker.settings.registry import resolve
+from broker.settings.runspec import section
+from learner.checkpoints import checkpoint
+from learner.config import TrackersSection
+from learner.offline import PIPELINES
+from learner.offline.base import REFERENCE, Job, Pipeline
+from learner.offline.config import differing
+from learner.offline.data import shuffled_batches
+from learner.offline.progress import Show, progress
+from learner.prepare import Preparation, make_folder, run_folder, write_config
+from learner.reporting.metrics import MetricsFile, finite
+from learner.reporting.trackers import Trackers
+from text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+EPOCH: Final = 1  # offline runs have no incarnations that could compete
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run came to: the checkpoint of its last step, and the numbers of that step."""
+
+    path: Path
+    steps: int
+    values: Mapping[str, float]
+    seconds: float
+
+
+def run(name: str, config: dict[str, Any], url: str = "") -> Result:
+    """Train to the last step, from the newest checkpoint in the run's folder if there is one.
+
+    Args:
+        name: of the pipeline.
+        config: validated, ``run.name`` set.
+        url: of the broker, for a teacher that is served.
+
+    Raises:
+        UserError: settings other than those that the run was started with, no such model, a malformed row, a loss that is not finite,
+            or another process is at it.
+    """
+    folder = run_folder(config)
+    with _hold(folder, config["run"]["name"]):
+        return _run(name, config, folder, url)
+
+
+def _hold(folder: Path, run: str) -> IO[bytes]:
+    """The run's folder for this process alone; who trains with a broker is fenced by that instead."""
+    make_folder(folder)
+    try:
+        problem = f"run.name: another process trains run {run} in {folder}; wait for its end, or choose another run.name"
+        return lock(folder / "lock", problem)
+    except OSError as error:
+        raise UserError(f"{folder}: {error.strerror}") from None
+
+
+def _run(name: str, config: dict[str, Any], folder: Path, url: str) -> Result:
+    _refuse_other_settings(folder, config)
+    newest = checkpoint.newest(folder / "checkpoints")
+    if newest is not None and newest.step > config["train"]["steps"]:
+        raise UserError(f"train.steps: {config['train']['steps']} is not allowed; the run has made {newest.step} steps already")
+    _forget_what_never_began(folder)
+    checkpoint.tidy(folder / "checkpoints")
+    first_path = Preparation(config, folder, log.info).model_path()
+    model_path = first_path if newest is None else str(newest.path)
+    tokenizer = Tokenizer.load(first_path, trust_remote_code=config["model"]["trust_remote_code"])
+    job = Job(config, folder, first_path, model_path, tokenizer, url)
+    pipeline: Pipeline = resolve("pipelines", name, PIPELINES)(job)
+    write_config(folder, config)  # only now that the input has proved good: from here on the settings may not change
+    try:
+        if newest is not None:
+            checkpoint.load_state(newest, pipeline.backend)
+        return _Loop(name, job, pipeline, first=0 if newest is None else newest.step, resumed=newest is not None).run()
+    finally:
+        pipeline.close()
+
+
+def _refuse_other_settings(folder: Path, config: dict[str, Any]) -> None:
+    file = folder / "config.yaml"
+    if not file.exists():
+        return
+    try:
+        before = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise UserError(f"{file}: cannot be read: {' '.join(str(error).split())}") from None
+    key = differing(before if isinstance(before, dict) else {}, config)
+    if key is not None:
+        raise UserError(f"{key}: differs from what run {config['run']['name']} was started with (see {file}); choose another run.name")
+
+
+def _forget_what_never_began(folder: Path) -> None:
+    """Remove what a start that refused its input left: the next one may have other settings."""
+    if not (folder / "config.yaml").exists():
+        shutil.rmtree(folder / "model", ignore_errors=True)
+        (folder / REFERENCE).unlink(missing_ok=True)
+
+
+class _Loop:
+    """From one step to the last."""
+
+    def __init__(self, name: str, job: Job, pipeline: Pipeline, *, first: int, resumed: bool) -> None:
+        self._name, self._job, self._pipeline = name, job, pipeline
+        self._first, self._resumed = first, resumed
+        self._checkpoints = job.folder / "checkpoints"
+        self._checkpoints.mkdir(parents=True, exist_ok=True)
+        self._file = MetricsFile(job.folder / "metrics.jsonl", first if resumed else -1)
+        self._trackers = Trackers(section(job.config, "trackers", TrackersSection), job.folder, str(job.run.name), job.config)
+        self._newest: dict[str, float] = {}
+
+    def run(self) -> Result:
+        train, began = self._job.train, time.monotonic()
+        try:
+            with progress(self._name, self._first, train.steps) as show:
+                if not self._resumed and self._job.held_out.at_start:
+                    self._write(0, self._pipeline.evaluate())
+                batches = islice(shuffled_batches(self._pipeline.num_rows, train.batch_size, self._job.run.seed), self._first, None)
+                for step, rows in zip(range(self._first + 1, train.steps + 1), batches, strict=False):
+                    self._step(step, rows, show)
+        finally:
+            self._file.close()
+            self._trackers.close()
+        return Result(self._checkpoints / f"step-{train.steps:06d}", train.steps, self._newest, time.monotonic() - began)
+
+    def _step(self, step: int, rows: list[int], show: Show) -> None:
+        began = time.monotonic()
+        values = self._pipeline.step(rows)
+        if not math.isfinite(loss := values["train/loss"]) or values.get("train/skipped"):
+            what = "the gradient is not finite" if math.isfinite(loss) else f"the loss is {loss}"
+            raise UserError(f"{what} at step {step}; lower train.lr ({self._job.train.lr})")
+        seconds = time.monotonic() - began
+        values |= {"time/step": seconds, "perf/tokens_per_s": values["train/tokens"] / max(seconds, 1e-9)}
+        every, last = self._job.held_out.every_steps, step == self._job.train.steps
+        if last or (every and step % every == 0):
+            values |= self._pipeline.evaluate()
+        self._write(step, values)
+        show(step, _shown(values))
+        keep = self._job.checkpoint
+        if last or (keep.every_steps and step % keep.every_steps == 0):
+            self._save(step, keep.keep)
+
+    def _save(self, step: int, keep: int) -> None:
+        try:
+            checkpoint.write(self._checkpoints, self._pipeline.backend, {"version": step, "pipeline": self._name}, EPOCH)
+            checkpoint.prune(self._checkpoints, keep)
+        except OSError as error:
+            raise UserError(f"{self._checkpoints}: step {step} cannot be written: {error.strerror or error}") from None
+
+    def _write(self, step: int, values: Mapping[str, float]) -> None:
+        if not values:
+            return
+        numbers = finite(values)
+        try:
+            self._file.write({"step": step, "time": time.time()} | numbers)
+        except OSError as error:
+            raise UserError(f"{self._job.folder / 'metrics.jsonl'}: step {step} cannot be written: {error.strerror or error}") from None
+        self._trackers.log(step, numbers)
+        self._newest = numbers
+
+
+def _shown(values: Mapping[str, float]) -> dict[str, float]:
+    """What fits on a line."""
+    names = {"loss": "train/loss", "accuracy": "train/accuracy", "held-out": "eval/loss", "lr": "train/lr", "tok/s": "perf/tokens_per_s"}
+    return {shown: values[name] for shown, name in names.items() if name in values}

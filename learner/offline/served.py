@@ -1,0 +1,209 @@
+"""A teacher served by rollout servers: this process publishes a run whose only policy is the teacher, and asks whoever joins it.
+
+    broker serve
+    rlearner distill configs/distill.yaml distill.served=true distill.top_k=16 run.name=taught
+    rollout-server --run taught
+
+Servers come and go as in any run; a row that one did not answer is asked of another. When training is over the run is stopped, and
+they end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from broker.channel import carriers
+from broker.contract import wire
+from broker.contract.streams import CONTROL
+from broker.errors import RequestFailed, UserError
+from broker.jetstream.bus import Bus
+from broker.runtime.presence import Roster
+from broker.runtime.reminders import Reminders
+from broker.settings.config import BrokerSection
+from broker.settings.runspec import publish_runspec, section
+from learner.algorithm.samples import Array
+from learner.offline.base import Job
+from learner.offline.config import DistillSection
+
+log = logging.getLogger(__name__)
+
+POLICY: Final = "teacher"
+MAX_REFUSALS: Final = 3  # of one row
+AVOID_S: Final = 6.0  # a server that did not answer; when it is dead, presence says so by then
+CONNECT_S: Final = 20.0
+FAREWELL_S: Final = 5.0
+
+Answer = tuple[Array, Array]  # top_ids int32 and top_logprobs float32, (n - 1, k) each
+
+
+class ServedTeacher:
+    """Asks from a thread of its own, so that training code need not be asynchronous.
+
+    Raises:
+        UserError: no broker at the address.
+    """
+
+    def __init__(self, job: Job, distill: DistillSection) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="teacher", daemon=True)
+        self._thread.start()
+        self._asker: _Asker | None = None
+        try:
+            self._asker = self._wait(asyncio.run_coroutine_threadsafe(_open(job, distill, _absolute(distill.teacher)), self._loop))
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(self, rows: Sequence[Array]) -> list[Answer]:
+        """The teacher's best candidates for every token but the first of each row.
+
+        Raises:
+            UserError: servers refuse a row.
+        """
+        assert self._asker is not None
+        answers: list[Answer] = self._wait(asyncio.run_coroutine_threadsafe(self._asker.ask(rows), self._loop))
+        return answers
+
+    def close(self) -> None:
+        """Stop the run, so that its servers end; idempotent."""
+        if not self._thread.is_alive():
+            return
+        if self._asker is not None:
+            asyncio.run_coroutine_threadsafe(self._asker.close(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _wait(self, future: Future[Any]) -> Any:
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+
+def _absolute(path: str) -> str:
+    """As a server in another folder finds it."""
+    local = Path(path).expanduser()
+    return str(local.absolute()) if local.is_dir() else path
+
+
+async def _open(job: Job, distill: DistillSection, path: str) -> _Asker:
+    run = str(job.run.name)
+    bus = await Bus.connect(job.url, run, name="distill", deadline_s=CONNECT_S)
+    await bus.ensure_streams()
+    rollout = {**job.config["rollout"], "policy": POLICY, "model_path": path}
+    config = {"rollout": rollout, "broker": job.config["broker"], "model": job.config["model"]}
+    await publish_runspec(bus, wire.RunSpec(run=run, wire_version=wire.WIRE_VERSION, epoch=0, config=config, model_path=path))
+    await (await bus.key_value(CONTROL)).put(run, wire.DesiredState(state="running"))
+    roster = Roster(bus, beats=("rollout",))
+    await roster.start()
+    return _Asker(bus, roster, distill, section(job.config, "broker", BrokerSection).channel)
+
+
+class _Asker:
+    """The asynchronous side."""
+
+    def __init__(self, bus: Bus, roster: Roster, distill: DistillSection, carrier: str) -> None:
+        self._bus, self._roster, self._distill = bus, roster, distill
+        self._client = carriers.connect(carrier, bus)
+        self._numbers = itertools.count(1)
+        self._asking: dict[str, int] = {}  # server -> rows that it has not answered yet
+        self._avoid: dict[str, float] = {}  # server -> until when, on the monotonic clock
+        self._waiting = Reminders()
+        self._room = asyncio.Semaphore(distill.concurrency)
+
+    async def ask(self, rows: Sequence[Array]) -> list[Answer]:
+        """All at once, ``distill.concurrency`` at a time; the first failure ends the others."""
+        tasks = [asyncio.ensure_future(self._row(row)) for row in rows]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def close(self) -> None:
+        """Say that the run is over, and leave; a broker that is gone is not waited for."""
+        try:
+            async with asyncio.timeout(FAREWELL_S):
+                await (await self._bus.key_value(CONTROL)).put(self._bus.run, wire.DesiredState(state="stopped", reason="training is done"))
+        except TimeoutError:
+            log.warning(
+                "the broker at %s does not answer, so the servers of run %s are not told that it is over",
+                self._bus.link.where,
+                self._bus.run,
+            )
+        await self._client.close()
+        await self._roster.close()
+        await self._bus.close()
+
+    async def _row(self, token_ids: Array) -> Answer:
+        refused: list[str] = []
+        async with self._room:
+            while len(refused) < MAX_REFUSALS:
+                server = await self._server()
+                try:
+                    reply = await self._ask(server, token_ids)
+                    if reply.top_ids is None and reply.finish_reason != "error":
+                        raise RequestFailed(f"{reply.finish_reason}: it is leaving")
+                except RequestFailed as error:  # a server that is gone costs nothing but the time until there is another
+                    log.info("asking elsewhere: %s: %s", server.id, error)
+                    self._avoid[server.id] = time.monotonic() + AVOID_S
+                    continue
+                try:
+                    return self._read(reply, len(token_ids))
+                except RequestFailed as error:
+                    refused.append(str(error))
+        raise UserError(f"distill.teacher: a row of {len(token_ids)} tokens was refused {len(refused)} times, last by {refused[-1]}")
+
+    async def _server(self) -> wire.Presence:
+        """The least asked of the teacher's servers; waits until there is one and says so."""
+        while True:
+            now = time.monotonic()
+            serving = [one for one in self._roster.alive("rollout") if one.policy == POLICY and one.state == "serving" and one.address]
+            if here := [one for one in serving if self._avoid.get(one.id, now) <= now]:
+                self._waiting.over()
+                return min(here, key=lambda one: (self._asking.get(one.id, 0), one.id))
+            if self._waiting.due(now):
+                log.info("waiting for a rollout-server to join run %s and serve the teacher", self._bus.run)
+            await self._roster.changed(1.0)
+
+    async def _ask(self, server: wire.Presence, token_ids: Array) -> wire.GenerateReply:
+        number = next(self._numbers)
+        request = wire.GenerateRequest(
+            request_id=f"distill.{number}",
+            conversation_id=f"distill.{number}",
+            token_ids=wire.column(token_ids, "<i4"),
+            sampling=wire.SamplingParams(max_tokens=1),
+            deadline_s=self._distill.timeout_s,
+            prompt_top_k=self._distill.top_k,
+        )
+        self._asking[server.id] = self._asking.get(server.id, 0) + 1
+        try:
+            return await self._client.generate(server.address, request, timeout_s=self._distill.timeout_s)
+        finally:
+            self._asking[server.id] -= 1
+
+    def _read(self, reply: wire.GenerateReply, num_tokens: int) -> Answer:
+        """(n - 1, k) each.
+
+        Raises:
+            RequestFailed: the server answered something else.
+        """
+        shape = (num_tokens - 1, self._distill.top_k)
+        if reply.top_ids is None or reply.top_logprobs is None:
+            raise RequestFailed(f"{reply.server}: {reply.error or reply.finish_reason}")
+        ids, logprobs = np.array(reply.top_ids.array()), np.array(reply.top_logprobs.array())
+        if ids.size != shape[0] * shape[1]:
+            raise RequestFailed(f"{reply.server}: answered {ids.size} candidates, expected {shape[0] * shape[1]}")
+        return ids.reshape(shape), logprobs.reshape(shape)

@@ -1,0 +1,1 @@
+"""What a learner tells: metrics, trackers, its state, whom it waits for."""

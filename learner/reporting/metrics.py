@@ -1,0 +1,181 @@
+"""What a step was made of, as numbers under the field's own names; and the file they go to, one object a step."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+import numpy as np
+
+from broker.contract import wire
+from learner.credit.intake import episode_rewards, episodes
+from learner.credit.ledger import Ledger, is_zero_variance
+
+BLOCK_BYTES: Final = 2**16  # read at once when looking for a line from the end
+
+
+def describe(groups: Sequence[wire.Group], version: int) -> dict[str, float]:
+    """Reward, environment, response and staleness figures of a step.
+
+    Args:
+        groups: those that were trained, at least one.
+        version: the policy version that was being trained.
+    """
+    found = [(group.domain, trajectory) for group in groups for trajectory in episodes(group)]
+    rewards = [trajectory.reward for _, trajectory in found]
+    values = {"reward/mean": _mean(rewards), "reward/max": max(rewards), "reward/min": min(rewards)}
+    for domain in sorted({name for name, _ in found}):
+        own = [trajectory for name, trajectory in found if name == domain]
+        values[f"reward/{domain}/mean"] = _mean([trajectory.reward for trajectory in own])
+        values[f"env/domain/{domain}/success_rate"] = _mean([trajectory.success for trajectory in own])
+    parts = _average(trajectory.reward_parts for _, trajectory in found)
+    values |= {f"reward_parts/{name}/mean": value for name, value in parts.items()}
+    values["frac_reward_zero_std"] = _mean([is_zero_variance(episode_rewards(group)) for group in groups])
+    values["env/success_rate"] = _mean([trajectory.success for _, trajectory in found])
+    values |= {f"env/{name}": value for name, value in _average(trajectory.metrics for _, trajectory in found).items()}
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    return values | _turns(trajectories, len(found)) | _staleness(trajectories, version) | _seconds(groups)
+
+
+def _turns(trajectories: Sequence[wire.Trajectory], num_episodes: int) -> dict[str, float]:
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    lengths = [int(trajectory.loss_mask.array().sum()) for trajectory in trajectories]
+    cut = [any(turn.finish_reason == "length" for turn in trajectory.turns) for trajectory in trajectories]
+    return {
+        "env/valid_action_rate": _mean([turn.valid for turn in turns]),
+        "env/num_turns": len(turns) / num_episodes,
+        "response_length/mean": _mean(lengths),
+        "response_length/max": float(max(lengths)),
+        "response_length/clip_ratio": _mean(cut),
+    }
+
+
+def _staleness(trajectories: Sequence[wire.Trajectory], version: int) -> dict[str, float]:
+    """Versions that the trained tokens lag behind the one being trained, token by token."""
+    runs = np.concatenate([trajectory.version_runs.array().reshape(-1, 2) for trajectory in trajectories]).astype(np.int64)
+    lags, tokens = version - runs[:, 0], runs[:, 1]
+    total = int(tokens.sum())
+    if not total:
+        return {"staleness/mean": 0.0, "staleness/max": 0.0}
+    return {"staleness/mean": float((lags * tokens).sum() / total), "staleness/max": float(lags[tokens > 0].max())}
+
+
+def _seconds(groups: Sequence[wire.Group]) -> dict[str, float]:
+    return {
+        "time/generate": _mean([group.generate_s for group in groups]),
+        "time/env_step": _mean([group.env_step_s for group in groups]),
+        "time/reward": _mean([group.reward_s for group in groups]),
+    }
+
+
+def count_tickets(ledger: Ledger) -> dict[str, float]:
+    """``ticket/*`` and ``off_policy/*``: what became of everything granted so far."""
+    counts = ledger.counts()
+    values = {f"ticket/{name}": float(count) for name, count in counts.items()}
+    values |= {f"ticket/closed_{reason}": float(count) for reason, count in sorted(ledger.state.reasons.items())}
+    values["off_policy/dropped"] = float(counts["dropped"])
+    values["off_policy/in_flight"] = float(len(ledger.waiting_for))
+    values["off_policy/in_queue"] = float(len(ledger.arrived))
+    return values
+
+
+class MetricsFile:
+    """``metrics.jsonl``: every line is written whole, and on disk once ``write`` returns.
+
+    It is continued in a copy under the same name, so that an earlier incarnation that wakes up writes into the void. Of the lines
+    only those that are cut off are read; the kernel copies the others, a GB or more per second.
+
+    Args:
+        last_step: lines of later steps, and half a line of a crash, are cut off: they will be written again.
+    """
+
+    def __init__(self, path: Path, last_step: int = 0) -> None:
+        temporary = path.with_suffix(".new")
+        if path.exists():
+            shutil.copyfile(path, temporary)
+        else:
+            temporary.write_bytes(b"")
+        self._size = _end_of(temporary, last_step)
+        os.truncate(temporary, self._size)
+        os.replace(temporary, path)
+        self._file = os.open(path, os.O_WRONLY)
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Append one object; after an error, the same call again repeats it in the same place.
+
+        Raises:
+            OSError: no space, for example.
+        """
+        data, start = (json.dumps(line, allow_nan=False) + "\n").encode(), 0
+        while start < len(data):
+            start += os.pwrite(self._file, data[start:], self._size + start)
+        os.fsync(self._file)
+        self._size += len(data)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+def _end_of(path: Path, last_step: int) -> int:
+    """The byte behind the newest line that is whole and not of a later step."""
+    with path.open("rb") as file:
+        for end, row in _rows_from_end(file):
+            try:
+                if json.loads(row)["step"] <= last_step:
+                    return end
+            except (ValueError, TypeError, KeyError):
+                continue  # not a line of this file: cut off with what is behind it
+    return 0
+
+
+def _rows_from_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """(byte behind its newline, row without it) of every row that ends in one, the last row first."""
+    begin, rest, is_torn = file.seek(0, os.SEEK_END), b"", True
+    while begin:
+        size = min(BLOCK_BYTES, begin)
+        begin = file.seek(begin - size)
+        rest, *rows = (file.read(size) + rest).split(b"\n")  # what `rest` begins with may lie before `begin`
+        ends = accumulate((len(row) + 1 for row in rows), initial=begin + len(rest) + 1)
+        found = list(zip(list(ends)[1:], rows, strict=True))
+        if is_torn and found:
+            found.pop()
+            is_torn = False
+        yield from reversed(found)
+    if not is_torn:
+        yield len(rest) + 1, rest
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSONL file up to the first line that is none."""
+    lines: list[dict[str, Any]] = []
+    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:
+            break
+    return lines
+
+
+def finite(values: Mapping[str, float]) -> dict[str, float]:
+    """Without what JSON and trackers cannot hold."""
+    return {name: value for name, value in values.items() if math.isfinite(value)}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if values else 0.0
+
+
+def _average(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Mean of each name over the rows that have it."""
+    collected: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        for name, value in row.items():
+            collected[name].append(value)
+    return {name: _mean(values) for name, values in sorted(collected.items())}

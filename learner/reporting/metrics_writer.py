@@ -1,0 +1,107 @@
+"""The run's book: one line a step into metrics.jsonl, the trackers and the live view, with what is seen of the fleet beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, Final
+
+from broker.contract import wire
+from broker.contract.streams import EPISODES, EVALTICKETS, SAMPLES, TICKETS
+from broker.jetstream.bus import Bus
+from broker.nats.core_messages import publish_metrics
+from broker.runtime.presence import Roster
+from broker.runtime.process import Stop
+from learner.checkpoints.disk_retry import Patience
+from learner.credit.ledger import Ledger
+from learner.evaluation.evaluation import ACTOR
+from learner.reporting.metrics import MetricsFile, count_tickets, finite
+from learner.reporting.showcase import Showcase
+from learner.reporting.trackers import Trackers
+from learner.reporting.training_signals import Signals
+
+log = logging.getLogger(__name__)
+
+SAMPLE_EVERY_S: Final = 1.0
+QUEUES: Final = (TICKETS, EPISODES, EVALTICKETS)
+
+
+class Book:
+    """Composes and writes lines.
+
+    Args:
+        last_step: steps whose lines stay in the file; later ones are written again.
+        stop: ends a wait for space.
+        say: told when the file cannot be written, and an empty text when it can again.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        roster: Roster,
+        ledger: Ledger,
+        trackers: Trackers,
+        showcase: Showcase,
+        path: Path,
+        last_step: int,
+        stop: Stop,
+        say: Callable[[str], None],
+    ) -> None:
+        self._bus, self._roster, self._ledger, self._trackers = bus, roster, ledger, trackers
+        self.showcase = showcase
+        self._file = MetricsFile(path, last_step)
+        self._patience = Patience(path.parent, stop, "training waits", say)
+        self._depths = {f"queue/{stream.name}/depth": 0.0 for stream in (*QUEUES, SAMPLES)}
+        self._signals = Signals()
+        self.newest: dict[str, float] = {}  # the numbers of the newest line
+        self.failure: dict[str, str] = {}  # of the newest group that came to nothing: what, and who gave it up
+
+    def services(self) -> list[Coroutine[Any, Any, None]]:
+        """What looks at the fleet, each until cancelled."""
+        return [self._sample()]
+
+    def compose(self, values: dict[str, float]) -> dict[str, float]:
+        """A step's line without its evaluation."""
+        version = float(self._ledger.state.version)
+        head = {"step": version, "policy_version": version, "time": time.time()}
+        fleet = {"rollouter/idle_ratio": self._idle_ratio()}
+        return head | finite(values) | count_tickets(self._ledger) | fleet | self._depths
+
+    async def write(self, line: dict[str, float]) -> None:
+        """Put a composed line wherever lines go."""
+        step = int(line["step"])
+        row: dict[str, Any] = line | {"step": step, "policy_version": step}
+        row |= {name: int(value) for name, value in line.items() if name.startswith("ticket/")}
+        await self._patience.in_thread(self._file.write, row)
+        shown_elsewhere = {name: value for name, value in line.items() if name not in ("step", "time")}
+        await asyncio.to_thread(self._trackers.log, step, shown_elsewhere)
+        await asyncio.to_thread(self.showcase.step_completed, step)
+        self.newest = line
+        shown = {"reward": "reward/mean", "success": "env/success_rate", "staleness": "staleness/max", "evaluated": "eval/success_rate"}
+        extra = {name: round(line[key], 3) for name, key in shown.items() if key in line}
+        log.info("step %d of %d", step, self._ledger.rules.steps, extra=extra)
+        begun, over = self._signals.take(line)
+        for text in begun:
+            log.warning("%s", text)
+        for text in over:
+            log.info("no longer: %s", text)
+        await publish_metrics(self._bus, wire.Metrics(role="learner", id=self._bus.name, time=line["time"], values=line))
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _idle_ratio(self) -> float:
+        """Mean over the actor's servers; 1 where none has said what it does."""
+        known = [server.idle_ratio for server in self._roster.alive("rollout") if server.policy == ACTOR and server.idle_ratio >= 0]
+        return sum(known) / len(known) if known else 1.0
+
+    async def _sample(self) -> None:
+        while True:
+            for stream in QUEUES:
+                self._depths[f"queue/{stream.name}/depth"] = float(sum((await self._bus.depth(stream)).values()))
+            behind = await self._bus.last_seq(SAMPLES) - self._ledger.state.position
+            self._depths["queue/samples/depth"] = float(max(0, behind))
+            await asyncio.sleep(SAMPLE_EVERY_S)

@@ -1,0 +1,78 @@
+"""Says whom the learner waits for: tickets are open, and nobody is there to take them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+from broker.runtime.presence import Roster
+from broker.runtime.reminders import Reminders
+from broker.settings.config import DomainSection
+
+log = logging.getLogger(__name__)
+
+PATIENCE_S: Final = 10.0
+LOOK_EVERY_S: Final = 1.0
+COMMANDS: Final = {
+    "envhub": "envhub --run {run}",
+    "rollout": "rollout-server --run {run}",
+    "rewardhub": "rewardhub --run {run}",
+}
+NAMES: Final = {"envhub": "envhub", "rollout": "rollout server", "rewardhub": "rewardhub"}
+
+
+class Company:
+    """Pure: what to say of who is there; who is missing is said again at growing intervals.
+
+    Args:
+        run: named in the command that would help.
+    """
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+        self._alone_since: dict[str, float] = {}
+        self._reminders: dict[str, Reminders] = {}
+        self.missing: list[str] = []  # roles whose absence was said
+
+    def look(self, present: dict[str, bool], has_work: bool, now: float) -> list[str]:
+        """Lines to say at ``now``.
+
+        Args:
+            present: whether anyone is there of each role that the run needs.
+            has_work: tickets are open.
+        """
+        lines = []
+        for role, is_there in present.items():
+            if is_there:
+                self._alone_since.pop(role, None)
+                if role in self.missing:
+                    self.missing.remove(role)
+                    self._reminders.pop(role)
+                    lines.append(f"{NAMES[role]} has joined")
+            elif has_work and now - self._alone_since.setdefault(role, now) >= PATIENCE_S:
+                if role not in self.missing:
+                    self.missing.append(role)
+                    self._reminders[role] = Reminders()
+                if not self._reminders[role].due(now):
+                    continue
+                lines.append(f"waiting: no {NAMES[role]} has joined; start one with `{COMMANDS[role].format(run=self._run)}`")
+        return lines
+
+
+def roles(domains: Mapping[str, DomainSection]) -> list[str]:
+    """The roles that a run needs beside the learner."""
+    return [role for role in COMMANDS if role != "rewardhub" or any(domain.rewards for domain in domains.values())]
+
+
+async def watch_company(run: str, roster: Roster, needed: Sequence[str], has_work: Callable[[], bool], say: Callable[[str], None]) -> None:
+    """Look once a second, until cancelled; ``say`` is told the newest want, and an empty text when there is none."""
+    company = Company(run)
+    while True:
+        present = {role: bool(roster.alive(role)) for role in needed}
+        for line in company.look(present, has_work(), time.monotonic()):
+            log.warning("%s", line) if line.startswith("waiting") else log.info("%s", line)
+            say(line if company.missing and line.startswith("waiting") else "")
+        await asyncio.sleep(LOOK_EVERY_S)

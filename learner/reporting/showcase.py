@@ -1,0 +1,121 @@
+"""What trackers show of episodes beside numbers: sample texts, and animated pictures where the environment draws its states."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from broker.contract import wire
+from broker.errors import UserError
+from learner.config import TrackersSection
+from learner.credit.intake import episodes
+from learner.reporting.trackers import Trackers
+from learner.reporting.transcripts import Transcript, Transcripts
+
+log = logging.getLogger(__name__)
+
+EACH: Final = 2  # evaluated episodes of each domain that solved their task, and as many that did not
+RENDER_TIMEOUT_S: Final = 60.0
+
+
+class Showcase:
+    """Gives trackers what people look at.
+
+    Args:
+        folder: of the run.
+    """
+
+    def __init__(self, trackers: Trackers, section: TrackersSection, transcripts: Transcripts, folder: Path) -> None:
+        self._trackers, self._section, self._transcripts, self._folder = trackers, section, transcripts, folder
+        self._newest: dict[str, wire.Group] = {}  # by domain, of those that were accepted
+        self._undrawn: set[str] = set()  # domains without pictures
+
+    def accepted(self, group: wire.Group) -> None:
+        """Remember the newest group of each domain."""
+        self._newest[group.domain] = group
+
+    def step_completed(self, step: int) -> None:
+        """Show one training episode of each domain, every ``trackers.texts_every`` steps; blocks."""
+        every = self._section.texts_every
+        if not every or step % every:
+            return
+        texts = {}
+        for domain, group in sorted(self._newest.items()):
+            heading = f"task {group.task_index}, ticket {group.ticket}"
+            texts[f"samples/{domain}"] = self._transcripts.of(episodes(group)[0]).markdown(heading)
+        self._newest.clear()
+        self._trackers.texts(step, texts)
+
+    def evaluated(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Show evaluated episodes of each domain; blocks.
+
+        Args:
+            step: the optimizer step after which it was asked for.
+            rows: as they stand in ``evals/``.
+        """
+        of_domain: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+        for row in rows:
+            of_domain[row["domain"]].append(row)
+        if self._section.texts_every:
+            self._trackers.texts(step, {f"evaluated/{domain}": _texts(own) for domain, own in sorted(of_domain.items())})
+        for domain, own in sorted(of_domain.items()):
+            drawable = next((row for row in own if row["frames"]), None)
+            if self._section.pictures and drawable is not None and domain not in self._undrawn:
+                self._draw(step, drawable)
+
+    def _draw(self, step: int, row: Mapping[str, Any]) -> None:
+        with tempfile.TemporaryDirectory() as place:
+            out = Path(place, "episode.gif")
+            try:
+                render(self._folder, row, step, out)
+            except UserError as error:
+                log.info("no pictures of domain %s: %s", row["domain"], error)
+                self._undrawn.add(row["domain"])
+                return
+            self._trackers.picture(step, f"episodes/{row['domain']}", out.read_bytes())
+
+
+def _texts(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A few episodes of one domain as Markdown, solved and not."""
+    solved = [row for row in rows if row["success"][0]][:EACH]
+    failed = [row for row in rows if not row["success"][0]][:EACH]
+    return "\n\n".join(
+        Transcript(row["prompt"], row["text"], row["reward"][0], row["success"][0]).markdown(f"task {row['task_index']}")
+        for row in [*solved, *failed]
+    )
+
+
+def render(folder: Path, row: Mapping[str, Any], step: int, out: Path) -> None:
+    """Draw the first episode of an evaluated task by ``envhub render``, in a process of its own.
+
+    Args:
+        folder: of the run, for its settings.
+        row: of ``evals/``, with frames.
+        step: the optimizer step that was evaluated.
+        out: path of the GIF.
+
+    Raises:
+        UserError: the environment draws no pictures, cannot be loaded on this machine, or takes too long.
+    """
+    try:
+        start, *rest = (json.loads(frame) for frame in row["frames"])
+        actions = [frame["action"] for frame in rest]
+        task, seed, split = str(start["task_index"]), str(start["seed"]), str(start["split"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"its hub wrote frames of its own kind: {type(error).__name__}: {error}") from None
+    place = ["--domain", row["domain"], "--task-index", task, "--seed", seed, "--split", split]
+    what = ["--actions", json.dumps(actions), "--title", f"step {step}, task {task}"]
+    command = [sys.executable, "-m", "envhub.cli", "render", str(folder / "config.yaml"), *place, *what, "--out", str(out)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=RENDER_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise UserError(f"drawing took longer than {RENDER_TIMEOUT_S:g} s") from None
+    if done.returncode:
+        raise UserError((done.stderr.strip().splitlines() or ["no reason given"])[-1].removeprefix("error: "))

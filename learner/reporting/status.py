@@ -1,0 +1,77 @@
+"""What others see of a learner: its presence, the newest line of numbers, what it is doing."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Callable
+from typing import Final, Literal
+
+from broker.contract import wire
+from broker.runtime.process import Stop
+from broker.runtime.process_identity import this_process
+from learner.credit.ledger import Ledger
+from learner.reporting.metrics import count_tickets
+from learner.reporting.metrics_writer import Book
+
+log = logging.getLogger(__name__)
+
+ID: Final = "learner"
+
+
+class Shown:
+    """Told by the learner as it gets on, read by presence, metrics and the live view.
+
+    Args:
+        slots: groups of a step.
+        epoch: of this incarnation, 0 before it has taken one.
+
+    Attributes:
+        phase: what it does, for people.
+        serving: whether it trains, or is about to.
+        ledger: once it is read.
+        book: once it is open.
+    """
+
+    def __init__(self, stop: Stop, slots: int, epoch: Callable[[], int]) -> None:
+        self._stop, self._slots, self._epoch = stop, slots, epoch
+        self.phase = "starting"
+        self.serving = False
+        self.ledger: Ledger | None = None
+        self.book: Book | None = None
+
+    def presence(self) -> wire.Presence:
+        """The learner, as presence tells it."""
+        state: Literal["starting", "serving", "draining"] = "serving" if self.serving else "starting"
+        return wire.Presence(
+            role="learner",
+            id=ID,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            state="draining" if self._stop.asked.is_set() else state,
+            epoch=self._epoch(),
+            policy_version=self.ledger.state.version if self.ledger else -1,
+            running=len(self.ledger.state.taken) if self.ledger else 0,
+            waiting=len(self.ledger.waiting_for) if self.ledger else 0,
+            slots=self._slots,
+            process=this_process(),
+        )
+
+    def values(self) -> dict[str, float]:
+        """The newest line, again and again, for those who begin to watch late; what became of tickets as it is now."""
+        return (self.book.newest if self.book else {}) | (count_tickets(self.ledger) if self.ledger else {})
+
+    def text(self) -> dict[str, str]:
+        """What goes with it."""
+        return {"phase": self.phase} | (self.book.failure if self.book else {})
+
+    def say(self, phase: str) -> None:
+        """Tell people what is going on; from any thread."""
+        self.phase = phase
+        log.info("%s", phase)
+
+    def say_waiting(self, waits: str) -> None:
+        """Show what training waits for in place of "training"; nothing when it goes on. It stands in the log already."""
+        if self.serving:
+            self.phase = waits or "training"

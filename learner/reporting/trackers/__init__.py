@@ -1,0 +1,98 @@
+"""Where metrics go beside metrics.jsonl, by name; a new one is one file plus one line here. Resolved by
+``broker.settings.registry.resolve``.
+
+A tracker is a class: ``Tracker(folder, run, project, config, args)`` with ``log(step, values)`` and ``close()``. Where it also has
+``texts(step, texts)`` and ``picture(step, name, gif)``, it gets sample texts and pictures of episodes, too.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from broker.settings.registry import resolve
+from learner.config import TrackersSection
+
+log = logging.getLogger(__name__)
+
+TRACKERS: Final[dict[str, str]] = {
+    "tensorboard": "learner.reporting.trackers.tensorboard:TensorBoard",
+    "wandb": "learner.reporting.trackers.wandb:WandB",
+    "swanlab": "learner.reporting.trackers.swanlab:SwanLab",
+}
+ALWAYS: Final = "tensorboard"
+FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+
+
+class Tracker(Protocol):
+    """One destination.
+
+    Args:
+        folder: of the run; a tracker writes below it.
+        run: the run's name.
+        project: what runs are grouped under.
+        config: the whole resolved configuration.
+        args: this tracker's own, ``trackers.args.<name>``.
+    """
+
+    def __init__(self, folder: Path, run: str, project: str, config: Mapping[str, Any], args: Mapping[str, Any]) -> None: ...
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Record one step's numbers."""
+
+    # def texts(self, step: int, texts: Mapping[str, str]) -> None: optional; Markdown by name, for example samples/lake
+    # def picture(self, step: int, name: str, gif: bytes) -> None: optional; an animated GIF
+
+    def close(self) -> None:
+        """Write out what is left."""
+
+
+class Trackers:
+    """All of a run's trackers; one that fails is left out from then on, unless the disk is full, and costs the run nothing."""
+
+    def __init__(self, section: TrackersSection, folder: Path, run: str, config: Mapping[str, Any]) -> None:
+        names = list(dict.fromkeys([ALWAYS, *section.use]))
+        classes = {name: resolve("trackers", name, TRACKERS) for name in names}
+        self._lock = threading.Lock()  # steps and evaluations come from different threads
+        self._open: dict[str, Tracker] = {
+            name: build(folder, run, section.project, config, section.args.get(name, {})) for name, build in classes.items()
+        }
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Give every tracker the step's numbers."""
+        self._each(step, "log", values)
+
+    def texts(self, step: int, texts: Mapping[str, str]) -> None:
+        """Give sample texts, Markdown by name, to those that take texts."""
+        if texts:
+            self._each(step, "texts", texts)
+
+    def picture(self, step: int, name: str, gif: bytes) -> None:
+        """Give an animated GIF to those that take pictures."""
+        self._each(step, "picture", name, gif)
+
+    def _each(self, step: int, method: str, *arguments: Any) -> None:
+        with self._lock:
+            for name, tracker in list(self._open.items()):
+                try:
+                    if (take := getattr(tracker, method, None)) is not None:
+                        take(step, *arguments)
+                except Exception as error:
+                    if isinstance(error, OSError) and error.errno in FULL:  # not for good
+                        log.warning("tracker %s: step %d: %s", name, step, error.strerror)
+                        continue
+                    log.exception("tracker %s failed at step %d and is left out from here on", name, step)
+                    del self._open[name]
+
+    def close(self) -> None:
+        """Close every tracker; what a thread still gives them afterwards is dropped."""
+        with self._lock:
+            for name, tracker in self._open.items():
+                try:
+                    tracker.close()
+                except Exception:
+                    log.exception("tracker %s did not close", name)
+            self._open.clear()

@@ -1,0 +1,85 @@
+"""Trajectories as text, for people: what ``rlearner show``, ``evals/`` and the trackers hold."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from broker.contract import wire
+from broker.errors import ConfigError
+from text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+
+def load_tokenizer(config: Mapping[str, Any], folder: Path) -> tuple[Tokenizer | None, str]:
+    """The tokenizer of a run's model and its path, or None and why there is none.
+
+    Args:
+        config: of the run.
+        folder: of the run; holds the model where the configuration names none.
+    """
+    section = config.get("model") or {}
+    path = section.get("path") or folder / "model"
+    try:
+        if section.get("path") is None and not (folder / "model").is_dir():
+            raise ConfigError("model.path", None, f"there is no {folder / 'model'} either")
+        return Tokenizer.load(path, trust_remote_code=bool(section.get("trust_remote_code"))), str(path)
+    except ConfigError as error:
+        return None, f"none, so tokens are shown by their numbers: {error}"
+
+
+def decode(ids: Iterable[Any], tokenizer: Tokenizer | None) -> str:
+    """Text of tokens, special ones included; their numbers where there is no tokenizer."""
+    if tokenizer is None:
+        return " ".join(str(int(number)) for number in ids)
+    return tokenizer.decode([int(number) for number in ids], skip_special_tokens=False)
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """One trajectory.
+
+    Attributes:
+        prompt: all that the policy saw before the first token that it sampled.
+        text: everything after it: answers, and what the environment said between them.
+    """
+
+    prompt: str
+    text: str
+    reward: float
+    success: bool
+
+    def markdown(self, heading: str) -> str:
+        """As trackers show it; both texts as code, so that markup in them is shown and not interpreted."""
+        outcome = f"reward {self.reward:g}, {'solved' if self.success else 'not solved'}"
+        return f"**{heading}**: {outcome}\n\n{_code(self.prompt)}\n\n{_code(self.text)}"
+
+
+def _code(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines() or [""])
+
+
+class Transcripts:
+    """Makes them; the tokenizer is loaded when it is first needed, in the thread that needs it."""
+
+    def __init__(self, config: Mapping[str, Any], folder: Path) -> None:
+        self._config, self._folder = config, folder
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer | None:
+        tokenizer, path = load_tokenizer(self._config, self._folder)
+        if tokenizer is None:
+            log.warning("tokenizer for texts: %s", path)
+        return tokenizer
+
+    def of(self, trajectory: wire.Trajectory) -> Transcript:
+        """The text of a trajectory."""
+        ids = trajectory.token_ids.array()
+        start = trajectory.turns[0].start if trajectory.turns else len(ids)
+        prompt, text = decode(ids[:start], self._tokenizer), decode(ids[start:], self._tokenizer)
+        return Transcript(prompt, text, trajectory.reward, trajectory.success)

@@ -1,0 +1,1 @@
+"""The learner's use of the weight channel."""

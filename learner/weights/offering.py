@@ -1,0 +1,92 @@
+"""The learner's use of the weight channel: what is offered, and the probe that goes with it. Imports torch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Final
+
+import numpy as np
+from torch import Tensor
+
+from broker.contract import wire
+from broker.errors import ConfigError
+from broker.jetstream.bus import Bus
+from broker.runtime.presence import Roster
+from broker.weights import fp8
+from broker.weights.adapter import factor_shapes
+from broker.weights.memory.cuda import Cuda
+from broker.weights.memory.staging import plan_of
+from broker.weights.probe import make_probe
+from broker.weights.sender.send import Sender
+from broker.weights.sender.transfer import Settings
+from learner.backends.base import Backend
+from learner.config import TrainSection
+
+log = logging.getLogger(__name__)
+
+PROBE_TOKENS: Final = 64
+# Largest difference between two correct computations of one logprob, in nats: another kernel adds up in another order.
+PROBE_TOLERANCE: Final = {"float32": 5e-3, "bfloat16": 0.25, "float16": 0.05}
+
+
+class Offering:
+    """What is sent of a backend's weights: all of them, or where adapters are trained their factors alone.
+
+    Attributes:
+        adapter: None: all of them.
+
+    Raises:
+        ConfigError: they are to be read on a GPU, and lie on none.
+    """
+
+    def __init__(self, backend: Backend, train: TrainSection, dtype: str) -> None:
+        self._backend, self._train, self._dtype = backend, train, dtype
+        if train.weights_backend == "ipc" and backend.device.type != "cuda":
+            allowed = f"shared with weights on {backend.device.type}: ipc is read in a GPU's memory"
+            raise ConfigError("train.weights_backend", "ipc", allowed)
+        self.adapter = backend.adapter()
+        if self.adapter is not None:
+            mine = {name: factor.shape for name, factor in backend.factors().items()}
+            theirs = factor_shapes(backend.shapes(), self.adapter.targets, self.adapter.rank)
+            if mine != {name: factor.shape for name, factor in theirs.items()}:  # weights that no server would take for adapted ones
+                log.warning("weights: servers could not tell which weights the adapters change, so the whole model is sent")
+                self.adapter = None
+
+    def sender(self, bus: Bus, roster: Roster, epoch: int) -> Sender:
+        """A sender for it, staged on the device where the weights lie."""
+        train, device = self._train, self._backend.device
+        carrier = train.weights_backend or "auto"
+        if carrier == "auto":
+            carrier = "nccl" if device.type == "cuda" else "shared"
+        shared = carrier in ("shared", "ipc")
+        if self.adapter is None:
+            plan = plan_of(self._backend.shapes(), train.weights_bucket_mib, dtype=train.weights_dtype)
+        else:
+            plan = plan_of(factor_shapes(self._backend.shapes(), self.adapter.targets, self.adapter.rank), train.weights_bucket_mib)
+        return Sender(
+            bus,
+            plan,
+            epoch=epoch,
+            settings=Settings("nccl" if carrier == "nccl" else "gloo", shared=shared, timeout_s=train.weights_timeout_s),
+            roster=roster,
+            device=device,
+            delta_full_every=train.weights_full_every if train.weights_delta else None,
+            adapter=self.adapter,
+            memory=Cuda(device) if carrier == "ipc" else None,
+        )
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The live tensors of the plan, by name."""
+        return self._backend.weights() if self.adapter is None else self._backend.factors()
+
+    def probe(self) -> wire.Probe:
+        """What goes with an offer of them."""
+        return probe(self._backend, self._dtype, self._train.weights_dtype)
+
+
+def probe(backend: Backend, dtype: str, wire_dtype: str | None = None) -> wire.Probe:
+    """The same few tokens every time, and what the weights of now make of them, within what the coarser of model and wire allows."""
+    tolerance = max(PROBE_TOLERANCE[kind] for kind in (dtype, wire_dtype or dtype) if kind != fp8.NAME)  # of that the backend knows
+    token_ids = np.random.default_rng(0).integers(0, backend.vocab_size, PROBE_TOKENS).tolist()
+    return make_probe(token_ids, backend.logprobs(token_ids), tolerance=tolerance)

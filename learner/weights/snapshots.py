@@ -1,0 +1,87 @@
+"""The learner's snapshots of the weights: written into the run's folder, and offered over HTTP where a port is given."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Final
+
+from aiohttp import web
+
+from broker.errors import ConfigError
+from broker.weights.sender.send import Sender
+from broker.weights.snapshots.publish import Publisher
+from broker.weights.snapshots.snapshot import NAME, NEWEST
+from learner.config import TrainSection
+from text.openai import keys
+
+log = logging.getLogger(__name__)
+
+FOLDER: Final = "snapshots"  # in the run's
+CLOSE_S: Final = 5.0  # for those who are reading when the learner ends
+
+
+async def open_snapshots(stack: AsyncExitStack, train: TrainSection, bind: str, folder: Path, run: str, sender: Sender) -> None:
+    """Have the sender's versions written.
+
+    Args:
+        stack: closes what was opened; the sender's own closing comes after it.
+
+    Raises:
+        UserError: the port or the key cannot be had.
+    """
+    publisher = Publisher(folder / FOLDER, run, train.weights_snapshot_every)
+    if train.weights_snapshot_port is not None:
+        server = SnapshotServer(folder / FOLDER)
+        stack.push_async_callback(server.close)
+        await server.start(bind, train.weights_snapshot_port)
+    stack.push_async_callback(publisher.close)
+    sender.publisher = publisher
+
+
+class SnapshotServer:
+    """GET /newest.json and the files that it names, read only, for whoever has the API key.
+
+    Attributes:
+        address: for example ``http://127.0.0.1:8100``; known once started.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._key, self._where = keys.find_key()
+        self._runner: web.AppRunner | None = None
+        self.address = ""
+
+    async def start(self, bind: str, port: int) -> None:
+        """Begin to answer; port 0 takes any that is free.
+
+        Raises:
+            ConfigError: the port cannot be had.
+        """
+        app = web.Application()
+        app.router.add_get("/{name}", self._file)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=CLOSE_S)
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, bind, port).start()
+        except OSError as error:
+            raise ConfigError("train.weights_snapshot_port", port, f"it cannot be had ({error.strerror}); give another, or 0") from None
+        host, taken = self._runner.addresses[0][:2]
+        self.address = f"http://{f'[{host}]' if ':' in host else host}:{taken}"
+        log.info("snapshots of the weights at %s, API key in %s", self.address, self._where)
+
+    async def close(self) -> None:
+        """Answer nothing more; idempotent."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    async def _file(self, request: web.Request) -> web.StreamResponse:
+        if not keys.matches(request.headers.get("Authorization"), self._key):
+            return web.Response(status=401, text="the API key is missing or wrong; send it as Authorization: Bearer KEY\n")
+        name = request.match_info["name"]
+        path = self._folder / name
+        if (name != NEWEST and NAME.fullmatch(name) is None) or not path.is_file():
+            return web.Response(status=404, text="there is no such file\n")
+        return web.FileResponse(path, headers={"Cache-Control": "no-store"})

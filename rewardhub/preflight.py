@@ -1,0 +1,33 @@
+"""What can be said about this role's part of a configuration on a machine, before anything starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from broker.settings.preflight import Finding
+from broker.settings.runspec import domains
+
+
+def look(config: dict[str, Any]) -> list[Finding]:
+    """The endpoint of each judge, each once: its key must be there, it itself may come later.
+
+    Args:
+        config: validated.
+    """
+    rewards = [
+        (f"domains.{name}.rewards.{index}.args", reward.args)
+        for name, domain in domains(config).items()
+        for index, reward in enumerate(domain.rewards)
+        if reward.name == "judge"
+    ]
+    if not rewards:
+        return []
+    from rewardhub.rewards.judge import JudgeArgs
+    from text.openai.look import look
+
+    judges = [(key, JudgeArgs.model_validate(args)) for key, args in rewards]
+    each = {(args.base_url, args.api_key_env): (key, args) for key, args in reversed(judges)}
+    return [
+        look(key, args.base_url, args.api_key_env, named="api_key_env" in args.model_fields_set, needed=False)
+        for key, args in each.values()
+    ]

@@ -1,0 +1,114 @@
+"""One audit, from a run's folder to a report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from broker.errors import UserError
+from learner.checkpoints import checkpoint
+from learner.credit import archive, ledger_file, ledger_segments
+from learner.reporting.metrics import read_lines
+from rlearner.audit import sources, tapped
+from rlearner.audit.report import Report, ranges
+from rlearner.audit.sources import Held, Stored, check_lost, check_metrics, check_source, stored
+from rlearner.audit.tally import Tally
+
+
+@dataclass(frozen=True)
+class Books:
+    """What the learner itself wrote, read in such an order that one at work is not taken for one that contradicts itself.
+
+    Attributes:
+        rows: metrics.jsonl, read before the ledger file, which is written first.
+        checkpoints: by step, the ledger of each; read before the ledger file, too.
+        lines: the ledger file.
+        problems: what could not be read.
+    """
+
+    folder: Path
+    rows: list[dict[str, Any]]
+    checkpoints: dict[int, dict[str, Any]]
+    lines: list[ledger_file.Line]
+    problems: list[str]
+
+
+def read_books(folder: Path) -> Books:
+    """Before the log, the archive and the tap, for those hold whatever the learner has consumed.
+
+    Raises:
+        UserError: the run has no ledger file, or one of an earlier version.
+    """
+    path = folder / ledger_segments.FOLDER
+    if not ledger_segments.found(path):
+        raise UserError(f"{path}: no ledger files; the learner has not begun to train")
+    problems: list[str] = []
+    rows, checkpoints = read_lines(folder / "metrics.jsonl"), _checkpoints(folder / "checkpoints", problems)
+    read = ledger_segments.Lines(path)
+    lines = list(read)
+    if read.problem:
+        problems.append(f"{read.problem}; the lines behind it were not read")
+    return Books(folder, rows, checkpoints, lines, problems)
+
+
+def reconcile(
+    books: Books,
+    *,
+    log: tuple[int, Sequence[Stored]] | None = None,
+    tap: Sequence[Mapping[str, Any]] | None = None,
+) -> Report:
+    """All that a run left behind, held against each other.
+
+    Args:
+        log: the broker's samples log, if it can be reached: the first sequence kept, and what is there.
+        tap: lines of an independent record of the wire.
+    """
+    report = Report(problems=list(books.problems))
+    tally = Tally(books.lines, report, books.checkpoints)
+    check_metrics(_rows(books, tally.version), tally, report)
+    report.notes.append(f"checkpoints: {len(books.checkpoints)} compared")
+    held = _check_archive(books.folder / archive.FOLDER, tally, report)
+    if log is not None:
+        held.append(check_source(log[1], tally, report, "the broker's log", first=log[0] if log[0] <= tally.position else None))
+    check_lost(held, tally, report)
+    if tap is not None:
+        tapped.check_tap(tap, tally, report, done=tally.done)
+    tally.check()
+    return report
+
+
+def _rows(books: Books, version: int) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl: those of the first reading, and what has come since of the steps that the ledger file has."""
+    known = {row["step"] for row in books.rows}
+    later = [row for row in read_lines(books.folder / "metrics.jsonl") if row["step"] <= version and row["step"] not in known]
+    return books.rows + later
+
+
+def _checkpoints(folder: Path, problems: list[str]) -> dict[int, dict[str, Any]]:
+    """By step, the ledger of every checkpoint kept."""
+    states: dict[int, dict[str, Any]] = {}
+    for path in checkpoint.found(folder):
+        try:
+            states[checkpoint.read(path).step] = checkpoint.read(path).ledger
+        except UserError as error:
+            if path.exists():  # else it was one too many just now
+                problems.append(str(error))
+    return states
+
+
+def _check_archive(folder: Path, tally: Tally, report: Report) -> list[Held]:
+    if not archive.files(folder):
+        return []
+    found: list[sources.Stored] = []
+    for frame in archive.frames(folder):
+        if frame.error:
+            report.fail(f"the archive: {frame.error}")
+        else:
+            found.append(stored(frame.record()))
+    held = check_source(found, tally, report, "the archive", left_out=archive.paused(folder))
+    if held.left_out:
+        report.not_archived = len(held.left_out)
+        report.notes.append(f"not archived: {len(held.left_out)} records ({ranges(held.left_out)}), consumed while samples.keep was off")
+    return [held]

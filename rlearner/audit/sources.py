@@ -1,0 +1,143 @@
+"""The ledger file against what others hold: metrics.jsonl, the broker's log, the archive of records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any, Final
+
+from broker.contract import wire
+from broker.jetstream.bus import LogRecord
+from learner.credit.intake import version_bounds
+from learner.credit.ledger_file import FINAL, Line, digest
+from rlearner.audit.report import Report, ranges
+from rlearner.audit.tally import Tally, check_staleness
+
+COUNTED: Final = ("issued", *FINAL, "open")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What the audit looks at of a record that the broker or the archive holds."""
+
+    seq: int
+    ticket: int  # from the message, else from its header
+    digest: str  # empty: unknown, of a group in parts that were not fetched
+    is_group: bool
+    oldest: int = -1
+    newest: int = -1
+
+
+@dataclass(frozen=True)
+class Held:
+    """Sequences of consumed records that a source holds, lacks, and was not meant to hold."""
+
+    seqs: Set[int]
+    missing: Set[int]
+    left_out: Set[int]
+
+
+def stored(record: LogRecord) -> Stored:
+    """A record, without its data."""
+    message = record.message
+    if isinstance(message, wire.Parted):
+        return Stored(record.seq, message.ticket, "", is_group=True)
+    ticket = message.ticket if isinstance(message, wire.Group | wire.Closed) else record.ticket
+    bounds = version_bounds([message]) if isinstance(message, wire.Group) else None
+    return Stored(record.seq, ticket, digest(record.data), isinstance(message, wire.Group), *(bounds or (-1, -1)))
+
+
+def check_metrics(rows: Sequence[Mapping[str, Any]], tally: Tally, report: Report) -> None:
+    """Each step's line in metrics.jsonl with the ledger file's."""
+    steps = [int(row["step"]) for row in rows]
+    if len(set(steps)) != len(steps):
+        report.fail_all("metrics.jsonl has more than one line for steps {}", {step for step in steps if steps.count(step) > 1})
+    first, version = min(tally.boundaries, default=0), tally.version
+    wanted = {step for step in tally.boundaries if first < step < version}
+    report.fail_all("metrics.jsonl has no line for steps {}", wanted - set(steps))
+    report.fail_all("metrics.jsonl has lines for steps {} that the ledger file has not", set(steps) - tally.boundaries.keys())
+    trained: dict[int, list[Line]] = {}
+    for line in (one for lines in tally.ended.values() for one in lines if one.step):
+        trained.setdefault(line.step, []).append(line)
+    for row in rows:
+        step = int(row["step"])
+        if step not in tally.boundaries:
+            continue
+        shown = {name: int(row[f"ticket/{name}"]) for name in COUNTED if f"ticket/{name}" in row}
+        wrong = [[name for name, count in shown.items() if count != counts.get(name)] for counts in tally.counts[step]]
+        if all(wrong):
+            report.fail(f"step {step}: metrics.jsonl and the ledger file disagree on {', '.join(wrong[-1])}")
+        lag = max((step - 1 - line.oldest for line in trained.get(step, []) if line.oldest >= 0), default=0)
+        if (most := row.get("staleness/max", 0.0)) > lag:  # smaller where the oldest tokens were not trained on
+            report.fail(f"step {step}: staleness/max is {most:g} in metrics.jsonl, {lag} by the ledger file")
+    report.notes.append(f"metrics.jsonl: {len(rows)} steps compared")
+
+
+def check_source(
+    records: Iterable[Stored],
+    tally: Tally,
+    report: Report,
+    name: str,
+    *,
+    first: int | None = None,
+    left_out: Iterable[tuple[int, int]] = (),
+) -> Held:
+    """The records of the log, or of its archive, with the ledger file.
+
+    Args:
+        name: of the source, for people.
+        first: sequence that it should begin with, None: with whatever it begins.
+        left_out: (first, last) sequence of stretches that it was not meant to hold.
+    """
+    seen: dict[int, Stored] = {}
+    beyond = 0
+    for record in records:
+        if record.seq > tally.position:
+            beyond += 1
+        elif record.seq in seen:
+            report.fail(f"{name}: record {record.seq} (ticket {record.ticket}) is there twice")
+        else:
+            seen[record.seq] = record
+            _compare(record, tally, report, name)
+    begin = min(seen, default=tally.position + 1) if first is None else first
+    missing = set(range(begin, tally.position + 1)) - seen.keys()
+    excused = {seq for seq in missing if any(low <= seq <= high for low, high in left_out)}
+    missing -= excused
+    report.fail_all(f"{name}: records {{}} are missing", missing)
+    if first is None and begin > tally.position >= 1 and not beyond:
+        report.notes.append(f"{name}: holds none of the {tally.position} records that were consumed")
+    else:
+        report.notes.append(f"{name}: {len(seen)} records compared ({ranges(seen) or 'none'}), {beyond} not consumed yet")
+    return Held(seen.keys(), missing, excused)
+
+
+def check_lost(sources: Sequence[Held], tally: Tally, report: Report) -> None:
+    """Count as lost what no source holds: records of unknown tickets, and tickets that still wait for theirs to be trained."""
+    held = {seq for source in sources for seq in source.seqs}
+    for seq in {seq for source in sources for seq in source.missing} - held:
+        if seq in tally.records:
+            report.lost.update(line.ticket for line in tally.records[seq] if line.ticket in tally.open)
+        else:
+            report.lost_records += 1
+
+
+def _compare(record: Stored, tally: Tally, report: Report, name: str) -> None:
+    lines = tally.records.get(record.seq)
+    if not lines:
+        report.fail(f"{name}: record {record.seq} of ticket {record.ticket} is not in the ledger file")
+        if record.ticket not in tally.ended:
+            report.lost.add(record.ticket)
+        return
+    line = lines[0]
+    if (line.ticket, line.digest) != (record.ticket, record.digest or line.digest):
+        report.fail(
+            f"{name}: record {record.seq} is of ticket {record.ticket} ({record.digest}), "
+            f"the ledger file read ticket {line.ticket} ({line.digest}) there"
+        )
+        return
+    for end in tally.ended.get(record.ticket, []):
+        if end.state != "trained" or end.seq != record.seq:
+            continue
+        if not record.is_group:
+            report.fail(f"{name}: record {record.seq} of ticket {record.ticket} is no group, but was trained in step {end.step}")
+        check_staleness(report, end, record.oldest, record.newest, tally.max_staleness(end.step), name)

@@ -1,0 +1,257 @@
+"""The ledger file read once from front to back, and whether it agrees with itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from learner.credit.ledger import LOST
+from learner.credit.ledger_file import FINAL, Line
+from rlearner.audit.report import Report, ranges
+
+SUMS: Final = ("issued", *FINAL, "open", "duplicate", "unknown")
+
+
+class Tally:
+    """What the lines say.
+
+    Attributes:
+        issued: by ticket, its first line.
+        arrived: by ticket, the record of its group.
+        ended: by ticket, every line that gave it a final state.
+        records: by sequence, every line of a record that was consumed.
+        boundaries: by step, the last line that ended it.
+        counts: by step, those of every line that ended it; each life that begins there opens the credit again.
+        position: sequence of the newest record consumed.
+        open: tickets that were issued and have not ended.
+    """
+
+    def __init__(self, lines: Iterable[Line], report: Report, checkpoints: Mapping[int, Mapping[str, Any]] | None = None) -> None:
+        self.issued: dict[int, Line] = {}
+        self.arrived: dict[int, Line] = {}
+        self.ended: dict[int, list[Line]] = {}
+        self.records: dict[int, list[Line]] = {}
+        self.boundaries: dict[int, Line] = {}
+        self.counts: dict[int, list[Mapping[str, int]]] = {}
+        self._report, self._checkpoints = report, checkpoints or {}
+        self.open: set[int] = set()
+        self._held: dict[int, Line] = {}  # by ticket, of those: the record of its group
+        self._sums: Counter[str] = Counter()
+        self._reasons: Counter[str] = Counter()
+        self._rules: Mapping[str, Any] = {}
+        self._previous: Line | None = None
+        self._matched: set[int] = set()
+        self._shortfall = 0
+        self._first_step = 0
+        self._shortened = False  # fewer steps than before: the groups of a step under way then stay where they are
+        self._in_force: list[tuple[int, int]] = []  # (groups_per_step, max_staleness) since the last boundary
+        self._limits: dict[int, list[tuple[int, int]]] = {}  # by step, all that were in force while it was made
+        for line in lines:
+            self._apply(line)
+        self.position = max(self.records, default=0)
+
+    @property
+    def version(self) -> int:
+        """Steps completed."""
+        return max(self.boundaries, default=0)
+
+    @property
+    def trained(self) -> dict[int, Line]:
+        """By ticket, the first line that trained it."""
+        found: dict[int, Line] = {}
+        for number, lines in self.ended.items():
+            for line in lines:
+                if line.state == "trained":
+                    found.setdefault(number, line)
+        return found
+
+    @property
+    def done(self) -> bool:
+        """Whether every step of the rules in force at the end of the file is made."""
+        return bool(self._rules) and self.version >= self._rules["steps"]
+
+    def max_staleness(self, step: int) -> int:
+        """The loosest bound that ``step`` ran under, -1 where the file does not say."""
+        return max((staleness for _, staleness in self._limits.get(step, ())), default=-1)
+
+    # ------------------------------------------------------------------------------------------------ reading
+
+    def _apply(self, line: Line) -> None:
+        fail = self._report.fail
+        if line.state == "summary":
+            self._summary(line)
+            return
+        before, self._rules = self._rules, line.rules or self._rules
+        if line.state == "unrecorded":
+            self._first_step = line.step
+            fail(f"the ledger file begins at step {line.step}: what became of tickets 1-{line.counts.get('issued', 0)} is not recorded")
+        elif line.state == "boundary":
+            self._boundary(line)
+        elif line.state == "lost":
+            self.arrived.pop(line.ticket, None)
+            self._held.pop(line.ticket, None)
+        elif line.state == "rules":
+            self._in_force.append((line.rules["groups_per_step"], line.rules["max_staleness"]))
+            self._shortened |= line.rules["steps"] < before.get("steps", 0)
+            self.records.setdefault(line.seq, []).append(line)
+        elif line.state == "issued":
+            self._sums["issued"] += 1
+            if line.ticket in self.issued:
+                fail(f"ticket {line.ticket} was issued twice")
+            self.issued.setdefault(line.ticket, line)
+            if line.ticket not in self.ended:
+                self.open.add(line.ticket)
+        else:
+            self._sums[line.state] += 1
+            group = self.arrived.get(line.ticket)
+            if line.seq and (line.state not in FINAL or group is None or group.seq != line.seq):
+                self.records.setdefault(line.seq, []).append(line)
+            if line.state == "arrived":
+                self.arrived.setdefault(line.ticket, line)
+                self._held.setdefault(line.ticket, line)
+            elif line.state in FINAL:
+                self.ended.setdefault(line.ticket, []).append(line)
+                self.open.discard(line.ticket)
+                self._held.pop(line.ticket, None)
+                self._reasons[line.reason] += line.state == "dead"
+
+    def _summary(self, line: Line) -> None:
+        """The first line of a file, with the lines of the files before it."""
+        end = self._previous or Line(state="boundary")
+        if self._previous is None:
+            self._rules = line.rules
+        dead = {reason: count for reason, count in self._reasons.items() if count}
+        same = {
+            "where it begins": (line.step, line.seq, line.counts) == (end.step, end.seq, end.counts),
+            "the groups that wait": line.held == tuple(self._held.values()),
+            "why tickets died": (line.reasons or {}) == dead,
+            "the rules": line.rules == self._rules,
+        }
+        if wrong := [what for what, is_same in same.items() if not is_same]:
+            self._report.fail(f"the summary of step {line.step} and the lines before it disagree on {', '.join(wrong)}")
+
+    def _boundary(self, line: Line) -> None:
+        report, previous = self._report, self._previous
+        self._previous = self.boundaries[line.step] = line
+        now = (line.groups_per_step, line.max_staleness)
+        self._limits[line.step] = [*self._limits.get(line.step, ()), *self._in_force, now]
+        self._in_force = [now]
+        self.counts.setdefault(line.step, []).append(line.counts)
+        before = previous.step if previous else self._first_step
+        if line.step not in (before, before + bool(previous)):
+            report.fail(f"the ledger file has no end of step {before + bool(previous)} before that of step {line.step}")
+        found = {name: self._sums[name] for name in SUMS} | {"open": len(self.open)}
+        wrong = [f"{name} {line.counts.get(name, 0)} instead of {found[name]}" for name in SUMS if line.counts.get(name, 0) != found[name]]
+        if wrong:
+            report.fail(f"step {line.step}: the ledger counted {', '.join(wrong)} that have a line")
+            self._shortfall = max(self._shortfall, max(line.counts.get(name, 0) - found[name] for name in ("issued", *FINAL)))
+        if line.counts.get("issued", 0) != sum(line.counts.get(name, 0) for name in (*FINAL, "open")):
+            report.fail(f"step {line.step}: issued is not trained + filtered + dropped + dead + open: {line.counts}")
+        if (state := self._checkpoints.get(line.step)) is not None:
+            self._compare(line, state)
+
+    def _compare(self, line: Line, state: Mapping[str, Any]) -> None:
+        """A checkpoint with the lines up to its step."""
+        if (state["position"], state["issued"]) != (line.seq, line.counts.get("issued")):
+            return  # credit was opened again behind it: an earlier or later boundary of the same step is meant
+        self._matched.add(line.step)
+        fail = self._report.fail
+        for name in FINAL:
+            counted = state[name] + (state.get("unselected", 0) if name == "filtered" else 0)
+            if counted != self._sums[name]:
+                fail(f"checkpoint {line.step} counts {counted} tickets {name}, the ledger file {self._sums[name]}")
+        live = {int(number) for number in state["live"]}
+        here = self.open
+        self._report.fail_all(f"checkpoint {line.step} holds tickets {{}} that the ledger file has ended", live - here)
+        self._report.fail_all(f"checkpoint {line.step} has ended tickets {{}} that the ledger file has not", here - live)
+        queued = {int(entry["number"]): int(entry["seq"]) for entry in state["taken"] + state["queue"]}
+        arrived = {number: group.seq for number, group in self._held.items()}
+        if queued != arrived and live == here:
+            fail(f"checkpoint {line.step} holds groups {queued} (ticket: record), the ledger file {arrived}")
+
+    # ----------------------------------------------------------------------------------------------- checking
+
+    def check(self) -> None:
+        """All that the file says about itself; once all steps are made, no ticket may be open."""
+        self._check_tickets()
+        self._check_records()
+        self._check_steps()
+        for step in self._checkpoints.keys() - self._matched:
+            self._report.fail(f"checkpoint {step} fits no boundary of the ledger file")
+        lost = {number for number, lines in self.ended.items() if lines[0].reason == LOST}
+        if lost:
+            self._report.notes.append(f"rebase: the broker had lost its store; tickets {ranges(lost)} were counted dead")
+        counts = {state: sum(1 for lines in self.ended.values() if lines[0].state == state) for state in FINAL}
+        self._report.counts = {"tickets": len(self.issued), **counts, "open": len(self.open)}
+        if (unexplained := self._shortfall - len(self._report.lost) - self._report.lost_records) > 0:
+            self._report.lost_records += unexplained
+
+    def _check_tickets(self) -> None:
+        report = self._report
+        newest = max([*self.issued, *self.ended], default=0)
+        if missing := set(range(1, newest + 1)) - self.issued.keys():
+            report.lost |= missing
+            report.fail_all("tickets {} have no line that issued them", missing)
+        for number, lines in sorted(self.ended.items()):
+            if len(lines) > 1:
+                report.fail(f"ticket {number} ended {len(lines)} times: {', '.join(line.state for line in lines)}")
+            if sum(line.state == "trained" for line in lines) > 1:
+                report.trained_twice.add(number)
+        unfinished = self.open - (self._held.keys() if self._shortened else set())
+        if self.done and unfinished:
+            report.lost |= unfinished
+            report.fail_all(f"all {self.version} steps are made, but tickets {{}} have no final state", unfinished)
+
+    def _check_records(self) -> None:
+        report = self._report
+        first = min(self.records, default=1)
+        missing = set(range(first if self._first_step else 1, self.position + 1)) - self.records.keys()
+        report.fail_all("records {} of the samples log have no line in the ledger file", missing)
+        report.lost_records += len(missing)
+        for seq, lines in sorted(self.records.items()):
+            if len(lines) > 1:
+                report.fail(f"record {seq} was consumed {len(lines)} times, for tickets {', '.join(str(line.ticket) for line in lines)}")
+
+    def _check_steps(self) -> None:
+        trained: dict[int, list[Line]] = {}
+        for line in self.trained.values():
+            trained.setdefault(line.step, []).append(line)
+        made_of = Counter(lines[0].step for lines in self.ended.values())
+        first = min(self.boundaries, default=0)
+        most_staleness = most_groups = 0
+        for step, end in sorted(self.boundaries.items()):
+            most_staleness, most_groups = max(most_staleness, end.max_staleness), max(most_groups, end.groups_per_step)
+            self._check_step(step, trained.get(step, []), (1 + most_staleness) * most_groups)
+            sizes = [size for size, _ in self._limits[step]]
+            if step and step != first and not min(sizes) <= made_of[step] <= max(sizes):
+                self._report.fail(f"step {step} was made of {made_of[step]} groups, train.groups_per_step is {end.groups_per_step}")
+
+    def _check_step(self, step: int, trained: list[Line], credit: int) -> None:
+        """One step.
+
+        Args:
+            trained: the lines of the groups that it trained.
+            credit: tickets that may be open behind it.
+        """
+        report, end = self._report, self.boundaries[step]
+        for line in trained:
+            check_staleness(report, line, line.oldest, line.newest, self.max_staleness(step), "the ledger file")
+            group = self.arrived.get(line.ticket)
+            if group is None or (group.seq, group.digest) != (line.seq, line.digest):
+                report.fail(f"ticket {line.ticket} was trained in step {step}, but no record {line.seq} of it had arrived")
+        if end.counts.get("open", 0) > credit:
+            report.fail(f"after step {step} {end.counts['open']} tickets are open, credit allows {credit}")
+
+
+def check_staleness(report: Report, line: Line, oldest: int, newest: int, bound: int, source: str) -> None:
+    """A trained group's tokens, as one source gives their versions (-1: it sampled none)."""
+    version = line.step - 1  # that was being trained
+    if oldest >= 0 and bound >= 0 and version - oldest > bound:
+        report.fail(
+            f"ticket {line.ticket}, trained in step {line.step}: {source} says that a token is of version {oldest}, the bound is {bound}"
+        )
+    if newest > version:
+        report.fail(
+            f"ticket {line.ticket}, trained in step {line.step}: {source} says that a token is of version {newest}, newer than that"
+        )

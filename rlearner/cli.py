@@ -1,0 +1,159 @@
+"""The command ``rlearner``. Nothing heavy is imported before a command needs it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from broker.runtime import logs
+from broker.runtime.entry import EXIT_STOPPED, enter
+from broker.settings.arguments import Parser, add_config, complete, positive
+from rlearner import offline_cli as pipelines_cli
+from rlearner.doctor import cli as doctor_cli
+from rlearner.evaluate import cli as eval_cli
+from rlearner.examples import EXAMPLES
+from rlearner.ops import cli as ops_cli
+from rlearner.up import cli as up_cli
+
+log = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; its exit code."""
+
+    def run() -> int:
+        options = _parse(list(sys.argv[1:] if argv is None else argv))
+        return int(options.run(options))
+
+    return enter(run)
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = make_parser()
+    options, rest = parser.parse_known_args(arguments)
+    if rest:  # key=value after an option
+        if not hasattr(options, "overrides") or any(one.startswith("-") for one in rest):
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        options.overrides = [*options.overrides, *rest]
+    return options
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The options of every command."""
+    parser = Parser(prog="rlearner", description="Reinforcement learning for language models, on message queues.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    up_cli.add_parser(commands)
+    start = _add_config_parser(commands, "start", "run the learner; the other processes join by themselves")
+    start.add_argument(
+        "--broker",
+        metavar="URL",
+        default=os.environ.get("RL_BROKER") or "nats://127.0.0.1:4222",
+        help="address of the broker (RL_BROKER, %(default)s)",
+    )
+    start.add_argument(
+        "--connect-deadline", metavar="SECONDS", type=positive, default=None, help="give up when no broker answers in time (never)"
+    )
+    logs.add_options(start)
+    start.add_argument("--take-over", action="store_true", help="start although another learner of the run is alive, and end that one")
+    up_cli.add_force(start)
+    start.add_argument("--rebase", action="store_true", help="go on with the open tickets counted dead where the broker has lost its store")
+    start.add_argument(
+        "--gpus", default="auto", metavar="LIST", help="train on these, a rank on each: 0-3, or 0,2, or cpu, or auto (%(default)s)"
+    )
+    start.add_argument("--share-gpus", action="store_true", help="take GPUs that other processes use, too")
+    start.set_defaults(run=_start)
+    check = _add_config_parser(commands, "check", "validate a configuration, try code of your own once, and print the configuration whole")
+    check.add_argument("--no-trial", action="store_true", help="do not play and score a trial episode with code of your own")
+    check.set_defaults(run=_check)
+    doctor_cli.add_parser(commands)
+    pipelines_cli.add_parsers(commands)
+    eval_cli.add_parser(commands)
+    ops_cli.add_parsers(commands)
+    completion = commands.add_parser("completion", help="print what makes a shell complete these commands")
+    completion.add_argument("shell", nargs="?", default="bash", choices=["bash", "zsh", "fish"], help="which shell (%(default)s)")
+    completion.set_defaults(run=_complete)
+    return complete(parser, EXAMPLES)
+
+
+def _complete(options: argparse.Namespace) -> int:
+    from broker.completion import shell_code
+
+    print(shell_code(options.shell))
+    return 0
+
+
+def _add_config_parser(commands: argparse._SubParsersAction[Parser], name: str, text: str) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=text, description=text)
+    add_config(parser)
+    return parser
+
+
+def _start(options: argparse.Namespace) -> int:
+    from broker.runtime import process
+    from broker.settings.runspec import load, validate
+    from learner.gpus import forget, settle
+    from learner.prepare import exit_code, name_run, run_folder
+    from rlearner.doctor.lacking import line, of_learner, refuse
+    from rlearner.doctor.references import reference_findings
+
+    async def body(stop: process.Stop) -> int:
+        logs.apply(options)
+        asked = name_run(forget(load(options.config, options.overrides), options), options.config)
+        config = validate(await asyncio.to_thread(settle, asked, options.gpus, share=options.share_gpus))
+        refuse(of_learner(config))
+        for finding in await asyncio.to_thread(reference_findings, config):
+            log.warning("%s", line(finding))
+        from learner.service import serve
+        from rlearner.ops.going_on import said_at_the_end
+        from rlearner.ops.leftovers import removed_on_failure
+
+        with contextlib.suppress(process.Stopped), removed_on_failure(run_folder(config)), said_at_the_end(config, options.broker):
+            await serve(
+                config,
+                options.broker,
+                stop,
+                connect_deadline_s=options.connect_deadline,
+                rebase=options.rebase,
+                take_over=options.take_over,
+                force=options.force,
+            )
+        return exit_code(config)
+
+    return process.main("learner", body, stopped=EXIT_STOPPED)
+
+
+def _check(options: argparse.Namespace) -> int:
+    from broker.settings import timeouts
+    from broker.settings.runspec import load, validate
+    from learner.credit import capacity
+    from learner.prepare import name_run, run_folder, to_yaml
+    from rlearner.doctor.lacking import line, of_fleet, of_learner
+    from rlearner.doctor.trial import try_own_code
+
+    config = load(options.config, options.overrides)
+    if "domains" not in config and "data" in config:  # offline training
+        from learner.offline import config as offline
+
+        checked = offline.validate(offline.pipeline_of(config), config)
+        found, notes = of_learner(checked), []
+    else:
+        checked = validate(config)
+        if not options.no_trial:
+            asyncio.run(try_own_code(checked))
+        found, notes = of_fleet(checked), [timeouts.note(checked), *capacity.notes(checked)]
+    run_folder(name_run(checked, options.config))  # refuses a place where no folder can be
+    print(to_yaml(checked), end="")
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    for finding in found:  # no error: the processes may run on other machines
+        print(f"{'missing here' if finding.status == 'missing' else 'warning'}: {line(finding)}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

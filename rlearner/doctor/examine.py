@@ -1,0 +1,119 @@
+"""Looks at everything, side by side, and puts the findings in order."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import metadata
+from pathlib import Path
+from typing import Any, Final
+
+from broker.errors import ConfigError, NotInstalled, UserError
+from broker.settings.preflight import Finding
+from broker.settings.runspec import load, validate
+from rlearner.doctor import broker_side, lacking, machine, packages, sandbox
+from rlearner.doctor.needs import Needs, needs
+
+LACKING: Final = "not installed"  # how errors of plug-ins name a package that is not there
+AREAS: Final = (
+    "configuration",
+    "python",
+    "engines",
+    "trainers",
+    "optional",
+    "agents",
+    "models",
+    "endpoints",
+    "gpu",
+    "broker",
+    "sandbox",
+    "machine",
+)
+OLDEST_PYTHON: Final = (3, 11)
+
+
+def examine(path: str | None, overrides: Sequence[str] = ()) -> list[Finding]:
+    """Everything about this machine, judged by a configuration where one is given.
+
+    Raises:
+        UserError: the file cannot be read, or holds something that is not allowed.
+    """
+    config = load(path, overrides) if path is not None else None
+    if path is None and overrides:
+        raise UserError(f"{overrides[0]!r} stands without a CONFIG that it could change")
+    resolved = filled(config) if config is not None else None
+    wanted = needs(resolved) if resolved is not None else Needs()
+    with ThreadPoolExecutor(max_workers=4) as pool:  # most of it is waiting for small programs
+        running = [pool.submit(work) for work in _looks(resolved or {}, wanted)]
+        checked = [configuration(path, resolved)] if path is not None and resolved is not None else []
+        findings = [*checked, *(finding for each in running for finding in each.result())]
+    return sorted(findings, key=lambda finding: AREAS.index(finding.area))
+
+
+def filled(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with its defaults, checked section by section; what goes across them is left to ``configuration``.
+
+    Raises:
+        ConfigError: the first bad key.
+    """
+    if _offline(config):
+        from learner.offline import config as offline
+
+        return validate(config, offline.SECTIONS[offline.pipeline_of(config)], ())
+    return validate(config, checks=())
+
+
+def configuration(path: str, config: dict[str, Any]) -> Finding:
+    """Whether the processes' own checks let it pass; a package that one of them lacks is missing, anything else is bad input.
+
+    Raises:
+        UserError: what is wrong.
+    """
+    try:
+        if _offline(config):
+            from learner.offline import config as offline
+
+            offline.validate(offline.pipeline_of(config), config)
+        else:
+            validate(config)
+    except (ConfigError, NotInstalled) as error:
+        if isinstance(error, ConfigError) and LACKING not in str(error):
+            raise
+        return Finding("configuration", path, "missing", str(error), "see the package below, or choose another")
+    return Finding("configuration", path, "ok", "valid")
+
+
+def _offline(config: Mapping[str, Any]) -> bool:
+    return not config.get("domains") and "data" in config
+
+
+def _looks(config: dict[str, Any], wanted: Needs) -> list[lacking.Look]:
+    project = packages.find_project()
+    return [
+        *lacking.looks(config, wanted),
+        lambda: sandbox.sandbox_findings(wanted),
+        lambda: lacking.gpus(wanted),
+        lambda: [*broker_side.server_findings(wanted), *broker_side.address_findings(wanted), *broker_side.port_findings(wanted)],
+        lambda: [*python(), *packages.base_findings(project)],
+        lambda: _machine(wanted),
+    ]
+
+
+def _machine(wanted: Needs) -> list[Finding]:
+    folder = Path(wanted.run_dir)
+    judged = machine.machine_findings(machine.look(wanted.run_dir), wanted, machine.model_bytes(wanted.model_path))
+    unwritable = broker_side.store_finding(folder.absolute())
+    return judged if unwritable is None else [*judged, unwritable]
+
+
+def python(version: tuple[int, ...] = sys.version_info[:3]) -> list[Finding]:
+    """The interpreter and the project itself."""
+    text = ".".join(map(str, version))
+    if version < OLDEST_PYTHON:
+        return [Finding("python", "Python", "missing", f"{text} at {sys.executable}", "make setup PYTHON=python3.11")]
+    try:
+        own = metadata(packages.PROJECT)["Version"]
+    except ModuleNotFoundError:
+        return [Finding("python", "Python", "ok", f"{text} at {sys.executable}")]
+    return [Finding("python", "Python", "ok", f"{text} at {sys.executable}"), Finding("python", packages.PROJECT, "ok", own)]

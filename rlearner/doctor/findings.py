@@ -1,0 +1,54 @@
+"""What the doctor says: one line a thing, and what that means for the exit code; pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Final
+
+from broker.settings.preflight import Finding, Status
+
+_MARKS: Final[dict[Status, str]] = {"ok": "ok", "warning": "WARNING", "missing": "MISSING", "absent": "-"}
+RUNS, LACKS = 0, 1
+
+
+def exit_code(findings: Sequence[Finding]) -> int:
+    """1 when something needed is missing, else 0."""
+    return LACKS if any(finding.status == "missing" for finding in findings) else RUNS
+
+
+def table(findings: Sequence[Finding], subject: str) -> str:
+    """Plain text for people; the commands stand below the line that they mend.
+
+    Args:
+        subject: what the last line speaks of: a configuration's name, or ``this machine``.
+    """
+    lines: list[str] = []
+    wide = max((len(finding.name) for finding in findings), default=0)
+    for area in dict.fromkeys(finding.area for finding in findings):
+        lines.append(area)
+        for finding in (one for one in findings if one.area == area):
+            lines.append(f"  {_MARKS[finding.status]:<8} {finding.name:<{wide}}  {finding.found}".rstrip())
+            if finding.mend:
+                lines.append(f"  {'':<8} {'':<{wide}}  -> {finding.mend}")
+    return "\n".join([*lines, "", verdict(findings, subject)])
+
+
+def verdict(findings: Sequence[Finding], subject: str) -> str:
+    """The last line."""
+    missing = [finding.name for finding in findings if finding.status == "missing"]
+    warnings = sum(finding.status == "warning" for finding in findings)
+    said = f"{subject} lacks {len(missing)}: {', '.join(missing)}" if missing else f"{subject} can run"
+    return f"{said}; {warnings} warning{'' if warnings == 1 else 's'}" if warnings else said
+
+
+def as_json(findings: Sequence[Finding], subject: str) -> str:
+    """One object: ``can_run``, ``missing``, ``findings``."""
+    found = {
+        "subject": subject,
+        "can_run": exit_code(findings) == RUNS,
+        "missing": [finding.name for finding in findings if finding.status == "missing"],
+        "findings": [asdict(finding) for finding in findings],
+    }
+    return json.dumps(found, indent=1)

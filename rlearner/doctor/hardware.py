@@ -1,0 +1,186 @@
+"""GPUs, driver, and whether the torch that is installed can use them. Neither torch nor CUDA is loaded."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import distributions
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
+
+from broker.settings.preflight import Finding
+from rlearner.doctor.needs import HOST_ENGINES, Needs
+
+QUERY: Final = ("index", "name", "memory.total", "memory.used", "driver_version", "compute_cap")
+SMI_TIMEOUT_S: Final = 15.0
+# Least driver on Linux for a CUDA major version: docs.nvidia.com/deploy/cuda-compatibility, table "minor version compatibility".
+OLDEST_DRIVER: Final = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
+MOST_USED: Final = 0.1  # share of a GPU's memory; engines take nine tenths of it by default
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU as nvidia-smi tells of it; memory in MiB."""
+
+    index: int
+    name: str
+    total_mib: int
+    used_mib: int
+    driver: str
+    capability: str
+
+
+@dataclass(frozen=True, slots=True)
+class Torch:
+    """The torch that is installed: its version, the CUDA that it is built for (empty: none), and NCCL's version (empty: none)."""
+
+    version: str
+    cuda: str
+    nccl: str = ""
+
+
+def parse_smi(text: str) -> list[Gpu]:
+    """What ``nvidia-smi --query-gpu=… --format=csv,noheader,nounits`` printed; lines that are no GPU are left out."""
+    gpus = []
+    for line in text.splitlines():
+        fields = [field.strip() for field in line.split(",")]
+        if len(fields) == len(QUERY) and fields[0].isdigit():
+            total, used = (int(field) if field.isdigit() else 0 for field in fields[2:4])
+            gpus.append(Gpu(int(fields[0]), fields[1], total, used, fields[4], fields[5]))
+    return sorted(gpus, key=lambda gpu: gpu.index)
+
+
+def parse_torch(source: str) -> Torch:
+    """From the text of ``torch/version.py``."""
+
+    def value(name: str) -> str:
+        found = re.search(rf"^{name}\b[^=]*=\s*'([^']*)'", source, re.MULTILINE)
+        return found[1] if found else ""
+
+    return Torch(value("__version__"), value("cuda"))
+
+
+def find_gpus() -> tuple[list[Gpu], str]:
+    """The GPUs, and why they could not be asked for; empty where there is simply none."""
+    smi = shutil.which("nvidia-smi")
+    if smi is None:
+        return [], ""
+    try:
+        answer = subprocess.run(
+            [smi, f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            timeout=SMI_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [], f"nvidia-smi: {error}"
+    return parse_smi(answer.stdout), "" if answer.returncode == 0 else " ".join((answer.stdout + answer.stderr).split())[:200]
+
+
+def find_torch() -> Torch | None:
+    """The installed torch, by its files alone; None where there is none."""
+    spec = find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    try:
+        torch = parse_torch((Path(spec.submodule_search_locations[0]) / "version.py").read_text(encoding="utf-8"))
+    except OSError:
+        return None
+    return Torch(torch.version, torch.cuda, _nccl() if torch.cuda else "")
+
+
+def _nccl() -> str:
+    wheels = (each for each in distributions() if (each.metadata["Name"] or "").lower().startswith("nvidia-nccl-cu"))
+    return next((each.version for each in wheels), "built into torch")
+
+
+def gpu_findings(gpus: Sequence[Gpu], problem: str, torch: Torch | None, needs: Needs, num_devices: int | None = None) -> list[Finding]:
+    """What there is, whether torch can use it, and whether it is enough.
+
+    Args:
+        problem: why nvidia-smi did not answer.
+        num_devices: GPUs that the rollout server would find, which also asks the driver; None: as many as ``gpus``.
+    """
+    count = max(len(gpus), num_devices or 0)
+    cuda = [_cuda(gpus, torch, needs, count)] if torch else []
+    return [*_devices(gpus, problem, needs, count), *cuda, *_nccl_findings(torch, count), *_weights(torch, needs, count)]
+
+
+def _weights(torch: Torch | None, needs: Needs, count: int) -> list[Finding]:
+    """Whether weights can reach the rollout server by NCCL or CUDA IPC, where the learner would send them so."""
+    if not count or torch is None or not torch.cuda:
+        return []
+    if needs.weights_by_ipc:
+        if needs.engine in HOST_ENGINES:
+            why = f"train.weights_backend=ipc is of no use, for engine {needs.engine} takes weights in host memory; they go by gloo"
+            return [Finding("gpu", "weights", "warning", why, "train.weights_backend=shared")]
+        why = "train.weights_backend=ipc: CUDA IPC was not run on a GPU before this release"
+        return [Finding("gpu", "weights", "warning", why, "python -m bench.gpu.ipc  # tries it here, and says what did not hold")]
+    if not needs.weights_by_nccl:
+        return []
+    if needs.engine in HOST_ENGINES:
+        why = f"a learner on a GPU sends by NCCL, and engine {needs.engine} takes weights in host memory"
+    elif count == 1:
+        why = "learner and rollout server share the one GPU, and NCCL takes no two members on one (CUDA IPC, ipc, is there to be tried)"
+    else:
+        return []
+    return [Finding("gpu", "weights", "missing", why, "train.weights_backend=shared")]
+
+
+def _devices(gpus: Sequence[Gpu], problem: str, needs: Needs, count: int) -> list[Finding]:
+    if problem:
+        return [
+            Finding("gpu", "driver", "missing" if needs.cuda else "warning", problem, "nvidia-smi  # must list the GPUs; mend the driver")
+        ]
+    if not count:
+        wanted = "missing" if needs.num_gpus or needs.cuda else "absent"
+        mend = "rlearner doctor … train.device=auto rollout.engine=hf  # or a machine with an NVIDIA GPU" if wanted == "missing" else ""
+        return [Finding("gpu", "GPUs", "missing" if mend else "absent", "no NVIDIA GPU on this machine", mend)]
+    result = []
+    if count < needs.num_gpus:
+        mend = f"rlearner start … train.ranks={count}  # or smaller sizes in rollout.engine_args"
+        result.append(Finding("gpu", "GPUs", "missing", f"{count}, the configuration needs {needs.num_gpus}", mend))
+    for gpu in gpus:
+        said = f"{gpu.name}, {gpu.total_mib / 1024:.0f} GiB, driver {gpu.driver}, compute capability {gpu.capability}"
+        taken = gpu.total_mib and gpu.used_mib > MOST_USED * gpu.total_mib
+        if taken:
+            said += f"; {gpu.used_mib / 1024:.1f} GiB are taken by other processes"
+        mend = "nvidia-smi --query-compute-apps=pid,used_memory,name --format=csv  # end those, or take others with --gpus" if taken else ""
+        result.append(Finding("gpu", f"GPU {gpu.index}", "warning" if taken else "ok", said, mend))
+    return result
+
+
+def _cuda(gpus: Sequence[Gpu], torch: Torch, needs: Needs, count: int) -> Finding:
+    if not torch.cuda:
+        plain = torch.version.partition("+")[0]
+        said = f"torch {torch.version} is built without CUDA"
+        mend = f"pip install --force-reinstall torch=={plain}  # the CUDA build; in the source folder: make setup TORCH=torch=={plain}"
+        if needs.cuda:
+            return Finding("gpu", "CUDA", "missing", said, mend)
+        return (
+            Finding("gpu", "CUDA", "warning", f"{said}, so the GPUs stay idle", mend) if count else Finding("gpu", "CUDA", "absent", said)
+        )
+    least = OLDEST_DRIVER.get(int(torch.cuda.partition(".")[0]))
+    drivers = [gpu.driver for gpu in gpus]
+    old = [driver for driver in drivers if least and _numbers(driver)[:2] < least]
+    if old and least:
+        said = (
+            f"torch {torch.version} is built for CUDA {torch.cuda}, which needs driver {'.'.join(map(str, least))} or newer, not {old[0]}"
+        )
+        return Finding("gpu", "CUDA", "missing" if needs.cuda else "warning", said, "apt-get install --only-upgrade nvidia-driver")
+    return Finding("gpu", "CUDA", "ok", f"torch {torch.version} is built for CUDA {torch.cuda}")
+
+
+def _nccl_findings(torch: Torch | None, count: int) -> list[Finding]:
+    if torch is None or not torch.cuda:
+        return [Finding("gpu", "NCCL", "absent", "none with this torch; weights travel by gloo")]
+    return [Finding("gpu", "NCCL", "ok", torch.nccl + ("" if count > 1 else "; needs two GPUs to be of use"))]
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version))

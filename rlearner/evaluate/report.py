@@ -1,0 +1,57 @@
+"""What an evaluation came to, as one JSON object and as text. Pure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from learner.evaluation import pass_at_k
+from learner.evaluation.evaluation import Evaluation
+
+
+def result_of(evaluation: Evaluation, model: str, seconds: float) -> dict[str, Any]:
+    """success_rate with its 95 % interval, avg@k and pass@k, mean reward, and the same by domain.
+
+    Tasks whose ticket was closed are counted in ``closed`` by reason, and in nothing else.
+    """
+    return {
+        "model": model,
+        **_measured(evaluation, None),
+        "closed": dict(sorted(evaluation.closed.items())),
+        "domains": {name: _measured(evaluation, name) for name in evaluation.domains},
+        "seconds": round(seconds, 1),
+    }
+
+
+def _measured(evaluation: Evaluation, domain: str | None) -> dict[str, Any]:
+    tries = evaluation.tries(domain)
+    rewards = evaluation.rewards(domain)
+    low, high = pass_at_k.interval(tries)
+    flat = [success for task in tries for success in task]
+    return {
+        "tasks": len(tries),
+        "episodes": len(flat),
+        "success_rate": sum(flat) / len(flat),
+        "success_interval": [low, high],
+        "reward_mean": sum(rewards) / len(rewards),
+        **pass_at_k.values(tries),
+    }
+
+
+def report(result: dict[str, Any], folder: Path) -> str:
+    """The same for people."""
+    lines = [
+        f"{result['model']}: {result['tasks']} tasks, {result['episodes']} episodes in {result['seconds']:.0f} s",
+        _line("all", result),
+    ]
+    if len(result["domains"]) > 1:
+        lines += [_line(name, values) for name, values in result["domains"].items()]
+    if result["closed"]:
+        lines.append("not measured: " + ", ".join(f"{count} {reason}" for reason, count in result["closed"].items()))
+    return "\n".join([*lines, f"episodes: {folder / 'evals'}", f"result:   {folder / 'result.json'}"])
+
+
+def _line(name: str, values: dict[str, Any]) -> str:
+    low, high = values["success_interval"]
+    several = "".join(f"  {key} {value:.3f}" for key, value in values.items() if key.startswith(("avg@", "pass@")))
+    return f"  {name}: success {values['success_rate']:.3f} (95 % {low:.3f} to {high:.3f})  reward {values['reward_mean']:.3f}{several}"

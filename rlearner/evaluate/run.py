@@ -1,0 +1,145 @@
+"""A fleet without a learner: a server for the model, a hub, a reward hub, and this process, which asks and counts.
+
+The model is served as a policy of its own, whose weights nobody changes; tickets, tasks and seeds are those of an evaluation in a run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from rich.progress import Progress
+
+from broker.contract import wire
+from broker.contract.streams import CONTROL
+from broker.errors import UserError
+from broker.jetstream.bus import Bus
+from broker.runtime.presence import Roster
+from broker.runtime.process import Stop, Stopped
+from broker.server.private_server import BrokerServer
+from broker.settings.config import PRIVATE_STORE_GIB, BrokerSection
+from broker.settings.runspec import domains, publish_runspec, section
+from learner.checkpoints.disk_retry import Patience
+from learner.config import EvalSection
+from learner.evaluation.evaluation import Evaluation, Evaluations
+from learner.evaluation.evaluator import Evaluator
+from learner.prepare import data_digests, run_folder, write_config
+from learner.reporting.transcripts import Transcripts
+from rlearner.evaluate.report import report, result_of
+from rlearner.up.fleet import ENDED_WELL, Fleet
+from text.config import check_model_path
+
+POLICY: Final = "evaluated"
+LOOK_EVERY_S: Final = 0.25
+SAY_EVERY: Final = 0.1  # share of the tasks, where there is no terminal
+
+
+async def evaluate(config: dict[str, Any], model: str, stop: Stop, *, gpus: str, as_json: bool) -> None:
+    """Measure, print what came out, and leave it in ``runs/<name>/result.json``.
+
+    Args:
+        config: validated, with ``run.name`` set.
+        model: folder or hub name.
+        gpus: for the server, as ``rollout-server --gpus`` takes them.
+
+    Raises:
+        UserError: there is no such model, a process refused its input or died, or no task could be measured.
+    """
+    logging.getLogger().setLevel("WARNING")
+    path = await asyncio.to_thread(_found, model)
+    folder, began = run_folder(config), time.monotonic()
+    write_config(folder, config)
+    fleet = Fleet(folder / "logs", {})
+    settings = section(config, "broker", BrokerSection)
+    with BrokerServer(str(folder / "broker"), store_max_gib=settings.store_max_gib or PRIVATE_STORE_GIB) as broker:
+        try:
+            async with _joined(config, path, broker.url, fleet, gpus, folder, stop) as (bus, evaluator, evaluations):
+                await measured(fleet, evaluator, evaluations.pending[0], stop, quiet=as_json)
+                control = await bus.key_value(CONTROL)
+                await control.put(bus.run, wire.DesiredState(state="stopped", reason="the evaluation is done"))
+                completed = list(evaluator.completed)
+        finally:
+            await asyncio.to_thread(fleet.stop, patience_s=10.0)
+    fleet.raise_for_failures()
+    if stop.asked.is_set():
+        print("stopped before all tasks were measured", file=sys.stderr)
+        raise Stopped(stop.reason)
+    if not completed:
+        raise UserError(f"no task could be measured; see {folder / 'logs'}")
+    result = result_of(completed[0], model, time.monotonic() - began)
+    (folder / "result.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(result) if as_json else report(result, folder))
+
+
+def _found(model: str) -> str:
+    """The model as processes in other folders find it."""
+    check_model_path(model, "MODEL")
+    folder = Path(model).expanduser()
+    return str(folder.absolute()) if folder.is_dir() else model
+
+
+@asynccontextmanager
+async def _joined(
+    config: dict[str, Any], model: str, url: str, fleet: Fleet, gpus: str, folder: Path, stop: Stop
+) -> AsyncIterator[tuple[Bus, Evaluator, Evaluations]]:
+    """Everything started and asked for; answers are read until the context is left."""
+    async with AsyncExitStack() as stack:
+        run = config["run"]["name"]
+        bus = await Bus.connect(url, run, name="eval", deadline_s=30.0)
+        stack.push_async_callback(bus.close)
+        await bus.ensure_streams()
+        digests = await asyncio.to_thread(data_digests, config)
+        await publish_runspec(
+            bus, wire.RunSpec(run=run, wire_version=wire.WIRE_VERSION, epoch=0, config=config, model_path=model, data_digests=digests)
+        )
+        await (await bus.key_value(CONTROL)).put(run, wire.DesiredState(state="running"))
+        fleet.env |= {"RL_BROKER": url, "RL_RUN": run}
+        fleet.add("rollout-server", "rollout.cli", ["--policy", POLICY, "--model", model, "--gpus", gpus, "--id", "rollout-1"])
+        fleet.add("envhub", "envhub.cli", ["--id", "envhub-1"])
+        fleet.add("rewardhub", "rewardhub.cli", ["--id", "rewardhub-1"])
+        roster = Roster(bus, beats=("rollout",))
+        await roster.start()
+        stack.push_async_callback(roster.close)
+        evaluations = Evaluations(section(config, "eval", EvalSection), domains(config), config["run"]["seed"])
+        patience = Patience(folder, stop, "the evaluated episodes are not kept")
+        evaluator = Evaluator(
+            bus, evaluations, roster, folder / "evals", "", patience, Transcripts({"model": {**config["model"], "path": model}}, folder)
+        )
+        tasks = [asyncio.create_task(work) for work in evaluator.services()]
+        stack.push_async_callback(_end, tasks)
+        evaluator.start(0, POLICY, min_version=0)
+        yield bus, evaluator, evaluations
+
+
+async def _end(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def measured(fleet: Fleet, evaluator: Evaluator, asked: Evaluation, stop: Stop, *, quiet: bool) -> None:
+    """Until every task is measured and its episodes are kept, a child cannot run, or a stop is asked for; shows how far it is."""
+    total, said = len(asked.waiting), 0.0
+    bar = Progress(disable=quiet or not sys.stdout.isatty())
+    with bar:
+        line = bar.add_task("measuring", total=total)
+        while (
+            evaluator.busy and not stop.asked.is_set() and not any(child.exit_code not in (None, *ENDED_WELL) for child in fleet.children)
+        ):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.asked.wait(), LOOK_EVERY_S)
+            for event in fleet.watch():
+                print(event, file=sys.stderr)
+            done = total - len(asked.waiting)
+            bar.update(line, completed=done)
+            if bar.disable and not quiet and done / total >= said + SAY_EVERY:
+                said = done / total
+                print(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {done} of {total} tasks", flush=True)

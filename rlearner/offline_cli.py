@@ -1,0 +1,63 @@
+"""``rlearner sft``, ``rlearner dpo`` and ``rlearner distill``: offline training from a configuration."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from typing import Any, Final
+
+from broker.settings.arguments import add_config
+
+HELP: Final = {
+    "sft": "fine-tune a model on conversations",
+    "dpo": "train a model on pairs of a chosen and a rejected answer",
+    "distill": "train a model towards the distributions of a teacher",
+}
+
+
+def add_parsers(subparsers: Any) -> None:
+    """Add the commands to the subparsers of ``rlearner``."""
+    for name, text in HELP.items():
+        parser = subparsers.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        add_config(parser, file=name, setting="train.lr=1e-5")
+        if name == "distill":
+            parser.add_argument(
+                "--broker",
+                metavar="URL",
+                default=os.environ.get("RL_BROKER") or "nats://127.0.0.1:4222",
+                help="address of the broker, with distill.served (RL_BROKER, %(default)s)",
+            )
+        parser.set_defaults(run=run, pipeline=name)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Train; the exit code.
+
+    Raises:
+        UserError: bad input.
+    """
+    from broker.runtime import logs
+    from broker.settings.runspec import load
+    from learner.offline.config import validate
+    from learner.prepare import name_run, run_folder
+    from rlearner.doctor.lacking import of_learner, refuse
+
+    logs.configure()
+    logs.identify(role=options.pipeline)
+    config = name_run(validate(options.pipeline, load(options.config, options.overrides)), options.config)
+    refuse(of_learner(config))
+    folder = run_folder(config)
+    again = f"rlearner {options.pipeline} with the same settings and run.name={config['run']['name']}"
+    from learner.offline.run import run as train  # here, because it imports torch
+
+    try:
+        result = train(options.pipeline, config, getattr(options, "broker", ""))
+    except KeyboardInterrupt:
+        print(f"stopped; {again} goes on from the newest checkpoint in {folder}", file=sys.stderr)
+        return 130
+    logging.getLogger(__name__).debug("done in %.1f s", result.seconds)
+    values = "  ".join(f"{name} {value:.4g}" for name, value in result.values.items() if name.startswith("eval/"))
+    print(f"wrote {result.path} after {result.steps} steps in {result.seconds:.1f} s  {values}".rstrip())
+    return 0

@@ -1,0 +1,80 @@
+"""``rlearner audit``: collects what there is, prints what was found."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from contextlib import aclosing
+from pathlib import Path
+from typing import Final
+
+from broker.contract.streams import SAMPLES
+from broker.errors import LostState
+from broker.jetstream.bus import Bus
+from learner.run_folder import connected, find
+from rlearner.audit import tapped
+from rlearner.audit.report import Report
+from rlearner.audit.run import read_books, reconcile
+from rlearner.audit.sources import Stored, stored
+
+TRIES: Final = 3
+SILENCE_S: Final = 5.0  # after which nothing more comes: the newest records of the log may have been deleted
+
+
+async def audit_run(options: argparse.Namespace) -> int:
+    """Audit; the exit code."""
+    place = find(options.run_name, options.dir)
+    async with connected(options, place.name, place.folder) as (bus, why):
+        books = read_books(place.folder)
+        log = await read_log(bus) if bus else None
+    tap = tapped.read(Path(options.tap)) if options.tap else None
+    report = reconcile(books, log=log, tap=tap)
+    if not bus:
+        report.notes.append(f"the broker's log was not compared: {why}")
+    _print(report, place.name, as_json=options.json)
+    return 0 if report.ok else 1
+
+
+async def read_log(bus: Bus) -> tuple[int, list[Stored]]:
+    """The first sequence that the samples log keeps, and what it holds now.
+
+    Raises:
+        LostState: the broker has lost its store.
+    """
+    for _ in range(TRIES - 1):
+        try:
+            return await _read_log(bus)
+        except LostState:  # a learner at work has trimmed it meanwhile
+            continue
+    return await _read_log(bus)
+
+
+async def _read_log(bus: Bus) -> tuple[int, list[Stored]]:
+    first, last = await bus.first_seq(SAMPLES), await bus.last_seq(SAMPLES)
+    found: list[Stored] = []
+    if first > last:
+        return first, found
+    async with aclosing(bus.read_log(SAMPLES, first, wanted=lambda _: False)) as records:  # parts may be gone before their record
+        while not found or found[-1].seq < last:
+            try:
+                async with asyncio.timeout(SILENCE_S):
+                    found.append(stored(await anext(records)))
+            except TimeoutError:
+                break
+    return first, found
+
+
+def _print(report: Report, run: str, *, as_json: bool) -> None:
+    figures = report.to_json()
+    if as_json:
+        print(json.dumps(figures))
+        return
+    print(f"run {run}")
+    for name in ("tickets", "trained", "filtered", "dropped", "dead", "open", "lost", "trained_twice", "not_archived"):
+        print(f"  {name:14}{figures[name]}")
+    for note in report.notes:
+        print(f"  {note}")
+    for problem in report.problems:
+        print(f"PROBLEM: {problem}")
+    print("ok" if report.ok else f"NOT OK: {len(report.problems)} problems")

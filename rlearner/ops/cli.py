@@ -1,0 +1,91 @@
+"""Arguments of the operator's commands. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Callable, Coroutine
+from importlib import import_module
+from typing import Any
+
+from broker.runtime.entry import EXIT_STOPPED
+from broker.runtime.process import Stop, main, unless_stopped
+from broker.settings.arguments import natural
+from learner.run_folder import add_broker_options, add_run_options, add_runs_options
+
+Body = Callable[[argparse.Namespace], Coroutine[Any, Any, int]]
+
+
+def add_parsers(subparsers: Any) -> None:
+    """Add ``audit``, ``trace``, ``show``, ``replay``, ``status``, ``draw``, ``runs``, ``pause``, ``resume``, ``drain``, ``stop``."""
+    audit = _add(
+        subparsers, "audit", "reconcile tickets, log, checkpoints and metrics; exit code 1 when they do not agree", "auditing:audit_run"
+    )
+    audit.add_argument("--json", action="store_true", help="one JSON object")
+    audit.add_argument("--tap", metavar="FILE", default=None, help="what `python -m bench.tap` saw of the run on the wire")
+    trace = _add(subparsers, "trace", "one group's way from its ticket to the step that used it", "tracing:trace_run")
+    trace.add_argument("group", metavar="GROUP", type=natural, help="number of the ticket")
+    trace.add_argument("--json", action="store_true", help="one JSON object")
+    show = _add(subparsers, "show", "one group's trajectories, turn by turn, with reward, logprob and version", "showing:show_run")
+    show.add_argument("group", metavar="GROUP", type=natural, help="number of the ticket")
+    show.add_argument("--episode", metavar="N", type=natural, default=None, help="only this one, from 0")
+    show.add_argument("--tokens", action="store_true", help="a line for each sampled token")
+    show.add_argument("--json", action="store_true", help="one JSON object, with every sampled token")
+    replay = _add(
+        subparsers,
+        "replay",
+        "train again from the archive of a run (samples.keep) and compare; exit code 1 when anything differs",
+        "replaying:replay_run",
+        broker=False,
+    )
+    replay.add_argument(
+        "--from",
+        dest="first",
+        metavar="STEP",
+        type=natural,
+        required=True,
+        help="begin at the checkpoint of this step, which must still exist; 0: at the beginning",
+    )
+    replay.add_argument("--to", dest="last", metavar="STEP", type=natural, required=True, help="last step to make")
+    replay.add_argument(
+        "--out", metavar="FOLDER", default=None, help="leave configuration, metrics and last checkpoint there (RUN-replay-N if overridden)"
+    )
+    replay.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="train otherwise on the very same data, for example train.lr=1e-5"
+    )
+    replay.add_argument("--json", action="store_true", help="one JSON object")
+    status = _add(subparsers, "status", "one screen of truth about a run", "status:show_status")
+    status.add_argument("--json", action="store_true", help="one JSON object")
+    _add(
+        subparsers, "draw", "reward.png, before.gif and after.gif, which `rlearner up` leaves, of any run", "drawing:draw_run", broker=False
+    )
+    runs = subparsers.add_parser("runs", help=(text := "every run below a folder: state, steps, size, age"), description=text)
+    add_runs_options(runs)
+    runs.set_defaults(run=lambda options: _run("listing:list_runs", options))
+    texts = {
+        "pause": "take no new work until `rlearner resume`",
+        "resume": "go on after a pause",
+        "drain": "start nothing new, finish what is under way, leave a checkpoint",
+        "stop": "end every process of the run; the learner leaves a checkpoint and can be started again",
+    }
+    for name, text in texts.items():
+        _add(subparsers, name, text, "control:set_state").add_argument("--reason", default="", help="one line that the processes log")
+
+
+def _add(subparsers: Any, name: str, text: str, body: str, *, broker: bool = True) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = subparsers.add_parser(name, help=text, description=text)
+    add_run_options(parser)
+    if broker:
+        add_broker_options(parser)
+    parser.set_defaults(run=lambda options: _run(body, options))
+    return parser
+
+
+def _run(body: str, options: argparse.Namespace) -> int:
+    async def work(stop: Stop) -> int:
+        logging.getLogger().setLevel("ERROR")  # what matters is printed
+        module, attribute = body.split(":")
+        operation: Body = getattr(import_module(f"rlearner.ops.{module}"), attribute)
+        return await unless_stopped(stop, operation(options))
+
+    return main("operator", work, stopped=EXIT_STOPPED)

@@ -1,0 +1,59 @@
+"""``rlearner pause|resume|drain|stop``: what every process of the run follows."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from typing import Final
+
+from broker import cli as broker_cli
+from broker.contract import wire
+from broker.errors import UserError
+from broker.jetstream.bus import Bus
+from broker.runtime.presence import census
+from learner.run_folder import address, find
+
+STATES: Final = {"pause": "paused", "resume": "running", "drain": "draining", "stop": "stopped"}
+
+
+async def set_state(options: argparse.Namespace) -> int:
+    """Put the state where every process sees it; the exit code."""
+    run, url = _target(options)
+    arguments = ["control", STATES[options.command], "--run", run, "--broker", url, "--reason", options.reason]
+    await broker_cli.operate(broker_cli.parser().parse_args([*arguments, "--connect-deadline", str(options.connect_deadline)]))
+    if options.command == "drain":
+        bus = await Bus.connect(url, run, name=f"operator-{os.getpid()}", deadline_s=options.connect_deadline)
+        try:
+            print("\n".join(drain_lines(run, await census(bus, run))))
+        finally:
+            await bus.close()
+    return 0
+
+
+def drain_lines(run: str, present: Sequence[wire.Presence]) -> list[str]:
+    """What each process of a run that drains does: who ends, and who stays and why."""
+    lines = []
+    for one in present:
+        match one.role:
+            case "learner":
+                does = "leaves a checkpoint of the last completed step, then ends"
+            case "envhub":
+                does = f"starts nothing new, finishes what runs ({one.running} of {one.slots} slots), then ends"
+            case _:
+                does = f"stays, for hubs that still finish need it and the run may go on; `rlearner stop {run}` ends it"
+        lines.append(f"  {one.role} {one.id}: {does}")
+    return lines or ["  no process is there"]
+
+
+def _target(options: argparse.Namespace) -> tuple[str, str]:
+    """Name and broker of the run; it need not have a folder on this machine."""
+    try:
+        place = find(options.run_name, options.dir)
+    except UserError:
+        if "/" in options.run_name:
+            raise
+        from pathlib import Path
+
+        return options.run_name, address(options.broker, Path(options.dir) / options.run_name)
+    return place.name, address(options.broker, place.folder)

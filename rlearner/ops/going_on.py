@@ -1,0 +1,48 @@
+"""The command that goes on with a run; every ending prints it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from broker.errors import UserError
+from broker.nats.addresses import without_passwords
+from broker.runtime.process_identity import this_process
+from learner.checkpoints import checkpoint
+from learner.run_folder import noted_epoch, noted_holder, private_addresses
+
+
+@contextmanager
+def said_at_the_end(config: dict[str, Any], broker: str) -> Iterator[None]:
+    """Print the command however the block ends, unless it has failed while another learner had the run, or nobody yet."""
+    folder = Path(config["run"]["dir"]) / config["run"]["name"]
+    refused = False
+    try:
+        yield
+    except UserError:
+        refused = noted_holder(folder) != this_process()
+        raise
+    finally:
+        if not refused:
+            print(going_on(config, broker), end="", flush=True)
+
+
+def going_on(config: dict[str, Any], broker: str = "") -> str:
+    """One line with the command, or nothing for a run that no learner has held yet.
+
+    Args:
+        config: validated, with ``run.name``.
+        broker: of a learner that was started by hand.
+    """
+    folder = Path(config["run"]["dir"]) / config["run"]["name"]
+    if not noted_epoch(folder):
+        return ""
+    by_hand = broker and broker not in private_addresses(folder)
+    command = ["start", str(folder), "--broker", without_passwords(broker)] if by_hand else ["up", str(folder)]
+    made = checkpoint.newest(folder / "checkpoints")
+    if made is not None and made.step >= config["train"]["steps"]:
+        command.append(f"train.steps={2 * made.step}")
+    return f"go on with this run: rlearner {shlex.join(command)}\n"

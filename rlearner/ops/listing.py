@@ -1,0 +1,178 @@
+"""``rlearner runs``: every run below a folder, and what can be deleted of those that have ended."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import shutil
+import sys
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from broker.errors import UserError
+from broker.runtime.locks import lock
+from learner.reporting.metrics import read_lines
+from learner.run_folder import STORE, UP_LOCK, current_address, is_held, moved_from
+from rlearner.ops.living import ask_broker
+
+FINISHED, STOPPED, UNKNOWN, EVALUATION = "finished", "stopped", "broker away", "evaluation"
+LEFT = ("demos.log", "*.new")  # of a run that has ended, besides the store of one that is finished
+
+
+@dataclass(frozen=True)
+class Run:
+    """One row.
+
+    Attributes:
+        state: training, starting, finished, stopped, ``broker away`` (its broker does not answer, so it may train), evaluation, unreadable.
+        step: done, of ``steps``.
+        size_bytes: on disk.
+        changed: when a step was last made, or the settings were written; seconds since 1970.
+    """
+
+    name: str
+    folder: str
+    state: str
+    step: int
+    steps: int
+    size_bytes: int
+    changed: float
+
+
+async def list_runs(options: argparse.Namespace) -> int:
+    """Print them, or prune; the exit code."""
+    runs = await asyncio.gather(*(look(folder) for folder in _folders(options.folder)))
+    if options.prune:
+        _prune(runs, sure=options.yes)
+    elif options.json:
+        print(json.dumps({"runs": [asdict(run) for run in runs]}))
+    elif not runs:
+        print(f"no run below {options.folder}")
+    else:
+        _table(runs)
+    return 0
+
+
+def _folders(root: str) -> list[Path]:
+    """Of the runs below a folder.
+
+    Raises:
+        UserError: there is no such folder.
+    """
+    if not Path(root).is_dir():
+        raise UserError(f"{root}: no such folder; name the one that runs are kept in")
+    return sorted(path.parent for path in Path(root).glob("*/config.yaml"))
+
+
+async def look(folder: Path) -> Run:
+    """What a run's folder and, where one answers, its broker say."""
+    file, metrics = folder / "config.yaml", folder / "metrics.jsonl"
+    rows = read_lines(metrics)
+    step = int(rows[-1]["step"]) if rows else 0
+    changed = max(path.stat().st_mtime for path in (file, metrics) if path.exists())
+    try:
+        config = yaml.safe_load(file.read_text(encoding="utf-8"))
+        steps = int(config["train"]["steps"])
+        state = await _state(folder, str(config["run"]["name"]), finished=step >= steps)
+    except (yaml.YAMLError, TypeError, KeyError, ValueError):
+        steps, state = 0, "unreadable"
+    return Run(folder.name, str(folder), state, step, steps, _size(folder), changed)
+
+
+async def _state(folder: Path, run: str, *, finished: bool) -> str:
+    learners, problem = await ask_broker(url, run) if (url := current_address(folder)) else ([], "")
+    if learners:
+        return "training"
+    if is_held(folder):
+        return "starting"
+    if (folder / "result.json").exists():
+        return EVALUATION
+    if finished:
+        return FINISHED
+    return UNKNOWN if problem and moved_from(folder, "") else STOPPED
+
+
+def _size(path: Path) -> int:
+    """Bytes on disk, of a file or of all below a folder; what is deleted while it is counted is left out."""
+    total = 0
+    for each in [path, *path.rglob("*")]:
+        with suppress(FileNotFoundError):
+            total += each.lstat().st_blocks * 512
+    return total
+
+
+def _table(runs: list[Run]) -> None:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for title in ("run", "state", "steps", "size", "last change"):
+        table.add_column(title, justify="right" if title in ("steps", "size") else "left", no_wrap=True)
+    for run in runs:
+        table.add_row(run.name, run.state, f"{run.step}/{run.steps}", size_text(run.size_bytes), f"{age(time.time() - run.changed)} ago")
+    Console().print(table)
+
+
+def size_text(size_bytes: int) -> str:
+    """In MiB, or GiB."""
+    mib = size_bytes / 2**20
+    return f"{mib:.1f} MiB" if mib < 1024 else f"{mib / 1024:.1f} GiB"
+
+
+def age(seconds: float) -> str:
+    """In one unit."""
+    for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+# ------------------------------------------------------------------------------------------------------- prune
+
+
+def removable(run: Run) -> list[Path]:
+    """What can go, of a run that has ended; nothing that training, an audit or a replay needs."""
+    if run.state not in (FINISHED, STOPPED, EVALUATION):
+        return []
+    folder = Path(run.folder)
+    files = [path for pattern in LEFT for path in sorted(folder.glob(pattern)) if path.is_file()]
+    store = folder / STORE
+    return [*files, *([store] if run.state != STOPPED and store.is_dir() else [])]
+
+
+def _prune(runs: list[Run], *, sure: bool) -> None:
+    """Delete it, and say what.
+
+    Raises:
+        UserError: nobody has confirmed it.
+    """
+    sizes = {run.folder: {path: _size(path) for path in removable(run)} for run in runs}
+    for path, size_bytes in ((path, size) for each in sizes.values() for path, size in each.items()):
+        print(f"{path}  {size_text(size_bytes)}")
+    total = size_text(sum(sum(each.values()) for each in sizes.values()))
+    if not any(sizes.values()):
+        print("nothing to delete")
+        return
+    print(f"{total} in all; a finished run without its broker's store goes on only with --rebase")
+    if not sure and not sys.stdin.isatty():
+        raise UserError("--prune: add --yes, or run it in a terminal, where it asks")
+    if not sure and input("delete this? [y/N] ").strip().lower() not in ("y", "yes"):
+        print("nothing was deleted")
+        return
+    for run in runs:
+        if paths := sizes[run.folder]:
+            with lock(Path(run.folder) / UP_LOCK, f"run {run.name} was started meanwhile; nothing of it was deleted"):
+                for path in paths:
+                    _delete(path)
+    print(f"deleted {total}")
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

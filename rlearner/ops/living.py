@@ -1,0 +1,31 @@
+"""Whether a run is live: asks a broker for the run's learner, quickly."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+from broker.contract import wire
+from broker.errors import BrokerUnreachable
+from broker.jetstream.bus import Bus
+from broker.nats import addresses
+from broker.runtime.presence import census
+from broker.settings.runspec import find_runs
+from learner.run_folder import DEADLINE_S
+from rlearner.doctor.broker_side import ask
+
+
+async def ask_broker(url: str, run: str) -> tuple[list[wire.Presence], str]:
+    """The run's learners that are heard there, and what is wrong with that broker (``, which does not answer``), empty if nothing is."""
+    answers = [await asyncio.to_thread(ask, server) for server in addresses.split(url)]
+    if not any(info for info, _ in answers):
+        return [], f", which does not answer ({answers[0][1]})"
+    try:
+        bus = await Bus.connect(url, run, name=f"operator-{os.getpid()}", deadline_s=DEADLINE_S)
+    except BrokerUnreachable as error:
+        return [], f", where {error}"
+    try:
+        problem = "" if run in await find_runs(bus) else ", which does not know it any more"
+        return [one for one in await census(bus, run) if one.role == "learner"], problem
+    finally:
+        await bus.close()

@@ -1,0 +1,77 @@
+"""``rlearner replay``: trains again from the archive, prints how each step compares with the run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from contextlib import ExitStack, aclosing
+from pathlib import Path
+from typing import Any, Final
+
+from broker.errors import UserError
+from broker.settings.runspec import load, validate
+from learner.reporting.metrics import read_lines
+from learner.run_folder import Place, find
+from rlearner.replay.compare import Check
+from rlearner.replay.output import Output, free_folder
+from rlearner.replay.overrides import changes
+from rlearner.replay.run import Replay
+from rlearner.replay.start import find_start
+
+SHOWN: Final = ("actor/pg_loss", "actor/entropy", "actor/ppo_kl", "actor/grad_norm", "actor/lr")
+
+
+async def replay_run(options: argparse.Namespace) -> int:
+    """Replay; the exit code."""
+    place = find(options.run_name, options.dir)
+    first, last = _range(options, place)
+    config, changed = _wanted(options, place)
+    start = find_start(place.folder, place.config, first)
+    begin = start.resumed.step if start.resumed else 0
+
+    def say(text: str) -> None:
+        if not options.json:
+            print(text, flush=True)
+
+    check = Check(place.folder)
+    with ExitStack() as stack:
+        out = None
+        if changed or options.out:
+            out = Output(Path(options.out) if options.out else free_folder(place.folder), config)
+            stack.callback(out.close)
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rlearner-replay-")))
+        say(f"run {place.name}: from {start.resumed.path if start.resumed else start.first_path} (step {begin}) to step {last}")
+        work = Replay(place.folder, config, start)
+        async with aclosing(work.steps(last)) as steps:
+            async for made in steps:
+                if out is not None:
+                    out.write(made)
+                if changed:
+                    say(check.beside(made, SHOWN))
+                else:
+                    say(check.step(made, await work.save(scratch) if made.step in check.kept else None))
+                if out is not None and made.step == last:
+                    await work.save(out.checkpoints)
+    figures = {"run": place.name, "from": begin, "to": last, "out": str(out.folder) if out else None, "overrides": changed}
+    if options.json:
+        print(json.dumps(figures if changed else {**figures, **check.figures()}))
+    else:
+        say(f"trained {last - begin} steps on the records of {place.name} into {out.folder}" if changed and out else check.summary())
+    return 0 if check.identical else 1
+
+
+def _range(options: argparse.Namespace, place: Place) -> tuple[int, int]:
+    rows = read_lines(place.folder / "metrics.jsonl")
+    newest = max((int(row["step"]) for row in rows), default=0)
+    if not 0 <= options.first < options.last <= newest:
+        raise UserError(f"--from {options.first} --to {options.last}: from 0 on, ascending, and run {place.name} has made steps 1-{newest}")
+    return options.first, options.last
+
+
+def _wanted(options: argparse.Namespace, place: Place) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The configuration to train with, and what the user changed in it."""
+    if not options.overrides:
+        return place.config, {}
+    wanted = validate(load(str(place.folder / "config.yaml"), options.overrides))
+    return wanted, changes(validate(place.config), wanted)

@@ -1,0 +1,144 @@
+"""``rlearner show``: the trajectories of one group as text, turn by turn, with reward, logprob and policy version."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from typing import Any, Final
+
+import numpy as np
+
+from broker.contract import wire
+from broker.contract.streams import SAMPLES
+from broker.errors import ConfigError, UserError
+from broker.jetstream.bus import LogRecord
+from broker.jetstream.stored_message import peek
+from learner.credit import archive
+from learner.reporting.transcripts import decode, load_tokenizer
+from learner.run_folder import Place, connected, find
+from rlearner.ops.tracing import describe, lines_of, spans, ticket_of
+from text.tokenizer import Tokenizer
+
+NO_RECORD: Final = ("duplicate", "unknown")
+
+
+async def show_run(options: argparse.Namespace) -> int:
+    """Print one group; the exit code."""
+    place = find(options.run_name, options.dir)
+    own = lines_of(place, options.group)
+    record = await _record(options, place, next((line.seq for line in reversed(own) if line.seq and line.state not in NO_RECORD), 0))
+    found = ticket_of(own)
+    if not isinstance(record.message, wire.Group):
+        told = describe(record)
+        raise UserError(f"ticket {options.group} brought no group: {told.get('reason', 'malformed')}, {told.get('detail') or 'no details'}")
+    tokenizer, found["tokenizer"] = load_tokenizer(place.config, place.folder)
+    found["trajectories"] = [trajectory_of(one, tokenizer) for one in _chosen(record.message, options.episode)]
+    print(json.dumps(found, ensure_ascii=False) if options.json else "\n".join(text_of(found, options.tokens)))
+    return 0
+
+
+async def _record(options: argparse.Namespace, place: Place, seq: int) -> LogRecord:
+    """The record that ended the ticket: the archive's, else the one in the broker's log.
+
+    Raises:
+        UserError: neither has it.
+    """
+    if not seq:
+        raise UserError(f"ticket {options.group} of run {place.name} has no record yet")
+    frame = archive.find(place.folder / archive.FOLDER, seq)
+    if frame is not None:
+        return frame.record()
+    async with connected(options, place.name, place.folder) as (bus, why):
+        kept = await peek(bus, SAMPLES, seq) if bus else None
+    if kept is None:
+        where = f"neither in the archive (samples.keep) nor in the broker's log{f': {why}' if why else ''}"
+        raise UserError(f"record {seq} of ticket {options.group} is {where}")
+    return kept.record
+
+
+def _chosen(group: wire.Group, episode: int | None) -> list[wire.Trajectory]:
+    """Those of one episode, or all; an episode of step-independent samples has several."""
+    there = sorted({trajectory.episode for trajectory in group.trajectories})
+    if episode is not None and episode not in there:
+        raise ConfigError("--episode", episode, f"one of {', '.join(map(str, there))}")
+    return [trajectory for trajectory in group.trajectories if episode in (None, trajectory.episode)]
+
+
+def trajectory_of(trajectory: wire.Trajectory, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """One trajectory, cut into what was seen and what was sampled, the latter also where the policy version changes.
+
+    The reward of a turn stands on its last token; what reward hubs gave stands on the last token of all that holds the last response.
+    """
+    ids, logprobs = trajectory.token_ids.array(), trajectory.logprobs.array()
+    rewards = np.zeros(len(ids))
+    for turn in trajectory.turns:
+        rewards[turn.end - 1] += turn.reward if turn.end > turn.start else 0.0
+    if trajectory.turns and trajectory.response:
+        rewards[trajectory.turns[-1].end - 1] += trajectory.reward - trajectory.reward_parts.get("env", 0.0)
+    numbers = {turn.start: number for number, turn in enumerate(trajectory.turns, start=1)}
+    pieces: list[dict[str, Any]] = []
+    position = 0
+    for span in [*spans(trajectory), {"start": len(ids), "end": len(ids)}]:
+        start, end = span["start"], span["end"]
+        if position < start:
+            pieces.append({"start": position, "end": start, "text": decode(ids[position:start], tokenizer)})
+        if start < end:
+            number = numbers.get(start, pieces[-1].get("turn", 0) if pieces else 0)
+            tokens = [
+                {"position": at, "id": int(ids[at]), "text": decode(ids[at : at + 1], tokenizer)}
+                | {"logprob": float(logprobs[at]), "policy_version": span["policy_version"], "reward": float(rewards[at])}
+                for at in range(start, end)
+            ]
+            total = float(logprobs[start:end].sum(dtype=np.float64))
+            piece = {"text": decode(ids[start:end], tokenizer), "turn": number, "logprob": total, "tokens": tokens}
+            pieces.append({**span, **piece})
+        position = end
+    return {
+        "episode": trajectory.episode,
+        "reward": trajectory.reward,
+        "reward_parts": trajectory.reward_parts,
+        "success": trajectory.success,
+        "end": trajectory.end,
+        "greedy": trajectory.greedy,
+        "pieces": pieces,
+    }
+
+
+def text_of(found: dict[str, Any], tokens: bool) -> Iterator[str]:
+    """The lines for people.
+
+    Args:
+        found: as ``rlearner show --json`` gives it.
+        tokens: with one line for each sampled token.
+    """
+    step = f", trained in step {found['step']}" if found.get("step") else ""
+    asked = f"; {found['domain']}, task {found['task_index']}" if "domain" in found else ""
+    yield f"ticket {found['ticket']}: {found['state']}{step}{asked}"
+    if found["tokenizer"].startswith("none, "):
+        yield f"tokenizer: {found['tokenizer']}"
+    for trajectory in found["trajectories"]:
+        parts = ", ".join(f"{name} {value:g}" for name, value in trajectory["reward_parts"].items())
+        solved, greedy = "solved" if trajectory["success"] else "not solved", ", greedy" if trajectory["greedy"] else ""
+        yield ""
+        yield f"episode {trajectory['episode']}: reward {trajectory['reward']:g} ({parts}), {solved}, {trajectory['end']}{greedy}"
+        for piece in trajectory["pieces"]:
+            yield from _piece(piece, tokens)
+
+
+def _piece(piece: dict[str, Any], tokens: bool) -> Iterator[str]:
+    where = f"tokens {piece['start']}-{piece['end'] - 1}"
+    if "turn" not in piece:
+        yield f"  seen, {where}"
+    else:
+        mean = piece["logprob"] / (piece["end"] - piece["start"])
+        score = f"reward {piece['reward']:g}, logprob {piece['logprob']:.4f} (mean {mean:.4f})"
+        valid = "" if piece["valid"] else ", no valid action"
+        who = f"{piece['server']}, version {piece['policy_version']}"
+        yield f"  turn {piece['turn']}, {where}: {who}, {score}, {piece['finish_reason']}{valid}"
+    yield from (f"    | {line}" for line in piece["text"].split("\n"))
+    for token in piece.get("tokens", []) if tokens else []:
+        reward = f"  reward {token['reward']:g}" if token["reward"] else ""
+        shown = json.dumps(token["text"], ensure_ascii=False)
+        numbers = f"logprob {token['logprob']:9.4f}  version {token['policy_version']}{reward}"
+        yield f"    {token['position']:6} {token['id']:8}  {shown:16} {numbers}"

@@ -1,0 +1,199 @@
+"""``rlearner status``: one screen of truth, from the broker and from the run's folder."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import sys
+import textwrap
+import time
+from collections.abc import Mapping
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, Final
+
+from broker.contract import wire
+from broker.contract.streams import CONTROL, MEMBERS, RUNS, STREAMS, WEIGHTS, Kind
+from broker.errors import UserError
+from broker.jetstream.bus import Bus
+from broker.nats.nats_errors import ApiError
+from broker.runtime.presence import CENSUS_S, census, display_name
+from learner.checkpoints import checkpoint
+from learner.credit import ledger_file, ledger_segments
+from learner.reporting.metrics import read_lines
+from learner.reporting.training_signals import RECENT, warnings
+from learner.run_folder import STARTING, UNKNOWN, connected, find
+
+SHOWN: Final = ("reward/mean", "env/success_rate", "staleness/max", "perf/tokens_per_s", "trainer/idle_ratio", "rollouter/idle_ratio")
+TICKETS: Final = ("issued", "trained", "filtered", "dropped", "dead", "open", "duplicate")
+COLUMN: Final = 15  # where the second one begins
+PROCESS: Final = (
+    "role",
+    "id",
+    "host",
+    "pid",
+    "state",
+    "policy",
+    "epoch",
+    "policy_version",
+    "slots",
+    "running",
+    "waiting",
+    "problem",
+    "said",
+)
+
+
+async def show_status(options: argparse.Namespace) -> int:
+    """Print it; the exit code."""
+    place = find(options.run_name, options.dir)
+    found: dict[str, Any] = {"run": place.name, "folder": str(place.folder), **on_disk(place.folder, place.config)}
+    async with connected(options, place.name, place.folder) as (bus, why):
+        found |= await on_broker(bus) if bus else {"broker": None, "broker_error": why}
+    if options.json:
+        print(json.dumps(found))
+    else:
+        lines = text_of(found, time.time())
+        print("\n".join(wrapped(lines, shutil.get_terminal_size().columns) if sys.stdout.isatty() else lines))
+    return 0
+
+
+def on_disk(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What the run's folder says: steps, newest figures, checkpoints, tickets."""
+    rows = read_lines(folder / "metrics.jsonl")
+    last = rows[-1] if rows else {}
+    lines, problem = ledger_segments.newest(folder / ledger_segments.FOLDER)
+    counts, dead = ledger_file.tally(lines)
+    return {
+        "step": last.get("step", 0),
+        "steps": config["train"]["steps"],
+        "step_at": last.get("time"),
+        "figures": {name: last[name] for name in SHOWN if name in last},
+        "warnings": warnings(rows[-RECENT:]),
+        "tickets": {name: counts[name] for name in TICKETS if name in counts},
+        "dead": dead,
+        "ledger_file": problem or _state_of(lines),
+        "checkpoints": [_step_of(path) for path in checkpoint.found(folder / "checkpoints")],
+    }
+
+
+def _state_of(lines: list[ledger_file.Line]) -> str:
+    if lines and lines[0].state == "unrecorded":
+        return f"nothing is recorded of tickets before step {lines[0].step}"
+    return "ok" if lines else "none yet"
+
+
+def _step_of(path: Path) -> int | str:
+    try:
+        return checkpoint.read(path).step
+    except UserError as error:
+        return str(error)
+
+
+async def on_broker(bus: Bus) -> dict[str, Any]:
+    """What the broker says: the state asked for, who is there, what is in the streams, the weights on offer."""
+    spec = await (await bus.key_value(RUNS)).get(bus.run)
+    desired = await (await bus.key_value(CONTROL)).get(bus.run)
+    heard = await census(bus, bus.run)
+    processes = [{name: getattr(one, name) for name in PROCESS} for one in heard]
+    is_entered = bool(await (await bus.key_value(MEMBERS)).values(f"{bus.run}.learner"))
+    queues: dict[str, Any] = {}
+    for stream in STREAMS:
+        if stream.kind in (Kind.WORK_QUEUE, Kind.LOG):
+            try:
+                depth = await bus.depth(stream)
+                queues[stream.name] = {"kept": depth[""], "written": await bus.last_seq(stream)} if stream.kind is Kind.LOG else depth
+            except ApiError as error:
+                queues[stream.name] = {"error": error.description}
+    return {
+        "broker": bus.link.where,
+        "epoch": spec[0].epoch if spec and isinstance(spec[0], wire.RunSpec) else 0,
+        "desired": desired[0].state if desired and isinstance(desired[0], wire.DesiredState) else "running",
+        "reason": desired[0].reason if desired and isinstance(desired[0], wire.DesiredState) else "",
+        "learner": "running" if any(one.role == "learner" for one in heard) else "silent" if is_entered else "none",
+        "processes": sorted(processes, key=lambda one: (one["role"], one["id"])),
+        "queues": queues,
+        "weights": await _offered(bus),
+    }
+
+
+async def _offered(bus: Bus) -> dict[str, Any] | None:
+    """The newest weights on offer, None where nothing ever was."""
+    try:
+        if not await bus.last_seq(WEIGHTS):
+            return None
+    except ApiError:
+        return None
+    async with aclosing(bus.watch_last(WEIGHTS)) as offers:
+        async for offer in offers:
+            if isinstance(offer, wire.WeightsOffer):
+                return {name: getattr(offer, name) for name in ("epoch", "version", "digest", "size_bytes", "backend")}
+    return None
+
+
+def text_of(found: Mapping[str, Any], now: float) -> list[str]:
+    """One screen for people."""
+    ago = f", {_age(now - found['step_at'])} ago" if found["step_at"] else ""
+    lines = [*absence(found), f"run {found['run']}: step {found['step']} of {found['steps']}{ago}"]
+    if found["broker"] is None:
+        lines.append(f"  broker       {found['broker_error']}")
+    else:
+        reason = f" ({found['reason']})" if found["reason"] else ""
+        lines.append(f"  broker       {found['broker']}, wants it {found['desired']}{reason}, epoch {found['epoch']}")
+    lines.append(f"  tickets      {', '.join(f'{name} {count}' for name, count in found['tickets'].items()) or 'none yet'}")
+    if found["dead"]:
+        lines.append(f"  dead         {', '.join(f'{reason} {count}' for reason, count in sorted(found['dead'].items()))}")
+    lines.append(f"  figures      {', '.join(f'{name} {value:.4g}' for name, value in found['figures'].items()) or 'none yet'}")
+    lines += [f"  warning      {text}" for text in found["warnings"]]
+    lines.append(
+        f"  checkpoints  {', '.join(str(step) for step in found['checkpoints']) or 'none yet'}; ledger file: {found['ledger_file']}"
+    )
+    if found["broker"] is None:
+        return lines
+    if offer := found["weights"]:
+        lines.append(f"  weights      version {offer['version']} of epoch {offer['epoch']}, {offer['size_bytes'] / 2**20:.1f} MiB")
+    for name, depth in found["queues"].items():
+        lines.append(f"  {name:13}{', '.join(f'{key} {value}' for key, value in sorted(depth.items())) or 'empty'}")
+    for one in found["processes"]:
+        load = f"{one['running']}/{one['slots']} running, {one['waiting']} waiting"
+        version = f", version {one['policy_version']}" if one["policy_version"] >= 0 else ""
+        lines.append(f"  {display_name(one['role'], one['id']):28} {one['state']:9} {load}{version}")
+        if one["problem"]:
+            lines.append(f"  {'':13}{one['problem']}")
+        if one["said"] and not any(text[:100] in one["said"] for text in found["warnings"]):
+            lines.append(f"  {'':13}{one['said']}")
+    if not found["processes"]:
+        lines.append("  nobody is there")
+    return lines
+
+
+def wrapped(lines: list[str], width: int) -> list[str]:
+    """Lines of at most so many characters where words allow it; what does not fit goes below the second column."""
+    breaking = textwrap.TextWrapper(width, subsequent_indent=" " * COLUMN, break_long_words=False, break_on_hyphens=False)
+    return [part for line in lines for part in (breaking.wrap(line) if len(line) > width else [line])]
+
+
+def absence(found: Mapping[str, Any]) -> list[str]:
+    """One line where no learner is at work: that there is none, and how to start it."""
+    config = shlex.quote(os.path.relpath(Path(found["folder"], "config.yaml")))
+    if found["broker"] is None and found["broker_error"].startswith(STARTING):
+        return []
+    if found.get("learner", "none") == "none" and found["step"] >= found["steps"]:
+        return [f"no learner is running: all {found['steps']} steps are done"]
+    if found["broker"] is None and UNKNOWN in found["broker_error"]:
+        again = f"`rlearner start {config} --broker URL`"
+        return [f"no learner is running; {again} starts the run again, with --rebase if the broker has lost its store"]
+    if found["broker"] is None:
+        return [f"no learner was found, for its broker was not: `rlearner up {config}` starts the run again where it stopped"]
+    if found["learner"] == "running":
+        return []
+    if found["learner"] == "silent":
+        return [f"the learner has not been heard for {CENSUS_S:g} s: it is very busy, or died less than {MEMBERS.ttl_s:g} s ago"]
+    return [f"no learner is running; start it again: rlearner start {config} --broker {found['broker']}"]
+
+
+def _age(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

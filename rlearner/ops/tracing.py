@@ -1,0 +1,143 @@
+"""``rlearner trace``: one ticket's way, from the ledger file, the archive or the broker's log, and metrics.jsonl."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from broker.contract import wire
+from broker.contract.streams import SAMPLES
+from broker.errors import UserError
+from broker.jetstream.bus import Bus, LogRecord
+from broker.jetstream.stored_message import peek
+from learner.credit import archive, ledger_file, ledger_segments
+from learner.reporting.metrics import read_lines
+from learner.run_folder import Place, connected, find
+from rlearner.ops.trace_text import text_of
+
+
+async def trace_run(options: argparse.Namespace) -> int:
+    """Print one ticket's way; the exit code."""
+    place = find(options.run_name, options.dir)
+    own = lines_of(place, options.group)
+    seq = next((line.seq for line in reversed(own) if line.seq and line.state not in ("duplicate", "unknown")), 0)
+    record, stored_at, source = await _record(options, place.name, place.folder, seq)
+    found = ticket_of(own) | {"record": {"seq": seq, "source": source, "stored_at": stored_at}}
+    if "step" in found:
+        found["step_time"] = _step_time(place.folder, found["step"])
+    if record is not None:
+        found |= describe(record)
+    print(json.dumps(found, ensure_ascii=False) if options.json else "\n".join(text_of(found)))
+    return 0
+
+
+async def _record(options: argparse.Namespace, run: str, folder: Path, seq: int) -> tuple[LogRecord | None, str, str]:
+    """The record that ended the ticket, when the broker stored it, and where it was found."""
+    if not seq:
+        return None, "", "no record yet"
+    frame = archive.find(folder / archive.FOLDER, seq)
+    async with connected(options, run, folder) as (bus, why):
+        kept = await _peek(bus, seq) if bus else None
+    if kept is not None:
+        return kept[0], kept[1], "the broker's log"
+    if frame is not None:
+        return frame.record(), "", "the archive"
+    return None, "", f"neither in the archive (samples.keep) nor in the broker's log{f': {why}' if why else ''}"
+
+
+async def _peek(bus: Bus, seq: int) -> tuple[LogRecord, str] | None:
+    found = await peek(bus, SAMPLES, seq)
+    return (found.record, found.time) if found else None
+
+
+def _step_time(folder: Path, step: int) -> str:
+    """When the step's line was written, as ISO 8601 in UTC."""
+    times = [float(row["time"]) for row in read_lines(folder / "metrics.jsonl") if row["step"] == step and "time" in row]
+    return datetime.fromtimestamp(times[0], UTC).isoformat(timespec="milliseconds") if times else ""
+
+
+def lines_of(place: Place, ticket: int) -> list[ledger_file.Line]:
+    """All lines of one ticket, at least one.
+
+    Raises:
+        UserError: there is no such ticket.
+    """
+    own, newest = [], 0
+    for line in ledger_segments.Lines(place.folder / ledger_segments.FOLDER):
+        newest = max(newest, line.ticket)
+        if line.ticket == ticket:
+            own.append(line)
+    if not own:
+        raise UserError(f"run {place.name} has no ticket {ticket}; there are 1-{newest}")
+    return own
+
+
+def ticket_of(lines: list[ledger_file.Line]) -> dict[str, Any]:
+    """What the ledger file knows of one ticket.
+
+    Args:
+        lines: its own, at least one.
+    """
+    found: dict[str, Any] = {
+        "ticket": lines[0].ticket,
+        "state": "open",
+        "duplicates": [line.seq for line in lines if line.state == "duplicate"],
+    }
+    for line in lines:
+        if line.state == "issued":
+            found |= {"domain": line.domain, "task_index": line.task_index, "min_version": line.min_version}
+        elif line.state in (*ledger_file.FINAL, "arrived"):
+            found["state"] = line.state
+            found |= {"oldest_version": line.oldest, "newest_version": line.newest} if line.oldest >= 0 else {}
+            found |= {"step": line.step} if line.step else {}
+            found |= {"reason": line.reason} if line.reason else {}
+    return found
+
+
+def describe(record: LogRecord) -> dict[str, Any]:
+    """What the record itself says."""
+    message = record.message
+    if isinstance(message, wire.Closed):
+        return {"closed_by": message.by, "reason": message.reason, "detail": message.detail}
+    if not isinstance(message, wire.Group):
+        return {"detail": f"{len(record.data)} bytes that do not decode: {record.error}"}
+    return {
+        "hub": message.hub,
+        "deliveries": message.deliveries,
+        "reward_hubs": message.reward_hubs,
+        "seconds": {"generate": message.generate_s, "env_step": message.env_step_s, "reward": message.reward_s},
+        "prompt": message.prompt,
+        "trajectories": [_trajectory(trajectory) for trajectory in message.trajectories],
+    }
+
+
+def _trajectory(trajectory: wire.Trajectory) -> dict[str, Any]:
+    return {
+        "episode": trajectory.episode,
+        "tokens": len(trajectory.token_ids.array()),
+        "reward": trajectory.reward,
+        "reward_parts": trajectory.reward_parts,
+        "success": trajectory.success,
+        "end": trajectory.end,
+        "spans": spans(trajectory),
+    }
+
+
+def spans(trajectory: wire.Trajectory) -> list[dict[str, Any]]:
+    """Each turn's span of sampled tokens, cut where the policy version changes; ``end`` is one past the last token."""
+    runs = [(int(version), int(count)) for version, count in trajectory.version_runs.array().reshape(-1, 2) if count > 0]
+    found: list[dict[str, Any]] = []
+    for turn in trajectory.turns:
+        position = turn.start
+        while position < turn.end and runs:
+            version, count = runs.pop(0)
+            used = min(count, turn.end - position)
+            if used < count:
+                runs.insert(0, (version, count - used))
+            span = {"start": position, "end": position + used, "server": turn.server, "policy_version": version}
+            found.append(span | {"reward": turn.reward, "valid": turn.valid, "finish_reason": turn.finish_reason})
+            position += used
+    return found

@@ -1,0 +1,54 @@
+"""The run folder that a replay leaves: configuration, metrics, and the checkpoint of its last step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+from broker.contract.streams import token
+from broker.errors import UserError
+from learner.prepare import write_config
+from learner.reporting.metrics import MetricsFile
+from rlearner.replay.run import Replayed
+
+OF_THE_RUN: Final = ("ticket/", "off_policy/")  # what the recorded run granted, not what the replay did
+
+
+def free_folder(folder: Path) -> Path:
+    """``<run>-replay-1`` beside the run's folder, or the next number that is free."""
+    number = 1
+    while (found := folder.with_name(f"{folder.name}-replay-{number}")).exists():
+        number += 1
+    return found
+
+
+class Output:
+    """Open for writing.
+
+    Args:
+        folder: must not exist, or be empty.
+        config: validated; what is trained with.
+
+    Raises:
+        UserError: there is something in it, or its name is no run's.
+    """
+
+    def __init__(self, folder: Path, config: dict[str, Any]) -> None:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise UserError(f"--out {folder}: is there already")
+        self.folder = folder.absolute()
+        run = {**config["run"], "name": token(self.folder.name, "--out"), "dir": str(self.folder.parent)}
+        write_config(self.folder, {**config, "run": run})
+        self._metrics = MetricsFile(self.folder / "metrics.jsonl")
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    def write(self, made: Replayed) -> None:
+        """A step's line."""
+        values = {name: value for name, value in made.values.items() if not name.startswith(OF_THE_RUN)}
+        self._metrics.write({"step": made.step, "policy_version": made.step, **values})
+
+    def close(self) -> None:
+        self._metrics.close()

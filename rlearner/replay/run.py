@@ -1,0 +1,119 @@
+"""One pass over the archive."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from broker.contract import wire
+from broker.errors import UserError
+from broker.jetstream.bus import LogRecord
+from learner.checkpoints import checkpoint
+from learner.credit import archive
+from learner.credit.consumer import Consumer
+from learner.credit.ledger import Ledger
+from learner.opening import open_training
+from learner.reporting.metrics import count_tickets, finite
+from learner.training import Training
+from rlearner.replay.start import Start
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """One step.
+
+    Attributes:
+        step: steps completed.
+        tickets: that it was made of, in order.
+        values: its numbers, by their published names.
+    """
+
+    step: int
+    tickets: list[int]
+    values: dict[str, float]
+
+
+class Replay:
+    """A model and a ledger on their way through the archive.
+
+    Args:
+        folder: of the run.
+        config: validated; what is trained with.
+        start: where to begin.
+    """
+
+    def __init__(self, folder: Path, config: dict[str, Any], start: Start) -> None:
+        self._folder, self._config, self._start = folder, config, start
+        self.training: Training
+
+    @property
+    def ledger(self) -> Ledger:
+        return self._start.ledger
+
+    async def steps(self, until: int) -> AsyncGenerator[Replayed, None]:
+        """Each step up to ``until``, once it is made; meanwhile the model stands between two steps.
+
+        Raises:
+            UserError: the archive lacks a record.
+        """
+        start = self._start
+        records = self._records(self.ledger.state.position + 1)
+        self.training = await open_training(self._config, start.model_path, start.first_path)
+        try:
+            if start.resumed is not None:
+                await self.training.call(partial(checkpoint.load_state, start.resumed, self.training.backend))
+            consumer = Consumer(self.ledger, self.training)
+            consumer.resume(self._arrived())
+            self.ledger.open_credit()
+            while self.ledger.state.version < until:
+                if not self.ledger.full:
+                    _, actions = consumer.apply(next(records))
+                    consumer.perform(actions)
+                    continue
+                made = await consumer.complete()
+                assert made is not None, "nobody abandons a replay"
+                values = finite(made.trained.values) | count_tickets(self.ledger)
+                yield Replayed(self.ledger.state.version, [entry.number for entry in made.taken], values)
+                consumer.perform(made.actions)
+        finally:
+            await asyncio.to_thread(self.training.close)
+
+    async def save(self, folder: Path) -> Path:
+        """Write a checkpoint of the step that was just made into ``folder``."""
+        backend, ledger = self.training.backend, self.ledger.dump()
+        return await self.training.call(partial(checkpoint.write, folder, backend, ledger, 0))
+
+    def _arrived(self) -> dict[int, wire.Group]:
+        """The groups that had arrived and were not trained at the start."""
+        groups: dict[int, wire.Group] = {}
+        frames = {frame.seq: frame for frame in archive.pick(self._folder / archive.FOLDER, [one.seq for one in self.ledger.arrived])}
+        for entry in self.ledger.arrived:
+            message = frames[entry.seq].record().message if entry.seq in frames else None
+            if not isinstance(message, wire.Group) or message.ticket != entry.number:
+                raise self._missing(entry.seq)
+            groups[entry.number] = message
+        return groups
+
+    def _records(self, first: int) -> Iterator[LogRecord]:
+        """Every record from ``first`` on.
+
+        Raises:
+            UserError: one of them is not there.
+        """
+        following = first
+        for frame in archive.frames(self._folder / archive.FOLDER, first):
+            if frame.error:
+                raise UserError(f"{self._folder / archive.FOLDER}: {frame.error}")
+            if frame.seq != following:
+                break
+            yield frame.record()
+            following += 1
+        raise self._missing(following)
+
+    def _missing(self, seq: int) -> UserError:
+        step = self.ledger.state.version + 1
+        return UserError(f"{self._folder / archive.FOLDER}: record {seq} is not there, and step {step} needs it")

@@ -1,0 +1,97 @@
+"""Where a replay begins: weights, ledger, and the rules that the run went by from there on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from broker.contract import wire
+from broker.errors import UserError
+from broker.settings.runspec import section
+from learner.checkpoints import checkpoint
+from learner.checkpoints.checkpoint import Checkpoint
+from learner.config import WarmStartSection
+from learner.credit import archive
+from learner.credit.grants import Rules
+from learner.credit.intake import rules_change
+from learner.credit.ledger import Changed, Ledger
+from text.config import ModelSection
+
+
+@dataclass
+class Start:
+    """Attributes:
+    first_path: the weights that the run began with.
+    resumed: the checkpoint to go on from; None: from the beginning.
+    ledger: at that point.
+    """
+
+    first_path: str
+    resumed: Checkpoint | None
+    ledger: Ledger
+
+    @property
+    def model_path(self) -> str:
+        return str(self.resumed.path) if self.resumed else self.first_path
+
+
+def find_start(folder: Path, config: Mapping[str, Any], step: int) -> Start:
+    """Return the checkpoint of ``step``, or for 0 the beginning of the run.
+
+    Args:
+        config: of the run.
+
+    Raises:
+        UserError: the run kept no records, has no checkpoint of that step, or what it began with is gone.
+    """
+    if not archive.files(folder / archive.FOLDER):
+        raise UserError(f"{folder / archive.FOLDER}: no records to replay; the run must be made with samples.keep=true")
+    kept = {one.step: one for one in map(checkpoint.read, checkpoint.found(folder / "checkpoints"))}
+    if step and step not in kept:
+        raise UserError(f"--from {step}: no checkpoint of step {step} is kept; {_starts(folder, config, sorted(kept))}")
+    ledger = Ledger.load(kept[step].ledger) if step else Ledger(_first_rules(folder / archive.FOLDER))
+    return Start(first_weights(folder, config), kept[step] if step else None, ledger)
+
+
+def _starts(folder: Path, config: Mapping[str, Any], kept: Sequence[int]) -> str:
+    """Where the run can be replayed from, in words."""
+    try:
+        _first_rules(folder / archive.FOLDER)
+        first_weights(folder, config)
+    except UserError as error:
+        beginning = f"the beginning cannot be replayed ({error})"
+    else:
+        beginning = "the run can be replayed from its beginning (--from 0)"
+    return f"there are checkpoints of steps {', '.join(map(str, kept)) or 'none'}; {beginning}"
+
+
+def first_weights(folder: Path, config: Mapping[str, Any]) -> str:
+    """Folder or hub name of the weights that a run began with.
+
+    Raises:
+        UserError: they were made in the run's folder, and are no longer there.
+    """
+    model, warm = section(dict(config), "model", ModelSection), section(dict(config), "warm_start", WarmStartSection)
+    if model.path is not None and not warm.steps:
+        local = Path(model.path).expanduser()
+        return str(local.absolute()) if local.is_dir() else model.path
+    own = folder / ("warm_start" if warm.steps else "model")
+    if not (own / "config.json").is_file():
+        raise UserError(f"{own}: the weights that the run began with are not there")
+    return str(own)
+
+
+def _first_rules(samples: Path) -> Rules:
+    """The rules that the run began with: its first record.
+
+    Raises:
+        UserError: if the archive does not begin with it.
+    """
+    frame = archive.find(samples, 1)
+    message = frame.record().message if frame else None
+    found = rules_change(message).record if isinstance(message, wire.RulesChange) else None
+    if not isinstance(found, Changed):
+        raise UserError(f"{samples}: record 1, which sets the run's rules, is not there")
+    return found.rules

@@ -1,0 +1,1 @@
+"""``rlearner up``: a whole run on one machine, as separate processes."""

@@ -1,0 +1,69 @@
+"""Whether ``rlearner up`` may have a run: one at a time, and only where no other broker holds the run's streams."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import IO
+
+from broker.errors import UserError
+from broker.runtime.locks import lock
+from learner.run_folder import STORE, UP_LOCK, moved_from, noted_epoch, private_addresses
+from rlearner.ops.living import ask_broker
+
+
+async def refuse_elsewhere(folder: Path, run: str) -> None:
+    """Ask the broker that the run was last trained with, if that is not a private one of this folder. Writes nothing.
+
+    Raises:
+        UserError: a learner trains the run there, or only that broker can have the run's streams.
+    """
+    url = moved_from(folder, "")
+    if not url:
+        return
+    learners, problem = await ask_broker(url, run)
+    if learners:
+        one = learners[0]
+        raise UserError(f"run {run} is live at {url} (learner on {one.host}, process {one.pid}); `rlearner status {folder}` shows it")
+    trained_by_up = not private_addresses(folder) and (folder / STORE / "jetstream").exists()  # by a version that kept no list of addresses
+    if noted_epoch(folder) and not trained_by_up:
+        last = "; if that has lost its store, --rebase goes on with the open tickets counted dead" if problem else ""
+        raise UserError(
+            f"run {run} was last trained with the broker at {url}{problem}: "
+            f"go on with `rlearner start {folder} --broker {url}` and the other processes by hand{last}"
+        )
+
+
+class Claim:
+    """A run's folder, held by this ``rlearner up`` until it is closed or the process ends, however it ends.
+
+    Raises:
+        UserError: another one holds it.
+    """
+
+    def __init__(self, folder: Path, run: str) -> None:
+        self._file: IO[bytes] = lock(folder / UP_LOCK, _held(folder, run), wait_s=0.5)  # `rlearner runs` looks at it for a moment
+        self._write(str(os.getpid()))
+
+    def note(self, url: str) -> None:
+        """Remember the address of the private broker: what is noted there is not another broker's run."""
+        self._write(url)
+
+    def _write(self, line: str) -> None:
+        self._file.write(f"{line}\n".encode())
+        self._file.flush()
+
+    def __enter__(self) -> Claim:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+def _held(folder: Path, run: str) -> str:
+    """What is said where another ``rlearner up`` holds the folder."""
+    file = folder / UP_LOCK
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    pid = next((line for line in reversed(lines) if line.isdecimal()), "unknown")
+    at = f" at {lines[-1]}" if lines and "://" in lines[-1] else ""
+    return f"run {run} is live{at} (`rlearner up`, process {pid}); `rlearner status {folder}` shows it"

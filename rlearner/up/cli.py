@@ -1,0 +1,55 @@
+"""Arguments of ``rlearner up``. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from typing import Any
+
+from broker.runtime.process import Stop, main
+from broker.settings.arguments import add_config
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add ``up CONFIG [key=value …]``."""
+    text = "start a whole single-machine fleet, show it live, stop it cleanly"
+    parser = subparsers.add_parser("up", help=text, description=text)
+    add_config(parser)
+    add_force(parser)
+    parser.add_argument("--rebase", action="store_true", help="go on with the open tickets counted dead where the broker's store is lost")
+    parser.set_defaults(run=run)
+
+
+def add_force(parser: argparse.ArgumentParser) -> None:
+    """--force, of ``up`` and of ``start``."""
+    text = "go on with a run although its model comes from elsewhere now (of the same shapes and tokenizer), or none of its domains is left"
+    parser.add_argument("--force", action="store_true", help=text)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run it; the exit code."""
+
+    async def body(stop: Stop) -> int:
+        from broker.settings.runspec import load, validate
+        from learner.prepare import exit_code, name_run
+        from rlearner.doctor.lacking import refuse_fleet, settled
+
+        def read(overrides: list[str]) -> dict[str, Any]:
+            return validate(name_run(load(arguments.config, overrides), arguments.config))
+
+        from rlearner.up.run import is_completed, up
+
+        config = read(arguments.overrides)
+        if await is_completed(config):
+            return 0
+        if found := await asyncio.to_thread(settled, config):
+            print(f"on this machine: {' '.join(found)}", flush=True)
+            arguments.overrides += found
+            config = read(arguments.overrides)
+        await asyncio.to_thread(refuse_fleet, config)
+        overrides = [o for o in arguments.overrides if not o.startswith("run.name=")]
+        arguments_of_start = [arguments.config, *overrides, f"run.name={config['run']['name']}"]
+        await up(config, arguments_of_start, stop, force=arguments.force, rebase=arguments.rebase)
+        return exit_code(config)
+
+    return main("up", body)

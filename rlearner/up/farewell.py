@@ -1,0 +1,68 @@
+"""What ``rlearner up`` says while its processes end: whom it waits for, what they do, and how long it still waits."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Final, TextIO
+
+from broker.runtime.reminders import Reminders
+
+DOING: Final = {
+    "learner": "writing the last checkpoint",
+    "envhub": "ending its episodes",
+    "rewardhub": "ending its scores",
+    "rollout-server": "ending its requests",
+}
+SILENT_S: Final = 1.0  # a fleet that ends in less is not worth a line
+
+
+def line(waiting: Sequence[str], left_s: float) -> str:
+    """``waiting for learner (writing the last checkpoint): 27 s``.
+
+    Args:
+        waiting: names of the children that have not ended.
+        left_s: seconds until they are told to end at once.
+    """
+    named = ", ".join(f"{name} ({DOING[name]})" if name in DOING else name for name in waiting)
+    return f"waiting for {named}: {max(left_s, 0.0):.0f} s" + ("" if left_s > 0 else ", now they must end at once")
+
+
+class Farewell:
+    """Shows it: on a terminal one line that counts down, elsewhere a line at growing intervals."""
+
+    def __init__(self, out: TextIO | None = None) -> None:
+        self._out = out or sys.stderr
+        self._is_terminal, self._began = self._out.isatty(), time.monotonic()
+        self._shown, self._waiting, self._reminders = "", tuple[str, ...](), Reminders()
+
+    def __call__(self, waiting: Sequence[str], left_s: float) -> None:
+        """Called every moment while these have not ended."""
+        now = time.monotonic()
+        if now - self._began < SILENT_S:
+            return
+        if self._is_terminal:
+            self._rewrite(line(waiting, left_s))
+            return
+        if tuple(waiting) != self._waiting:
+            self._waiting = tuple(waiting)
+            self._reminders.over()
+        if self._reminders.due(now):
+            self._write(line(waiting, left_s) + "\n")
+
+    def close(self) -> None:
+        """Leave an empty line on a terminal."""
+        if self._shown:
+            self._rewrite("")
+
+    def _rewrite(self, text: str) -> None:
+        if text != self._shown:
+            self._shown = text
+            self._write(f"\r\x1b[K{text}")
+
+    def _write(self, text: str) -> None:
+        with suppress(OSError):  # a terminal that was closed must not keep the fleet from ending
+            self._out.write(text)
+            self._out.flush()

@@ -1,0 +1,183 @@
+"""The child processes of ``rlearner up``: start, watch, restart, stop. Each runs in a session of its own and dies with us."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from broker.errors import UserError
+from broker.runtime.children import spawn
+from broker.runtime.entry import EXIT_STOPPED, EXIT_USER_ERROR
+
+RESTART_AFTER_S = 1.0  # doubled at every restart that did not live for a minute
+RESTART_AT_MOST_S = 30.0
+SAMPLE_EVERY_S = 1.0  # processor time
+GIVE_UP_AFTER = 6  # quick deaths in a row
+ENDED_WELL = (0, EXIT_STOPPED)  # done, or asked to stop
+
+
+@dataclass
+class Child:
+    """One process of the fleet."""
+
+    name: str  # role, or role and number: the name of its log file
+    module: str  # run as ``python -m module``
+    args: list[str]
+    log: Path
+    process: subprocess.Popen[bytes] | None = None
+    started: float = 0.0
+    restarts: int = 0
+    not_before: float = 0.0
+    exit_code: int | None = None  # of a child that ended for good
+    cpu: dict[int, float] = field(default_factory=dict)  # pid -> processor seconds of it and the children it waited for
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid if self.process else 0
+
+    @property
+    def running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def last_lines(self, count: int = 5) -> list[str]:
+        """The end of its log."""
+        with contextlib.suppress(OSError):
+            return self.log.read_text(errors="replace").splitlines()[-count:]
+        return []
+
+
+def cpu_seconds(pids: Iterable[int]) -> dict[int, float]:
+    """User and system time of each of these processes that is there, with its living descendants and all that they have waited for.
+
+    Looks once at every process of the machine, which takes milliseconds.
+    """
+    children: dict[int, list[psutil.Process]] = defaultdict(list)
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            children[process.ppid()].append(process)
+    used: dict[int, float] = {}
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            family = [psutil.Process(pid)]
+            used[pid] = 0.0
+            while family:
+                process = family.pop()
+                family += children[process.pid]
+                with contextlib.suppress(psutil.Error):
+                    used[pid] += sum(process.cpu_times()[:4])
+    return used
+
+
+@dataclass
+class Fleet:
+    """All children. Nothing here knows what they do; a child that ends with 0, 2 or 130 ended for good."""
+
+    logs: Path
+    env: dict[str, str]
+    children: list[Child] = field(default_factory=list)
+    sampled: float = 0.0  # when the processor time was
+
+    def add(self, name: str, module: str, args: Sequence[str]) -> Child:
+        """Start one child, its output going to ``<logs>/<name>.log``."""
+        child = Child(name, module, list(args), self.logs / f"{name}.log")
+        self.children.append(child)
+        self._start(child)
+        return child
+
+    def _start(self, child: Child) -> None:
+        self.logs.mkdir(parents=True, exist_ok=True)
+        with child.log.open("ab") as log:
+            child.process = spawn([sys.executable, "-m", child.module, *child.args], log, env={**os.environ, **self.env})
+        child.started = time.monotonic()
+
+    def watch(self) -> list[str]:
+        """Restart what died; one line for each thing that happened."""
+        events = []
+        now = time.monotonic()
+        self._sample(now)
+        for child in self.children:
+            if child.exit_code is not None or child.running:
+                continue
+            code = child.process.returncode if child.process else 0
+            quick = now - child.started < 60
+            if code in (*ENDED_WELL, EXIT_USER_ERROR):
+                child.exit_code = code
+                events.append(f"{child.name} ended with exit code {code}")
+            elif quick and child.restarts >= GIVE_UP_AFTER:
+                child.exit_code = code
+                events.append(f"{child.name} died {child.restarts} times in a row; giving up, see {child.log}")
+            elif child.not_before == 0.0:
+                child.restarts = child.restarts + 1 if quick else 1
+                delay = min(RESTART_AFTER_S * 2 ** (child.restarts - 1), RESTART_AT_MOST_S)
+                child.not_before = now + delay
+                how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+                events.append(f"{child.name} (pid {child.pid}) died {how}; starting it again in {delay:.0f} s")
+            elif now >= child.not_before:
+                child.not_before = 0.0
+                self._start(child)
+                events.append(f"{child.name} started again as pid {child.pid}")
+        return events
+
+    def _sample(self, now: float) -> None:
+        """Take note of the processor time used so far; what a process used after the last sample is not counted."""
+        if now - self.sampled < SAMPLE_EVERY_S:
+            return
+        self.sampled = now
+        living = {child.pid: child for child in self.children if child.running}
+        for pid, seconds in cpu_seconds(living).items():
+            living[pid].cpu[pid] = seconds
+
+    def stop(
+        self,
+        first: Sequence[str] = (),
+        *,
+        patience_s: float = 20.0,
+        show: Callable[[Sequence[str], float], None] = lambda waiting, left_s: None,
+    ) -> None:
+        """Ask all to drain, the named ones before the others; then insist: SIGTERM, SIGTERM again, SIGKILL.
+
+        Args:
+            show: told every moment who has not ended yet, and after how many seconds they are told to end at once.
+        """
+        leading = [c for c in self.children if c.name in first]
+        for batch in (leading, self.children):
+            for signum, wait_s in ((signal.SIGTERM, patience_s), (signal.SIGTERM, 3.0), (signal.SIGKILL, 3.0)):
+                alive = [c for c in batch if c.running]
+                for child in alive:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(child.pid, signum)
+                began = time.monotonic()
+                while (waiting := [c.name for c in alive if c.running]) and time.monotonic() < began + wait_s:
+                    show(waiting, patience_s - (time.monotonic() - began) if wait_s == patience_s else 0.0)
+                    time.sleep(0.05)
+
+    def kill(self) -> None:
+        """End all at once; what they have begun ends with them."""
+        for child in self.children:
+            if child.running:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child.pid, signal.SIGKILL)
+
+    def raise_for_failures(self) -> None:
+        """The line of a child that refused its input; failing that, where to look for what broke the one that died too often.
+
+        Raises:
+            UserError: there is such a child.
+        """
+        for child in self.children:
+            errors = [line.removeprefix("error: ") for line in child.last_lines() if line.startswith("error: ")]
+            if child.exit_code == EXIT_USER_ERROR and errors:
+                raise UserError(f"{child.name}: {errors[-1]}")
+        for child in self.children:
+            if child.exit_code not in (None, *ENDED_WELL):
+                raise UserError(f"{child.name} died with exit code {child.exit_code}: {' '.join(child.last_lines(1))} (see {child.log})")

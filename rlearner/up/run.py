@@ -1,0 +1,182 @@
+"""``rlearner up``: a whole single-machine fleet as separate processes, shown live, stopped cleanly.
+
+It takes no part in the run: it starts what a person would start by hand, listens to metrics and presence, and draws.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+
+from broker.errors import UserError
+from broker.jetstream.bus import Bus
+from broker.nats.core_messages import watch_metrics
+from broker.runtime.presence import Roster
+from broker.runtime.process import Stop
+from broker.server.private_server import BrokerServer
+from broker.server.server_supervisor import Keeper
+from broker.settings.config import PRIVATE_STORE_GIB, BrokerSection
+from broker.settings.runspec import section
+from learner.checkpoints.checkpoint import newest
+from learner.config import EvalSection, TrainSection
+from learner.continuing import refuse
+from learner.prepare import nothing_left, run_folder
+from learner.run_folder import STORE, noted_epoch
+from rlearner.ops.going_on import going_on
+from rlearner.ops.leftovers import removed_on_failure
+from rlearner.up.artifacts import finish
+from rlearner.up.board import Board
+from rlearner.up.claim import Claim, refuse_elsewhere
+from rlearner.up.farewell import Farewell
+from rlearner.up.fleet import ENDED_WELL, Child, Fleet, cpu_seconds
+from rlearner.up.view import screen
+
+DRAW_EVERY_S = 0.25
+LEARNER_PATIENCE_S = 30.0  # for its last checkpoint
+
+
+async def is_completed(config: dict[str, Any]) -> bool:
+    """Whether all steps of the run are made, which is said then; to be asked before anything is written.
+
+    Raises:
+        UserError: the run is live, or only another broker has its streams.
+    """
+    run_folder(config)  # refuses what can be none
+    run, folder = _where(config)
+    made, steps = newest(folder / "checkpoints"), section(config, "train", TrainSection).steps
+    if made is not None and made.step == steps:
+        print(f"{nothing_left(run, steps)}\n{going_on(config)}", end="", flush=True)
+        return True
+    await refuse_elsewhere(folder, run)
+    return False
+
+
+def _where(config: dict[str, Any]) -> tuple[str, Path]:
+    """The run's name, and its folder as the user would write it."""
+    return config["run"]["name"], Path(config["run"]["dir"]) / config["run"]["name"]
+
+
+async def up(config: dict[str, Any], arguments: list[str], stop: Stop, *, force: bool = False, rebase: bool = False) -> None:
+    """Start everything, show it, and stop it when the learner is done, on a signal, or when a child cannot run.
+
+    Args:
+        config: the validated configuration, with ``run.name`` set.
+        arguments: what ``rlearner start`` gets: the file and the overrides.
+        force: see ``learner/continuing.py``.
+        rebase: go on where the private broker's store is lost.
+
+    Raises:
+        UserError: a run cannot go on with these settings, or a child ended with exit code 2; its own line. Or another ``rlearner up``
+            holds the folder.
+    """
+    run, folder = _where(config)
+    settings = section(config, "broker", BrokerSection)
+    config = {**config, "broker": {**config["broker"], "store_max_gib": settings.store_max_gib or PRIVATE_STORE_GIB}}
+    changed = await asyncio.to_thread(refuse, folder, config, force=force)
+    flags = [*["--force"] * force, *["--rebase"] * rebase]
+    with removed_on_failure(folder), Claim(folder, run) as claim:
+        said = [f"run {run}, logs in {folder / 'logs'}", *(f"changed since the last start: {one}" for one in changed)]
+        print(*said, sep="\n", flush=True)
+        await _up(config, run, folder, [*arguments, *flags], stop, claim)
+
+
+async def _up(config: dict[str, Any], run: str, folder: Path, arguments: list[str], stop: Stop, claim: Claim) -> None:
+    settings = section(config, "broker", BrokerSection)
+    logs = folder / "logs"
+    started, epoch = time.monotonic(), noted_epoch(folder)
+    store, most_gib = str(folder / STORE), settings.store_max_gib or PRIVATE_STORE_GIB
+    with BrokerServer(store, sync_always=settings.sync_always, store_max_gib=most_gib, num_procs=1) as broker:
+        claim.note(broker.url)
+        fleet = Fleet(logs, {"RL_BROKER": broker.url, "RL_RUN": run})
+        stop.at_once.append(fleet.kill)
+        try:
+            learner = fleet.add("learner", "rlearner.cli", ["start", *arguments, f"broker.store_max_gib={most_gib}"])
+            fleet.add("rollout-server", "rollout.cli", ["--id", "rollout-1"])
+            fleet.add("envhub", "envhub.cli", ["--id", "envhub-1"])
+            fleet.add("rewardhub", "rewardhub.cli", ["--id", "rewardhub-1"])
+            evaluation = section(config, "eval", EvalSection)
+            if evaluation.every_steps and "random" in (evaluation.baseline, *evaluation.against):
+                engine_args = f"engine_args={json.dumps(evaluation.baseline_args)}"  # YAML reads JSON
+                fleet.add("rollout-random", "rollout.cli", ["--engine", "random", "--policy", "random", "--id", "random-1", engine_args])
+            await _show(config, broker, fleet, learner, stop)
+            used = {child.name: sum(child.cpu.values()) for child in fleet.children} | {
+                "broker": sum(cpu_seconds([broker.pid]).values()),
+                "this view": time.process_time(),
+            }
+        finally:
+            farewell, patience_s = Farewell(), LEARNER_PATIENCE_S if stop.asked.is_set() else 10.0
+            await asyncio.to_thread(fleet.stop, ("learner",), patience_s=patience_s, show=farewell)
+            farewell.close()
+    try:
+        fleet.raise_for_failures()
+    except UserError:
+        if noted_epoch(folder) != epoch:
+            print(going_on(config), end="", flush=True)
+        raise
+    finish(folder, time.monotonic() - started, used, going_on(config).strip() or f"again: rlearner up {shlex.join(arguments)}")
+
+
+async def _show(config: dict[str, Any], broker: BrokerServer, fleet: Fleet, learner: Child, stop: Stop) -> None:
+    """Draw until the learner ends, a child refuses to run, or a signal comes."""
+    console = Console()
+    board = Board(config["run"]["name"], section(config, "train", TrainSection).steps)
+    events: list[str] = []
+    keeper = Keeper(broker)
+    bus = await Bus.connect(broker.url, board.run, name="up", deadline_s=30.0)
+    roster = Roster(bus)
+    try:
+        await bus.ensure_streams()
+        await roster.start()
+        steps: asyncio.Queue[str] = asyncio.Queue()
+        listening = asyncio.create_task(_listen(bus, board, steps))
+        with Live(console=console, refresh_per_second=4, transient=False) if console.is_terminal else contextlib.nullcontext() as live:
+            phase = ""
+            while not stop.asked.is_set() and not _ended(fleet, learner):
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(stop.asked.wait(), DRAW_EVERY_S)
+                happened = fleet.watch() + await asyncio.to_thread(keeper.look)
+                happened += board.see(
+                    [p for role in ("learner", "rollout", "envhub", "rewardhub") for p in roster.alive(role)], time.monotonic()
+                )
+                events += happened
+                news = [board.news.pop(0) for _ in range(len(board.news))]
+                if live is not None:
+                    live.update(screen(board, events, fleet.logs))
+                    continue
+                lines = [steps.get_nowait() for _ in range(steps.qsize())]
+                lines += news
+                if board.phase != phase and not board.step:
+                    phase = board.phase
+                    lines.append(phase)
+                if failed := board.failures.news(time.monotonic(), fleet.logs):
+                    lines.append(failed)
+                for line in [*happened, *lines]:
+                    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {line}", flush=True)
+        listening.cancel()
+        if listening.done() and not listening.cancelled() and (error := listening.exception()):
+            raise error
+    finally:
+        await roster.close()
+        await bus.close()
+    if stop.asked.is_set():
+        print("stopping everything; press Ctrl-C again to stop at once", file=sys.stderr)
+
+
+def _ended(fleet: Fleet, learner: Child) -> bool:
+    """The learner is done, or a child said that its input is bad, or died too often."""
+    return learner.exit_code is not None or any(child.exit_code not in (None, *ENDED_WELL) for child in fleet.children)
+
+
+async def _listen(bus: Bus, board: Board, steps: asyncio.Queue[str]) -> None:
+    async for metrics in watch_metrics(bus):
+        if board.take(metrics, time.monotonic()):
+            steps.put_nowait(board.plain())

@@ -1,0 +1,91 @@
+"""The live view of ``rlearner up``: one screen drawn with rich from a Board."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from broker.contract import wire
+from broker.runtime.presence import display_name
+from rlearner.up.board import Board, duration, sparkline
+
+STATE_COLOUR = {"serving": "green", "starting": "yellow", "draining": "yellow", "failed": "red"}
+
+
+def screen(board: Board, events: list[str], logs: Path) -> RenderableType:
+    """The whole screen. ``logs``: where those of the processes are."""
+    return Panel(
+        Group(progress(board), *trouble(board, logs), figures(board), health(board), *(Text(line, style="dim") for line in events[-4:])),
+        title=f"rlearner  {board.run}",
+        subtitle="Ctrl-C stops everything cleanly",
+        border_style="cyan",
+    )
+
+
+def progress(board: Board) -> RenderableType:
+    """Progress bar with step and time to go; before the first step, the phase."""
+    row = Table.grid(padding=(0, 1), expand=True)
+    row.add_column(ratio=1)
+    row.add_column(justify="right", no_wrap=True)
+    eta = board.eta_s()
+    label = f"step {board.step}/{board.total_steps}" if board.step else board.phase
+    row.add_row(ProgressBar(total=board.total_steps, completed=board.step), label + (f"  eta {duration(eta)}" if eta is not None else ""))
+    return row
+
+
+def trouble(board: Board, logs: Path) -> list[RenderableType]:
+    """Hubs that take no work, groups that failed, why nothing may be learned, what processes warn of.
+
+    Failed groups are red until something is trained after the newest.
+    """
+    lines = [Text(line, style="bold red") for line in board.problems()]
+    if board.failures.total:
+        lines.append(Text(board.failures.line(logs), style="bold red" if board.failures.stuck else "yellow"))
+    lines += [Text(f"warning: {text}", style="yellow") for text in board.signals.active.values()]
+    return [*lines, *(Text(text, style="red" if " ERROR " in text else "yellow") for text in board.said())]
+
+
+def figures(board: Board) -> RenderableType:
+    """Reward, success, staleness, idle shares, throughput, queues."""
+    get = board.line.get
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    table.add_column(style="cyan")
+    table.add_row("reward", f"{get('reward/mean', 0):.3f}", sparkline(board.rewards))
+    table.add_row("success rate", f"{get('env/success_rate', 0):.3f}", sparkline(board.successes))
+    measured = "  ".join(f"{rate:.3f} at {step}" for step, rate in board.evals[-4:])
+    others = "  ".join(f"{name} {rate:.3f}" for name, rate in sorted(board.baselines.items()))
+    table.add_row("evaluation", f"{board.evals[-1][1]:.3f}" if board.evals else "-", "  ".join(filter(None, (measured, others))))
+    table.add_row("staleness", f"{get('staleness/mean', 0):.2f}", f"max {get('staleness/max', 0):.0f}")
+    table.add_row("idle", f"{get('trainer/idle_ratio', 0):.0%}", f"learner, {get('rollouter/idle_ratio', 0):.0%} generator")
+    table.add_row("tokens/s", f"{get('perf/tokens_per_s', 0):.0f}", f"{get('perf/samples_per_s', 0):.1f} samples/s")
+    queues = "  ".join(f"{name.split('/')[1]} {value:.0f}" for name, value in sorted(board.line.items()) if name.startswith("queue/"))
+    table.add_row("queues", "", queues or "-")
+    return table
+
+
+def health(board: Board) -> RenderableType:
+    """One row a process; on a narrow screen what it serves is cut short, never its name or its state."""
+    rows = [_row(presence) for presence in sorted(board.processes.values(), key=lambda p: (p.role, p.id))]
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for number, title in enumerate(("process", "state", "pid", "version", "running", "waiting")):
+        width = max(len(title), *(len(row[number]) for row in rows), 0)
+        table.add_column(title, justify="left" if number < 2 else "right", no_wrap=True, min_width=width)
+    table.add_column("", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _row(presence: wire.Presence) -> tuple[str | Text, ...]:
+    version = str(presence.policy_version) if presence.policy_version >= 0 else "-"
+    what = presence.engine if presence.role == "rollout" else ", ".join(presence.serves)
+    busy = f"{presence.running}/{presence.slots}" if presence.slots else str(presence.running)
+    state = Text(presence.state, style=STATE_COLOUR[presence.state])
+    return (display_name(presence.role, presence.id), state, str(presence.pid), version, busy, str(presence.waiting), what)

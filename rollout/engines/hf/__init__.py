@@ -1,0 +1,1 @@
+"""The engine ``hf``: any transformers causal language model, batched continuously."""

@@ -1,0 +1,221 @@
+"""A transformers causal language model whose attention runs over KV slots: load, check, forward, weights."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import transformers
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from broker.errors import UserError
+from rollout.engines.args import HFArgs
+from rollout.engines.base import EngineConfig
+from rollout.engines.hf.attention import Pass, Segment, SlotAttention
+from rollout.engines.hf.weights import HeldWeights
+
+log = logging.getLogger(__name__)
+
+_numbers: Final = itertools.count()
+_SELF_TEST_TOKENS: Final = 12
+_SELF_TEST_SPREAD: Final = {torch.float32: 1e-4, torch.bfloat16: 0.25, torch.float16: 0.05}
+
+
+class SlotModel:
+    """The model, its KV slots and its weights. Only one thread may use it at a time.
+
+    Raises:
+        UserError: no such model, no causal language model, an attention that slots cannot serve, or no room for one slot.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        section = config.section
+        args = HFArgs.model_validate(section.engine_args)
+        self.device = pick_device(config.device)
+        self.model = load(config, self.device)
+        self._held = HeldWeights(self.model)
+        self.vocab_size = int(self.model.get_input_embeddings().num_embeddings)
+        self.max_context = fitting_context(self.model, section.max_context_tokens)
+        self.attention = SlotAttention(self.device)
+        self._name = f"rlearner_slots_{next(_numbers)}"
+        self._plug_in()
+        self.num_slots, self.max_running = self._allocate(args, section.max_running, section.prefix_cache)
+        self._self_test_slots()
+
+    def close(self) -> None:
+        """Give the name in transformers' table back."""
+        ALL_ATTENTION_FUNCTIONS._global_mapping.pop(self._name, None)
+
+    @torch.inference_mode()
+    def forward(self, segments: Sequence[Segment], token_ids: torch.Tensor, sample_rows: torch.Tensor) -> torch.Tensor:
+        """Run new tokens of many sequences.
+
+        Args:
+            segments: in the order of their slots; each slot holds ``start`` tokens already.
+            token_ids: (rows,) int64, the new tokens in that order.
+            sample_rows: (k,) int64, the rows whose logits are wanted.
+
+        Returns:
+            Logits (k, vocabulary).
+        """
+        now = Pass(segments, self.max_context, self.device)
+        self.attention.current = now
+        try:
+            return self._run(token_ids, now.positions(), sample_rows)
+        finally:
+            self.attention.current = None
+
+    @torch.inference_mode()
+    def logprobs(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """log p(token[i + 1] | token[: i + 1]), shape (n - 1,) float32 on the CPU, without touching a slot."""
+        ids = torch.tensor(token_ids, device=self.device)
+        n = len(ids)
+        logits = self._run(ids, torch.arange(n, device=self.device)[None], torch.arange(n, device=self.device))
+        return logits[:-1].float().log_softmax(-1).gather(-1, ids[1:, None])[:, 0].cpu()
+
+    @torch.inference_mode()
+    def top_logprobs(self, token_ids: Sequence[int], k: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+        """The k likeliest tokens after each token but the last, and their logprobs at temperature 1, (n - 1, k) each, falling."""
+        if len(token_ids) < 2:
+            return np.zeros((0, k), np.int32), np.zeros((0, k), np.float32)
+        n = len(token_ids) - 1
+        positions = torch.arange(n, device=self.device)
+        logits = self._run(torch.tensor(token_ids[:-1], device=self.device), positions[None], positions)
+        best = logits.float().log_softmax(-1).topk(k, -1)
+        return best.indices.int().cpu().numpy(), best.values.cpu().numpy()
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Parameters and persistent buffers by name, tied ones once, in the order of the model."""
+        return self._held.tensors()
+
+    def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Compute from these tensors; see ``HeldWeights.load``."""
+        self._held.load(tensors)
+
+    def _run(self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        out = self.model(input_ids=token_ids[None], position_ids=positions, use_cache=False, logits_to_keep=rows)
+        logits: torch.Tensor = out.logits[0]
+        return logits
+
+    def _plug_in(self) -> None:
+        """Replace the model's attention and prove on one sequence that its logprobs stay the same."""
+        probe = list(range(1, 1 + min(_SELF_TEST_TOKENS, self.vocab_size - 1)))
+        ids = torch.tensor([probe], device=self.device)
+        with torch.inference_mode():
+            native = self.model(input_ids=ids, use_cache=False).logits[0]
+        ALL_ATTENTION_FUNCTIONS.register(self._name, self.attention)
+        try:
+            self.model.set_attn_implementation(self._name)
+            with torch.inference_mode():
+                ours = self._run(ids[0], torch.arange(len(probe), device=self.device)[None], torch.arange(len(probe), device=self.device))
+        except (TypeError, ValueError, AttributeError, KeyError) as error:
+            raise UserError(f"engine hf cannot run {type(self.model).__name__}: {one_line(error)}") from error
+        layers = self.model.config.get_text_config().num_hidden_layers
+        if len(self.attention.shapes) != layers:
+            raise UserError(
+                f"engine hf cannot run {type(self.model).__name__}: only {len(self.attention.shapes)} of its {layers} layers "
+                "take their attention from transformers' AttentionInterface"
+            )
+        self._compare(native, ours, "its attention needs more than positions and causal masks")
+
+    def _allocate(self, args: HFArgs, max_running: int, prefix_cache: bool) -> tuple[int, int]:
+        per_slot = self.attention.bytes_per_token * self.max_context
+        fit = int(args.kv_cache_gib * 2**30 // per_slot)
+        if fit < 1:
+            raise UserError(
+                f"rollout.engine_args.kv_cache_gib: {args.kv_cache_gib} is not allowed; one slot of "
+                f"rollout.max_context_tokens={self.max_context} needs {per_slot / 2**30:.2f} GiB"
+            )
+        wanted = args.kv_slots or max_running * (2 if prefix_cache else 1)
+        slots = min(wanted, fit)
+        self.attention.allocate(slots, self.max_context)
+        return slots, min(max_running, slots)
+
+    def _self_test_slots(self) -> None:
+        """Read and write slots once, in two parts, and compare with one uncached pass."""
+        probe = list(range(1, 1 + min(_SELF_TEST_TOKENS, self.vocab_size - 1, self.max_context)))
+        n, half = len(probe), len(probe) // 2
+        ids = torch.tensor(probe, device=self.device)
+        rows = torch.arange(n, device=self.device)
+        with torch.inference_mode():
+            whole = self._run(ids, rows[None], rows)
+            last = self.num_slots - 1
+            first = self.forward([Segment(last, 0, half)], ids[:half], rows[:half])
+            second = self.forward([Segment(last, half, n - half)], ids[half:], rows[: n - half])
+        self._compare(whole, torch.cat([first, second]), "it computes otherwise when a sequence is read in parts")
+
+    def _compare(self, expected: torch.Tensor, found: torch.Tensor, why: str) -> None:
+        spread = float((expected.float().log_softmax(-1) - found.float().log_softmax(-1)).abs().max())
+        if not spread <= _SELF_TEST_SPREAD.get(expected.dtype, 0.25):
+            raise UserError(f"engine hf cannot run {type(self.model).__name__}: {why} (logprobs differ by {spread:.2g})")
+
+
+def load(config: EngineConfig, device: torch.device) -> Any:
+    """The model in evaluation mode on its device.
+
+    Raises:
+        UserError: there is none at the path.
+    """
+    transformers.utils.logging.disable_progress_bar()
+    path = config.model_path
+    if os.path.isdir(path) and not os.path.isfile(os.path.join(path, "config.json")):
+        raise UserError(f"model path {path!r}: no model there, the folder has no config.json")
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype=getattr(torch, config.dtype), trust_remote_code=config.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise UserError(f"model path {path!r}: no causal language model could be loaded: {one_line(error)}") from error
+    except Exception as error:
+        if type(error).__module__.startswith(("safetensors", "huggingface_hub")):
+            raise UserError(f"model path {path!r}: no causal language model could be loaded: {one_line(error)}") from error
+        raise
+    return model.requires_grad_(False).eval().to(device)
+
+
+def pick_device(wanted: str) -> torch.device:
+    """``auto``: cuda where there is one.
+
+    Raises:
+        UserError: cuda was asked for and this torch cannot use it.
+    """
+    available = torch.cuda.is_available()
+    if wanted == "cuda" and not available:
+        raise UserError(f"GPUs were asked for, but this torch ({torch.__version__}) cannot use them; install its CUDA build")
+    if not available or wanted == "cpu":
+        return torch.device("cpu")
+    if torch.cuda.device_count() > 1:
+        log.warning("engine hf uses the first of %d GPUs; start one rollout-server for each", torch.cuda.device_count())
+    return torch.device("cuda")
+
+
+def fitting_context(model: Any, wanted: int) -> int:
+    """The context length that was asked for.
+
+    Raises:
+        UserError: the model has fewer positions.
+    """
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and wanted > positions:
+        raise UserError(f"rollout.max_context_tokens: {wanted} is not allowed; the model has {positions} positions")
+    return wanted
+
+
+def end_tokens(model: Any) -> frozenset[int]:
+    """The model's own end tokens, from its generation configuration, else its configuration."""
+    for config in (model.generation_config, model.config):
+        ids = getattr(config, "eos_token_id", None)
+        if ids is not None:
+            return frozenset([ids] if isinstance(ids, int) else ids)
+    return frozenset()
+
+
+def one_line(error: BaseException) -> str:
+    """An error's first line that says anything."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

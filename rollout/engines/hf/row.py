@@ -1,0 +1,90 @@
+"""One running request of the Hugging Face engine: its tokens, how far they are read, and when it ends."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+
+from broker.contract.wire import FinishReason, SamplingParams
+from rollout.engines.base import Output
+from rollout.engines.hf.reshaping import Reshaping
+from rollout.engines.stopping import StopStrings
+from rollout.scheduler import Job, Tokens
+
+
+class Row:
+    """A request in a slot.
+
+    Attributes:
+        length: tokens known, context and sampled.
+        cached: leading tokens whose KV stands in the slot; the others are still to be run.
+        seed: of its randomness; drawn here when the request has none.
+        reshaping: what it adds to the logits; None: nothing.
+    """
+
+    __slots__ = (
+        "_end_ids",
+        "_marks",
+        "_num_prompt",
+        "_stops",
+        "cached",
+        "job",
+        "length",
+        "logprobs",
+        "params",
+        "reshaping",
+        "reused",
+        "seed",
+        "tokens",
+    )
+
+    def __init__(
+        self, job: Job, params: SamplingParams, reused: int, version: int, room: int, end_ids: frozenset[int], stops: StopStrings | None,
+        reshaping: Reshaping | None = None,
+    ) -> None:  # fmt: skip
+        self.reshaping = reshaping
+        self.job, self.params, self.reused = job, params, reused
+        self._num_prompt = self.length = len(job.tokens)
+        self.cached = reused
+        self.tokens: Tokens = np.empty(self.length + min(params.max_tokens, room), dtype=np.int32)
+        self.tokens[: self.length] = job.tokens
+        self.logprobs: list[float] = []
+        self._marks = [(version, 0)]  # from which sampled token on which version was used
+        self._end_ids = ends_of(params, end_ids)
+        self._stops = stops
+        self.seed = int.from_bytes(os.urandom(8), "little") if params.seed is None else params.seed & (1 << 64) - 1
+
+    def add(self, token: int, logprob: float) -> FinishReason | None:
+        """Take a sampled token; why the request ends with it, if it does."""
+        self.tokens[self.length] = token
+        self.length += 1
+        self.logprobs.append(logprob)
+        if token in self._end_ids:
+            return "stop"
+        if self._stops is not None and self._stops.hit(self.tokens[self._num_prompt : self.length].tolist()):
+            return "stop"
+        return "length" if self.length == len(self.tokens) else None
+
+    def new_version(self, version: int) -> None:
+        """Tokens from here on come from other weights."""
+        self._marks.append((version, len(self.logprobs)))
+
+    def output(self, reason: FinishReason, error: str = "") -> Output:
+        """What the request came to; an error has no tokens."""
+        if reason == "error":
+            return Output(finish_reason="error", error=error, prefix_hit_tokens=self.reused)
+        ends = [start for _, start in self._marks[1:]] + [len(self.logprobs)]
+        runs = [(version, end - start) for (version, start), end in zip(self._marks, ends, strict=True) if end > start]
+        flags = self.reshaping.flags if self.reshaping is not None else ()
+        return Output(self.tokens[self._num_prompt : self.length].tolist(), self.logprobs, runs, reason, self.reused, reshaped=flags)
+
+    def kept(self) -> Tokens:
+        """The tokens whose KV the slot holds now."""
+        return self.tokens[: self.cached]
+
+
+def ends_of(params: SamplingParams, end_ids: frozenset[int]) -> frozenset[int]:
+    """The tokens that end an output. One with a guide must be able to end."""
+    own = frozenset() if params.ignore_eos and not params.guides else end_ids
+    return own | frozenset(params.stop_token_ids)

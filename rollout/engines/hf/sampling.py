@@ -1,0 +1,188 @@
+"""Sampling for a whole batch at once: one token a row, and its logprob under the distribution it was drawn from.
+
+Conventions:
+
+- Temperature first, then top-k, then top-p over what top-k left, then min-p relative to the best candidate; what remains
+  is renormalised. Candidates of equal probability are ranked by the sort, and top-k keeps exactly k of them.
+- Temperature 0 is greedy: a distribution with all its mass on one token, so the logprob is 0.
+- Randomness is counted, not stateful: the uniform number of a token is a hash of the request's seed and the token's
+  position in its context. The same seed, context and weights therefore give the same token in any batch, and a request
+  that goes on elsewhere from its partial output goes on with the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from broker.contract.wire import SamplingParams
+
+_GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
+_MIX1: Final = np.uint64(0xBF58476D1CE4E5B9)
+_MIX2: Final = np.uint64(0x94D049BB133111EB)
+_OFF: Final = 1 << 30  # top-k that keeps everything
+_CANDIDATES: Final = 1024  # sorted first; the whole vocabulary only where they do not hold all that top-p or min-p keeps
+
+
+def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The output function of splitmix64 (Steele, Lea and Flood 2014): every input bit moves every output bit."""
+    x = (x ^ (x >> np.uint64(30))) * _MIX1
+    x = (x ^ (x >> np.uint64(27))) * _MIX2
+    return x ^ (x >> np.uint64(31))
+
+
+def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Numbers in [0, 1) that depend on nothing but seed and position; both shape (n,)."""
+    with np.errstate(over="ignore"):
+        x = _mix(_mix(seeds + _GOLDEN) + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
+    return (x >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+@dataclass(frozen=True)
+class SamplingBatch:
+    """The parameters of a batch of n rows as tensors; built once for as long as the rows stay the same.
+
+    Attributes:
+        temperature: (n, 1) float32, 1 where the row is greedy; None when 1 everywhere.
+        greedy: (n,) bool; None when no row is.
+        filtered: (m,) indices of the rows with top-k, top-p or min-p; None when there are none.
+        top_k, top_p, min_p: (m, 1), of the filtered rows.
+        max_top_k: the largest of those that are on, 0 when none is.
+    """
+
+    temperature: torch.Tensor | None
+    greedy: torch.Tensor | None
+    filtered: torch.Tensor | None
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    max_top_k: int
+
+    @staticmethod
+    def of(params: Sequence[SamplingParams], device: torch.device | str = "cpu") -> SamplingBatch:
+        def put(values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)
+
+        greedy = [p.temperature == 0 for p in params]
+        temperature = [p.temperature or 1.0 for p in params]
+        rows = [i for i, p in enumerate(params) if (p.top_k > 0 or p.top_p < 1 or p.min_p > 0) and p.temperature != 0]
+        return SamplingBatch(
+            temperature=put(temperature, torch.float32)[:, None] if any(t != 1 for t in temperature) else None,
+            greedy=put(greedy, torch.bool) if any(greedy) else None,
+            filtered=put(rows, torch.long) if rows else None,
+            top_k=put([params[i].top_k or _OFF for i in rows], torch.long)[:, None],
+            top_p=put([params[i].top_p for i in rows], torch.float32)[:, None],
+            min_p=put([params[i].min_p for i in rows], torch.float32)[:, None],
+            max_top_k=max((params[i].top_k for i in rows), default=0),
+        )
+
+
+def sample(logits: torch.Tensor, batch: SamplingBatch, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw one token a row.
+
+    Args:
+        logits: (n, vocabulary), any floating dtype.
+        batch: parameters of the n rows.
+        uniform: (n,) float64 in [0, 1), one number a row.
+
+    Returns:
+        Tokens (n,) int64 and logprobs (n,) float32; a logprob that is not finite means that the row's logits were not.
+    """
+    logits = logits.float()
+    best = logits.argmax(-1) if batch.greedy is not None else None
+    if batch.temperature is not None:
+        logits = logits / batch.temperature
+    logprobs = logits.log_softmax(-1)
+    if batch.filtered is not None and len(batch.filtered) == len(logits):
+        tokens, chosen = _draw_filtered(logprobs, batch, uniform)
+    else:
+        tokens, chosen = _draw(logprobs, uniform)
+        if batch.filtered is not None:
+            tokens[batch.filtered], chosen[batch.filtered] = _draw_filtered(logprobs[batch.filtered], batch, uniform[batch.filtered])
+    if batch.greedy is not None and best is not None:
+        tokens = torch.where(batch.greedy, best, tokens)
+        chosen = torch.where(batch.greedy, chosen - chosen, chosen)  # 0, or NaN where the logits were not finite
+    return tokens, chosen
+
+
+def likeliest(logits: torch.Tensor, params: Sequence[SamplingParams], k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k likeliest tokens of each row and their logprobs under the distribution it is drawn from; at temperature 0, at temperature 1.
+
+    Args:
+        logits: (n, vocabulary), as for ``sample``.
+        params: of the n rows.
+
+    Returns:
+        Tokens (n, k) int64 and logprobs (n, k) float32, falling; -inf for tokens that the row's cut-offs leave out.
+    """
+    batch = SamplingBatch.of(params, logits.device)
+    logits = logits.float()
+    logprobs = (logits if batch.temperature is None else logits / batch.temperature).log_softmax(-1)
+    values, tokens = logprobs.topk(k, dim=-1, sorted=True)
+    if batch.filtered is not None:
+        width = min(max(_CANDIDATES, batch.max_top_k, k), logprobs.shape[-1])
+        kept, order = _kept(logprobs[batch.filtered], batch, width)
+        values[batch.filtered], tokens[batch.filtered] = kept.log_softmax(-1)[:, :k], order[:, :k]
+    return tokens, values
+
+
+def moved(logits: torch.Tensor, reshaped: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """How much probability a change of the logits moves from some tokens to others, after temperature and cut-offs.
+
+    Args:
+        logits, reshaped: (n, vocabulary), the model's and what is drawn from.
+        params: of the n rows.
+
+    Returns:
+        (n,) float32, the total variation distance of both distributions, from 0 to 1.
+    """
+    batch = SamplingBatch.of(params, logits.device)
+    return (_distribution(logits, batch) - _distribution(reshaped, batch)).abs().sum(-1) / 2
+
+
+def _distribution(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """What rows are drawn from, (n, vocabulary) probabilities."""
+    logits = logits.float()
+    logprobs = (logits if batch.temperature is None else logits / batch.temperature).log_softmax(-1)
+    if batch.filtered is not None:
+        kept, order = _kept(logprobs[batch.filtered], batch, min(max(_CANDIDATES, batch.max_top_k), logprobs.shape[-1]))
+        logprobs[batch.filtered] = torch.full_like(logprobs[batch.filtered], float("-inf")).scatter(-1, order, kept.log_softmax(-1))
+    probs = logprobs.exp()
+    if batch.greedy is None:
+        return probs
+    certain = torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).to(probs.dtype)
+    return torch.where(batch.greedy[:, None], certain, probs)
+
+
+def _draw(logprobs: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Invert the cumulative distribution; in float64, or a long tail of small probabilities is rounded away."""
+    cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
+    target = uniform[:, None] * cumulative[:, -1:]
+    tokens = torch.searchsorted(cumulative, target, right=True).clamp_(max=logprobs.shape[-1] - 1)
+    return tokens[:, 0], logprobs.gather(-1, tokens)[:, 0]
+
+
+def _draw_filtered(logprobs: torch.Tensor, batch: SamplingBatch, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    kept, order = _kept(logprobs, batch, min(max(_CANDIDATES, batch.max_top_k), logprobs.shape[-1]))
+    tokens, chosen = _draw(kept.log_softmax(-1), uniform)
+    return order.gather(-1, tokens[:, None])[:, 0], chosen
+
+
+def _kept(logprobs: torch.Tensor, batch: SamplingBatch, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ``width`` best candidates in falling order, -inf where filtered out, and which tokens they are; both (m, width)."""
+    best, order = logprobs.topk(width, dim=-1, sorted=True)
+    probs = best.exp()
+    rank = torch.arange(width, device=logprobs.device)
+    in_k = rank < batch.top_k
+    before = (probs * in_k).cumsum(-1) - probs  # mass of all better candidates
+    mass_k = torch.where(batch.top_k <= width, (probs * in_k).sum(-1, keepdim=True), torch.ones_like(batch.top_p))
+    keep = in_k & (before < batch.top_p * mass_k) & (probs >= batch.min_p * probs[:, :1])
+    keep[:, 0] = True
+    if width < logprobs.shape[-1] and bool((keep[:, -1] & (batch.top_k[:, 0] > width)).any()):
+        return _kept(logprobs, batch, logprobs.shape[-1])  # the last candidate is still in: there may be more
+    return best.masked_fill(~keep, float("-inf")), order

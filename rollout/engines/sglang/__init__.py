@@ -1,0 +1,1 @@
+"""The engine ``sglang``: an SGLang server as a child process."""

@@ -1,0 +1,295 @@
+"""The engine ``sglang``: an SGLang server, started here as a child process, behind its HTTP API.
+
+Tested against a double of that API with a real model behind it; it has not been run against a real SGLang yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from broker.contract import wire
+from broker.errors import TransferFailed, UserError
+from broker.weights.probe import check_probe
+from rollout.engines.base import EngineConfig, Output, Stats, UpdateMode, problem
+from rollout.engines.fit import check_fit, made
+from rollout.engines.sglang.api import Api, Leg, Refused, generate_body, read_leg, read_scores
+from rollout.engines.sglang.args import SGLangArgs
+from rollout.engines.sglang.child import HOST, Child, copies, free_port, launcher, options
+from rollout.engines.sglang.requests import ABORT_AGAIN_S, RETURN_WITHIN_S, SCORE_TIMEOUT_S, Requests
+
+if TYPE_CHECKING:
+    import torch
+
+    from rollout.engines.sglang.weights import Sender
+
+log = logging.getLogger(__name__)
+
+
+class SGLangEngine:
+    """See ``rollout.engines.base.Engine``.
+
+    Requests are queued here, longest first, and as many run in the server as it has room for. For new weights:
+
+    - ``keep``: the server pauses with its requests in place, loads, and goes on. Needs a server that tells the version of
+      each token; with another this is ``recompute``.
+    - ``recompute``: requests end with what they have, the weights are loaded, and they are sent again with their output so far.
+    - ``abort``: the same, and they are not sent again.
+
+    No request that is sent later finds what older weights have read: each set of weights has a name space of the prefix cache.
+    """
+
+    has_weights = True
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._args = SGLangArgs.model_validate(config.section.engine_args)
+        self._requests = Requests(config, self._spawn)
+        self._spans = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._ended: asyncio.Future[None] | None = None
+        self._child: Child | None = None
+        self._api: Api | None = None
+        self._sender: Sender | None = None
+        self._held: dict[str, torch.Tensor] = {}
+        self._vocab_size = 0
+
+    @property
+    def policy_version(self) -> int:
+        return self._requests.scheduler.version
+
+    # ------------------------------------------------------------------------------------------ start and end
+
+    async def start(self) -> None:
+        self._ended = asyncio.get_running_loop().create_future()
+        config, section = self._config, self._config.section
+        command = launcher(self._args)
+        from rollout.engines.hf.core import find_tokenizer  # these import torch
+        from rollout.engines.sglang.weights import make_sender, shapes_of
+
+        self._requests.tokenizer = await asyncio.to_thread(find_tokenizer, config)
+        self._held, model = await asyncio.to_thread(shapes_of, config.model_path, config.dtype, trust_remote_code=config.trust_remote_code)
+        text = model.get_text_config()
+        self._vocab_size = int(text.vocab_size)
+        positions = getattr(text, "max_position_embeddings", None)
+        if positions is not None and section.max_context_tokens > positions:
+            raise UserError(f"rollout.max_context_tokens: {section.max_context_tokens} is not allowed; the model has {positions} positions")
+        num_copies = copies(self._args, config.device, os.environ, int(text.num_attention_heads))
+        port = free_port()
+        arguments = options(
+            config.model_path, section, self._args, port=port, dtype=config.dtype, device=config.device, version=config.policy_version,
+            copies=num_copies, trust_remote_code=config.trust_remote_code,
+        )  # fmt: skip
+        self._child = Child([*command, *arguments], self._died)
+        log.info("SGLang starts with pid %d at port %d, its log is %s", self._child.pid, port, self._child.log_path)
+        self._api = self._requests.api = Api(f"http://{HOST}:{port}")
+        self._sender = make_sender(self._api, self._args, config.model_path)
+        try:
+            await self._child.ready(self._api.healthy, self._args.start_timeout_s)
+            self._spans = (await self._first()).spans
+        except BaseException:
+            self._child.keep_log = True
+            await self.close()
+            raise
+        if not self._spans and section.update_mode == "keep":
+            log.warning("this SGLang does not tell the weight version of each token: requests in flight are read again at new weights")
+        self._requests.open.set()
+
+    async def join(self) -> None:
+        assert self._ended is not None
+        await asyncio.shield(self._ended)
+
+    async def close(self) -> None:
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_result(None)
+        self._requests.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._sender is not None:
+            await self._sender.close()
+        if self._api is not None:
+            await self._api.close()
+        if self._child is not None:
+            child, self._child = self._child, None
+            await asyncio.to_thread(child.stop)
+
+    def _died(self, why: str) -> None:
+        """The child ended without having been asked to."""
+        if self._ended is not None and not self._ended.done() and self._child is not None:
+            self._child.keep_log = True
+            self._ended.set_exception(RuntimeError(f"SGLang ended: {why}"))
+            self._ended.exception()  # retrieved: it is raised again by join
+        self._requests.fail(f"the engine stopped: SGLang ended: {why}")
+
+    async def _first(self) -> Leg:
+        """One token, to see that the server can and what it tells.
+
+        Raises:
+            UserError: it cannot.
+        """
+        assert self._api is not None
+        sampling = wire.SamplingParams(max_tokens=1, ignore_eos=True)
+        body = generate_body(uuid.uuid4().hex, [0], sampling, 1, "first")
+        try:
+            return read_leg(await self._api.post("/generate", body, self._args.start_timeout_s), sampling)
+        except (Refused, ConnectionError) as error:
+            raise UserError(f"SGLang started, but cannot be used: {error}") from None
+
+    # ------------------------------------------------------------------------------------------------ requests
+
+    async def generate(self, request: wire.GenerateRequest) -> Output:
+        self._check_alive()
+        why = problem(request, max_context_tokens=self._config.section.max_context_tokens, vocab_size=self._vocab_size)
+        if not why and request.request_id in self._requests:
+            why = f"request_id {request.request_id!r} is already running or waiting"
+        if why:
+            return self._requests.count(Output(error=why))
+        if request.prompt_top_k:
+            return self._requests.count(await self._requests.score(request))
+        return await self._requests.run(request)
+
+    def abort(self, request_id: str) -> None:
+        self._requests.abort(request_id)
+
+    # ------------------------------------------------------------------------------------------------- weights
+
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """Names, shapes and dtypes on the meta device: the values lie in the server's memory."""
+        return self._held
+
+    async def logprobs(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
+        self._check_alive()
+        if len(token_ids) < 2:
+            return np.zeros(0, np.float32)
+        try:
+            return read_scores(await self._requests.ask_scores(token_ids, 0), len(token_ids))
+        except (Refused, ConnectionError) as error:
+            raise RuntimeError(str(error)) from None
+
+    async def adopt(self, version: int) -> None:
+        """The tokens of requests in flight count for the version that the server had when they were sampled."""
+        assert self._api is not None
+        async with self._requests.updating:
+            try:
+                await self._api.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False}, SCORE_TIMEOUT_S)
+            except (Refused, ConnectionError) as error:
+                raise TransferFailed(str(error)) from None
+            self._requests.serve(version, changed=False)
+
+    async def update_weights(self, tensors: Mapping[str, torch.Tensor], version: int, mode: UpdateMode, probe: wire.Probe | None) -> float:
+        self._check_alive()
+        check_fit(self._held, tensors)
+        tensors = await asyncio.to_thread(made, tensors)
+        assert self._sender is not None
+        async with self._requests.updating:
+            await self._sender.prepare(tensors)
+            began = time.monotonic()
+            self._requests.open.clear()
+            try:
+                if mode == "keep" and self._spans:
+                    await self._load_in_place(tensors, version, probe)
+                else:
+                    await self._load_quiet(tensors, version, mode, probe)
+            except BaseException as error:
+                self._requests.stall()
+                if isinstance(error, (Refused, ConnectionError)):
+                    raise TransferFailed(str(error)) from None
+                raise
+            self._requests.serve(version, changed=True)
+            self._requests.pause_s += time.monotonic() - began
+            return time.monotonic() - began
+
+    async def _load_quiet(self, tensors: Mapping[str, torch.Tensor], version: int, mode: UpdateMode, probe: wire.Probe | None) -> None:
+        """With no request in the server: those that ran have returned what they had."""
+        if mode == "abort":
+            self._requests.abort_running()
+        await self._quiet()
+        assert self._sender is not None
+        await self._sender.send(tensors, version, flush=True)
+        self._requests.loads += 1
+        await self._probe(probe)
+
+    async def _load_in_place(self, tensors: Mapping[str, torch.Tensor], version: int, probe: wire.Probe | None) -> None:
+        """With its requests paused. They go on before the probe can be asked for, so where it fails their tokens of this version go."""
+        assert self._api is not None
+        assert self._sender is not None
+        try:
+            await self._api.post("/pause_generation", {"mode": "in_place"}, SCORE_TIMEOUT_S)
+            await self._sender.send(tensors, version, flush=False)
+        except BaseException:
+            await self._take_back(version)
+            raise
+        finally:
+            self._requests.loads += 1
+            with contextlib.suppress(ConnectionError, Refused):
+                await self._api.post("/continue_generation", {"torch_empty_cache": False}, SCORE_TIMEOUT_S)
+        try:
+            await self._probe(probe)
+        except BaseException:
+            await self._take_back(version, older=False)
+            raise
+
+    async def _take_back(self, version: int, *, older: bool = True) -> None:
+        """Nothing that requests in the server sampled with new weights counts; nor with the old, where it is not known which they were."""
+        assert self._api is not None
+        forbidden = {version, self.policy_version} if older else {version}
+        for running in self._requests.sent():
+            running.forbidden = frozenset(forbidden)
+        await self._api.abort("")
+
+    async def _probe(self, probe: wire.Probe | None) -> None:
+        if probe is None:
+            return
+        try:
+            check_probe(probe, await self.logprobs(probe.token_ids.array().tolist()))
+        except RuntimeError as error:
+            raise TransferFailed(f"the probe could not be computed: {error}") from None
+
+    async def _quiet(self) -> None:
+        """No request is in the server any more.
+
+        Raises:
+            TransferFailed: it does not return them.
+        """
+        assert self._api is not None
+        try:
+            async with asyncio.timeout(RETURN_WITHIN_S):
+                while sent := list(self._requests.sent()):
+                    await self._api.abort("")
+                    for running in sent:
+                        running.quiet.clear()
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(ABORT_AGAIN_S):
+                            for running in sent:
+                                if running.rid:
+                                    await running.quiet.wait()
+        except TimeoutError:
+            raise TransferFailed(f"SGLang did not return what was aborted within {RETURN_WITHIN_S:g} s") from None
+
+    # ------------------------------------------------------------------------------------------------- numbers
+
+    def stats(self) -> Stats:
+        return self._requests.stats()
+
+    @property
+    def _closed(self) -> bool:
+        return self._ended is None or self._ended.done()
+
+    def _check_alive(self) -> None:
+        if self._closed:
+            raise RuntimeError("the engine has stopped")
+
+    def _spawn(self, work: Any) -> None:
+        task: asyncio.Task[None] = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

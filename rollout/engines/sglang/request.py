@@ -1,0 +1,94 @@
+"""One request of the engine ``sglang`` while it waits or runs; no I/O."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+from broker.contract import wire
+from rollout.engines.base import NO_VERSION, Output
+from rollout.engines.hf.reshaping import is_reshaped
+from rollout.engines.sglang.api import Leg, as_sampled, first_of, joined
+from rollout.engines.stopping import StopStrings
+from rollout.scheduler import Job
+
+
+class Running:
+    """What a request has come to so far.
+
+    Attributes:
+        ended: why it is to end before its time; None while it may go on. ``over`` is set with it.
+        rid: of the call that is under way, empty while none is.
+        sent_by: the version served when that call was sent.
+        quiet: set when that call has returned.
+        stopped: a stop string was found that began in an earlier call.
+        forbidden: versions whose tokens the call under way may not bring, for the weights behind them failed.
+        answer: for whoever asked.
+
+    Args:
+        stops: finds the request's stop strings where one begins in one call and ends in the next, which no call can see.
+    """
+
+    def __init__(self, request: wire.GenerateRequest, job: Job, max_context_tokens: int, stops: StopStrings | None) -> None:
+        self.request, self.job = request, job
+        self.ended: wire.FinishReason | None = None
+        self.over = asyncio.Event()
+        self.rid = ""
+        self.sent_by = NO_VERSION
+        self.quiet = asyncio.Event()
+        self.stopped = False
+        self.forbidden: frozenset[int] = frozenset()
+        self.answer: asyncio.Future[Output] = asyncio.get_running_loop().create_future()
+        self._stops = stops
+        self._limit = min(request.sampling.max_tokens, max_context_tokens - len(job.tokens))
+        self._token_ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._runs: list[tuple[int, int]] = []
+        self._hits = 0
+
+    @property
+    def left(self) -> int:
+        """Tokens that may still be sampled."""
+        return self._limit - len(self._token_ids)
+
+    def context(self) -> list[int]:
+        """Prompt and output so far."""
+        return [*self.job.tokens.tolist(), *self._token_ids]
+
+    def end(self, reason: wire.FinishReason) -> None:
+        """It is to end; the first reason counts."""
+        self.ended = self.ended or reason
+        self.over.set()
+
+    def add(self, leg: Leg) -> bool:
+        """What a call returned, up to the first forbidden token; whether all of it counts."""
+        before = len(self._token_ids)
+        if not before:
+            self._hits = min(leg.cached_tokens, len(self.job.tokens))
+        allowed = list(itertools.takewhile(lambda run: run[0] not in self.forbidden, leg.version_runs))
+        taken = sum(count for _, count in allowed)
+        self._runs += as_sampled(allowed, self.sent_by)
+        self._token_ids += leg.token_ids[:taken]
+        self._logprobs += leg.logprobs[:taken]
+        if self._stops is not None and before:
+            self._cut(self._stops, before)
+        return taken == len(leg.token_ids)
+
+    def _cut(self, stops: StopStrings, before: int) -> None:
+        """End it behind a stop string that began among the tokens before, if there is one."""
+        for count in range(before + 1, min(before + stops.window, len(self._token_ids)) + 1):
+            if stops.hit(self._token_ids[:count]):
+                self._token_ids, self._logprobs, self._runs = self._token_ids[:count], self._logprobs[:count], first_of(self._runs, count)
+                self.stopped = True
+                return
+
+    def output(self, reason: wire.FinishReason) -> Output:
+        """All of it."""
+        flags = (
+            [True] * len(self._token_ids) if is_reshaped(self.request.sampling) else ()
+        )  # SGLang does not tell where a distribution is another
+        return Output(self._token_ids, self._logprobs, joined(self._runs), reason, self._hits, reshaped=flags)
+
+    def start_again(self) -> None:
+        """Forget what was sampled: grammars and penalties count from an output's first token on, and a call knows only its own."""
+        self._token_ids, self._logprobs, self._runs = [], [], []

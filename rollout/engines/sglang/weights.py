@@ -1,0 +1,281 @@
+"""Ways for new weights into an SGLang server: a file in memory that it reads, or a gloo group that its workers join.
+
+No NCCL here: the rollout server has no GPU beside those that SGLang holds, and NCCL takes no two members on one GPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import inspect
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import Backend, GroupName, PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from broker.errors import TransferFailed, UserError
+from rollout.engines.hf.weights import HeldWeights
+from rollout.engines.sglang.api import Api, Refused
+from rollout.engines.sglang.args import SGLangArgs
+from rollout.engines.sglang.child import HOST, free_port
+from text.config import check_model_path
+from text.library import import_transformers
+
+SHM: Final = "/dev/shm"
+PREFIX: Final = "rlearner-weights-"
+LEAVE_WITHIN_S: Final = 5.0
+BUCKET_BYTES: Final = 512 << 20  # announced and broadcast at a time
+
+
+class Sender(Protocol):
+    """Brings one set of tensors into the server."""
+
+    async def prepare(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """All that can be done while requests run."""
+        ...
+
+    async def send(self, tensors: Mapping[str, torch.Tensor], version: int, *, flush: bool) -> None:
+        """Load them; no request runs, or all are paused.
+
+        Raises:
+            TransferFailed: the server did not take them; what it holds now is not known.
+        """
+        ...
+
+    async def close(self) -> None: ...
+
+
+def make_sender(api: Api, args: SGLangArgs, model_path: str) -> Sender:
+    """The way that ``engine_args.weights`` names."""
+    return Distributed(api, args) if args.weights == "distributed" else Disk(api, args, model_path)
+
+
+class Disk:
+    """A safetensors file, in memory where there is room, that every worker of the server maps and reads its part of."""
+
+    def __init__(self, api: Api, args: SGLangArgs, model_path: str) -> None:
+        self._api, self._args, self._model_path = api, args, model_path
+        self._folder: Path | None = None
+        sweep(Path(args.weights_dir or SHM))
+
+    async def prepare(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write the file.
+
+        Raises:
+            TransferFailed: no room, or not writable.
+        """
+        await self.close()  # of an update that came to no load
+        await asyncio.to_thread(self._write, tensors)
+
+    async def send(self, tensors: Mapping[str, torch.Tensor], version: int, *, flush: bool) -> None:
+        body = {"model_path": str(self._folder), "weight_version": str(version), "flush_cache": flush, "abort_all_requests": False}
+        try:
+            await self._api.post("/update_weights_from_disk", body, self._args.update_timeout_s)
+        except (Refused, ConnectionError) as error:
+            raise TransferFailed(str(error)) from None
+        finally:
+            await self.close()
+
+    async def close(self) -> None:
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            await asyncio.to_thread(shutil.rmtree, folder, True)
+
+    def _write(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        try:
+            self._folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=place(self._args.weights_dir, size)))
+            for name in ("config.json", "generation_config.json"):
+                if (file := Path(self._model_path).expanduser() / name).is_file():
+                    shutil.copyfile(file, self._folder / name)
+            held = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
+            save_file(held, self._folder / "model.safetensors", metadata={"format": "pt"})
+        except (OSError, SafetensorError) as error:  # a full disk is either, by who meets it
+            if self._folder is not None:
+                shutil.rmtree(self._folder, ignore_errors=True)
+                self._folder = None
+            raise TransferFailed(f"the weights cannot be written for SGLang to read: {error}") from None
+
+
+def sweep(folder: Path) -> None:
+    """Remove what processes that were killed in an update left there: it takes memory."""
+    for left in folder.glob(f"{PREFIX}*"):
+        pid = left.name.removeprefix(PREFIX).partition("-")[0]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def place(wanted: str | None, size_bytes: int) -> str | None:
+    """Where the file goes: as asked for, else in memory where it leaves room, else (None) the folder for temporary files."""
+    if wanted is not None:
+        return wanted
+    try:
+        return SHM if shutil.disk_usage(SHM).free > size_bytes * 5 // 4 and os.access(SHM, os.W_OK) else None
+    except OSError:
+        return None
+
+
+class Distributed:
+    """SGLang's own weight update group: this process is rank 0 and broadcasts one tensor after the other over loopback."""
+
+    def __init__(self, api: Api, args: SGLangArgs) -> None:
+        self._api, self._args = api, args
+        self._group: Any = None
+        self._name = ""
+        self._made = 0
+
+    async def prepare(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Make the group when there is none.
+
+        Raises:
+            TransferFailed: the server's workers did not come.
+        """
+        if self._group is not None:
+            return
+        port, size = free_port(), 1 + self._args.tensor_parallel
+        self._made += 1
+        self._name = f"rlearner_{os.getpid()}_{self._made}"  # neither end makes a second group of the same name
+        body = {
+            "master_address": HOST, "master_port": port, "rank_offset": 1, "world_size": size, "group_name": self._name, "backend": "gloo",
+        }  # fmt: skip
+        ours = _in_thread(lambda: join_group(self._name, port, 0, size, self._args.update_timeout_s))
+        theirs = asyncio.create_task(self._api.post("/init_weights_update_group", body, self._args.update_timeout_s))
+        try:
+            self._group, _ = await asyncio.gather(ours, theirs)
+        except (Refused, ConnectionError, RuntimeError) as error:
+            raise TransferFailed(f"no group to send weights in: {str(error).splitlines()[0]}") from None
+        finally:
+            theirs.cancel()
+
+    async def send(self, tensors: Mapping[str, torch.Tensor], version: int, *, flush: bool) -> None:
+        parts = list(parted(tensors))
+        try:
+            await self._api.post("/begin_weight_update", {}, self._args.update_timeout_s)
+            for number, part in enumerate(parts, 1):
+                body = {
+                    "names": list(part),
+                    "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in part.values()],
+                    "shapes": [list(tensor.shape) for tensor in part.values()],
+                    "group_name": self._name,
+                    "flush_cache": flush and number == len(parts),
+                    "weight_version": str(version),
+                }
+                ours = _in_thread(functools.partial(self._broadcast, part))
+                theirs = asyncio.create_task(self._api.post("/update_weights_from_distributed", body, self._args.update_timeout_s))
+                try:
+                    await asyncio.gather(ours, theirs)
+                finally:
+                    theirs.cancel()
+            await self._api.post("/end_weight_update", {}, self._args.update_timeout_s)
+        except BaseException as error:
+            with contextlib.suppress(Refused, ConnectionError):
+                await self._api.post("/end_weight_update", {}, LEAVE_WITHIN_S)
+            await self.close()  # half a broadcast stands in it; the next update makes another
+            if isinstance(error, (Refused, ConnectionError, RuntimeError)):
+                raise TransferFailed(f"SGLang did not take the weights: {str(error).splitlines()[0]}") from None
+            raise
+
+    async def close(self) -> None:
+        group, self._group = self._group, None
+        if group is None:
+            return
+        with contextlib.suppress(Refused, ConnectionError):
+            await self._api.post("/destroy_weights_update_group", {"group_name": self._name}, LEAVE_WITHIN_S)
+        with contextlib.suppress(RuntimeError, ValueError):
+            torch.distributed.destroy_process_group(group)
+
+    def _broadcast(self, part: Mapping[str, torch.Tensor]) -> None:
+        waiting = [self._group.broadcast([tensor.detach().to("cpu").contiguous()]) for tensor in part.values()]
+        for work in waiting:
+            work.wait()
+
+
+def join_group(name: str, port: int, rank: int, size: int, timeout_s: float) -> Any:
+    """A process group beside the default one, met at ``tcp://127.0.0.1:port`` under the keys that SGLang's workers use.
+
+    They make theirs by torch's own helper with the store prefixed by the group's name, so this does too; a group put
+    together from its parts would look for its peers under other keys.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    store, rank, size = next(rendezvous(f"tcp://{HOST}:{port}", rank, size, timeout=timeout))
+    store.set_timeout(timeout)
+    helper = distributed_c10d._new_process_group_helper
+    option = "backend_options" if "backend_options" in inspect.signature(helper).parameters else "pg_options"
+    made: Any = helper(
+        size, rank, [], Backend("gloo"), PrefixStore(name, store), group_name=GroupName(name), timeout=timeout, **{option: None}
+    )
+    distributed_c10d._world.pg_group_ranks[made[0]] = {number: number for number in range(size)}  # destroying it asks for them
+    return made[0]
+
+
+def parted(tensors: Mapping[str, torch.Tensor], most_bytes: int = BUCKET_BYTES) -> Iterator[dict[str, torch.Tensor]]:
+    """The tensors in order, cut into parts of at most so many bytes; a larger tensor is a part of its own."""
+    part: dict[str, torch.Tensor] = {}
+    used = 0
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.element_size()
+        if part and used + size > most_bytes:
+            yield part
+            part, used = {}, 0
+        part[name] = tensor
+        used += size
+    if part:
+        yield part
+
+
+def shapes_of(model_path: str, dtype: str, *, trust_remote_code: bool) -> tuple[dict[str, torch.Tensor], Any]:
+    """The tensors of a model on the meta device, by name, tied ones once and in the order of the model; and its configuration.
+
+    They are what an update carries. The values are in the server's memory and cannot be read from here.
+
+    Raises:
+        UserError: no model there, or none that transformers knows.
+    """
+    import_transformers()
+    import transformers
+
+    check_model_path(model_path)
+    try:
+        config = transformers.AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"model path {model_path!r}: no causal language model: {' '.join(str(error).split())[:300]}") from None
+    return HeldWeights(model).tensors(), config
+
+
+def _in_thread(work: Any) -> asyncio.Future[Any]:
+    """Run in a daemon thread: a broadcast whose peer is gone hangs until its timeout, and must not hold up the end of the process."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if future.done():
+            return
+        future.set_result(result) if error is None else future.set_exception(error)
+
+    def run() -> None:
+        try:
+            result, failed = work(), None
+        except Exception as error:  # noqa: BLE001 - carried to whoever waits
+            result, failed = None, error
+        try:
+            loop.call_soon_threadsafe(settle, result, failed)
+        except RuntimeError:
+            return  # the loop is closed
+
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())
+    threading.Thread(target=run, name="sglang-weights", daemon=True).start()
+    return future

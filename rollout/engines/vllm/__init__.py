@@ -1,0 +1,1 @@
+"""The engine ``vllm``: vLLM's AsyncLLM in the server's process."""

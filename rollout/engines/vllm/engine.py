@@ -1,0 +1,166 @@
+"""The engine ``vllm``: AsyncLLM in this process, its model in processes of vLLM's own.
+
+Requests wait here, not in vLLM (``vllm_requests``). vLLM itself notes beside each token which load of the weights it came from. New weights
+are written into shared memory while generation goes on (``vllm_store``); it stands still only while the workers load them
+(``vllm_loading``). Their probe runs beside the requests in flight: what was sampled meanwhile is given out only once it matched, and cut
+off when it did not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from broker.contract import wire
+from broker.errors import TransferFailed
+from broker.weights.probe import check_probe
+from rollout.engines.base import NO_VERSION, EngineConfig, Output, Stats, UpdateMode, problem
+from rollout.engines.fit import check_fit
+from rollout.engines.hf.reshaping import problem as reshaping_problem
+from rollout.engines.vllm.loading import Loading
+from rollout.engines.vllm.output import NOT_FINITE, top_rows
+from rollout.engines.vllm.requests import Requests, fail
+from rollout.engines.vllm.start import check_installed, open_llm
+from text.openai.pieces import Tap
+
+if TYPE_CHECKING:
+    import torch
+
+WATCH_S: Final = 1.0  # how often is looked whether vLLM's processes live
+
+
+class VLLMEngine:
+    """See ``rollout.engines.base.Engine``."""
+
+    has_weights = True
+    tells_top = True
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._requests = Requests(config, self._spawn)
+        self._loading: Loading | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._changing = asyncio.Lock()
+        self._ended: asyncio.Future[None]
+        self._closed = False
+
+    @property
+    def policy_version(self) -> int:
+        return self._requests.scheduler.version
+
+    async def start(self) -> None:
+        self._ended = asyncio.get_running_loop().create_future()
+        check_installed()
+        loading = self._loading = Loading(await asyncio.to_thread(open_llm, self._config))
+        try:
+            self._requests.open(loading)
+            loading.llm._run_output_handler()
+            await loading.prove(self._config)
+            await loading.note(self.policy_version)
+        except BaseException:
+            await self.close()
+            raise
+        self._spawn(self._watch(loading.llm))
+
+    async def generate(self, request: wire.GenerateRequest, tap: Tap | None = None) -> Output:
+        if self._closed or self._ended.done():
+            raise RuntimeError("the engine has stopped")
+        opened = self._open().opened
+        if request.request_id in self._requests:
+            return Output(error=f"request_id {request.request_id!r} is already running or waiting")
+        why = problem(request, max_context_tokens=self._config.section.max_context_tokens, vocab_size=opened.vocab_size)
+        if not why and request.sampling.stop and opened.tokenizer is None:
+            why = "stop strings need a tokenizer, and the model's folder has none"
+        why = why or reshaping_problem(request.sampling, opened.vocab_size, opened.tokenizer)
+        if why:
+            return self._requests.count(Output(error=why))
+        return self._requests.count(await self._score(request)) if request.prompt_top_k else await self._requests.run(request, tap)
+
+    def abort(self, request_id: str) -> None:
+        self._requests.abort(request_id)
+
+    async def adopt(self, version: int) -> None:
+        async with self._changing:
+            await self._open().note(version)
+            self._requests.serve(version)
+
+    async def update_weights(self, tensors: Mapping[str, torch.Tensor], version: int, mode: UpdateMode, probe: wire.Probe | None) -> float:
+        loading = self._open()
+        shared = loading.opened.shared
+        check_fit(shared.tensors, tensors)
+        async with self._changing:
+            await asyncio.to_thread(shared.fill, tensors)  # while generation goes on
+            self._requests.held = True
+            try:
+                paused_s = await loading.load(version, mode, self._requests.start_over)
+                self._requests.pause_s += paused_s
+                if probe is not None:
+                    check_probe(probe, await self.logprobs(probe.token_ids.array().tolist()))
+            except BaseException as error:
+                loading.judge(False)  # nobody knows what the workers hold: no request until an update succeeds, and
+                self._requests.stall(NO_VERSION)  # those in flight end with what was good
+                if isinstance(error, (TransferFailed, asyncio.CancelledError)) or not isinstance(error, Exception):
+                    raise
+                raise TransferFailed(f"vLLM could not load version {version}: {' '.join(str(error).split())[:400]}") from error
+            finally:
+                self._requests.held = False
+            loading.judge(True)
+            self._requests.serve(version)
+            return paused_s
+
+    async def logprobs(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
+        return await self._open().asking.logprobs(token_ids)
+
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        return self._open().opened.shared.tensors
+
+    def stats(self) -> Stats:
+        return self._requests.stats()
+
+    async def join(self) -> None:
+        await asyncio.shield(self._ended)
+
+    async def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._requests.close()
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            loading, self._loading = self._loading, None
+            if loading is not None:
+                await asyncio.to_thread(loading.opened.close)
+        if not self._ended.done():
+            self._ended.set_result(None)
+
+    async def _score(self, request: wire.GenerateRequest) -> Output:
+        """The likeliest tokens at each position of a context."""
+        if self.policy_version < max(request.min_version, 0):
+            return Output(error=f"no weights of version {request.min_version} or later to score with")
+        rows = await self._open().asking.context_rows(request.token_ids.array().tolist(), request.prompt_top_k)
+        ids, logprobs = top_rows(rows, request.prompt_top_k)
+        if not np.isfinite(logprobs).all():
+            return Output(error=NOT_FINITE)
+        return Output(finish_reason="stop", top_ids=ids, top_logprobs=logprobs)
+
+    def _open(self) -> Loading:
+        if self._loading is None:
+            raise RuntimeError("the engine has not started")
+        return self._loading
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _watch(self, llm: Any) -> None:
+        """Sees vLLM's processes die."""
+        while not llm.errored:  # noqa: ASYNC110 - vLLM tells it to nobody
+            await asyncio.sleep(WATCH_S)
+        error = RuntimeError("vLLM's process died; its last lines are above")
+        self._requests.fail(RuntimeError(f"the engine stopped: {error}"))
+        fail(self._ended, error)

@@ -1,0 +1,124 @@
+"""Between this system's requests and vLLM's: sampling parameters in, tokens with versions and logprobs out; pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from broker.contract import wire
+from rollout.engines.base import Output
+
+NOT_FINITE: Final = "the model's logits are not finite"
+_REASONS: Final[dict[str, wire.FinishReason]] = {"stop": "stop", "length": "length", "abort": "abort", "repetition": "stop"}
+_WORD: Final = (1 << 64) - 1
+
+
+def label(serial: int, version: int) -> str:
+    """What vLLM notes beside every token: the serial number of the load, and the policy version that it is."""
+    return f"{serial}:{version}"
+
+
+def serial_of(noted: str) -> int:
+    return int(noted.partition(":")[0])
+
+
+def version_runs(spans: Sequence[Any], keep_before: int | None = None) -> list[tuple[int, int]]:
+    """Pairs (policy_version, number of tokens) from vLLM's spans.
+
+    Args:
+        spans: each with ``version`` (a ``label``), ``start`` and ``end``.
+        keep_before: only tokens of loads with a smaller serial number count.
+    """
+    runs: list[tuple[int, int]] = []
+    for span in spans:
+        if keep_before is not None and serial_of(span.version) >= keep_before:
+            break
+        version, count = int(span.version.partition(":")[2]), span.end - span.start
+        if runs and runs[-1][0] == version:
+            runs[-1] = (version, runs[-1][1] + count)
+        elif count:
+            runs.append((version, count))
+    return runs
+
+
+def seed_of(seed: int | None, num_prompt: int) -> int | None:
+    """vLLM's seed of a request. Its random numbers begin anew with every request, so the position counts into the seed: what goes on from
+    a partial output must not draw the numbers again that its context was drawn with."""
+    if seed is None:
+        return None
+    x = (seed + num_prompt * 0x9E3779B97F4A7C15) & _WORD  # splitmix64, as in rollout/engines/hf/sampling.py
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _WORD
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _WORD
+    return (x ^ (x >> 31)) >> 1  # vLLM takes no more than 63 bits
+
+
+def sampling_fields(sampling: wire.SamplingParams, num_prompt: int, max_context: int, end_ids: Collection[int]) -> dict[str, Any]:
+    """The fields of vLLM's SamplingParams."""
+    ends = {*(() if sampling.ignore_eos else end_ids), *sampling.stop_token_ids}
+    stop = [text for text in sampling.stop if text]
+    reshaping = {
+        "frequency_penalty": sampling.frequency_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "logit_bias": sampling.logit_bias,
+    }
+    return {name: value for name, value in reshaping.items() if value} | {
+        "max_tokens": min(sampling.max_tokens, max_context - num_prompt),
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "seed": seed_of(sampling.seed, num_prompt) if sampling.temperature else None,  # a generator of its own costs time
+        "stop": stop,
+        "stop_token_ids": sorted(ends),
+        "ignore_eos": True,  # the end tokens stand in stop_token_ids, so that those of this system end it and no others
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        "detokenize": bool(stop),
+        "logprobs": 0,  # of the sampled token alone
+        "flat_logprobs": True,
+    }
+
+
+def output_of(completion: Any, cached: int | None, temperature: float, keep_before: int | None = None, reshaped: bool = False) -> Output:
+    """What a request came to, from vLLM's completion.
+
+    Args:
+        completion: a finished CompletionOutput.
+        cached: context tokens found in the cache.
+        temperature: as asked for.
+        keep_before: tokens of loads from this serial number on were sampled from weights that turned out wrong, and are cut off.
+        reshaped: whether the request reshapes distributions; vLLM does not tell where that changes one, so all count as changed.
+    """
+    reason = _REASONS.get(completion.finish_reason)
+    if reason is None:
+        return Output(error=f"vLLM ended the request with {completion.finish_reason!r}")
+    tokens = list(completion.token_ids)
+    logprobs = list(completion.logprobs.logprobs) if completion.logprobs is not None else []
+    if len(logprobs) != len(tokens):
+        return Output(error=f"vLLM gave {len(logprobs)} logprobs for {len(tokens)} tokens")
+    if not all(map(math.isfinite, logprobs)):
+        return Output(error=NOT_FINITE)
+    runs = version_runs(completion.weight_versions or (), keep_before)
+    count = sum(number for _, number in runs)
+    if count < len(tokens):
+        if keep_before is None:
+            return Output(error=f"vLLM knows the weights of {count} of {len(tokens)} tokens")
+        tokens, logprobs, reason = tokens[:count], logprobs[:count], "abort"
+    if temperature == 0:
+        logprobs = [0.0] * len(tokens)
+    return Output(tokens, logprobs, runs, reason, cached or 0, reshaped=[True] * len(tokens) if reshaped else ())
+
+
+def top_rows(rows: Sequence[Any], k: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+    """The k likeliest tokens at each position, falling, (n, k) each, from vLLM's rows of token to Logprob."""
+    ids = np.zeros((len(rows), k), np.int32)
+    logprobs = np.zeros((len(rows), k), np.float32)
+    for index, row in enumerate(rows):
+        best = sorted(row.items(), key=lambda item: -item[1].logprob)[:k]
+        ids[index] = [token for token, _ in best]
+        logprobs[index] = [each.logprob for _, each in best]
+    return ids, logprobs

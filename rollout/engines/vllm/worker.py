@@ -1,0 +1,119 @@
+"""What runs inside vLLM's worker processes: a backend of its weight-transfer API that reads the shared weights.
+
+vLLM imports this module in every worker, for it is named as worker extension, before the model is made.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers import utils as layer_utils
+from vllm.platforms import current_platform
+
+from rollout.engines.vllm.store import OWNER, Layout, map_shared
+
+BACKEND: Final = "rlearner"
+EXTENSION: Final = "rollout.engines.vllm.worker.Extension"
+
+
+class Extension:
+    """Methods that vLLM adds to its worker."""
+
+    model_runner: Any
+
+    def wipe_kv_cache(self) -> None:
+        """Zero the KV cache: a NaN in a block outlives it, for attention multiplies what it masks by zero."""
+        for cache in self.model_runner.kv_caches:
+            for tensor in cache if isinstance(cache, (list, tuple)) else [cache]:
+                tensor.zero_()
+
+
+@dataclass
+class SharedInit(WeightTransferInitInfo):  # type: ignore[misc]
+    """Where the weights lie, see ``SharedWeights``."""
+
+    path: str
+    size_bytes: int
+    layout: Layout
+
+
+@dataclass
+class SharedUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """Nothing to say: the bytes are in place."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+class SharedMemoryEngine(WeightTransferEngine[SharedInit, SharedUpdate]):  # type: ignore[misc]
+    """Loads what stands in the shared buffer whenever it is told that this has changed."""
+
+    init_info_cls = SharedInit
+    update_info_cls = SharedUpdate
+    _tensors: dict[str, torch.Tensor] | None = None
+
+    def init_transfer_engine(self, init_info: SharedInit) -> None:
+        self._tensors = map_shared(init_info.path, init_info.size_bytes, init_info.layout)
+
+    def start_weight_update(self) -> None:
+        if not current_platform.is_cpu():
+            from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+            initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.receive_weights(self.parse_update_info(update_info))
+        if not current_platform.is_cpu():
+            torch.accelerator.synchronize()
+
+    @torch.no_grad()
+    def receive_weights(self, update_info: SharedUpdate) -> None:
+        if self._tensors is None:
+            raise RuntimeError("the shared weights were not opened")
+        loaded = self.model.load_weights(iter(self._tensors.items()))
+        if loaded is not None and (missed := sorted(dict(self.model.named_parameters()).keys() - loaded)):
+            raise ValueError(f"the weights set {len(loaded)} of vLLM's parameters and miss {len(missed)}, the first is {missed[0]}")
+
+    def finish_weight_update(self) -> None:
+        if not current_platform.is_cpu():
+            from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+            finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        self._tensors = None
+
+
+def _end_with(pid: int) -> None:
+    """Kill this worker, and with it vLLM's other processes, when the server is gone, however it ended, or they would keep its memory."""
+    try:
+        owner = os.pidfd_open(pid)
+    except ProcessLookupError:
+        os._exit(1)
+
+    def watch() -> None:
+        select.select([owner], [], [])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="owner", daemon=True).start()
+
+
+def _plain_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
+    """Multiply by the weight as it is. vLLM's own choice on the CPU packs it once and forgets the original, so that an update would
+    be refused, or, with tied embeddings, silently leave the old output layer."""
+    layer.cpu_linear = lambda x, weight, bias: torch.nn.functional.linear(x, weight, bias)  # type: ignore[assignment]
+
+
+if os.environ.get(OWNER, str(os.getpid())) != str(os.getpid()):  # at import: a server may die while vLLM starts
+    _end_with(int(os.environ[OWNER]))
+if current_platform.is_cpu():
+    layer_utils.dispatch_cpu_unquantized_gemm = _plain_linear
+if BACKEND not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryEngine)

@@ -1,0 +1,28 @@
+"""What can be said about this role's part of a configuration on a machine, before anything starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from broker.settings.preflight import Finding
+from rollout.config import RolloutSection
+from rollout.engines.args import OpenAIArgs
+from text import hub
+
+
+def look(config: dict[str, Any]) -> list[Finding]:
+    """Models named as on the hub, and the endpoint that the engine ``openai`` forwards to; its server ends where that is not there.
+
+    Args:
+        config: validated.
+    """
+    section = RolloutSection.model_validate(config.get("rollout") or {})
+    paths = {"model.path": (config.get("model") or {}).get("path"), "rollout.model_path": section.model_path}
+    models = [finding for key, path in paths.items() if path is not None for finding in hub.look(path, key)]
+    if section.engine != "openai":
+        return models
+    args = OpenAIArgs.model_validate(section.engine_args)
+    from text.openai.look import look
+
+    named = "api_key_env" in args.model_fields_set
+    return [*models, look("rollout.engine_args", args.base_url, args.api_key_env, named=named, needed=True)]
