@@ -31,11 +31,12 @@ def load(path: str, overrides: Sequence[str] = (), *, of_run: Callable[[Config],
     ``algorithm=<name>`` puts the preset ``configs/algorithm/<name>.yaml`` in the section's place; overrides after it change the preset.
 
     Raises:
-        UserError: missing or malformed file, override that is no key=value.
+        UserError: missing or malformed file, an override that is not ``key=value``, a key that is overridden twice.
     """
     config = _read(_find(path), ())
     if (Path(path) / RUN_CONFIG).is_file():
         config = OmegaConf.create(of_run(_renamed(config, Path(path).resolve())))
+    _refuse_repeated(overrides)
     for override in overrides:
         _override(config, override)
     try:
@@ -81,7 +82,12 @@ def _read(path: Path, inheriting: tuple[Path, ...]) -> DictConfig:
         own = OmegaConf.create(_placed(OmegaConf.to_container(OmegaConf.load(path), resolve=False), str(path.parent)))
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise UserError(f"{path}:{line}: not valid YAML: {error.problem}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not valid YAML: byte {error.start} is not UTF-8") from None
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise UserError(f"{path}: {_one_line(error)}") from None
     if not isinstance(own, DictConfig):
         raise UserError(f"{path}: expected a mapping of sections at the top")
@@ -115,8 +121,9 @@ def _check_keys(path: Path, node: yaml.Node | None, where: str) -> None:
     first: dict[str, int] = {}
     for key, value in node.value:
         name, line = f"{where}.{key.value}".lstrip("."), key.start_mark.line + 1
-        if first.setdefault(name, line) != line:
+        if name in first:
             raise UserError(f"{path}:{line}: {name} is given twice, first in line {first[name]}; keep one of them")
+        first[name] = line
         if isinstance(value, yaml.ScalarNode) and value.style is None and not value.value:
             raise UserError(f"{path}:{line}: {name} has no value; give one, write null, or remove the key")
         _check_keys(path, value, name)
@@ -138,6 +145,13 @@ def _merge(base: DictConfig, top: DictConfig, path: Path) -> DictConfig:
         raise UserError(f"{path}: {_one_line(error)}") from None
     assert isinstance(merged, DictConfig)
     return merged
+
+
+def _refuse_repeated(overrides: Sequence[str]) -> None:
+    given: dict[str, str] = {}
+    for override in overrides:
+        if (first := given.setdefault(override.partition("=")[0], override)) is not override:
+            raise UserError(f"{first!r} and {override!r} set the same key; keep one of them")
 
 
 def _override(config: DictConfig, override: str) -> None:

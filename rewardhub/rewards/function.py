@@ -92,7 +92,7 @@ def _resolve(name: str, key: str) -> Any:
     except ConfigError as error:
         raise ConfigError(f"{key}.name", name, error.allowed) from None
     if not callable(found):
-        raise ConfigError(f"{key}.name", name, f"it must be a function or a class, that is a {type(found).__name__}")
+        raise ConfigError(f"{key}.name", name, f"expected a function or a class, found an object of type {type(found).__name__}")
     if inspect.isclass(found):
         check_method(f"{key}.name", name, found, "score", ("sample",))
     return found

@@ -44,7 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
             return 0
         if found := await asyncio.to_thread(settled, config):
             print(f"on this machine: {' '.join(found)}", flush=True)
-            arguments.overrides += found
+            keys = {one.partition("=")[0] for one in found}
+            arguments.overrides = [*(one for one in arguments.overrides if one.partition("=")[0] not in keys), *found]
             config = read(arguments.overrides)
         await asyncio.to_thread(refuse_fleet, config)
         overrides = [o for o in arguments.overrides if not o.startswith("run.name=")]

@@ -29,7 +29,7 @@ from broker.settings.runspec import section
 from learner.checkpoints.checkpoint import newest
 from learner.config import EvalSection, TrainSection
 from learner.continuing import refuse
-from learner.prepare import nothing_left, run_folder
+from learner.prepare import nothing_left, refuse_fewer_steps, run_folder
 from learner.run_folder import STORE, noted_epoch
 from rlearner.ops.going_on import going_on
 from rlearner.ops.leftovers import removed_on_failure
@@ -48,7 +48,7 @@ async def is_completed(config: dict[str, Any]) -> bool:
     """Whether all steps of the run are made, which is said then; to be asked before anything is written.
 
     Raises:
-        UserError: the run is live, or only another broker has its streams.
+        UserError: the run is live, has made more steps than that, or only another broker has its streams.
     """
     run_folder(config)  # refuses what can be none
     run, folder = _where(config)
@@ -56,6 +56,7 @@ async def is_completed(config: dict[str, Any]) -> bool:
     if made is not None and made.step == steps:
         print(f"{nothing_left(run, steps)}\n{going_on(config)}", end="", flush=True)
         return True
+    refuse_fewer_steps(folder, run, steps)
     await refuse_elsewhere(folder, run)
     return False
 
@@ -99,7 +100,8 @@ async def _up(config: dict[str, Any], run: str, folder: Path, arguments: list[st
         fleet = Fleet(logs, {"RL_BROKER": broker.url, "RL_RUN": run})
         stop.at_once.append(fleet.kill)
         try:
-            learner = fleet.add("learner", "rlearner.cli", ["start", *arguments, f"broker.store_max_gib={most_gib}"])
+            limit = [] if settings.store_max_gib else [f"broker.store_max_gib={most_gib}"]
+            learner = fleet.add("learner", "rlearner.cli", ["start", *arguments, *limit])
             fleet.add("rollout-server", "rollout.cli", ["--id", "rollout-1"])
             fleet.add("envhub", "envhub.cli", ["--id", "envhub-1"])
             fleet.add("rewardhub", "rewardhub.cli", ["--id", "rewardhub-1"])

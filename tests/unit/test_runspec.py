@@ -74,6 +74,7 @@ def test_shipped_configurations_are_found_from_anywhere(tmp_path: Path, monkeypa
     [
         ("train:\n  lr: 1\n  steps: 4\n  lr: 2\n", "x.yaml:4: train.lr is given twice, first in line 2; keep one of them"),
         ("train: {lr: 1}\nrun: {seed: 1}\ntrain: {lr: 1}\n", "x.yaml:3: train is given twice, first in line 1; keep one of them"),
+        ("train: {lr: 1, lr: 1}\n", "x.yaml:1: train.lr is given twice, first in line 1; keep one of them"),
         ("train:\n  lr:\n  steps: 4\n", "x.yaml:2: train.lr has no value; give one, write null, or remove the key"),
         ("run: {seed: 1}\ntrain:\n  # lr: 1\n", "x.yaml:2: train has no value; give one, write null, or remove the key"),
         ("a:\n- b: 1\n- c:\n", "x.yaml:3: a.1.c has no value; give one, write null, or remove the key"),
@@ -106,7 +107,9 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("train: {steps: 1\n", "while parsing a flow mapping"),
+        ("train: {steps: 1\n", r"x\.yaml:2: not valid YAML: expected ',' or '}', but got '<stream end>'"),
+        ("train:\n\tsteps: 1\n", r"x\.yaml:2: not valid YAML: found character '\\t' that cannot start any token"),
+        ("run: {}\nhello world: a: b\n", r"x\.yaml:2: not valid YAML: mapping values are not allowed here"),
         ("- a\n- b\n", "expected a mapping of sections at the top"),
         ("train:\n  steps: ${nowhere}\n", "Interpolation key 'nowhere' not found"),
         ("train: 1\ntrain: 2\n", "train is given twice"),
@@ -121,6 +124,20 @@ def test_malformed_files_are_one_line(tmp_path: Path, text: str, says: str) -> N
         runspec.load(path)
     assert "x.yaml" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_bytes(b"run:\n  name: \xff\n")
+    with pytest.raises(UserError, match=r"x\.yaml: not valid YAML: byte 13 is not UTF-8"):
+        runspec.load(str(tmp_path / "x.yaml"))
+
+
+def test_a_key_that_is_overridden_twice_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, "x.yaml", "run: {seed: 5}\n")
+    with pytest.raises(UserError) as caught:
+        runspec.load(path, ["train.steps=3", "run.seed=6", "train.steps=4"])
+    assert str(caught.value) == "'train.steps=3' and 'train.steps=4' set the same key; keep one of them"
+    assert runspec.load(path, ["train.a=1", "train.b=2"])["train"] == {"a": 1, "b": 2}
 
 
 @pytest.mark.parametrize("override", ["train.steps", "=5", "a b=1", ".x=1", "x.=1", "train.lr=[1"])

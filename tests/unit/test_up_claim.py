@@ -55,3 +55,11 @@ def test_a_run_of_another_broker_that_does_not_answer(tmp_path: Path, capsys: py
         f"go on with `rlearner start {folder} --broker {DEAD}` and the other processes by hand; "
         "if that has lost its store, --rebase goes on with the open tickets counted dead\n"
     )
+
+
+def test_a_run_that_has_made_more_steps_than_it_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = tmp_path / "a" / "checkpoints" / "step-000099" / "learner"
+    own.mkdir(parents=True)
+    (own / "learner.json").write_text('{"format": 1, "step": 99, "epoch": 1, "ledger": {"version": 99}}')
+    said = refused(tmp_path / "a", capsys)
+    assert said.startswith("error: train.steps: 40 is not allowed; run a has made 99 steps already: give the settings it was started with")
