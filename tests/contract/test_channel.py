@@ -385,12 +385,12 @@ def test_an_unknown_kind_lists_the_known() -> None:
 
 SERVER_PROGRAM = """
 import asyncio, sys
-from broker import channel
+from broker.channel import carriers
 async def hang(request):
     print("got", flush=True)
     await asyncio.sleep(600)
 async def main():
-    server = channel.serve("zmq", None, "s1")
+    server = carriers.serve("zmq", None, "s1")
     await server.start(hang, lambda request_id: None)
     print(server.address, flush=True)
     await asyncio.sleep(600)
