@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 
 TIMEOUTS_S: Final = (2.0, 3.0, 4.0)  # of one attempt; a request to a leader that has just died is never answered
 NO_JETSTREAM_AFTER_S: Final = 10.0
+CATCH_UP_S: Final = 30.0  # given to a replica that answers for a stream before it has caught up with the others
+CATCH_UP_PAUSE_S: Final = 0.5
 NO_STREAM: Final = 10059
 NO_MESSAGE: Final = 10037
 
@@ -99,8 +101,21 @@ async def find(link: Link, stream_name: str, *, seq: int | None = None, last_of:
     return Entry(int(found["seq"]), str(found["subject"]), headers or None, data, str(found.get("time", "")))
 
 
-async def bounds(link: Link, stream_name: str) -> tuple[int, int]:
-    """(first kept, last ever stored) sequence of a stream; (last + 1, last) when it is empty."""
-    state = (await ask(link, f"STREAM.INFO.{stream_name}"))["state"]
-    first, last = int(state["first_seq"]), int(state["last_seq"])
-    return (first, last) if state["messages"] else (last + 1, last)
+async def bounds(link: Link, stream_name: str, *, known: int = 0) -> tuple[int, int]:
+    """Return the (first kept, last ever stored) sequence of a stream; (last + 1, last) when it is empty.
+
+    Args:
+        known: a sequence that was stored. Where a stream of several replicas ends before it, a server that comes back from a
+            partition may be answering for the others; it is asked again for up to ``CATCH_UP_S`` seconds. A stream of one replica
+            has lost what it does not have.
+    """
+    started = time.monotonic()
+    while True:
+        answer = await ask(link, f"STREAM.INFO.{stream_name}")
+        state = answer["state"]
+        first, last = int(state["first_seq"]), int(state["last_seq"])
+        replicas = int(answer.get("config", {}).get("num_replicas", 1))
+        if last >= known or replicas < 2 or time.monotonic() - started > CATCH_UP_S:
+            return (first, last) if state["messages"] else (last + 1, last)
+        log.warning("%s ends at %d on the server that answers, but %d was stored; asking again", stream_name, last, known)
+        await asyncio.sleep(CATCH_UP_PAUSE_S)

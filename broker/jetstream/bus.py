@@ -176,9 +176,13 @@ class Bus:
         """Sequence of the oldest message kept; one past the newest when there is none."""
         return (await bounds(self.link, stream.stream_name(self.run)))[0]
 
-    async def bounds(self, stream: Stream) -> tuple[int, int]:
-        """Sequences of the oldest message kept and of the newest ever stored, of one moment; (last + 1, last) when there is none."""
-        return await bounds(self.link, stream.stream_name(self.run))
+    async def bounds(self, stream: Stream, *, known: int = 0) -> tuple[int, int]:
+        """Return the oldest kept and the newest ever stored sequence, of one moment; (last + 1, last) when there is none.
+
+        Args:
+            known: a sequence that was stored; replicas that have not caught up with it are waited for, see ``api.bounds``.
+        """
+        return await bounds(self.link, stream.stream_name(self.run), known=known)
 
     async def missing(self, stream: Stream, seqs: Collection[int]) -> set[int]:
         """Return those of these sequences that were stored and are not kept any more."""
@@ -277,7 +281,7 @@ class Bus:
         following = max(start_seq, 1)
 
         async def start() -> dict[str, Any]:
-            first, last = await bounds(self.link, name)
+            first, last = await bounds(self.link, name, known=following - 1)
             if last < following - 1:
                 raise LostState(f"{name} ends at {last}, but {following - 1} had been read from it; the broker lost its store")
             if first > following and not stream.max_bytes:

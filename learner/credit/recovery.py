@@ -85,8 +85,9 @@ class Recovery:
             LostState: the broker remembers less than the learner, and ``rebase`` was not asked for; names both numbers. Or the log was
                 trimmed behind a checkpoint that is gone, which no rebase can repair.
         """
-        first, last = await self._bus.first_seq(SAMPLES), await self._bus.last_seq(SAMPLES)
-        tickets, position = await self._bus.last_seq(TICKETS), self._ledger.state.position
+        position = self._ledger.state.position
+        first, last = await self._bus.bounds(SAMPLES, known=max(position, self._known.consumed))
+        tickets = await self._bus.last_seq(TICKETS)
         if last >= position and first > position + 1:
             raise LostState(
                 f"the broker's samples begin at record {first}, but record {position + 1} is still to be read: the run has made "
