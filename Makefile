@@ -4,7 +4,7 @@ BIN := .venv/bin
 TORCH ?= torch==2.13.0+cpu
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c requirements/constraints.txt
 
-.PHONY: setup check test test-fast test-options test-frameworks test-vllm vllm-env test-peers test-deepspeed test-megatron chaos quickstart bench bubblewrap clean
+.PHONY: setup check test test-fast test-options test-frameworks test-vllm vllm-env test-peers test-deepspeed test-megatron chaos quickstart bench bubblewrap docs clean
 
 setup: .venv/ready
 
@@ -101,5 +101,14 @@ quickstart: setup
 bench: setup
 	for name in codec bus engine weights; do $(BIN)/python -m bench.$$name || exit 1; done
 
+# The documentation site, in site/: a broken link fails. It has an environment of its own and reads sources without importing them.
+docs: .venv-docs/ready
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+
+.venv-docs/ready: requirements/docs.txt
+	@test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
+	@.venv-docs/bin/pip --disable-pip-version-check install --quiet -r requirements/docs.txt
+	@touch .venv-docs/ready
+
 clean:
-	rm -rf .venv .venv-vllm .venv-frameworks build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf site .venv .venv-docs .venv-vllm .venv-frameworks build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
