@@ -103,7 +103,7 @@ bench: setup
 
 # The documentation site, in site/: a broken link fails. It has an environment of its own and reads sources without importing them.
 docs: .venv-docs/ready
-	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 
 .venv-docs/ready: requirements/docs.txt
 	@test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
