@@ -31,12 +31,11 @@ def load(path: str, overrides: Sequence[str] = (), *, of_run: Callable[[Config],
     ``algorithm=<name>`` puts the preset ``configs/algorithm/<name>.yaml`` in the section's place; overrides after it change the preset.
 
     Raises:
-        UserError: missing or malformed file, an override that is not ``key=value``, a key that is overridden twice.
+        UserError: missing or malformed file, an override that is not ``key=value``.
     """
     config = _read(_find(path), ())
     if (Path(path) / RUN_CONFIG).is_file():
         config = OmegaConf.create(of_run(_renamed(config, Path(path).resolve())))
-    _refuse_repeated(overrides)
     for override in overrides:
         _override(config, override)
     try:
@@ -145,13 +144,6 @@ def _merge(base: DictConfig, top: DictConfig, path: Path) -> DictConfig:
         raise UserError(f"{path}: {_one_line(error)}") from None
     assert isinstance(merged, DictConfig)
     return merged
-
-
-def _refuse_repeated(overrides: Sequence[str]) -> None:
-    given: dict[str, str] = {}
-    for override in overrides:
-        if (first := given.setdefault(override.partition("=")[0], override)) is not override:
-            raise UserError(f"{first!r} and {override!r} set the same key; keep one of them")
 
 
 def _override(config: DictConfig, override: str) -> None:
