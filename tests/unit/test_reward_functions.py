@@ -89,7 +89,10 @@ def test_a_dotted_path(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"name": "nowhere/f.py:score"}, "domains.qa.rewards.0.name: 'nowhere/f.py:score' is not allowed; there is no file nowhere/f.py"),
         ({"name": "no_such_pkg:score"}, "domains.qa.rewards.0.name: 'no_such_pkg:score' is not allowed; there is no module 'no_such_pkg'"),
         ({"name": f"{HERE}:absent"}, f"domains.qa.rewards.0.name: '{HERE}:absent' is not allowed; {HERE} has no 'absent'"),
-        ({"name": f"{HERE}:not_callable"}, f"domains.qa.rewards.0.name: '{HERE}:not_callable' is not allowed; it must be a function or"),
+        (
+            {"name": f"{HERE}:not_callable"},
+            f"domains.qa.rewards.0.name: '{HERE}:not_callable' is not allowed; expected a function or a class, found an object of type int",
+        ),
         ({"name": f"{HERE}:NoScore"}, f"domains.qa.rewards.0.name: '{HERE}:NoScore' is not allowed; class NoScore (reward_functions.py:"),
         ({"name": f"{HERE}:scaled"}, "domains.qa.rewards.0.args: {} is not allowed; scaled(sample: 'Any', *, factor: 'float', offset"),
         (
