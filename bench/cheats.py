@@ -21,7 +21,7 @@ from broker.errors import UserError
 from rewardhub.rewards.base import Sample
 from rewardhub.rewards.code import Code, CodeArgs
 from rewardhub.rewards.code_tests import Statements, parse
-from sandbox import Limits, Sandbox
+from rlearner_sandbox import Limits, Sandbox
 
 FORMS: Final = ("asserts", "test_file", "calls", "pairs")
 LIMITS: Final[dict[str, Any]] = {"timeout_s": 20.0, "cpu_s": 2, "memory_mib": 512}

@@ -28,11 +28,11 @@ import transformers
 from transformers.generation import ContinuousBatchingConfig
 
 from broker.contract import wire
+from rlearner_text.config import TinyModel
+from rlearner_text.tiny import build_tiny
 from rollout.config import RolloutSection
 from rollout.engines.base import EngineConfig
 from rollout.engines.hf.engine import HFEngine
-from text.config import TinyModel
-from text.tiny import build_tiny
 
 Requests = list[tuple[list[int], int]]  # prompt, output length
 

@@ -34,7 +34,7 @@ from broker.channel import carriers
 from broker.contract import wire
 from broker.errors import UserError
 from broker.jetstream.bus import Bus
-from broker.runtime.children import spawn
+from broker.system.children import spawn
 
 QUICK: Final = ((1, 0.1), (8, 0.1), (32, 0.1), (128, 0.1))  # (n, latency in seconds)
 FULL: Final = (*QUICK, (512, 0.1), (4096, 1.0))

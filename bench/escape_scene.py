@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from sandbox import Sandbox
-from sandbox.command import Limits, python
+from rlearner_sandbox import Sandbox
+from rlearner_sandbox.command import Limits, python
 
 SECRET: Final = "a-secret-of-the-host-5261"
 GOT: Final = b"ESCAPED"

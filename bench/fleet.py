@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from broker.runtime.children import spawn
-from broker.runtime.entry import EXIT_STOPPED
 from broker.server.private_server import BrokerServer
+from broker.system.children import spawn
+from broker.system.entry import EXIT_STOPPED
 
 RESTART_AFTER_S: Final = 0.5
 LOOK_EVERY_S: Final = 0.05

@@ -22,14 +22,14 @@ from bench.slow_server import SlowServer
 from broker.contract import wire
 from broker.contract.streams import MEMBERS, SAMPLES, TICKETS
 from broker.jetstream.bus import Bus
-from broker.runtime.children import spawn
 from broker.server.private_server import BrokerServer
 from broker.settings import runspec
+from broker.system.children import spawn
 from envhub.envs.base import StepResult
 from envhub.envs.games.frozenlake import FrozenLake, FrozenLakeArgs
-from text.config import TinyModel
-from text.tiny import build_tiny
-from text.tokenizer import Tokenizer
+from rlearner_text.config import TinyModel
+from rlearner_text.tiny import build_tiny
+from rlearner_text.tokenizer import Tokenizer
 
 AHEAD: Final = 2  # times the hub's size in episodes that wait as tickets
 JOIN_S: Final = 120.0  # for the hub to begin

@@ -17,7 +17,7 @@ import numpy as np
 from learner.algorithm.samples import TrainSample
 from learner.backends.torch import TorchBackend
 from learner.config import AlgorithmSection, TrainSection
-from text.config import ModelSection
+from rlearner_text.config import ModelSection
 
 _VOCABULARY: Final = 64
 

@@ -16,8 +16,8 @@ from bench.fleet import Child, Fleet
 from bench.netns import MONITOR_PORT, Network, broker_configuration
 from broker.contract import wire
 from broker.jetstream.bus import Bus
-from broker.runtime.children import spawn
 from broker.server.private_server import HEADROOM_BYTES, find_binary
+from broker.system.children import spawn
 
 PORT: Final = 4222
 CLUSTER_PORT: Final = 6222

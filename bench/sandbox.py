@@ -21,8 +21,8 @@ from collections.abc import Callable
 from bench.escape_scene import LIMITS, scene
 from bench.escapes import ESCAPES
 from broker.errors import UserError
-from sandbox import Sandbox
-from sandbox.command import ENVIRONMENT, python
+from rlearner_sandbox import Sandbox
+from rlearner_sandbox.command import ENVIRONMENT, python
 
 
 def bare() -> None:

@@ -35,11 +35,11 @@ from broker.channel import carriers
 from broker.channel.carriers import ChannelClient
 from broker.contract import wire
 from broker.jetstream.bus import Bus
-from broker.runtime.children import spawn
-from broker.runtime.entry import EXIT_USER_ERROR
 from broker.runtime.presence import Roster
 from broker.server.private_server import BrokerServer
 from broker.settings import runspec
+from broker.system.children import spawn
+from broker.system.entry import EXIT_USER_ERROR
 
 START_S: Final = 600.0
 CONTEXT: Final = 512

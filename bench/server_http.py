@@ -12,8 +12,8 @@ import aiohttp
 import msgspec
 
 from broker.contract import wire
-from text.config import TinyModel
-from text.tiny import _write_tokenizer
+from rlearner_text.config import TinyModel
+from rlearner_text.tiny import _write_tokenizer
 
 KEY: Final = "the-key-of-this-benchmark"
 _SAID: Final = re.compile(r"API at (\S+),")

@@ -9,9 +9,9 @@ import time
 
 from broker.contract import wire
 from learner.backends.torch import TorchBackend
+from rlearner_text.openai.pieces import Tap
 from rollout.engines.base import Output
 from rollout.engines.hf.engine import HFEngine
-from text.openai.pieces import Tap
 
 STEP_S = float(os.environ.get("RL_SIMULATED_STEP_S", "3"))
 TURN_S = float(os.environ.get("RL_SIMULATED_TURN_S", "1"))

@@ -16,7 +16,7 @@ from broker.channel.zmq_socket import LoopSocket
 from broker.contract import wire
 from broker.jetstream.bus import Bus
 from broker.runtime.announce import Announcer
-from text.tokenizer import Tokenizer
+from rlearner_text.tokenizer import Tokenizer
 
 JITTER: Final = 0.1  # share of the latency by which an answer may come earlier or later
 END: Final = "<|im_end|>"
@@ -112,5 +112,5 @@ class SlowServer:
         )
 
     def _presence(self) -> wire.Presence:
-        common: dict[str, Any] = {"role": "rollout", "host": "bench", "pid": os.getpid(), "state": "serving", "policy": "actor"}
+        common: dict[str, Any] = {"role": "rollout", "host": "bench", "pid": os.getpid(), "state": "serving", "policy": wire.ACTOR}
         return wire.Presence(id="bench-server", address=self.address, channel="zmq", epoch=1, policy_version=0, slots=MANY_SLOTS, **common)

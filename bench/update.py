@@ -42,7 +42,7 @@ from bench.server import Served, serving
 from bench.update_bare import Movers
 from broker.contract import wire
 from broker.jetstream.bus import Bus
-from broker.nats.core_messages import watch_metrics
+from broker.jetstream.core_messages import watch_metrics
 from broker.weights.memory.staging import plan_of
 from broker.weights.probe import make_probe
 from broker.weights.sender.send import Sender

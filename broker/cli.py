@@ -10,17 +10,16 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, get_args, get_type_hints
 
-from broker import operations
 from broker.contract import wire
 from broker.errors import UserError
-from broker.jetstream import dead_letters
 from broker.jetstream.bus import Bus
+from broker.operations import dead_letters, runs
 from broker.runtime import process
-from broker.runtime.entry import enter
 from broker.runtime.process import Stop
 from broker.server.private_server import BrokerServer, Cluster
 from broker.server.server_supervisor import Keeper
 from broker.settings.arguments import Parser, complete, natural, port, positive
+from broker.system.entry import enter
 
 LOOK_EVERY_S: Final = 0.5
 DEADLINE_S: Final = 2.0  # for a broker to answer an operator
@@ -70,12 +69,12 @@ def parser() -> argparse.ArgumentParser:
     serve.set_defaults(body=_serve)
 
     status = commands.add_parser("status", help="the runs on a broker, their processes and what is in their streams")
-    _add_operator_options(status, operations.status)
+    _add_operator_options(status, runs.status)
 
     control = commands.add_parser("control", help="what every process of a run follows")
     control.add_argument("state", choices=STATES, help="what the run is to be")
     control.add_argument("--reason", default="", help="one line that the processes log")
-    _add_operator_options(control, operations.control)
+    _add_operator_options(control, runs.control)
 
     dead = commands.add_parser("dead", help="messages that nobody could use").add_subparsers(dest="dead", required=True, metavar="COMMAND")
     _add_operator_options(dead.add_parser("list", help="one line each"), dead_letters.list_letters)

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from broker.runtime.entry import enter
 from broker.settings.arguments import Parser, add_config, complete, count, natural, share, tokens
+from broker.system.entry import enter
 
 EPILOG = """also:
   envhub demos CONFIG    write demonstrations of an imperfect solver for a warm start

@@ -87,7 +87,7 @@ def num_eval_tasks(config: dict[str, Any]) -> int:
 
 
 def _check_numbers(domain: Domain, config: dict[str, Any]) -> None:
-    from envhub.agents.env import Agent, check_section
+    from envhub.envs.agent import Agent, check_section
 
     section, key = domain.section, f"domains.{domain.name}"
     if section.min_group_size is not None and section.min_group_size > section.group_size:

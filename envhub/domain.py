@@ -13,11 +13,10 @@ from broker.settings.config import DomainSection, Section, takes_steps
 from broker.settings.registry import check_method, resolve
 from broker.settings.runspec import domains as sections
 from broker.settings.sections import parse
-from envhub.agents import AGENTS
-from envhub.agents.env import Agent
-from envhub.envs import ENVS
+from envhub.context import Memory, StepContext, load_memory
+from envhub.envs import AGENTS, ENVS
+from envhub.envs.agent import Agent
 from envhub.envs.base import Environment, Isolation, Split
-from envhub.episodes.context import Memory, StepContext, load_memory
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from broker.settings.preflight import Finding
-from envhub.agents.env import PYTHON, Agent, AgentArgs
 from envhub.agents.imports import imported, missing
 from envhub.domain import load_domains
+from envhub.envs.agent import PYTHON, Agent, AgentArgs
 
 
 def look(config: dict[str, Any]) -> list[Finding]:

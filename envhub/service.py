@@ -23,29 +23,29 @@ from broker.contract.streams import EVALTICKETS, TICKETS, Stream
 from broker.errors import ConfigError, RlearnerError, UserError
 from broker.jetstream.bus import Delivery
 from broker.runtime.process import Member, Stop, join
-from broker.runtime.process_identity import this_process
 from broker.runtime.work_health import Health
-from broker.runtime.workers.fault import Traces
 from broker.settings.config import BrokerSection
 from broker.settings.runspec import section
 from broker.settings.timeouts import seconds
+from broker.system.process_identity import this_process
+from broker.system.workers.fault import Traces
 from envhub.config import EnvhubSection
 from envhub.domain import Domain, load_domains
-from envhub.episodes.calls import Calls
 from envhub.episodes.rerun import Reruns
 from envhub.episodes.runners import Limits, Players
-from envhub.episodes.task import EpisodeFailed
 from envhub.episodes.trial import trial
+from envhub.scheduling.slots import OF_THE_HOST, Abort, Action, Close, Finish, HandBack, Slots, Start
 from envhub.servers.generate import Generator
 from envhub.servers.servers import Servers
-from envhub.slots import OF_THE_HOST, Abort, Action, Close, Finish, HandBack, Slots, Start
 from envhub.tally import Tally
+from envhub.task import EpisodeFailed
 from envhub.tickets.assignment import assignment, task
 from envhub.tickets.attempts import Attempts
 from envhub.tickets.feed import Feed, Turnstile
 from envhub.tickets.outbox import InHand, Outbox
+from envhub.workers.calls import Calls
 from envhub.workers.worker_pool import Nurseries
-from text.tokenizer import Tokenizer
+from rlearner_text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -165,7 +165,7 @@ class Hub:
         if self.member.spec is not self.spec:
             self._follow_spec()
         there = (*self.servers.all(), *self.servers.learners())
-        versions = [one.policy_version for one in there if one.policy == "actor" and one.epoch == epoch]
+        versions = [one.policy_version for one in there if one.policy == wire.ACTOR and one.epoch == epoch]
         self._perform(self.slots.advanced(max(versions, default=-1)))
         self._perform(self.slots.tick(time.monotonic(), idle=self.outbox.is_empty))
         if self._serves_someone(TICKETS) and not self.slots.draining:
@@ -229,7 +229,7 @@ class Hub:
     def _serves_someone(self, stream: Stream) -> bool:
         """Whether a queue's tickets can be worked on: a deadline should not run while no server is there."""
         policies = {one.policy for one in self.servers.all() if one.state == "serving"}
-        return "actor" in policies if stream is TICKETS else bool(policies)
+        return wire.ACTOR in policies if stream is TICKETS else bool(policies)
 
     def _ready(self, domain: str, stream: Stream) -> bool:
         """Whether tickets of a queue can be worked on here at present."""

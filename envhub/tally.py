@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 
-from envhub.episodes.task import Played
+from envhub.task import Played
 
 
 class Tally:

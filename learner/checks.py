@@ -9,8 +9,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from broker.contract.wire import ACTOR
 from broker.errors import ConfigError
-from learner.config import DeepspeedSection
 
 # What plug-ins that are functions are called with, for those of the user's own.
 CALLED_WITH: Final = {
@@ -42,10 +42,10 @@ def check(config: dict[str, Any]) -> None:
     check_groups(config)
     check_algorithm(config)
     _check_warm_start(config)
-    if config["eval"]["baseline"] == "actor":
-        raise ConfigError("eval.baseline", "actor", "that is the policy being trained; name another one, for example random")
+    if config["eval"]["baseline"] == ACTOR:
+        raise ConfigError("eval.baseline", ACTOR, "that is the policy being trained; name another one, for example random")
     against = config["eval"]["against"]
-    if "actor" in against or config["eval"]["baseline"] in against or len(set(against)) < len(against):
+    if ACTOR in against or config["eval"]["baseline"] in against or len(set(against)) < len(against):
         raise ConfigError("eval.against", against, "names of other policies than actor and eval.baseline, each once")
 
 
@@ -86,17 +86,17 @@ def check_name(key: str, kind: str, name: str, table: Mapping[str, str]) -> None
 
 
 def _check_model(config: dict[str, Any]) -> None:
-    from text.hub import is_local
-    from text.tiny import check_tiny
+    from rlearner_text.hub import is_local
+    from rlearner_text.tiny import check_tiny
 
     model = config["model"]
     if model["path"] is not None:
         if is_local(model["path"]):
-            from text.config import check_model_path
+            from rlearner_text.config import check_model_path
 
             check_model_path(model["path"])
         return
-    from text.config import TinyModel
+    from rlearner_text.config import TinyModel
 
     tiny = TinyModel.model_validate(model["tiny"])
     check_tiny(tiny)
@@ -111,6 +111,7 @@ def _check_model(config: dict[str, Any]) -> None:
 
 def _check_training(config: dict[str, Any]) -> None:
     from learner.backends import BACKENDS, KNOW, ONE_RANK
+    from learner.backends.section_checks import check_deepspeed, check_megatron
 
     train = config["train"]
     if train["ranks"] > 1 and train["backend"] in ONE_RANK:
@@ -180,32 +181,14 @@ def check_layers(lora: Mapping[str, Any] | None, model: Mapping[str, Any]) -> No
     Raises:
         ConfigError: it has none of a name.
     """
-    from text.hub import layer_names
-    from text.tiny import LAYERS
+    from rlearner_text.hub import layer_names
+    from rlearner_text.tiny import LAYERS
 
     if lora is None or lora["target_modules"] == "all-linear":
         return
     names = set(LAYERS) if model["path"] is None else layer_names(Path(model["path"]).expanduser())
     if odd := [name for name in lora["target_modules"] if names is not None and name not in names]:
         raise ConfigError("train.lora.target_modules", odd, f"names of this model's linear layers: {', '.join(sorted(names or ()))}")
-
-
-def check_deepspeed(train: Mapping[str, Any]) -> None:
-    """What a section ``train`` asks of DeepSpeed.
-
-    Raises:
-        ConfigError: it is not the backend, or asked for what the stage has not.
-    """
-    section = train["deepspeed"]
-    if train["backend"] != "deepspeed":
-        plain = DeepspeedSection().model_dump()
-        if odd := next((key for key in plain if section[key] != plain[key]), ""):
-            raise ConfigError(f"train.deepspeed.{odd}", section[odd], f"unset with train.backend {train['backend']}")
-        return
-    if section["offload_param"] and section["stage"] < 3:
-        raise ConfigError(
-            "train.deepspeed.offload_param", True, f"false with train.deepspeed.stage {section['stage']}: only stage 3 divides weights"
-        )
 
 
 def _all_but(few: Collection[str]) -> str:
@@ -215,30 +198,10 @@ def _all_but(few: Collection[str]) -> str:
     return f"{', '.join(names)} or {last}"
 
 
-def check_megatron(train: Mapping[str, Any]) -> None:
-    """What a section ``train`` asks of Megatron-core.
-
-    Raises:
-        ConfigError: it is not the backend, or the ranks cannot be divided so.
-    """
-    section = train["megatron"]
-    if train["backend"] != "megatron":
-        if odd := next((key for key, size in section.items() if size != 1), ""):
-            raise ConfigError(f"train.megatron.{odd}", section[odd], f"1 with train.backend {train['backend']}; more with megatron")
-        return
-    if train["lora"] and train["lora"]["dropout"]:
-        allowed = "0 with train.backend megatron, whose ranks divide a layer's inputs"
-        raise ConfigError("train.lora.dropout", train["lora"]["dropout"], allowed)
-    tensor, pipeline, ranks = section["tensor_parallel"], section["pipeline_parallel"], train["ranks"]
-    if ranks % (tensor * pipeline):
-        allowed = f"a multiple of train.megatron.tensor_parallel {tensor} times train.megatron.pipeline_parallel {pipeline}"
-        raise ConfigError("train.ranks", ranks, allowed)
-
-
 def _check_divided(model: Mapping[str, Any], section: Mapping[str, int]) -> None:
     """A model that is here, or will be made, is looked at now; another one when it is loaded."""
     from learner.backends.megatron.architecture import Sizes, refuse_name, refuse_sizes
-    from text.hub import is_local, read_json
+    from rlearner_text.hub import is_local, read_json
 
     if model["path"] is None:
         tiny = model["tiny"]

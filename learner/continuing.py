@@ -15,8 +15,8 @@ import yaml
 from broker.errors import ConfigError, UserError
 from learner.checkpoints import checkpoint
 from learner.run_folder import noted_epoch
-from text.hub import is_local, read_json, tokenizer_folder
-from text.tokenizer import Tokenizer
+from rlearner_text.hub import is_local, read_json, tokenizer_folder
+from rlearner_text.tokenizer import Tokenizer
 
 MODEL: Final = ("path", "seed", "tiny")  # keys of the section model that decide the first weights
 # Keys of config.json that decide the shapes of the weights, and what they mean; the last three are GPT-2's.

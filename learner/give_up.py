@@ -30,7 +30,7 @@ LEAST_WINDOW: Final = 32
 WORKED_TIMES: Final = 12
 LOOK_EVERY_S: Final = 1.0
 MAX_CHARS: Final = 400  # of a failure's detail
-PLACE: Final = re.compile(r"\([^()\s]+:\d+ in [^()]+\)")  # (file.py:88 in fn), see broker.runtime.workers.fault
+PLACE: Final = re.compile(r"\([^()\s]+:\d+ in [^()]+\)")  # (file.py:88 in fn), see broker.system.workers.fault
 
 
 class GiveUp:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from broker.errors import ConfigError, UserError
-from broker.runtime import gpus
+from broker.system import gpus
 
 SMI_TIMEOUT_S: Final = 20.0
 PATIENCE_S: Final = 10.0  # an ended learner's ranks may need seconds to give their memory back

@@ -13,7 +13,7 @@ from broker.contract import wire
 from broker.contract.streams import SAMPLES
 from broker.jetstream.bus import Bus, LogRecord
 from broker.runtime.process import Stop
-from learner.credit.consumer import Consumer
+from learner.consumer import Consumer
 from learner.credit.intake import Intake
 from learner.credit.ledger import Action, Forget, Issue, Ledger, Refuse
 from learner.credit.records import Records

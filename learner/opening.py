@@ -17,8 +17,8 @@ from learner.algorithm.advantages import ADVANTAGES
 from learner.backends import BACKENDS
 from learner.config import AlgorithmSection, TrainSection
 from learner.training import Training
-from text.config import ModelSection
-from text.library import import_transformers
+from rlearner_text.config import ModelSection
+from rlearner_text.library import import_transformers
 
 HEAVY: Final = ("transformers.models.auto.modeling_auto", "transformers.modeling_utils", "learner.reporting.trackers.tensorboard")
 

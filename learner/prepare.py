@@ -1,36 +1,28 @@
-"""What happens before the first version: the run's name and folder, the model, the warm start."""
+"""The name, folder and first model of a run."""
 
 from __future__ import annotations
 
 import logging
-import sys
-import threading
 import time
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any, Final
 
 import yaml
 
 from broker.errors import ConfigError, UserError
-from broker.runtime.children import spawn
-from broker.runtime.entry import EXIT_STOPPED
 from broker.settings.config import RunSection
 from broker.settings.registry import resolve
 from broker.settings.runspec import section
+from broker.system.entry import EXIT_STOPPED
 from learner.checkpoints import checkpoint
-from learner.config import TrainSection, WarmStartSection
-from text.config import ModelSection
+from learner.config import TrainSection
+from rlearner_text.config import ModelSection
 
 log = logging.getLogger(__name__)
 
 DATA_DIGESTS: Final = "envhub.config:data_digests"  # who reads the data knows which files they are
-Say = Callable[[str], None]
-
-
-class Interrupted(Exception):
-    """Asked to stop before the model was ready."""
+Say = Callable[[str], None]  # receives what is happening, for people
 
 
 def name_run(config: dict[str, Any], path: str) -> dict[str, Any]:
@@ -129,120 +121,22 @@ def data_digests(config: dict[str, Any]) -> dict[str, str]:
     return digests
 
 
-class Preparation:
-    """Makes the model that training starts from; blocking, meant for a thread.
+def base_model(model: ModelSection, folder: Path, say: Say) -> str:
+    """Return the folder or hub name of ``model.path``; without one, build ``model.tiny`` in the run's folder.
 
-    Args:
-        config: validated.
-        folder: of the run; ``config.yaml`` is written already.
-        say: told what is happening, for people.
-        make_warm_start: make the warm start where it is missing; not for a run whose checkpoint replaces its weights.
+    Raises:
+        UserError: if ``model.path`` is neither a model folder nor a hub name.
     """
+    if model.path is not None:
+        from rlearner_text.config import check_model_path
 
-    def __init__(self, config: dict[str, Any], folder: Path, say: Say, *, make_warm_start: bool = True) -> None:
-        self._config, self._folder, self._say, self._make_warm_start = config, folder, say, make_warm_start
-        self._model = section(config, "model", ModelSection)
-        self._warm = section(config, "warm_start", WarmStartSection)
-        self._run = section(config, "run", RunSection)
-        self._stopped = threading.Event()
+        check_model_path(model.path)
+        local = Path(model.path).expanduser()
+        return str(local.absolute()) if local.is_dir() else model.path
+    out = folder / "model"
+    if not (out / "config.json").exists():
+        say("building the model")
+        from rlearner_text.tiny import build_tiny
 
-    def stop(self) -> None:
-        """Give up soon; ``model_path`` raises Interrupted."""
-        self._stopped.set()
-
-    def model_path(self) -> str:
-        """Folder or hub name of the first weights; what an earlier life of this run left there is taken as it is.
-
-        Raises:
-            UserError: no such model, no demonstrations to be had, or a warm start that diverged.
-            Interrupted: asked to stop.
-        """
-        out = self._folder / "warm_start"
-        if (out / "config.json").exists() and (self._warm.steps or not self._make_warm_start):
-            return str(out)
-        path = self._base_model()
-        if not self._warm.steps:
-            return path
-        if not self._make_warm_start:
-            log.info("no warm start: the checkpoint that the run goes on from would replace its weights")
-            return path
-        # Importing torch takes seconds; they pass while the demonstrations are played in a process of their own.
-        importing = threading.Thread(target=import_module, args=("learner.offline.sft",), name="import-sft", daemon=True)
-        importing.start()
-        data = self._demonstrations()
-        importing.join()  # two threads that import transformers at once may find half of it
-        self._train(path, data, out)
-        return str(out)
-
-    def _base_model(self) -> str:
-        if self._model.path is not None:
-            from text.config import check_model_path
-
-            check_model_path(self._model.path)
-            local = Path(self._model.path).expanduser()
-            return str(local.absolute()) if local.is_dir() else self._model.path
-        out = self._folder / "model"
-        if not (out / "config.json").exists():
-            self._say("building the model")
-            from text.tiny import build_tiny
-
-            build_tiny(out, self._model.tiny, seed=self._model.seed, dtype=self._model.dtype)
-        return str(out)
-
-    def _demonstrations(self) -> str:
-        """The file that the warm start learns from."""
-        if self._warm.data is not None:
-            return self._warm.data
-        out, output = self._folder / "demos.jsonl", self._folder / "demos.log"
-        if out.exists():
-            return str(out)
-        self._say(f"playing {self._warm.episodes} demonstrations")
-        domain = ["--domain", self._warm.domain] if self._warm.domain else []
-        arguments = ["--episodes", str(self._warm.episodes), "--noise", str(self._warm.noise), "--seed", str(self._run.seed)]
-        command = [sys.executable, "-m", "envhub.cli", "demos", str(self._folder / "config.yaml"), *domain, *arguments, "--out", str(out)]
-        with output.open("wb") as file:
-            code = self._wait(command, file)
-        lines = output.read_text(errors="replace").splitlines()
-        if code == 2 and (errors := [line for line in lines if line.startswith("error: ")]):
-            raise UserError(errors[-1].removeprefix("error: "))
-        if code != 0:
-            raise UserError(f"envhub demos ended with exit code {code}: {lines[-1] if lines else 'no output'} (see {output})")
-        return str(out)
-
-    def _wait(self, command: list[str], output: IO[bytes]) -> int:
-        child = spawn(command, output)
-        while child.poll() is None:
-            if self._stopped.wait(0.05):
-                child.terminate()
-                child.wait()
-                raise Interrupted
-        return child.returncode
-
-    def _train(self, path: str, data: str, out: Path) -> None:
-        from learner.offline.sft import run_sft
-
-        train = section(self._config, "train", TrainSection)
-        self._say("warm start")
-
-        def on_step(step: int, values: dict[str, float]) -> None:
-            if self._stopped.is_set():
-                raise Interrupted
-            if step % 10 == 0 or step == self._warm.steps:
-                self._say(f"warm start, step {step} of {self._warm.steps}, loss {values['loss']:.3f}")
-
-        result = run_sft(
-            path,
-            data,
-            str(out),
-            steps=self._warm.steps,
-            batch_size=self._warm.batch_size,
-            lr=self._warm.lr,
-            seed=self._run.seed,
-            num_threads=train.num_threads,
-            on_step=on_step,
-            micro_batch_tokens=train.micro_batch_tokens,
-            dtype=self._model.dtype,
-            device=train.device,
-            trust_remote_code=self._model.trust_remote_code,
-        )
-        log.info("warm start: %d steps in %.1f s, loss %.3f", result["steps"], result["seconds"], result["loss"])
+        build_tiny(out, model.tiny, seed=model.seed, dtype=model.dtype)
+    return str(out)

@@ -16,8 +16,8 @@ from broker.errors import UserError
 from broker.jetstream.bus import Bus
 from broker.runtime.announce import member_key
 from broker.runtime.presence import SILENT_AFTER_S, TICK_S, Roster
-from broker.runtime.process_identity import has_ended, this_process
 from broker.settings.runspec import newest_epoch
+from broker.system.process_identity import has_ended, this_process
 from learner.reporting.status import ID
 from learner.run_folder import noted_epoch, noted_holder
 

@@ -15,10 +15,10 @@ import yaml
 from broker.errors import BrokerUnreachable, UserError
 from broker.jetstream.bus import Bus
 from broker.runtime import process
-from broker.runtime.locks import lock
 from broker.runtime.presence import census
 from broker.settings.arguments import positive
 from broker.settings.runspec import find_runs
+from broker.system.locks import lock
 
 ADDRESS: Final = "broker.url"
 EPOCH: Final = "epoch"
@@ -131,7 +131,7 @@ def note_epoch(folder: Path, epoch: int, holder: str) -> None:
     """Leave the newest epoch in the run's folder: the broker may lose its own note of it, and survivors of that know better.
 
     Args:
-        holder: the process that took it, see ``broker/runtime/process_identity.py``.
+        holder: the process that took it, see ``broker/system/process_identity.py``.
     """
     temporary = folder / f"{EPOCH}.new"
     with temporary.open("w", encoding="utf-8") as file:

@@ -15,12 +15,12 @@ from broker.contract.streams import RUNS, SAMPLES
 from broker.errors import ConfigError, Fenced, LostState, UserError
 from broker.jetstream.bus import Bus
 from broker.jetstream.stored_message import peek
-from broker.runtime import logs
 from broker.runtime.presence import Roster
 from broker.runtime.process import Member, Stop, Stopped, unless_stopped
-from broker.runtime.process_identity import this_process
 from broker.settings.config import BrokerSection
 from broker.settings.runspec import domains, section
+from broker.system import logs
+from broker.system.process_identity import this_process
 from learner.checkpoints import checkpoint
 from learner.config import AlgorithmSection, FailuresSection, TrainSection
 from learner.continuing import refuse, settings_of
@@ -31,14 +31,15 @@ from learner.credit.recovery import Recovery
 from learner.give_up import GiveUp, watch_hubs
 from learner.loop import Loop
 from learner.opening import begin_imports, open_training
-from learner.prepare import Interrupted, Preparation, data_digests, nothing_left, refuse_fewer_steps, run_folder, write_config
+from learner.prepare import data_digests, nothing_left, refuse_fewer_steps, run_folder, write_config
 from learner.reporting.missing_roles import roles, watch_company
 from learner.reporting.status import ID, Shown
 from learner.rivals import Rivals
 from learner.run_folder import note_broker, note_epoch, noted_epoch
 from learner.services import open_services, open_trackers
+from learner.warm_start import Interrupted, Preparation
 from learner.watch import Watch
-from text.config import ModelSection
+from rlearner_text.config import ModelSection
 
 if TYPE_CHECKING:
     from broker.weights.sender.send import Sender

@@ -13,7 +13,6 @@ from broker.runtime.process import Member, Stop
 from broker.settings.config import PRIVATE_STORE_GIB, BrokerSection
 from broker.settings.runspec import domains, section
 from broker.settings.timeouts import seconds
-from learner.checkpoints.disk_retry import Patience
 from learner.checkpoints.saver import Saver
 from learner.config import CheckpointSection, EvalSection, SamplesSection, TrackersSection, TrainSection
 from learner.credit.ledger import Ledger
@@ -21,6 +20,7 @@ from learner.credit.orphans import OrphanWatch
 from learner.credit.records import Records
 from learner.credit.store_gate import Gate
 from learner.credit.tickets import Issuer, Reaper
+from learner.disk_retry import Patience
 from learner.evaluation.evaluation import Evaluations
 from learner.evaluation.evaluator import Evaluator
 from learner.reporting.metrics_writer import Book

@@ -18,7 +18,7 @@ from typing import Final
 
 import psutil
 
-from broker.runtime.workers import limits
+from broker.system.workers import limits
 
 _HEADER: Final = struct.Struct("<I")
 _OK, _COSTLY, _FAILED = b"+", b"!", b"-"

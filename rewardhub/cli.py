@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from broker.runtime import process
-from broker.runtime.entry import enter
 from broker.settings.arguments import Parser, complete, count, names, tokens
+from broker.system.entry import enter
 
 EXAMPLES: Final = {"rewardhub": ["rewardhub --run quick", "rewardhub --rewards judge --workers 2"]}
 

@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 from broker.errors import RlearnerError
-from broker.runtime.workers import fault, limits, line
+from broker.system.workers import fault, limits, line
 from rewardhub import protocol
 from rewardhub.rewards import function
 from rewardhub.rewards.base import NoScore, ResponseFault, blamed, check_scored

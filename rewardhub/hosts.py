@@ -17,10 +17,10 @@ import msgspec
 import psutil
 
 from broker.errors import UserError
-from broker.runtime.workers import limits, line
-from broker.runtime.workers.output import Output
-from broker.runtime.workers.start import start
 from broker.settings.config import Reward
+from broker.system.workers import limits, line
+from broker.system.workers.output import Output
+from broker.system.workers.start import start
 from rewardhub import protocol
 from rewardhub.rewards import function
 from rewardhub.rewards.base import Sample, Scored

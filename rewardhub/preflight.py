@@ -23,7 +23,7 @@ def look(config: dict[str, Any]) -> list[Finding]:
     if not rewards:
         return []
     from rewardhub.rewards.judge import JudgeArgs
-    from text.openai.look import look
+    from rlearner_text.openai.look import look
 
     judges = [(key, JudgeArgs.model_validate(args)) for key, args in rewards]
     each = {(args.base_url, args.api_key_env): (key, args) for key, args in reversed(judges)}

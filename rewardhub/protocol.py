@@ -1,5 +1,5 @@
 """What a reward hub and its worker processes say to each other: MessagePack, never a pickle, in the frames of
-``broker.runtime.workers``."""
+``broker.system.workers``."""
 
 from __future__ import annotations
 

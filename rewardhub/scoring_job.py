@@ -10,8 +10,8 @@ from typing import Final
 import msgspec
 
 from broker.contract import wire
-from broker.runtime.workers.fault import Traces
 from broker.settings.config import DomainSection, Reward
+from broker.system.workers.fault import Traces
 from rewardhub.routing import Action, Ask, Close, Forward, Scoring, refusal, sample_of
 from rewardhub.scorers import Scorers
 from rewardhub.workers import NoWorker, ScoreFailed

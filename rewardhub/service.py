@@ -22,14 +22,14 @@ from broker.contract import wire
 from broker.contract.streams import EPISODES, RERUNS
 from broker.errors import TooLarge, UserError, WireError
 from broker.jetstream.bus import Delivery
+from broker.jetstream.core_messages import respond
 from broker.jetstream.pulling import fetch_unless
-from broker.nats.core_messages import respond
 from broker.nats.subscription import Subscribed
-from broker.runtime import gpus
 from broker.runtime.process import Member, Stop, join
 from broker.runtime.work_health import Health
 from broker.settings.config import Reward
 from broker.settings.runspec import domains, section
+from broker.system import gpus
 from rewardhub.config import RewardhubSection, all_pools, pools_of_kinds
 from rewardhub.routing import Close, Forward, Scoring, log_of, refusal
 from rewardhub.scorers import Scorers

@@ -13,7 +13,7 @@ from contextlib import closing
 import msgspec
 
 from broker.errors import ConfigError
-from broker.runtime.workers import fault, limits, line
+from broker.system.workers import fault, limits, line
 from rewardhub import protocol
 from rewardhub.rewards import function
 from rewardhub.rewards.base import NoScore, ResponseFault, Sample, Scored, blamed, check_scored

@@ -10,9 +10,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from broker.runtime import logs
-from broker.runtime.entry import EXIT_STOPPED, enter
 from broker.settings.arguments import Parser, add_config, complete, positive
+from broker.system import logs
+from broker.system.entry import EXIT_STOPPED, enter
 from rlearner import offline_cli as pipelines_cli
 from rlearner.doctor import cli as doctor_cli
 from rlearner.evaluate import cli as eval_cli
@@ -81,7 +81,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _complete(options: argparse.Namespace) -> int:
-    from broker.completion import shell_code
+    from broker.settings.completion import shell_code
 
     print(shell_code(options.shell))
     return 0

@@ -38,8 +38,8 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         UserError: bad input.
     """
-    from broker.runtime import logs
     from broker.settings.runspec import load
+    from broker.system import logs
     from learner.offline.config import validate
     from learner.prepare import name_run, run_folder
     from rlearner.doctor.lacking import of_learner, refuse

@@ -11,9 +11,9 @@ from typing import Final
 import numpy as np
 
 from broker.contract import wire
+from rlearner_text.openai.pieces import Piece, Tap, Top
+from rlearner_text.openai.problems import ENGINE_FAILED
 from rollout.engines.base import Engine, Output, TappedEngine
-from text.openai.pieces import Piece, Tap, Top
-from text.openai.problems import ENGINE_FAILED
 
 SEND_S: Final = 2.0  # for aborted requests to be answered with their partial output
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from broker.runtime import process
-from broker.runtime.entry import enter
 from broker.settings.arguments import Parser, complete, port
+from broker.system.entry import enter
 from rollout import service
 
 HTTP_PORT: Final = 8000

@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from broker.errors import ConfigError
+from rlearner_text.openai import keys
+from rlearner_text.openai.desk import Handle, Served
+from rlearner_text.openai.server import HttpServer
+from rlearner_text.tokenizer import Tokenizer
 from rollout.config import RolloutSection
 from rollout.engines.base import Engine, TappedEngine
-from text.openai import keys
-from text.openai.desk import Handle, Served
-from text.openai.server import HttpServer
-from text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 

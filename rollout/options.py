@@ -12,9 +12,10 @@ from yaml import YAMLError
 
 from broker.errors import UserError
 from broker.settings.sections import parse
-from rollout.config import RolloutSection, check, check_engine_name
-from text.config import check_model_path
-from text.hub import is_local
+from rlearner_text.config import check_model_path
+from rlearner_text.hub import is_local
+from rollout.checks import check, check_engine_name
+from rollout.config import RolloutSection
 
 
 def own_section(config: Mapping[str, Any], options: argparse.Namespace) -> RolloutSection:

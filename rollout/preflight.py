@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from broker.settings.preflight import Finding
+from rlearner_text import hub
 from rollout.config import RolloutSection
 from rollout.engines.args import OpenAIArgs
-from text import hub
 
 
 def look(config: dict[str, Any]) -> list[Finding]:
@@ -22,7 +22,7 @@ def look(config: dict[str, Any]) -> list[Finding]:
     if section.engine != "openai":
         return models
     args = OpenAIArgs.model_validate(section.engine_args)
-    from text.openai.look import look
+    from rlearner_text.openai.look import look
 
     named = "api_key_env" in args.model_fields_set
     return [*models, look("rollout.engine_args", args.base_url, args.api_key_env, named=named, needed=True)]

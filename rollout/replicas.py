@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from broker.errors import UserError
-from broker.runtime import gpus
-from broker.runtime.children import spawn
-from broker.runtime.entry import EXIT_USER_ERROR
 from broker.runtime.process import Stop
 from broker.settings.registry import resolve
+from broker.system import gpus
+from broker.system.children import spawn
+from broker.system.entry import EXIT_USER_ERROR
 from rollout.config import RolloutSection
 from rollout.engines import ENGINE_ARGS
 

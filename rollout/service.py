@@ -18,18 +18,20 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from broker.channel import carriers
 from broker.contract import wire
+from broker.contract.wire import ACTOR
 from broker.errors import UserError
-from broker.runtime import gpus, process
+from broker.runtime import process
 from broker.settings import registry, runspec
 from broker.settings.config import BrokerSection
+from broker.system import gpus
+from rlearner_text.config import check_model_path
 from rollout import replicas
 from rollout.answering import Answering
-from rollout.config import ACTOR, RolloutSection
+from rollout.config import RolloutSection
 from rollout.engines import ENGINES
 from rollout.engines.base import Engine, EngineConfig
 from rollout.meter import Meter
 from rollout.options import own_section, refuse
-from text.config import check_model_path
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -271,7 +273,7 @@ class Service:
         where = self._section.snapshot
         if where is None:
             return None
-        from text.openai import keys
+        from rlearner_text.openai import keys
 
         return Source(where, keys.find_key()[0] if is_url(where) else "")
 

@@ -12,7 +12,7 @@ from collections import Counter
 import pytest
 from _pytest.terminal import TerminalReporter
 
-from sandbox import NoSandbox, Sandbox
+from rlearner_sandbox import NoSandbox, Sandbox
 
 MARKER = "sandbox: runs programs under bubblewrap; skipped where that does not work"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from broker.errors import UserError
-from broker.runtime.gpus import existing
+from broker.system.gpus import existing
 
 # Dense bf16 multiply-adds a second, counted as two operations each, by the vendor's data sheets; the first name that is part of the
 # device's counts. Sparse figures, which are twice as large, are nowhere.
@@ -106,9 +106,9 @@ def make_model(folder: str | Path, shape: Shape, *, dtype: str = "bfloat16", see
     import torch
     import transformers
 
-    from text.config import TinyModel
-    from text.hub import copy_tokenizer
-    from text.tiny import build_tiny
+    from rlearner_text.config import TinyModel
+    from rlearner_text.hub import copy_tokenizer
+    from rlearner_text.tiny import build_tiny
 
     folder = Path(folder)
     build_tiny(folder / "tokenizer", TinyModel(hidden_size=8, num_layers=1, head_dim=4, intermediate_size=8))

@@ -21,7 +21,7 @@ from broker.settings.registry import resolve
 from learner.algorithm.samples import TrainSample
 from learner.backends import BACKENDS
 from learner.config import AlgorithmSection, TrainSection
-from text.config import ModelSection
+from rlearner_text.config import ModelSection
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -18,11 +18,11 @@ from broker.channel import carriers
 from broker.contract import wire
 from broker.errors import UserError
 from broker.jetstream.bus import Bus
-from broker.runtime.children import spawn
 from broker.runtime.presence import Roster
 from broker.server.private_server import BrokerServer
 from broker.settings import runspec
 from broker.settings.registry import resolve
+from broker.system.children import spawn
 from rollout.config import RolloutSection
 from rollout.engines import ENGINES
 from rollout.engines.base import Engine, EngineConfig

@@ -20,11 +20,11 @@ from typing import Any, Final
 
 from bench.gpu import common
 from broker.errors import UserError
-from broker.runtime.gpus import existing
-from text.config import TinyModel
-from text.tiny import CHARACTERS
+from broker.system.gpus import existing
+from rlearner_text.config import TinyModel
+from rlearner_text.tiny import CHARACTERS
 
-SPECIAL_TOKENS: Final = 6  # of the vocabulary of characters, see text.tiny
+SPECIAL_TOKENS: Final = 6  # of the vocabulary of characters, see rlearner_text.tiny
 
 
 def main(arguments: list[str] | None = None) -> int:

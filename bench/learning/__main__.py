@@ -25,7 +25,8 @@ from broker.settings.runspec import load, validate
 
 def warm_start(folder: Path, context: str) -> str:
     """The weights that all arms of a context start from, made once: demonstrations have the prompts that the arms will see."""
-    from learner.prepare import Preparation, write_config
+    from learner.prepare import write_config
+    from learner.warm_start import Preparation
 
     name = "warm" if context == "full" else f"warm_{context}"
     config = validate(load(settings.CONFIG, [*settings.COMMON, f"domains.lake.context={context}", f"run.name={name}", f"run.dir={folder}"]))

@@ -24,6 +24,7 @@ from broker.settings.registry import resolve
 from broker.settings.runspec import domains, section
 from envhub.tickets.assignment import assignment
 from learner.algorithm.advantages import ADVANTAGES
+from learner.algorithm.episodes import episode_rewards
 from learner.backends import BACKENDS
 from learner.config import AlgorithmSection, EvalSection, TrainSection
 from learner.credit import intake
@@ -32,7 +33,7 @@ from learner.credit.ledger import Action, Forget, Hold, Issue, Ledger, Take
 from learner.evaluation.evaluation import Evaluations
 from learner.training import Training
 from learner.weights.offering import probe
-from text.config import ModelSection
+from rlearner_text.config import ModelSection
 
 SHOWN = ("actor/grad_norm", "actor/entropy", "actor/pg_clipfrac", "actor/ppo_kl", "rollout_corr/ess", "rollout_corr/masked_fraction")
 
@@ -141,7 +142,7 @@ class Arm:
         assert trained is not None
         oldest, newest = intake.version_bounds(self._taken) or (version, version)
         self.lateness.append((version - oldest, version - newest))
-        self.curve.append(float(np.mean([reward for group in self._taken for reward in intake.episode_rewards(group)])))
+        self.curve.append(float(np.mean([reward for group in self._taken for reward in episode_rewards(group)])))
         self.lines.append(trained.values)
         self._taken = []
         actions = self.ledger.complete_step()

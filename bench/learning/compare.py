@@ -66,7 +66,8 @@ def check_contexts(configs: Sequence[dict[str, Any]]) -> None:
 
 def warm_start(folder: Path, config_path: str, overrides: Sequence[str]) -> str:
     """The weights that all arms start from, made once."""
-    from learner.prepare import Preparation, write_config
+    from learner.prepare import write_config
+    from learner.warm_start import Preparation
 
     config = validate(load(config_path, [*MEASURED, *overrides, "run.name=warm", f"run.dir={folder}"]))
     write_config(folder / "warm", config)

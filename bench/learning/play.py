@@ -17,16 +17,16 @@ import torch
 from broker.contract import wire
 from broker.settings.runspec import section
 from envhub.domain import load_domains
-from envhub.episodes.calls import Calls
 from envhub.episodes.runners import Limits, Players
-from envhub.episodes.task import Played
 from envhub.servers.generate import Ask, Sampled, TurnFailed
+from envhub.task import Played
 from envhub.tickets import assignment
 from envhub.tickets.assignment import Assignment
+from envhub.workers.calls import Calls
+from rlearner_text.tokenizer import Tokenizer
 from rollout.config import RolloutSection
 from rollout.engines.base import EngineConfig, Output
 from rollout.engines.hf.core import Core
-from text.tokenizer import Tokenizer
 
 PATIENCE_S = 3600.0  # nothing here waits for a network
 

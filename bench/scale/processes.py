@@ -24,15 +24,15 @@ import uvloop
 from broker.contract import wire
 from broker.contract.streams import CONTROL, EPISODES, EVALTICKETS, RERUNS, TICKETS, WEIGHTS
 from broker.jetstream.bus import Bus
+from broker.jetstream.core_messages import respond
 from broker.jetstream.pulling import fetch_unless
 from broker.nats.connection import Link
-from broker.nats.core_messages import respond
 from broker.runtime.presence import Roster
 from broker.runtime.process import Member, Stop, join, raise_file_limit
 from broker.server.private_server import BrokerServer
 from broker.settings.runspec import publish_runspec
+from envhub.scheduling.slots import Slots
 from envhub.servers.servers import Servers
-from envhub.slots import Slots
 from envhub.tickets.feed import Feed, Turnstile
 
 SIZES: Final = (60, 250, 1000)

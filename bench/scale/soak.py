@@ -19,12 +19,12 @@ from broker.contract import wire
 from broker.contract.streams import EVALS, EVALTICKETS, SAMPLES, TICKETS
 from broker.runtime.process import Stop
 from broker.settings.config import DomainSection
-from learner.checkpoints.disk_retry import Patience
 from learner.config import EvalSection
 from learner.credit import intake
 from learner.credit.grants import DomainRule, Rules
 from learner.credit.ledger import Action, Forget, Issue, Ledger
 from learner.credit.tickets import Issuer, Reaper
+from learner.disk_retry import Patience
 from learner.evaluation.evaluation import Evaluations
 from learner.evaluation.evaluator import Evaluator
 from learner.reporting.transcripts import Transcripts

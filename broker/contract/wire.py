@@ -7,7 +7,7 @@ that disagree) is refused by ``broker.contract.checks``, before encoding and aft
 Per-token data travels as columns: raw little-endian bytes with a dtype, not lists (1-2 against 26-158 microseconds for a
 trajectory of 2,048 tokens).
 
-Each field has one comment with its meaning and unit; ``docs/wire.md`` is generated from them by ``broker.contract.docs``.
+Each field has one comment with its meaning and unit; ``docs/wire.md`` is generated from them by ``broker.docs``.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from broker.errors import TooLarge, WireError
 
 WIRE_VERSION: Final = 8
 MAX_PAYLOAD_BYTES: Final = sizes.MAX_PAYLOAD_BYTES
+ACTOR: Final = "actor"  # the policy that is trained
 EVAL_HEADER: Final = "Rl-Eval-Step"  # eval_step beside what belongs to an evaluation; absent from training
 TICKET_HEADER: Final = "Rl-Ticket"  # ticket number, so that a body that does not decode still closes its ticket
 NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")  # whatever becomes part of a subject or key
@@ -159,7 +160,7 @@ class Group(Message, frozen=True, tag="Group"):
     prompt: str = ""  # the question as text, for rewards that read text
     reference: str = ""  # the reference answer, for rewards that compare with one
     eval_step: int = -1  # of the EvalTicket, -1 for training
-    policy: str = "actor"  # who acted: `actor` or a baseline
+    policy: str = ACTOR  # who acted: `actor` or a baseline
     generate_s: float = 0.0  # seconds spent waiting for generation, mean over episodes
     env_step_s: float = 0.0  # seconds spent in the environment, mean over episodes
     reward_s: float = 0.0  # seconds spent in reward hubs
@@ -382,7 +383,7 @@ class Presence(Message, frozen=True, tag="Presence"):
     state: Literal["starting", "serving", "draining", "failed"]  # what it does
     address: str = ""  # where it answers requests, for example tcp://127.0.0.1:41234
     channel: str = ""  # zmq or nats
-    policy: str = "actor"  # rollout: whose policy it serves
+    policy: str = ACTOR  # rollout: whose policy it serves
     engine: str = ""  # rollout: engine name
     epoch: int = 0  # learner: its epoch; rollout: of the weights served
     policy_version: int = -1  # newest version held, -1 none
@@ -393,7 +394,7 @@ class Presence(Message, frozen=True, tag="Presence"):
     speed: float = 0.0  # rollout: tokens per second it generates when busy, 0 unknown
     idle_ratio: float = -1.0  # rollout: share of the last second without work, -1 unknown
     problem: str = ""  # one line: why it takes no work, empty while it does
-    process: str = ""  # learner, envhub: boot id, PID namespace, process id and start time; see broker/runtime/process_identity.py
+    process: str = ""  # learner, envhub: boot id, PID namespace, process id and start time; see broker/system/process_identity.py
     said: str = ""  # newest WARNING or ERROR that it logged, with its time, at most 300 characters; empty after 10 minutes
 
 

@@ -27,7 +27,7 @@ from broker.jetstream.reserve import release
 from broker.jetstream.work_queue import WorkQueue
 from broker.nats.connection import Link
 from broker.nats.nats_errors import ApiError
-from broker.runtime.aside import aside
+from broker.system.aside import aside
 
 __all__ = ["Bus", "Delivery", "KeyValue", "LogRecord", "WorkQueue"]
 

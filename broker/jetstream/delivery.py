@@ -15,7 +15,7 @@ from broker.jetstream.ack_progress import Marks
 from broker.nats.client import Msg
 from broker.nats.connection import PAUSE_S, Link
 from broker.nats.nats_errors import Disconnected, NoResponders
-from broker.runtime.aside import aside
+from broker.system.aside import aside
 
 if TYPE_CHECKING:
     from broker.jetstream.parts import Parts

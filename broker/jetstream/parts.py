@@ -25,7 +25,7 @@ from broker.jetstream.api import TIMEOUTS_S, ask, find
 from broker.jetstream.publish import MESSAGE_ID, require_stream, store
 from broker.nats.connection import PAUSE_S, Link
 from broker.nats.nats_errors import Disconnected, NoResponders
-from broker.runtime.aside import aside
+from broker.system.aside import aside
 
 log = logging.getLogger(__name__)
 

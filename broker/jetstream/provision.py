@@ -13,7 +13,7 @@ from broker.jetstream.api import ask
 from broker.jetstream.kv import kv_prefix, kv_stream_name
 from broker.nats.connection import Link
 from broker.nats.nats_errors import ApiError, NoStream
-from broker.runtime.reminders import Reminders
+from broker.system.reminders import Reminders
 
 log = logging.getLogger(__name__)
 

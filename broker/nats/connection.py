@@ -24,7 +24,7 @@ from broker.nats.refusals import Refusals
 from broker.nats.server_health import Doubts
 from broker.nats.subscription import Callback, Subscribed
 from broker.nats.traffic import Traffic
-from broker.runtime.reminders import Reminders
+from broker.system.reminders import Reminders
 
 log = logging.getLogger(__name__)
 

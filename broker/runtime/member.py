@@ -13,9 +13,9 @@ import msgspec
 
 from broker.contract import wire
 from broker.jetstream.bus import Bus
-from broker.nats.core_messages import publish_metrics
+from broker.jetstream.core_messages import publish_metrics
 from broker.runtime.announce import Announcer
-from broker.runtime.recent_warning import Said
+from broker.system.recent_warning import Said
 
 log = logging.getLogger(__name__)
 

@@ -24,12 +24,12 @@ from broker.contract.streams import CONTROL, RUNS, token
 from broker.errors import ConfigError, LostState, RlearnerError, UserError
 from broker.jetstream.bus import Bus
 from broker.nats.nats_errors import NoStream
-from broker.runtime import logs
-from broker.runtime.entry import EXIT_FAULT, EXIT_STOPPED, output_is_closed, refuse
 from broker.runtime.member import Member, Stop
-from broker.runtime.reminders import Reminders
 from broker.settings.arguments import positive
 from broker.settings.runspec import check_digests, discover_run, wait_for_runspec
+from broker.system import logs
+from broker.system.entry import EXIT_FAULT, EXIT_STOPPED, output_is_closed, refuse
+from broker.system.reminders import Reminders
 
 __all__ = ["Member", "Stop", "Stopped", "add_join_options", "join", "main", "unless_stopped"]
 
@@ -51,7 +51,7 @@ class Stopped(RlearnerError):
 
 
 def main(role: str, body: Callable[[Stop], Coroutine[Any, Any, int | None]], *, stopped: int = 0) -> int:
-    """Run a process's coroutine on uvloop until it returns; the exit code. To be called inside ``broker.runtime.entry.enter``.
+    """Run a process's coroutine on uvloop until it returns; the exit code. To be called inside ``broker.system.entry.enter``.
 
     What ``body`` returns, None for 0. 2: UserError, printed as one line ``error: …`` on stderr without a traceback.
     1: anything else, with a traceback. 130: a second signal. docs/operations.md has the whole table.

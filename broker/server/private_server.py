@@ -20,8 +20,8 @@ from broker.contract import wire
 from broker.contract.streams import token
 from broker.errors import ConfigError, UserError
 from broker.jetstream.provision import OLDEST_CLUSTER
-from broker.runtime.children import spawn
-from broker.runtime.locks import lock
+from broker.system.children import spawn
+from broker.system.locks import lock
 
 OLDEST: Final = (2, 9)
 OLDEST_SYNC_ALWAYS: Final = (2, 10)

@@ -11,7 +11,7 @@ from typing import Any, Final, NoReturn
 
 from broker.contract.streams import token
 from broker.errors import ConfigError
-from broker.runtime.entry import EXIT_USER_ERROR
+from broker.system.entry import EXIT_USER_ERROR
 
 WIDTH: Final = 100  # of descriptions in a help text
 
@@ -107,7 +107,7 @@ def complete(parser: argparse.ArgumentParser, examples: Mapping[str, Sequence[st
             command.description = textwrap.fill(command.description or "", WIDTH)
             command.formatter_class = argparse.RawDescriptionHelpFormatter
     if "_ARGCOMPLETE" in os.environ:  # a shell asks what could come next
-        from broker.completion import offer
+        from broker.settings.completion import offer
 
         offer(parser, commands_of(parser))
     return parser

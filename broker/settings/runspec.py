@@ -16,10 +16,10 @@ from broker.contract import wire
 from broker.contract.streams import CONTROL, RUNS, token
 from broker.errors import ConfigError, Fenced, UserError, WireError
 from broker.jetstream.bus import Bus
-from broker.runtime.reminders import Reminders
 from broker.settings import timeouts
 from broker.settings.config import DomainSection, Section
 from broker.settings.sections import parse, unknown
+from broker.system.reminders import Reminders
 
 __all__ = [
     "CHECKS",
@@ -62,7 +62,7 @@ SECTIONS: Final[dict[str, str]] = {
     "run": "broker.settings.config:RunSection",
     "broker": "broker.settings.config:BrokerSection",
     "domains": "broker.settings.config:DomainSection",
-    "model": "text.config:ModelSection",
+    "model": "rlearner_text.config:ModelSection",
     "train": "learner.config:TrainSection",
     "algorithm": "learner.config:AlgorithmSection",
     "warm_start": "learner.config:WarmStartSection",
@@ -83,7 +83,7 @@ OFFLINE: Final[dict[str, str]] = {"dpo": "rlearner dpo", "distill": "rlearner di
 CHECKS: Final[tuple[str, ...]] = (
     "broker.settings.config:check",
     "learner.checks:check",
-    "rollout.config:check",
+    "rollout.checks:check",
     "envhub.config:check",
     "rewardhub.config:check",
 )

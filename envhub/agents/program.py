@@ -10,8 +10,8 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from broker.runtime.children import spawn
-from broker.runtime.workers import limits
+from broker.system.children import spawn
+from broker.system.workers import limits
 
 KEPT_BYTES: Final = 1 << 16  # of each of the two outputs, from the end
 FLUSH_S: Final = 1.0  # for what it wrote to come out of the pipes once it has ended

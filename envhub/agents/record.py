@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from broker.contract import wire
 from envhub.servers.generate import Sampled
-from text.tokenizer import Tokenizer
+from rlearner_text.tokenizer import Tokenizer
 
 
 @dataclass

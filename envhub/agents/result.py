@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from broker.contract.strict import text_problem
-from broker.runtime.workers.fault import MAX_TRACE_CHARS
+from broker.system.workers.fault import MAX_TRACE_CHARS
 from envhub.agents.program import KEPT_BYTES
-
-Source = Literal["result", "exit", "none"]
+from envhub.envs.agent import Source
 
 KNOWN: Final = ("reward", "success", "response", "metrics")
 MAX_METRICS: Final = 64

@@ -13,16 +13,16 @@ from collections.abc import Callable
 import msgspec
 
 from broker.contract import wire
-from envhub.agents import env as agent_env
 from envhub.agents import program
-from envhub.agents.env import AgentArgs
 from envhub.agents.record import Sample
 from envhub.agents.result import BadResult, Result, read
 from envhub.agents.session import Means, Session
-from envhub.episodes.task import EpisodeFailed, Played, Task
-from text.openai.desk import Desk
-from text.openai.server import HttpServer
-from text.tokenizer import Tokenizer
+from envhub.envs import agent as agent_env
+from envhub.envs.agent import AgentArgs
+from envhub.task import EpisodeFailed, Played, Task
+from rlearner_text.openai.desk import Desk
+from rlearner_text.openai.server import HttpServer
+from rlearner_text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 

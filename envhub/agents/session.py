@@ -13,17 +13,17 @@ import msgspec
 from broker.contract import wire
 from broker.errors import ConfigError
 from envhub.agents.record import Record
-from envhub.episodes.task import Task
 from envhub.servers.generate import Ask, Expected, Sampled, TurnFailed, mix
-from text.incremental_tokenization import Conversation
-from text.openai import tools
-from text.openai.bodies import Body, ChatBody, ChatMessage, CompletionBody
-from text.openai.desk import Served
-from text.openai.generation import REPLY_ID_CHARS
-from text.openai.kept import Kept
-from text.openai.pieces import Piece, Tap
-from text.openai.problems import Problem
-from text.tokenizer import Tokenizer
+from envhub.task import Task
+from rlearner_text.incremental_tokenization import Conversation
+from rlearner_text.openai import tools
+from rlearner_text.openai.bodies import Body, ChatBody, ChatMessage, CompletionBody
+from rlearner_text.openai.desk import Served
+from rlearner_text.openai.generation import REPLY_ID_CHARS
+from rlearner_text.openai.kept import Kept
+from rlearner_text.openai.pieces import Piece, Tap
+from rlearner_text.openai.problems import Problem
+from rlearner_text.tokenizer import Tokenizer
 
 AGAIN_AT_ONCE = 503  # the openai client tries again after that
 
@@ -44,7 +44,7 @@ class Means:
 
 
 class Session:
-    """See ``text.openai.desk.Desk``.
+    """See ``rlearner_text.openai.desk.Desk``.
 
     Attributes:
         record: what was sampled.

@@ -23,3 +23,6 @@ ENVS: Final[dict[str, str]] = {
     "textarena": "envhub.envs.adapters.textarena_env:TextArenaEnv",
     "webshop": "envhub.envs.tools.webshop:WebShop",
 }
+
+# Programs of the user's that act by themselves; see ``envhub.agents``.
+AGENTS: Final[dict[str, str]] = {"agent": "envhub.envs.agent:Agent"}

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from broker.errors import UserError
 from broker.settings.config import Section
-from text.tool_calls import ToolCall
+from rlearner_text.tool_calls import ToolCall
 
 Split = Literal["train", "eval"]
 Isolation = Literal["none", "thread", "process"]

@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from broker.contract import wire
-from broker.runtime.workers.fault import told, trace
+from broker.system.workers.fault import told, trace
 from envhub.envs.base import Environment, Observation, StepResult
-from envhub.episodes.calls import Calls
 from envhub.episodes.frames import first_frame, frame
-from envhub.episodes.returned import observation, step_result, text
-from envhub.episodes.task import EpisodeFailed, Played, Task
 from envhub.servers.generate import Ask, Expected, Sampled, stirred
-from text.incremental_tokenization import Conversation
-from text.template_rules import Role
-from text.thinking import without_thinking
-from text.tokenizer import Tokenizer
-from text.tool_calls import BadCall
+from envhub.task import EpisodeFailed, Played, Task
+from envhub.workers.calls import Calls
+from envhub.workers.returned import observation, step_result, text
+from rlearner_text.incremental_tokenization import Conversation
+from rlearner_text.template_rules import Role
+from rlearner_text.thinking import without_thinking
+from rlearner_text.tokenizer import Tokenizer
+from rlearner_text.tool_calls import BadCall
 
 CHARS_PER_TOKEN: Final = 128  # no text has more on average; what is longer does not fit, whatever the tokenizer makes of it
 

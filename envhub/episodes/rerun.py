@@ -9,12 +9,12 @@ from typing import Final
 from broker.contract import wire
 from broker.contract.streams import RERUNS
 from broker.errors import TooLarge, WireError
-from broker.nats.core_messages import respond
+from broker.jetstream.core_messages import respond
 from broker.runtime.process import Member
 from envhub.domain import Domain
 from envhub.episodes.runners import Players
-from envhub.episodes.task import EpisodeFailed, Played
-from envhub.slots import CLOSED_FOR
+from envhub.scheduling.slots import CLOSED_FOR
+from envhub.task import EpisodeFailed, Played
 from envhub.tickets.assignment import Assignment, assignment, group, reward_pools, task
 
 log = logging.getLogger(__name__)

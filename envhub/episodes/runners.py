@@ -7,16 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from envhub.agents.env import Agent
 from envhub.domain import Domain
+from envhub.envs.agent import Agent
 from envhub.envs.base import Environment
-from envhub.episodes.calls import CallFailed, Calls
 from envhub.episodes.episode import Episode, Means, Turns
-from envhub.episodes.returned import Malformed
-from envhub.episodes.task import EpisodeFailed, Played, Task
 from envhub.servers.generate import Expected, TurnFailed
+from envhub.task import EpisodeFailed, Played, Task
+from envhub.workers.calls import CallFailed, Calls
+from envhub.workers.returned import Malformed
 from envhub.workers.worker_pool import NoWorker, Nurseries, RemoteEnvironment
-from text.tokenizer import Tokenizer
+from rlearner_text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from envhub.agents.run_episode import Agents

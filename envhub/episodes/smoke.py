@@ -9,12 +9,12 @@ from typing import Any, Final
 
 from broker.errors import UserError
 from broker.settings.runspec import section
-from envhub.agents.env import Agent
 from envhub.config import EnvhubSection
 from envhub.domain import Domain, load_domains
+from envhub.envs.agent import Agent
 from envhub.envs.base import Environment
-from envhub.episodes.calls import CallFailed, Calls
-from envhub.episodes.returned import Malformed, observation, step_result
+from envhub.workers.calls import CallFailed, Calls
+from envhub.workers.returned import Malformed, observation, step_result
 from envhub.workers.worker_pool import NoWorker, Nurseries, RemoteEnvironment
 
 SAYS: Final = "trial"

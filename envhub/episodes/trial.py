@@ -7,7 +7,7 @@ from typing import Final
 
 from envhub.domain import Domain
 from envhub.episodes.runners import Players
-from envhub.episodes.task import EpisodeFailed, Task
+from envhub.task import EpisodeFailed, Task
 
 NO_LIMIT: Final = 1 << 20  # task numbers of a domain whose tasks never run out
 

@@ -48,7 +48,7 @@ class Ask(msgspec.Struct, frozen=True):
     conversation_id: str
     token_ids: Sequence[int]
     sampling: wire.SamplingParams
-    policy: str = "actor"
+    policy: str = wire.ACTOR
     min_version: int = 0
     sticky: str = ""
     timeout_s: float = 120.0

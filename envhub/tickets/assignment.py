@@ -10,8 +10,8 @@ from broker.contract.streams import EPISODES, EVALS, EVALTICKETS, SAMPLES, TICKE
 from broker.settings.config import DomainSection
 from envhub.domain import Domain
 from envhub.envs.base import Split
-from envhub.episodes.task import Played, Task
-from envhub.slots import Job
+from envhub.scheduling.line import Job
+from envhub.task import Played, Task
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Assignment:
     num_greedy: int = 0
     num_redundant: int = 0
     split: Split = "train"
-    policy: str = "actor"
+    policy: str = wire.ACTOR
     temperature: float | None = None
     eval_step: int = -1
 

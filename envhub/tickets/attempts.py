@@ -12,7 +12,7 @@ from broker.errors import LostState, WireError
 from broker.jetstream.bus import Bus
 from broker.jetstream.kv import KeyValue
 from broker.runtime.presence import SILENT_AFTER_S, Roster
-from broker.runtime.process_identity import has_ended, this_process
+from broker.system.process_identity import has_ended, this_process
 from envhub.tickets.assignment import Assignment
 from envhub.tickets.suspicion import Judgement, judge
 

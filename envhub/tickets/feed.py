@@ -11,7 +11,7 @@ from broker.contract.streams import EVALTICKETS, Stream
 from broker.jetstream.bus import Delivery, WorkQueue
 from broker.jetstream.pulling import fetch_unless
 from broker.runtime.process import Member
-from envhub.slots import Slots
+from envhub.scheduling.slots import Slots
 
 LOOK_S: Final = 1.0  # at whether tickets can be worked on
 CROWDED_PAUSE_S: Final = 0.5  # before asking an empty queue again that had to make way

@@ -13,10 +13,10 @@ from broker.contract.streams import TICKETS, Stream
 from broker.errors import TooLarge, WireError
 from broker.jetstream.bus import Delivery
 from broker.runtime.process import Member
-from broker.runtime.workers.line import clean
+from broker.system.workers.line import clean
 from envhub.domain import Domain
-from envhub.episodes.task import Played
 from envhub.tally import Tally
+from envhub.task import Played
 from envhub.tickets.assignment import Assignment, destination, group, results, reward_pools
 from envhub.tickets.attempts import Attempts
 from envhub.tickets.suspicion import Judgement

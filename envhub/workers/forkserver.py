@@ -20,9 +20,9 @@ from types import FrameType
 from typing import Any, Final, NoReturn
 
 from broker.errors import UserError
-from broker.runtime.children import die_with
-from broker.runtime.workers import limits, line
 from broker.settings.config import DomainSection
+from broker.system.children import die_with
+from broker.system.workers import limits, line
 from envhub.domain import Domain, load_domain
 from envhub.workers import protocol, worker
 

@@ -9,11 +9,11 @@ from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
 
-from broker.runtime.workers import line
+from broker.system.workers import line
 from envhub.envs.base import Environment, Observation, Split, StepResult
-from envhub.episodes.calls import CallFailed
 from envhub.workers import protocol
-from text.tool_calls import ToolCall
+from envhub.workers.calls import CallFailed
+from rlearner_text.tool_calls import ToolCall
 
 log = logging.getLogger(__name__)
 

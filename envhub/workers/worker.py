@@ -7,15 +7,14 @@ import socket
 from collections.abc import Awaitable
 from typing import Any
 
-from broker.runtime.workers import line
-from broker.runtime.workers.fault import trace
-from broker.runtime.workers.limits import Allowance
+from broker.system.workers import line
+from broker.system.workers.fault import trace
+from broker.system.workers.limits import Allowance
 from envhub.domain import Domain
 from envhub.envs.base import Environment
-from envhub.episodes import returned
-from envhub.episodes.calls import raised
-from envhub.workers import protocol
-from text.tool_calls import ToolCall
+from envhub.workers import protocol, returned
+from envhub.workers.calls import raised
+from rlearner_text.tool_calls import ToolCall
 
 
 class Worker:

@@ -17,12 +17,12 @@ import msgspec
 import psutil
 
 from broker.errors import RlearnerError
-from broker.runtime.workers import line
-from broker.runtime.workers.output import Output
-from broker.runtime.workers.start import start
+from broker.system.workers import line
+from broker.system.workers.output import Output
+from broker.system.workers.start import start
 from envhub.domain import Domain
-from envhub.episodes.calls import CallFailed
 from envhub.workers import protocol
+from envhub.workers.calls import CallFailed
 from envhub.workers.forkserver import LAST_BREATH_S
 from envhub.workers.remote import RemoteEnvironment
 

@@ -16,7 +16,7 @@ from broker.contract import wire
 from learner.algorithm.packing import Cutter
 from learner.algorithm.samples import Scores, TrainSample
 from learner.config import AlgorithmSection, TrainSection
-from text.config import ModelSection
+from rlearner_text.config import ModelSection
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from learner.backends.batch import Batch
 from learner.backends.optim import Optimizer
 from learner.backends.policy import load_model
 from learner.config import CriticSection, TrainSection
-from text.config import ModelSection
+from rlearner_text.config import ModelSection
 
 _PREFIX: Final = "weight."
 _SUMS: Final = ("loss", "clipped", "values", "error", "returns", "returns_squared")

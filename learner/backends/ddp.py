@@ -26,7 +26,7 @@ from learner.backends.ranks.meeting import join, on_rank
 from learner.backends.ranks.messages import Build, Call, Columns, Command, Discard, Reply, Run, Score, Step, Sums, Sync
 from learner.backends.torch import TorchBackend
 from learner.config import AlgorithmSection, TrainSection
-from text.config import ModelSection
+from rlearner_text.config import ModelSection
 
 T = TypeVar("T")
 

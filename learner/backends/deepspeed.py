@@ -23,9 +23,9 @@ from learner.backends.optim import Optimizer
 from learner.backends.policy import Policy
 from learner.backends.ranks.meeting import join_alone
 from learner.backends.ranks.messages import filler
-from learner.checks import check_deepspeed
+from learner.backends.section_checks import check_deepspeed
 from learner.config import TrainSection
-from text.config import ModelSection
+from rlearner_text.config import ModelSection
 
 
 class DeepspeedBackend(DdpBackend):

@@ -16,7 +16,7 @@ from learner.algorithm.samples import Array, TrainSample
 from learner.backends.batch import Batch
 from learner.backends.policy import Policy
 from learner.backends.torch import TorchBackend
-from text.config import check_model_path
+from rlearner_text.config import check_model_path
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,8 +28,8 @@ from learner.backends.objective import Objective
 from learner.backends.optim import Optimizer
 from learner.backends.policy import Policy, pick_device
 from learner.config import AlgorithmSection, TrainSection, kl_in_reward
-from text.config import ModelSection
-from text.hub import copy_tokenizer
+from rlearner_text.config import ModelSection
+from rlearner_text.hub import copy_tokenizer
 
 log = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ from broker.jetstream.bus import Bus
 from broker.runtime.process import Stop
 from learner.checkpoints import checkpoint
 from learner.checkpoints.checkpoint_schedule import Due
-from learner.checkpoints.disk_retry import Patience
 from learner.config import CheckpointSection
 from learner.credit.ledger import Ledger
 from learner.credit.records import Records
+from learner.disk_retry import Patience
 from learner.training import Training
 from learner.watch import Watch
 

@@ -8,6 +8,7 @@ import msgspec
 
 from broker.contract import wire
 from broker.jetstream.bus import LogRecord
+from learner.algorithm.episodes import episode_rewards
 from learner.algorithm.filters import is_wanted
 from learner.credit.grants import Rules
 from learner.credit.ledger import Arrived, Changed, Ended, Ledger, Record
@@ -66,7 +67,7 @@ def _problem(group: wire.Group, ledger: Ledger, vocab_size: int) -> str:
     """Why a group that decodes may still not be trained on; empty if nothing speaks against it."""
     if group.pools:
         return f"the group was never scored by pool {group.pools[0]}"
-    if group.eval_step >= 0 or group.policy != "actor":
+    if group.eval_step >= 0 or group.policy != wire.ACTOR:
         return f"the group belongs to an evaluation (step {group.eval_step}, policy {group.policy})"
     ticket = ledger.state.live.get(group.ticket)
     if ticket is not None and (group.domain, group.task_index) != (ticket.domain, ticket.task_index):
@@ -89,14 +90,3 @@ def version_bounds(groups: list[wire.Group]) -> tuple[int, int] | None:
     runs = [t.version_runs.array().reshape(-1, 2) for group in groups for t in group.trajectories]
     versions = [int(version) for run in runs for version, num_tokens in run if num_tokens > 0]
     return (min(versions), max(versions)) if versions else None
-
-
-def episodes(group: wire.Group) -> list[wire.Trajectory]:
-    """One trajectory per episode, the last where an episode is cut into several, in order of the episodes; without greedy baselines."""
-    last = {trajectory.episode: trajectory for trajectory in group.trajectories if not trajectory.greedy}
-    return [last[number] for number in sorted(last)]
-
-
-def episode_rewards(group: wire.Group) -> tuple[float, ...]:
-    """Each episode's total reward."""
-    return tuple(trajectory.reward for trajectory in episodes(group))

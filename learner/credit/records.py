@@ -11,13 +11,13 @@ from typing import Final
 from broker.contract import wire
 from broker.jetstream.bus import LogRecord
 from broker.runtime.process import Stop
-from learner.checkpoints.disk_retry import Patience
 from learner.config import SamplesSection
 from learner.credit import archive, ledger_file, ledger_segments
 from learner.credit.archive import Archive
 from learner.credit.intake import Intake, version_bounds
 from learner.credit.ledger import Action, Changed, Ended, Entry, Ledger
 from learner.credit.ledger_file import Line, Scribe, digest
+from learner.disk_retry import Patience
 
 AT_ONCE_BYTES: Final = 2**16  # a record up to this size is in the page cache sooner than a thread takes up work
 

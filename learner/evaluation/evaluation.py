@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from broker.contract import wire
+from broker.contract.wire import ACTOR
 from broker.settings.config import DomainSection
 from broker.settings.timeouts import seconds
+from learner.algorithm.episodes import episodes
 from learner.config import EvalSection
 from learner.credit.grants import task_seed
-from learner.credit.intake import episodes, version_bounds
+from learner.credit.intake import version_bounds
 from learner.evaluation import pass_at_k
 from learner.reporting.transcripts import Transcript
-
-ACTOR = "actor"
 
 
 @dataclass(frozen=True)

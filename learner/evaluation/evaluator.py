@@ -11,11 +11,12 @@ from typing import Any, Final
 
 from broker.contract import wire
 from broker.contract.streams import EVALS, EVALTICKETS
+from broker.contract.wire import ACTOR
 from broker.jetstream.bus import Bus
 from broker.runtime.presence import Roster
-from learner.checkpoints.disk_retry import Patience
 from learner.credit.tickets import Issuer
-from learner.evaluation.evaluation import ACTOR, Evaluation, Evaluations
+from learner.disk_retry import Patience
+from learner.evaluation.evaluation import Evaluation, Evaluations
 from learner.reporting.transcripts import Transcripts
 
 log = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ from broker.settings.runspec import section
 from learner.backends import BACKENDS
 from learner.config import AlgorithmSection, CheckpointSection
 from learner.offline.config import DataSection, HeldOutSection, OfflineTrainSection, backend_train
-from text.config import ModelSection
-from text.tokenizer import Tokenizer
+from rlearner_text.config import ModelSection
+from rlearner_text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from learner.backends.base import Backend
@@ -96,7 +96,7 @@ class Job:
         Raises:
             ConfigError: the user asks for more.
         """
-        from text.hub import read_json, tokenizer_folder
+        from rlearner_text.hub import read_json, tokenizer_folder
 
         config = read_json(tokenizer_folder(self.first_path) / "config.json", self.first_path, "model.path")
         config = config.get("text_config") or config

@@ -16,7 +16,7 @@ from learner.config import Beta, Optimization, TrainSection
 
 _COMMON: Final[dict[str, str]] = {
     "run": "broker.settings.config:RunSection",
-    "model": "text.config:ModelSection",
+    "model": "rlearner_text.config:ModelSection",
     "data": "learner.offline.config:DataSection",
     "train": "learner.offline.config:OfflineTrainSection",
     "eval": "learner.offline.config:HeldOutSection",

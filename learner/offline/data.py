@@ -12,8 +12,8 @@ import numpy as np
 from broker.errors import DataError
 from learner.algorithm.samples import TrainSample
 from learner.offline.rows import Row, read_rows
-from text.masks import check_messages, encode_supervised
-from text.tokenizer import Tokenizer
+from rlearner_text.masks import check_messages, encode_supervised
+from rlearner_text.tokenizer import Tokenizer
 
 Messages = list[dict[str, str]]
 

@@ -18,7 +18,7 @@ from learner.offline.base import Job
 from learner.offline.config import DistillSection, backend_train
 from learner.offline.data import load_examples
 from learner.offline.supervised import optimizer_metrics
-from text.tokenizer import Tokenizer
+from rlearner_text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from learner.offline.served import ServedTeacher

@@ -8,8 +8,8 @@ from pathlib import Path
 from broker.errors import DataError
 from learner.offline.data import Example, Messages, conversation
 from learner.offline.rows import Row, read_rows
-from text.masks import encode_supervised
-from text.tokenizer import Tokenizer
+from rlearner_text.masks import encode_supervised
+from rlearner_text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

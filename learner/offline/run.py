@@ -19,9 +19,9 @@ from typing import IO, Any, Final
 import yaml
 
 from broker.errors import UserError
-from broker.runtime.locks import lock
 from broker.settings.registry import resolve
 from broker.settings.runspec import section
+from broker.system.locks import lock
 from learner.checkpoints import checkpoint
 from learner.config import TrackersSection
 from learner.offline import PIPELINES
@@ -29,10 +29,11 @@ from learner.offline.base import REFERENCE, Job, Pipeline
 from learner.offline.config import differing
 from learner.offline.data import shuffled_batches
 from learner.offline.progress import Show, progress
-from learner.prepare import Preparation, make_folder, run_folder, write_config
+from learner.prepare import base_model, make_folder, run_folder, write_config
 from learner.reporting.metrics import MetricsFile, finite
 from learner.reporting.trackers import Trackers
-from text.tokenizer import Tokenizer
+from rlearner_text.config import ModelSection
+from rlearner_text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ def _run(name: str, config: dict[str, Any], folder: Path, url: str) -> Result:
         raise UserError(f"train.steps: {config['train']['steps']} is not allowed; the run has made {newest.step} steps already")
     _forget_what_never_began(folder)
     checkpoint.tidy(folder / "checkpoints")
-    first_path = Preparation(config, folder, log.info).model_path()
+    first_path = base_model(section(config, "model", ModelSection), folder, log.info)
     model_path = first_path if newest is None else str(newest.path)
     tokenizer = Tokenizer.load(first_path, trust_remote_code=config["model"]["trust_remote_code"])
     job = Job(config, folder, first_path, model_path, tokenizer, url)

@@ -28,9 +28,9 @@ from broker.contract.streams import CONTROL
 from broker.errors import RequestFailed, UserError
 from broker.jetstream.bus import Bus
 from broker.runtime.presence import Roster
-from broker.runtime.reminders import Reminders
 from broker.settings.config import BrokerSection
 from broker.settings.runspec import publish_runspec, section
+from broker.system.reminders import Reminders
 from learner.algorithm.samples import Array
 from learner.offline.base import Job
 from learner.offline.config import DistillSection

@@ -19,10 +19,10 @@ from torch.nn import functional
 from broker.errors import UserError
 from learner.backends.policy import load_model, pick_device
 from learner.offline.data import Example, load_examples, micro_batches, shuffled_batches
-from text.config import ModelSection, check_model_path
-from text.folders import atomic_folder
-from text.hub import copy_tokenizer
-from text.tokenizer import Tokenizer
+from rlearner_text.config import ModelSection, check_model_path
+from rlearner_text.folders import atomic_folder
+from rlearner_text.hub import copy_tokenizer
+from rlearner_text.tokenizer import Tokenizer
 
 OnStep = Callable[[int, dict[str, float]], None]
 

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, Final
 import numpy as np
 
 from broker.contract import wire
-from learner.credit.intake import episode_rewards, episodes
+from learner.algorithm.episodes import episode_rewards, episodes
 from learner.credit.ledger import Ledger, is_zero_variance
 
 BLOCK_BYTES: Final = 2**16  # read at once when looking for a line from the end

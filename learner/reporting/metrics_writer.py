@@ -11,13 +11,13 @@ from typing import Any, Final
 
 from broker.contract import wire
 from broker.contract.streams import EPISODES, EVALTICKETS, SAMPLES, TICKETS
+from broker.contract.wire import ACTOR
 from broker.jetstream.bus import Bus
-from broker.nats.core_messages import publish_metrics
+from broker.jetstream.core_messages import publish_metrics
 from broker.runtime.presence import Roster
 from broker.runtime.process import Stop
-from learner.checkpoints.disk_retry import Patience
 from learner.credit.ledger import Ledger
-from learner.evaluation.evaluation import ACTOR
+from learner.disk_retry import Patience
 from learner.reporting.metrics import MetricsFile, count_tickets, finite
 from learner.reporting.showcase import Showcase
 from learner.reporting.trackers import Trackers

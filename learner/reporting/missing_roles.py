@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from broker.runtime.presence import Roster
-from broker.runtime.reminders import Reminders
 from broker.settings.config import DomainSection
+from broker.system.reminders import Reminders
 
 log = logging.getLogger(__name__)
 

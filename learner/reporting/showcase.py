@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from broker.contract import wire
 from broker.errors import UserError
+from learner.algorithm.episodes import episodes
 from learner.config import TrackersSection
-from learner.credit.intake import episodes
 from learner.reporting.trackers import Trackers
 from learner.reporting.transcripts import Transcript, Transcripts
 

@@ -10,7 +10,7 @@ from typing import Final, Literal
 
 from broker.contract import wire
 from broker.runtime.process import Stop
-from broker.runtime.process_identity import this_process
+from broker.system.process_identity import this_process
 from learner.credit.ledger import Ledger
 from learner.reporting.metrics import count_tickets
 from learner.reporting.metrics_writer import Book

@@ -11,7 +11,7 @@ from typing import Any
 
 from broker.contract import wire
 from broker.errors import ConfigError
-from text.tokenizer import Tokenizer
+from rlearner_text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 

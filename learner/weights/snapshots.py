@@ -14,7 +14,7 @@ from broker.weights.sender.send import Sender
 from broker.weights.snapshots.publish import Publisher
 from broker.weights.snapshots.snapshot import NAME, NEWEST
 from learner.config import TrainSection
-from text.openai import keys
+from rlearner_text.openai import keys
 
 log = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from broker.settings.config import Section
 from rewardhub.rewards.base import InvalidValue, Sample, Scored
 from rewardhub.rewards.code_tests import BadTests, Calls, Pairs, Statements, parse
-from sandbox import Checks, Ended, Sandbox
-from sandbox.command import Limits
+from rlearner_sandbox import Checks, Ended, Sandbox
+from rlearner_sandbox.command import Limits
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Final
 
-from sandbox.names import MODULE, names_of
+from rlearner_sandbox.names import MODULE, names_of
 
 MAX_TESTS: Final = 10_000
 

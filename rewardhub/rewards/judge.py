@@ -126,7 +126,7 @@ class Judge:
         Raises:
             UserError: it does not, or it serves several models and none is named. One that cannot be reached yet may come.
         """
-        from text.openai.client import Endpoint, Refused
+        from rlearner_text.openai.client import Endpoint, Refused
 
         args, key = self._args, os.environ.get(self._args.api_key_env, "")
         first = Endpoint(args.base_url, key, timeout_s=args.try_timeout_s, retries=0, base_s=args.backoff_s)
@@ -214,7 +214,7 @@ class Judge:
             raise RuntimeError(f"{self._args.base_url} gave no score within {self._args.timeout_s:g} s") from None
 
     async def _converse(self, messages: list[dict[str, str]]) -> Verdict:
-        from text.openai.client import Refused
+        from rlearner_text.openai.client import Refused
 
         args, said, tokens = self._args, "", [0, 0]
         for number in range(1, args.asks_again + 2):

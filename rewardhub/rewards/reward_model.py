@@ -69,7 +69,7 @@ class RewardModel:
     @classmethod
     def check(cls, args: RewardModelArgs) -> None:
         """A folder that is named must hold a model; what a hub has is seen when it is loaded."""
-        from text.hub import check_model, is_local
+        from rlearner_text.hub import check_model, is_local
 
         if is_local(args.path):
             check_model(args.path, "path")

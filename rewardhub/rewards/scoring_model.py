@@ -10,8 +10,8 @@ import transformers
 from safetensors import safe_open
 
 from broker.errors import ConfigError
-from text.hub import read_json, tokenizer_folder
-from text.tokenizer import Tokenizer
+from rlearner_text.hub import read_json, tokenizer_folder
+from rlearner_text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from rewardhub.rewards.reward_model import RewardModelArgs

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from broker.errors import NotInstalled
-from broker.runtime.gpus import existing
 from broker.settings.preflight import Finding
 from broker.settings.registry import resolve
+from broker.system.gpus import existing
 from rlearner.doctor import broker_side, hardware, packages, sandbox
 from rlearner.doctor.needs import Needs, needs
 from rlearner.doctor.references import reference_findings

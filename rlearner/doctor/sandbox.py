@@ -13,7 +13,7 @@ from typing import Final
 from broker.errors import UserError
 from broker.settings.preflight import Finding
 from rlearner.doctor.needs import Needs
-from sandbox import Sandbox
+from rlearner_sandbox import Sandbox
 
 _COMMAND: Final = re.compile(r"(?:run|with|needed): (.+)$")  # how its problems name the command
 

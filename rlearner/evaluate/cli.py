@@ -7,9 +7,9 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from broker.runtime.entry import EXIT_STOPPED
 from broker.runtime.process import Stop, main
 from broker.settings.arguments import add_config
+from broker.system.entry import EXIT_STOPPED
 
 
 def add_parser(subparsers: Any) -> None:

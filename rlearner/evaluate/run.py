@@ -27,15 +27,15 @@ from broker.runtime.process import Stop, Stopped
 from broker.server.private_server import BrokerServer
 from broker.settings.config import PRIVATE_STORE_GIB, BrokerSection
 from broker.settings.runspec import domains, publish_runspec, section
-from learner.checkpoints.disk_retry import Patience
 from learner.config import EvalSection
+from learner.disk_retry import Patience
 from learner.evaluation.evaluation import Evaluation, Evaluations
 from learner.evaluation.evaluator import Evaluator
 from learner.prepare import data_digests, run_folder, write_config
 from learner.reporting.transcripts import Transcripts
 from rlearner.evaluate.report import report, result_of
 from rlearner.up.fleet import ENDED_WELL, Fleet
-from text.config import check_model_path
+from rlearner_text.config import check_model_path
 
 POLICY: Final = "evaluated"
 LOOK_EVERY_S: Final = 0.25

@@ -8,9 +8,9 @@ from collections.abc import Callable, Coroutine
 from importlib import import_module
 from typing import Any
 
-from broker.runtime.entry import EXIT_STOPPED
 from broker.runtime.process import Stop, main, unless_stopped
 from broker.settings.arguments import natural
+from broker.system.entry import EXIT_STOPPED
 from learner.run_folder import add_broker_options, add_run_options, add_runs_options
 
 Body = Callable[[argparse.Namespace], Coroutine[Any, Any, int]]

@@ -10,7 +10,7 @@ from typing import Any
 
 from broker.errors import UserError
 from broker.nats.addresses import without_passwords
-from broker.runtime.process_identity import this_process
+from broker.system.process_identity import this_process
 from learner.checkpoints import checkpoint
 from learner.run_folder import noted_epoch, noted_holder, private_addresses
 

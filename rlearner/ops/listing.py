@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from broker.errors import UserError
-from broker.runtime.locks import lock
+from broker.system.locks import lock
 from learner.reporting.metrics import read_lines
 from learner.run_folder import STORE, UP_LOCK, current_address, is_held, moved_from
 from rlearner.ops.living import ask_broker

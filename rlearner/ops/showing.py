@@ -18,7 +18,7 @@ from learner.credit import archive
 from learner.reporting.transcripts import decode, load_tokenizer
 from learner.run_folder import Place, connected, find
 from rlearner.ops.tracing import describe, lines_of, spans, ticket_of
-from text.tokenizer import Tokenizer
+from rlearner_text.tokenizer import Tokenizer
 
 NO_RECORD: Final = ("duplicate", "unknown")
 

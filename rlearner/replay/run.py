@@ -13,8 +13,8 @@ from broker.contract import wire
 from broker.errors import UserError
 from broker.jetstream.bus import LogRecord
 from learner.checkpoints import checkpoint
+from learner.consumer import Consumer
 from learner.credit import archive
-from learner.credit.consumer import Consumer
 from learner.credit.ledger import Ledger
 from learner.opening import open_training
 from learner.reporting.metrics import count_tickets, finite

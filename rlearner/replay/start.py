@@ -17,7 +17,7 @@ from learner.credit import archive
 from learner.credit.grants import Rules
 from learner.credit.intake import rules_change
 from learner.credit.ledger import Changed, Ledger
-from text.config import ModelSection
+from rlearner_text.config import ModelSection
 
 
 @dataclass

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from broker.contract import wire
-from broker.runtime.reminders import Reminders
+from broker.system.reminders import Reminders
 from learner.reporting.training_signals import Signals
 from rlearner.up.failures import Failures
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import IO
 
 from broker.errors import UserError
-from broker.runtime.locks import lock
+from broker.system.locks import lock
 from learner.run_folder import STORE, UP_LOCK, moved_from, noted_epoch, private_addresses
 from rlearner.ops.living import ask_broker
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final, TextIO
 
-from broker.runtime.reminders import Reminders
+from broker.system.reminders import Reminders
 
 DOING: Final = {
     "learner": "writing the last checkpoint",

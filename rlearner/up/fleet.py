@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 
 from broker.errors import UserError
-from broker.runtime.children import spawn
-from broker.runtime.entry import EXIT_STOPPED, EXIT_USER_ERROR
+from broker.system.children import spawn
+from broker.system.entry import EXIT_STOPPED, EXIT_USER_ERROR
 
 RESTART_AFTER_S = 1.0  # doubled at every restart that did not live for a minute
 RESTART_AT_MOST_S = 30.0

@@ -19,7 +19,7 @@ from rich.live import Live
 
 from broker.errors import UserError
 from broker.jetstream.bus import Bus
-from broker.nats.core_messages import watch_metrics
+from broker.jetstream.core_messages import watch_metrics
 from broker.runtime.presence import Roster
 from broker.runtime.process import Stop
 from broker.server.private_server import BrokerServer

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from broker.contract import wire
+from rlearner_text.openai.pieces import Tap
 from rollout.config import RolloutSection
-from text.openai.pieces import Tap
 
 if TYPE_CHECKING:
     import torch

@@ -15,15 +15,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from broker.contract import wire
+from broker.contract.wire import ACTOR
 from broker.errors import ConfigError, UserError
-from rollout.config import ACTOR
+from rlearner_text.openai.client import Endpoint, Refused
+from rlearner_text.tokenizer import Tokenizer
 from rollout.engines.args import OpenAIArgs
 from rollout.engines.base import EngineConfig, Output, Stats
 from rollout.engines.random import end_token
 from rollout.engines.turns import TurnSplitter
 from rollout.engines.weightless import VERSION, WeightlessEngine
-from text.openai.client import Endpoint, Refused
-from text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 

@@ -16,16 +16,16 @@ import numpy as np
 
 from broker.contract import wire
 from broker.errors import UserError
+from rlearner_text.guides import BadGuide, Guides
+from rlearner_text.hub import read_json, tokenizer_folder
+from rlearner_text.openai.pieces import Piece, Tap
+from rlearner_text.tokenizer import Tokenizer
 from rollout.engines.args import RandomArgs
 from rollout.engines.base import EngineConfig, Output, Stats
 from rollout.engines.hf.reshaping import MOVED, Reshaping, is_reshaped
 from rollout.engines.hf.reshaping import problem as reshaping_problem
 from rollout.engines.stopping import StopStrings
 from rollout.engines.weightless import VERSION, WeightlessEngine
-from text.guides import BadGuide, Guides
-from text.hub import read_json, tokenizer_folder
-from text.openai.pieces import Piece, Tap
-from text.tokenizer import Tokenizer
 
 _KEY: Final = "model.path"
 

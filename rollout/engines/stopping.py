@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from text.tokenizer import Tokenizer
+from rlearner_text.tokenizer import Tokenizer
 
 
 class StopStrings:

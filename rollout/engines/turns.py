@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from broker.errors import ConfigError
-from text.chat_template import Chat
+from rlearner_text.chat_template import Chat
 
 _SYSTEM, _FIRST, _ANSWER, _SECOND = "probe system 9173", "probe question 1213", "probe answer 7561", "probe question 4137"
 

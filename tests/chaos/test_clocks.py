@@ -24,7 +24,7 @@ import pytest
 from chaos_world import LIMIT_S, World, world
 from shifted_clock import NoLibraryError, ShiftedClock
 
-from broker.nats.core_messages import watch_metrics
+from broker.jetstream.core_messages import watch_metrics
 
 HOUR_S = 3600
 STEPS, MOVES, PACE_S, CHECKPOINT_S = 60, (20, 32, 44), 0.3, 3.0

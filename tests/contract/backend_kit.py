@@ -9,7 +9,7 @@ import pytest
 from broker.settings.registry import resolve
 from learner.backends import BACKENDS
 from learner.config import AlgorithmSection, TrainSection
-from text.config import ModelSection
+from rlearner_text.config import ModelSection
 
 _spec = importlib.util.spec_from_file_location("torch_backend_kit", Path(__file__).parent.parent / "unit" / "torch_backend_kit.py")
 assert _spec is not None

@@ -7,7 +7,7 @@ from typing import Any
 from waits import LONG_S
 
 from broker.contract import wire
-from text.config import TinyModel
+from rlearner_text.config import TinyModel
 
 PROMPT = [10, 11, 12, 13]
 TINY = TinyModel(hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=48)

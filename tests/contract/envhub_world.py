@@ -23,9 +23,9 @@ from broker.runtime.announce import Announcer
 from broker.runtime.process import Stop, add_join_options
 from broker.settings import runspec
 from envhub.service import serve
-from text.config import TinyModel
-from text.tiny import _write_tokenizer
-from text.tokenizer import Tokenizer
+from rlearner_text.config import TinyModel
+from rlearner_text.tiny import _write_tokenizer
+from rlearner_text.tokenizer import Tokenizer
 
 KIT = str(Path(__file__).parents[1] / "unit" / "envhub_kit.py")
 LAKE: dict[str, Any] = {"env": "frozenlake", "max_turns": 8, "group_size": 2, "sampling": {"max_tokens": 4}}

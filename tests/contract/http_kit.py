@@ -15,13 +15,13 @@ import aiohttp
 from broker.contract import wire
 from broker.runtime.process import Member
 from broker.settings.registry import resolve
+from rlearner_text.openai.server import HttpServer
+from rlearner_text.tokenizer import Tokenizer
 from rollout.config import RolloutSection
 from rollout.engines import ENGINES
 from rollout.engines.base import EngineConfig
 from rollout.http import served_by
 from rollout.service import Service
-from text.openai.server import HttpServer
-from text.tokenizer import Tokenizer
 
 KEY = "a-key-of-these-tests"
 

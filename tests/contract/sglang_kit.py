@@ -11,11 +11,11 @@ import torch
 from engine_kit import TINY
 from sglang_double import Double, double
 
+from rlearner_text.tiny import build_tiny
 from rollout.config import RolloutSection
 from rollout.engines.base import EngineConfig
 from rollout.engines.hf.model import SlotModel
 from rollout.engines.sglang.engine import SGLangEngine
-from text.tiny import build_tiny
 
 
 @pytest.fixture(scope="module")

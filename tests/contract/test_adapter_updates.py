@@ -27,13 +27,13 @@ from broker.weights.sender.send import Sender
 from learner.backends.torch import TorchBackend
 from learner.config import TrainSection
 from learner.weights.offering import Offering
+from rlearner_text.config import ModelSection
 from rollout.config import RolloutSection
 from rollout.engines.base import EngineConfig
 from rollout.engines.hf.engine import HFEngine
 from rollout.engines.hf.model import load
 from rollout.engines.hf.weights import HeldWeights
 from rollout.service import Service
-from text.config import ModelSection
 
 PROBE = [1, 5, 3, 9, 22, 7, 7, 2]
 

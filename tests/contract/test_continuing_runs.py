@@ -23,8 +23,8 @@ from broker.runtime.process import Stop
 from broker.settings.runspec import newest_epoch
 from learner.prepare import to_yaml
 from learner.service import serve
-from text.config import TinyModel
-from text.tiny import build_tiny
+from rlearner_text.config import TinyModel
+from rlearner_text.tiny import build_tiny
 
 OTHER = fleet.TINY | {"hidden_size": 32}
 

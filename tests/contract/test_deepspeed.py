@@ -6,7 +6,7 @@ import torch
 from backend_kit import kit, make, run
 
 from learner.backends import policy
-from text.config import ModelSection
+from rlearner_text.config import ModelSection
 
 pytest.importorskip("deepspeed", reason="deepspeed is not installed: make test-deepspeed")
 pytestmark = pytest.mark.timeout(600)

@@ -19,11 +19,12 @@ from waits import LONG_S
 from broker.errors import ConfigError, TransferFailed, UserError
 from broker.settings.registry import resolve
 from broker.weights.probe import make_probe
-from rollout.config import RolloutSection, check_engine
+from rlearner_text.tiny import build_tiny
+from rlearner_text.tokenizer import Tokenizer
+from rollout.checks import check_engine
+from rollout.config import RolloutSection
 from rollout.engines import ENGINE_ARGS, ENGINES
 from rollout.engines.base import NO_VERSION, Engine, EngineConfig, Output
-from text.tiny import build_tiny
-from text.tokenizer import Tokenizer
 
 HERE = sorted(ENGINES.keys() - {"vllm"})  # which has an environment of its own, where tests/vllm_engine holds it to the same suite
 MAX_CONTEXT = 128

@@ -17,7 +17,7 @@ from broker.contract import wire
 from broker.contract.streams import DEAD, EPISODES, EVALS, EVALTICKETS, SAMPLES, TICKETS
 from broker.errors import ConfigError, UserError
 from broker.jetstream.bus import Bus
-from broker.nats.core_messages import watch_metrics
+from broker.jetstream.core_messages import watch_metrics
 from broker.runtime.presence import Roster
 from broker.runtime.process import Stop
 from envhub.episodes.frames import read_frames

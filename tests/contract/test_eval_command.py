@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from text.config import TinyModel
-from text.tiny import build_tiny
+from rlearner_text.config import TinyModel
+from rlearner_text.tiny import build_tiny
 
 LAKE = ["envhub.n=16", "eval.tasks=6", "eval.group_size=2", "rollout.num_threads=1", "domains.lake.max_turns=3"]
 

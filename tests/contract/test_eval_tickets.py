@@ -15,8 +15,8 @@ from broker.contract.streams import EVALS, EVALTICKETS
 from broker.jetstream.bus import Bus, Delivery
 from broker.runtime.process import Stop
 from broker.settings.config import DomainSection
-from learner.checkpoints.disk_retry import Patience
 from learner.config import EvalSection
+from learner.disk_retry import Patience
 from learner.evaluation import evaluator as module
 from learner.evaluation.evaluation import Evaluations
 from learner.evaluation.evaluator import Evaluator

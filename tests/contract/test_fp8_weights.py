@@ -33,10 +33,10 @@ from broker.weights.snapshots.snapshot_source import Source
 from learner.config import TrainSection
 from learner.weights.offering import Offering
 from learner.weights.snapshots import SnapshotServer
+from rlearner_text.config import ModelSection
 from rollout.config import RolloutSection
 from rollout.engines.base import EngineConfig
 from rollout.engines.hf.engine import HFEngine
-from text.config import ModelSection
 
 SHAPES = {"embed": [300, 200], "layers.0.up.weight": [2000, 700], "layers.1.down.weight": [130, 2001], "norm": [1023]}
 PROBE = [1, 5, 3, 9, 22, 7, 7, 2]

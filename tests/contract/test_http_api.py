@@ -26,11 +26,11 @@ from broker.jetstream.bus import Bus
 from broker.settings import runspec
 from rewardhub.rewards.base import NoScore, Sample
 from rewardhub.rewards.judge import Judge, JudgeArgs
+from rlearner_text.config import TinyModel
+from rlearner_text.openai import keys
+from rlearner_text.openai.desk import Served
+from rlearner_text.tiny import _write_tokenizer
 from rollout.http import take_http
-from text.config import TinyModel
-from text.openai import keys
-from text.openai.desk import Served
-from text.tiny import _write_tokenizer
 
 HELLO = [{"role": "user", "content": "hello"}]
 

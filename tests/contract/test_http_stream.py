@@ -15,8 +15,8 @@ import transformers
 from http_kit import KEY, Api, api
 from waits import LONG_S, until
 
-from text.config import TinyModel
-from text.tiny import build_tiny
+from rlearner_text.config import TinyModel
+from rlearner_text.tiny import build_tiny
 
 HELLO = [{"role": "user", "content": "hello"}]
 

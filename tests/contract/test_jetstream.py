@@ -26,9 +26,9 @@ from broker.errors import BrokerUnreachable, ConfigError, LostState, RequestFail
 from broker.jetstream import log_reader as reader
 from broker.jetstream.api import Entry, ask
 from broker.jetstream.bus import Bus, LogRecord
+from broker.jetstream.core_messages import publish_metrics, request, respond, watch_metrics
 from broker.jetstream.log_reader import follow
 from broker.jetstream.publish import MESSAGE_ID, store
-from broker.nats.core_messages import publish_metrics, request, respond, watch_metrics
 from broker.nats.nats_errors import ApiError, Disconnected
 from broker.server.private_server import BrokerServer
 

@@ -20,8 +20,8 @@ from broker.contract import wire
 from broker.contract.streams import CONTROL, RUNS
 from broker.errors import BrokerUnreachable, UserError
 from broker.jetstream.bus import Bus
+from broker.jetstream.core_messages import watch_metrics
 from broker.jetstream.publish import MESSAGE_ID, store
-from broker.nats.core_messages import watch_metrics
 from broker.runtime.presence import Roster
 from broker.runtime.process import Member, Stop, Stopped, add_join_options, join
 from broker.server.private_server import BrokerServer

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlearner import cli
-from text.config import TinyModel
-from text.tiny import build_tiny
+from rlearner_text.config import TinyModel
+from rlearner_text.tiny import build_tiny
 
 peft = pytest.importorskip("peft", reason="LoRA needs the extra rlearner[lora]")
 

@@ -9,7 +9,7 @@ from backend_kit import kit, make, run
 
 from broker.weights.adapter import Merged, factor_shapes
 from learner.config import AlgorithmSection
-from text.config import ModelSection
+from rlearner_text.config import ModelSection
 
 pytest.importorskip("peft", reason="LoRA needs the extra rlearner[lora]")
 

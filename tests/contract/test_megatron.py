@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 from broker.errors import ConfigError
 from learner.backends import policy
 from learner.config import AlgorithmSection
-from text.config import ModelSection
+from rlearner_text.config import ModelSection
 
 pytest.importorskip("megatron.core", reason="megatron is not installed: make test-megatron")
 pytestmark = pytest.mark.timeout(600)

@@ -14,7 +14,7 @@ from learner.backends import offload
 from learner.backends.ranks import leader as leader_module
 from learner.backends.ranks.leader import RankDied
 from learner.config import AlgorithmSection
-from text.config import ModelSection
+from rlearner_text.config import ModelSection
 
 pytest.importorskip("megatron.core", reason="megatron is not installed: make test-megatron")
 pytest.importorskip("peft", reason="LoRA needs the extra rlearner[lora]")

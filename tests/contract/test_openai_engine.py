@@ -12,14 +12,15 @@ from http_kit import KEY, Api, api
 
 from broker.contract import wire
 from broker.errors import ConfigError, UserError
-from rollout.config import RolloutSection, check_engine
+from rlearner_text.config import TinyModel
+from rlearner_text.openai.client import backoff_s
+from rlearner_text.tiny import _write_tokenizer
+from rlearner_text.tokenizer import Tokenizer
+from rollout.checks import check_engine
+from rollout.config import RolloutSection
 from rollout.engines.base import EngineConfig, Output
 from rollout.engines.openai import OpenAIEngine
 from rollout.engines.random import end_token
-from text.config import TinyModel
-from text.openai.client import backoff_s
-from text.tiny import _write_tokenizer
-from text.tokenizer import Tokenizer
 
 CHAT = [{"role": "system", "content": "be short"}, {"role": "user", "content": "hello"}]
 

@@ -19,8 +19,8 @@ from broker.jetstream.bus import Bus
 from broker.settings.runspec import newest_epoch
 from learner.checkpoints import checkpoint
 from learner.prepare import to_yaml
-from text.config import TinyModel
-from text.tiny import build_tiny
+from rlearner_text.config import TinyModel
+from rlearner_text.tiny import build_tiny
 
 ENV = {name: value for name, value in os.environ.items() if name not in ("RL_BROKER", "RL_RUN")} | {"OMP_NUM_THREADS": "1"}
 OTHER = fleet.TINY | {"hidden_size": 32}

@@ -19,7 +19,7 @@ from broker.contract.streams import ATTEMPTS, DEAD, SAMPLES
 from broker.jetstream.bus import Bus
 from broker.jetstream.provision import delete_stream
 from broker.runtime.announce import Announcer
-from broker.runtime.process_identity import this_process
+from broker.system.process_identity import this_process
 from envhub.tickets.assignment import assignment
 from envhub.tickets.attempts import Attempts
 from envhub.tickets.suspicion import Judgement

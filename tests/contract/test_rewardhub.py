@@ -20,8 +20,8 @@ from waits import LONG_S, until
 from broker.contract import wire
 from broker.contract.streams import CONTROL, DEAD, EPISODES, EVALS, PARTS, SAMPLES, Stream
 from broker.jetstream.bus import Bus, LogRecord
+from broker.jetstream.core_messages import watch_metrics
 from broker.jetstream.publish import store
-from broker.nats.core_messages import watch_metrics
 from broker.runtime.presence import Roster, census
 from broker.settings import runspec
 

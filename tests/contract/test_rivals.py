@@ -24,14 +24,14 @@ from broker.contract.streams import MEMBERS
 from broker.errors import Fenced, UserError
 from broker.jetstream.bus import Bus
 from broker.runtime.announce import Announcer
-from broker.runtime.process_identity import this_process
 from broker.settings.runspec import newest_epoch, publish_runspec
+from broker.system.process_identity import this_process
 from learner import rivals
 from learner.prepare import to_yaml
 from learner.rivals import Rivals
 from learner.run_folder import note_epoch
-from text.config import TinyModel
-from text.tiny import build_tiny
+from rlearner_text.config import TinyModel
+from rlearner_text.tiny import build_tiny
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 ELSEWHERE = "another-boot/pid:[1]/7/8"

@@ -27,14 +27,14 @@ from broker.contract import wire
 from broker.contract.streams import RUNS
 from broker.errors import RequestFailed
 from broker.jetstream.bus import Bus
-from broker.nats.core_messages import watch_metrics
+from broker.jetstream.core_messages import watch_metrics
 from broker.runtime.presence import Roster
 from broker.settings import runspec
 from broker.weights.memory.staging import plan_of
 from broker.weights.probe import make_probe
 from broker.weights.sender.send import Sender
-from text.config import TinyModel
-from text.tiny import build_tiny
+from rlearner_text.config import TinyModel
+from rlearner_text.tiny import build_tiny
 
 START_S = 100.0
 DOMAINS = {"lake": {"env": "frozenlake", "max_context_tokens": 128, "sampling": {"max_tokens": 4}}}

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from rlearner import cli
-from text.config import TinyModel
-from text.tiny import build_tiny
+from rlearner_text.config import TinyModel
+from rlearner_text.tiny import build_tiny
 
 SIZES = TinyModel(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=64)
 

@@ -19,10 +19,10 @@ from waits import LONG_S
 
 from broker.contract import wire
 from broker.errors import UserError
+from rlearner_text.tokenizer import Tokenizer
 from rollout.engines.hf.model import SlotModel
 from rollout.engines.sglang import requests
 from rollout.engines.sglang.engine import SGLangEngine
-from text.tokenizer import Tokenizer
 
 
 @pytest.mark.parametrize("shape", [{"temperature": 0.0}, {"top_p": 0.7}, {"top_k": 5}, {"min_p": 0.1}, {"temperature": 0.6}])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from test_rollout_service import Fleet, ask, check, fleet, load, model_path, probe_of, stop  # noqa: F401  # fixtures
 
-from broker.nats.core_messages import watch_metrics
+from broker.jetstream.core_messages import watch_metrics
 from broker.weights.memory.staging import plan_of
 from broker.weights.sender.send import Sender
 from broker.weights.snapshots.publish import Publisher

@@ -14,7 +14,7 @@ from broker.contract import wire
 from broker.contract.streams import WEIGHTSYNC
 from broker.errors import RlearnerError
 from broker.jetstream.bus import Bus
-from broker.nats.core_messages import request
+from broker.jetstream.core_messages import request
 from broker.nats.nats_errors import NoResponders
 from broker.weights.group import Watch, connect_store
 from broker.weights.memory.staging import plan_of

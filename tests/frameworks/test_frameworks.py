@@ -15,7 +15,7 @@ import torch
 import transformers
 import yaml
 
-from text.tokenizer import Tokenizer
+from rlearner_text.tokenizer import Tokenizer
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

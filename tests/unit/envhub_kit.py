@@ -11,9 +11,9 @@ from broker.settings.config import DomainSection, Section
 from envhub.domain import Domain, load_domain
 from envhub.envs.base import Environment, Observation, Split, StepResult
 from envhub.servers.generate import Ask, Sampled
-from text.config import TinyModel
-from text.tiny import _write_tokenizer
-from text.tokenizer import Tokenizer
+from rlearner_text.config import TinyModel
+from rlearner_text.tiny import _write_tokenizer
+from rlearner_text.tokenizer import Tokenizer
 
 
 def write_tokenizer(folder: Path) -> Path:

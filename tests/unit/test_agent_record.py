@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from envhub.agents.record import Record, Sample
 from envhub.servers.generate import Sampled
-from text.tokenizer import Tokenizer
+from rlearner_text.tokenizer import Tokenizer
 
 END = 0  # closes an answer; its text is "."
 VOCABULARY = [".", "a", "b", "ab", "?"]

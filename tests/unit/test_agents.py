@@ -21,11 +21,11 @@ from waits import runs
 from broker.contract import checks
 from broker.errors import ConfigError
 from envhub import config
-from envhub.episodes.calls import Calls
 from envhub.episodes.runners import Limits, Players
-from envhub.episodes.task import EpisodeFailed, Played, Task
 from envhub.servers.generate import Ask, Sampled, TurnFailed
-from text.tokenizer import Tokenizer
+from envhub.task import EpisodeFailed, Played, Task
+from envhub.workers.calls import Calls
+from rlearner_text.tokenizer import Tokenizer
 
 HERE = Path(__file__).parent
 PROGRAMS = str(HERE / "agent_programs.py")

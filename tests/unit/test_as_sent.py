@@ -11,7 +11,7 @@ from torch_backend_kit import backend, samples, save_model
 from broker.weights import fp8
 from broker.weights.memory.staging import Flat, plan_of
 from learner.config import LoraSection, TrainSection
-from text.config import ModelSection
+from rlearner_text.config import ModelSection
 
 IDS = list(range(20))
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from bench.gpu import common, engine, ipc, learner, load, run, update, weights
 from broker.errors import UserError
 from broker.settings import runspec
-from text.tokenizer import Tokenizer
+from rlearner_text.tokenizer import Tokenizer
 
 SMALL = common.Shape(hidden=8, layers=2, heads=2, kv_heads=1, head_dim=4, intermediate=16, vocab=32, positions=64)
 

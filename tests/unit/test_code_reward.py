@@ -13,7 +13,7 @@ from rewardhub.rewards import function
 from rewardhub.rewards.base import InvalidValue, Sample, Scored
 from rewardhub.rewards.code import Code, CodeArgs, last_block, same_output
 from rewardhub.rewards.code_tests import BadTests, Calls, Pairs, Statements, parse
-from sandbox import SandboxFailed
+from rlearner_sandbox import SandboxFailed
 
 SWAP = "class Solution:\n    def add(self, a, b): return (a, b)"
 DEEP = "import sys; sys.setrecursionlimit(10**6)\ndef f(n): return n and 1 + f(n - 1)\ndef add(a, b): return a + b + f(20000) * 0"

@@ -12,8 +12,8 @@ import pytest
 from broker.cli import main as broker
 from broker.cli import parser as broker_parser
 from broker.errors import UserError
-from broker.runtime.locks import lock
 from broker.settings import arguments
+from broker.system.locks import lock
 from envhub.cli import demos_parser, render_parser
 from envhub.cli import main as envhub
 from envhub.cli import parser as envhub_parser

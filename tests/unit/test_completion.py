@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from broker.completion import runs, settings
+from broker.settings.completion import runs, settings
 
 
 def offered(line: str, folder: Path, module: str = "rlearner.cli") -> list[str]:

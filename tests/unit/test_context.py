@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from broker.contract import wire
 from broker.errors import ConfigError, UserError
 from broker.settings.runspec import validate
+from envhub.context import StepContext, recent
 from envhub.demos import write_demonstrations
 from envhub.domain import Domain, load_domains
-from envhub.episodes.calls import Calls
-from envhub.episodes.context import StepContext, recent
 from envhub.episodes.runners import Limits, Players
-from envhub.episodes.task import EpisodeFailed, Task
-from text.tokenizer import Tokenizer
+from envhub.task import EpisodeFailed, Task
+from envhub.workers.calls import Calls
+from rlearner_text.tokenizer import Tokenizer
 
 PAST = [("a", "1"), ("b", "2"), ("c", "3")]
 

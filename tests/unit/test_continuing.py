@@ -13,8 +13,8 @@ from broker.errors import ConfigError, UserError
 from learner.continuing import changes, refuse, shown
 from learner.prepare import to_yaml
 from learner.run_folder import note_epoch
-from text.config import TinyModel
-from text.tiny import build_tiny
+from rlearner_text.config import TinyModel
+from rlearner_text.tiny import build_tiny
 
 SIZES = {"hidden_size": 16, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 16, "intermediate_size": 32}
 TINY = TinyModel.model_validate(SIZES)

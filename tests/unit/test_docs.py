@@ -6,13 +6,14 @@ import inspect
 
 import msgspec
 
-from broker.contract import docs, wire
+from broker import docs
+from broker.contract import wire
 from broker.contract.examples import EXAMPLES
 from broker.contract.streams import STREAMS
 
 
 def test_the_document_is_up_to_date() -> None:
-    assert docs.TARGET.read_text(encoding="utf-8") == docs.render(), "run `python -m broker.contract.docs`"
+    assert docs.TARGET.read_text(encoding="utf-8") == docs.render(), "run `python -m broker.docs`"
 
 
 def test_every_field_says_what_it_means() -> None:

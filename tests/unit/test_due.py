@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from broker.runtime.reminders import FIRST_S
+from broker.system.reminders import FIRST_S
 from learner.checkpoints.checkpoint_schedule import Due
-from learner.checkpoints.disk_retry import Backoff
+from learner.disk_retry import Backoff
 
 
 def steps_due(due: Due, ends: list[float]) -> list[int]:

@@ -13,10 +13,10 @@ import torch
 from learner.algorithm.samples import TrainSample
 from learner.backends.torch import TorchBackend
 from learner.config import AlgorithmSection, TrainSection
+from rlearner_text.config import ModelSection
 from rollout.config import RolloutSection
 from rollout.engines.base import EngineConfig
 from rollout.engines.hf.core import Core
-from text.config import ModelSection
 
 CLOSE = 1e-4
 

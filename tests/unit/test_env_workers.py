@@ -17,13 +17,13 @@ import pytest
 from envhub_kit import Scripted, domain, write_tokenizer
 from waits import LONG_S, runs
 
-from broker.runtime.workers import limits
+from broker.system.workers import limits
 from envhub.domain import Domain
-from envhub.episodes.calls import Calls
 from envhub.episodes.runners import Limits, Players
-from envhub.episodes.task import EpisodeFailed, Played, Task
+from envhub.task import EpisodeFailed, Played, Task
+from envhub.workers.calls import Calls
 from envhub.workers.worker_pool import Nurseries, RemoteEnvironment
-from text.tokenizer import Tokenizer
+from rlearner_text.tokenizer import Tokenizer
 
 STEP_S = 3  # what is healthy must do with it on a machine that has much else to do
 AT_ONCE = 6

@@ -15,12 +15,12 @@ from envhub_kit import Scripted, domain, write_tokenizer
 from broker.contract import wire
 from envhub.domain import Domain
 from envhub.envs.base import Environment
-from envhub.episodes.calls import CallFailed, Calls
 from envhub.episodes.frames import read_frames
 from envhub.episodes.runners import Limits, Players
-from envhub.episodes.task import EpisodeFailed, Played, Task
 from envhub.servers.generate import mix
-from text.tokenizer import Tokenizer
+from envhub.task import EpisodeFailed, Played, Task
+from envhub.workers.calls import CallFailed, Calls
+from rlearner_text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")

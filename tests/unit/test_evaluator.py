@@ -19,8 +19,8 @@ from broker.errors import UserError
 from broker.jetstream.bus import LogRecord
 from broker.runtime.process import Stop
 from broker.settings.config import DomainSection
-from learner.checkpoints.disk_retry import Patience
 from learner.config import EvalSection
+from learner.disk_retry import Patience
 from learner.evaluation.evaluation import Evaluation, Evaluations
 from learner.evaluation.evaluator import Evaluator
 from learner.reporting.transcripts import Transcripts
@@ -77,7 +77,7 @@ class Full:
             return write(path, *given, **how)
 
         monkeypatch.setattr(Path, "write_text", write_text)
-        monkeypatch.setattr("learner.checkpoints.disk_retry.FIRST_WAIT_S", 0.01)
+        monkeypatch.setattr("learner.disk_retry.FIRST_WAIT_S", 0.01)
 
 
 def evaluator(folder: Path, stop: Stop) -> Evaluator:

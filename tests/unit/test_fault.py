@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from broker.runtime.logs import LineFormatter
-from broker.runtime.workers.fault import MAX_TRACE_CHARS, Traces, place, told, trace
+from broker.system.logs import LineFormatter
+from broker.system.workers.fault import MAX_TRACE_CHARS, Traces, place, told, trace
 
 CODE = """\
 import asyncio

@@ -12,7 +12,7 @@ from broker.contract.streams import EVALTICKETS, TICKETS, Stream
 from broker.jetstream.bus import Delivery
 from broker.jetstream.pulling import LONG_PULL_S
 from broker.runtime.process import Member
-from envhub.slots import Slots
+from envhub.scheduling.slots import Slots
 from envhub.tickets.feed import Feed, Turnstile
 
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from broker.errors import UserError
-from broker.runtime import gpus
+from broker.system import gpus
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from template_models import make_tokenizer_folder
 
 from broker.errors import ConfigError
-from text.config import TinyModel
-from text.incremental_tokenization import Conversation
-from text.template_rules import growth_rules
-from text.tiny import _write_tokenizer
-from text.tokenizer import Tokenizer
+from rlearner_text.config import TinyModel
+from rlearner_text.incremental_tokenization import Conversation
+from rlearner_text.template_rules import growth_rules
+from rlearner_text.tiny import _write_tokenizer
+from rlearner_text.tokenizer import Tokenizer
 
 _cache: dict[str, Tokenizer] = {}
 

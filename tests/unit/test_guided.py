@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from text.openai.guided import closed
+from rlearner_text.openai.guided import closed
 
 CLOSED = {"additionalProperties": False}
 

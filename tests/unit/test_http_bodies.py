@@ -9,10 +9,10 @@ import pytest
 from template_models import make_tokenizer_folder
 
 from broker.contract import wire
-from text.openai.bodies import ChatBody, CompletionBody, parse
-from text.openai.problems import Problem
-from text.openai.replies import Choice, Writer
-from text.tokenizer import Tokenizer
+from rlearner_text.openai.bodies import ChatBody, CompletionBody, parse
+from rlearner_text.openai.problems import Problem
+from rlearner_text.openai.replies import Choice, Writer
+from rlearner_text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from template_models import make_tokenizer_folder
 
 from broker.contract import wire
-from text.openai.bodies import Body, ChatBody, CompletionBody, parse
-from text.openai.chunks import Chunks
-from text.openai.pieces import Piece
-from text.openai.replies import Choice, Writer
-from text.openai.spoken import Spoken
-from text.tokenizer import Tokenizer
+from rlearner_text.openai.bodies import Body, ChatBody, CompletionBody, parse
+from rlearner_text.openai.chunks import Chunks
+from rlearner_text.openai.pieces import Piece
+from rlearner_text.openai.replies import Choice, Writer
+from rlearner_text.openai.spoken import Spoken
+from rlearner_text.tokenizer import Tokenizer
 
 HELLO = [{"role": "user", "content": "hello"}]
 WORDS = "The goal — größer, 東京 🎉 — is at row 3.\n\n  So: 17 + 25 = 42. <tool> STOP"

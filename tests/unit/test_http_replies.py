@@ -7,7 +7,7 @@ import re
 import pytest
 from aiohttp import web
 
-from text.openai.client import Endpoint
+from rlearner_text.openai.client import Endpoint
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from broker.errors import ConfigError
 from rlearner.doctor import lacking
+from rlearner_text.config import check_model_path
 from rollout import preflight as rollout_looks
-from text.config import check_model_path
 
 
 def test_a_hub_name_that_leads_nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ from broker.settings.runspec import load, validate
 from learner.checks import check_name
 from learner.offline.config import OfflineTrainSection, backend_train
 from learner.offline.config import validate as validate_offline
-from text.config import ModelSection, TinyModel
-from text.hub import layer_names
-from text.tiny import LAYERS, build_tiny
+from rlearner_text.config import ModelSection, TinyModel
+from rlearner_text.hub import layer_names
+from rlearner_text.tiny import LAYERS, build_tiny
 
 LAKE = {"env": "frozenlake", "group_size": 4, "max_context_tokens": 256, "sampling": {"max_tokens": 4}, "deadline_s": 60}
 PLUGINS = """

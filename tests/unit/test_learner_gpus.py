@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from broker.errors import ConfigError, UserError
-from broker.runtime import gpus as broker_gpus
+from broker.system import gpus as broker_gpus
 from learner import gpus
 
 SMI = """#!/bin/sh

@@ -13,8 +13,8 @@ import pytest
 from bench.learning import figures, pool, report, settings
 from bench.learning.arm import Arm, run_arm
 from broker.settings.runspec import load, validate
-from text.config import TinyModel
-from text.tiny import build_tiny
+from rlearner_text.config import TinyModel
+from rlearner_text.tiny import build_tiny
 
 TINY = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "intermediate_size": 32}
 

@@ -7,7 +7,7 @@ import pytest
 from broker.settings.runspec import load, validate
 from envhub.demos import demonstrations
 from envhub.domain import load_domains
-from text.tiny import _chars
+from rlearner_text.tiny import _chars
 
 EPISODES = 80
 

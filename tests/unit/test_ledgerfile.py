@@ -13,7 +13,8 @@ import run_folder_kit as kit
 
 from broker.errors import UserError
 from broker.runtime.process import Stop
-from learner.checkpoints import checkpoint, disk_retry
+from learner import disk_retry
+from learner.checkpoints import checkpoint
 from learner.config import SamplesSection
 from learner.credit import archive, intake, ledger_file, ledger_segments
 from learner.credit.ledger import Issue, Ledger

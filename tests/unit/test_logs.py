@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from broker.runtime import logs
+from broker.system import logs
 
 
 def test_lines_go_to_what_is_stderr_now(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from broker.errors import ConfigError, UserError
 from learner.algorithm.losses import ppo
 from learner.checkpoints import checkpoint
 from learner.config import AlgorithmSection, TrainSection
-from text.config import ModelSection
+from rlearner_text.config import ModelSection
 
 peft = pytest.importorskip("peft", reason="LoRA needs the extra rlearner[lora]")
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from template_models import make_tokenizer_folder
 
-from text.config import TinyModel
-from text.masks import check_messages, encode_supervised
-from text.tiny import _write_tokenizer
-from text.tokenizer import Tokenizer
+from rlearner_text.config import TinyModel
+from rlearner_text.masks import check_messages, encode_supervised
+from rlearner_text.tiny import _write_tokenizer
+from rlearner_text.tokenizer import Tokenizer
 
 CHAT = [
     {"role": "system", "content": "be"},

@@ -14,10 +14,10 @@ from broker.errors import ConfigError, DataError
 from envhub.demos import write_demonstrations
 from learner.offline.data import conversation, load_examples, read_conversations
 from learner.offline.pairs import load_pairs
-from text.config import TinyModel
-from text.masks import encode_supervised
-from text.tiny import build_tiny
-from text.tokenizer import Tokenizer
+from rlearner_text.config import TinyModel
+from rlearner_text.masks import encode_supervised
+from rlearner_text.tiny import build_tiny
+from rlearner_text.tokenizer import Tokenizer
 
 SIZES = TinyModel(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=64)
 

@@ -17,7 +17,7 @@ from learner.config import AlgorithmSection, TrainSection
 from learner.offline import PREFERENCES
 from learner.offline.distillation import taught
 from learner.offline.preference import LIKELIHOOD, answer_logprobs, compare, weighted
-from text.config import ModelSection
+from rlearner_text.config import ModelSection
 
 BETA = 0.3
 CUTS = [(24, "padded"), (24, "packed"), (8192, "packed")]

@@ -16,7 +16,7 @@ from learner.algorithm.packing import cut
 from learner.backends.attention import LIKE, layout, positions
 from learner.backends.batch import collate
 from learner.config import AlgorithmSection, CriticSection, TrainSection
-from text.config import ModelSection
+from rlearner_text.config import ModelSection
 
 CPU = torch.device("cpu")
 PACKED, PADDED = (TrainSection(lr=1e-3, device="cpu", packing=kind) for kind in ("packed", "padded"))

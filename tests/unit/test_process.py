@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from broker.runtime import logs
+from broker.system import logs
 
 HEAD = """
 import asyncio, sys, time

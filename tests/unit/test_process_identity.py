@@ -7,9 +7,9 @@ import sys
 
 from waits import runs
 
-from broker.runtime.process_identity import has_ended, this_process
+from broker.system.process_identity import has_ended, this_process
 
-CHILD = "import sys; from broker.runtime.process_identity import this_process; print(this_process(), flush=True); sys.stdin.read()"
+CHILD = "import sys; from broker.system.process_identity import this_process; print(this_process(), flush=True); sys.stdin.read()"
 
 
 def test_a_process_has_ended_once_it_is_killed_and_before_its_parent_has_noticed() -> None:

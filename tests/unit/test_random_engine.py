@@ -13,12 +13,12 @@ import pytest
 
 from broker.contract import wire
 from broker.errors import UserError
+from rlearner_text.config import TinyModel
+from rlearner_text.tiny import build_tiny
+from rlearner_text.tokenizer import Tokenizer
 from rollout.config import RolloutSection
 from rollout.engines.base import EngineConfig, Output
 from rollout.engines.random import RandomEngine
-from text.config import TinyModel
-from text.tiny import build_tiny
-from text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from broker.errors import ConfigError
-from broker.runtime import logs
+from broker.system import logs
 from learner.backends.ranks import follower
 from learner.backends.ranks.link import Link
 from learner.backends.ranks.messages import Build, Discard, Sums

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from broker.runtime.reminders import Reminders
+from broker.system.reminders import Reminders
 
 
 def test_intervals_grow_to_five_minutes() -> None:

@@ -14,14 +14,14 @@ import transformers
 from template_models import make_tokenizer_folder
 
 from broker.contract import wire
+from rlearner_text.guides import BadGuide, Guides
+from rlearner_text.tokenizer import Tokenizer
 from rollout.config import RolloutSection
 from rollout.engines.base import EngineConfig, Output
 from rollout.engines.hf.core import Core
 from rollout.engines.hf.reshaping import MOVED
 from rollout.engines.hf.sampling import moved
 from rollout.engines.random import RandomEngine
-from text.guides import BadGuide, Guides
-from text.tokenizer import Tokenizer
 
 POINT = {
     "type": "object", "required": ["x", "kind"], "additionalProperties": False,

@@ -10,14 +10,14 @@ import pytest
 from template_models import make_tokenizer_folder
 
 from broker.contract import wire
-from text.openai.bodies import ChatBody, parse
-from text.openai.kept import Kept
-from text.openai.pieces import Piece
-from text.openai.problems import Problem
-from text.openai.replies import Choice, Writer
-from text.openai.response_events import ResponseForm
-from text.openai.responses import ResponsesBody, chat_of, items_of
-from text.tokenizer import Tokenizer
+from rlearner_text.openai.bodies import ChatBody, parse
+from rlearner_text.openai.kept import Kept
+from rlearner_text.openai.pieces import Piece
+from rlearner_text.openai.problems import Problem
+from rlearner_text.openai.replies import Choice, Writer
+from rlearner_text.openai.response_events import ResponseForm
+from rlearner_text.openai.responses import ResponsesBody, chat_of, items_of
+from rlearner_text.tokenizer import Tokenizer
 
 ADD = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": True}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 17}}\n</tool_call>'

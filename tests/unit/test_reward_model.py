@@ -18,8 +18,8 @@ from broker.settings.config import Reward
 from rewardhub.hosts import Hosts
 from rewardhub.rewards.base import NoScore, Sample
 from rewardhub.rewards.reward_model import RewardModel, RewardModelArgs
-from text.config import TinyModel
-from text.tiny import _write_tokenizer
+from rlearner_text.config import TinyModel
+from rlearner_text.tiny import _write_tokenizer
 
 WORDS = ["<pad>", "good", "bad", "so", "what"]
 BOTH = "{prompt} {response}"

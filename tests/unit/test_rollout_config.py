@@ -8,8 +8,9 @@ import pytest
 
 from broker.errors import ConfigError, UserError
 from broker.settings.sections import parse
+from rollout.checks import check
 from rollout.cli import parser
-from rollout.config import RolloutSection, check
+from rollout.config import RolloutSection
 from rollout.engines.base import Stats
 from rollout.meter import Meter
 from rollout.options import own_section

@@ -9,8 +9,8 @@ import yaml
 
 from broker.errors import RlearnerError, UserError
 from broker.runtime.process import Stopped
-from broker.runtime.process_identity import this_process
 from broker.settings.runspec import load, validate
+from broker.system.process_identity import this_process
 from learner.gpus import forget, with_ranks
 from learner.prepare import name_run, write_config
 from learner.run_folder import note_epoch

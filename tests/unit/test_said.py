@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from broker.runtime.recent_warning import FOR_S, MAX_CHARS, Said
+from broker.system.recent_warning import FOR_S, MAX_CHARS, Said
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ import pytest
 
 from bench.escape_scene import LIMITS, Escape, scene
 from bench.escapes import ESCAPES
-from sandbox import Checks, Limits, NoSandbox, Sandbox, SandboxFailed, seccomp
-from sandbox.command import FIRST_UID, NOBODY, free_uid, mend
+from rlearner_sandbox import Checks, Limits, NoSandbox, Sandbox, SandboxFailed, seccomp
+from rlearner_sandbox.command import FIRST_UID, NOBODY, free_uid, mend
 
 ROOT = Path(__file__).parents[2]
 BY_NAME = {escape.name: escape for escape in ESCAPES}
@@ -88,7 +88,7 @@ def test_a_program_cannot_answer_for_its_tests(sandbox: Sandbox) -> None:
 @pytest.mark.sandbox
 def test_many_at_once_have_limits_of_their_own() -> None:
     code = (
-        "import concurrent.futures as f\nfrom bench.escape_scene import LIMITS\nfrom sandbox import Sandbox\n"
+        "import concurrent.futures as f\nfrom bench.escape_scene import LIMITS\nfrom rlearner_sandbox import Sandbox\n"
         "sandbox = Sandbox(LIMITS)\n"
         "program = 'import os, time\\nfor _ in range(10):\\n    if not os.fork(): time.sleep(0.5); os._exit(0)\\nprint(1)'\n"
         "with f.ThreadPoolExecutor(3) as pool: print(*(e.stdout for e in pool.map(sandbox.run, [program] * 3)))\n"
@@ -104,7 +104,7 @@ def test_an_ordinary_user_has_a_sandbox_too() -> None:
     if other is None:
         pytest.skip("there is no Python 3.11 that an ordinary user may read")
     code = (
-        "from bench.escape_scene import LIMITS, scene\nfrom bench.escapes import ESCAPES\nfrom sandbox import Sandbox\n"
+        "from bench.escape_scene import LIMITS, scene\nfrom bench.escapes import ESCAPES\nfrom rlearner_sandbox import Sandbox\n"
         "sandbox = Sandbox(LIMITS)\n"
         "for escape in ESCAPES:\n"
         "    if escape.name in ('network', 'host_proc', 'fork_bomb', 'writes_outside', 'namespaces', 'signals', 'inherited_files'):\n"
@@ -126,7 +126,7 @@ def test_an_ordinary_user_has_a_sandbox_too() -> None:
 def test_programs_end_with_whoever_runs_them() -> None:
     marker = f"sandbox-test-{os.getpid()}"
     program = f"import os, sys; os.execv(sys.executable, [sys.executable, '-c', 'import time; time.sleep(60)', {marker!r}])"
-    host = subprocess.Popen([sys.executable, "-c", f"from sandbox import *; Sandbox().run({program!r}, wall_s=60)"], cwd=ROOT)
+    host = subprocess.Popen([sys.executable, "-c", f"from rlearner_sandbox import *; Sandbox().run({program!r}, wall_s=60)"], cwd=ROOT)
     try:
         _wait_for(lambda: _marked(marker))
     finally:

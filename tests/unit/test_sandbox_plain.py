@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sandbox.names import names_of
-from sandbox.plain import Garbled, from_json, to_json
+from rlearner_sandbox.names import names_of
+from rlearner_sandbox.plain import Garbled, from_json, to_json
 
 HASHABLE = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(st.characters(codec=None)) | st.binary()

@@ -17,8 +17,9 @@ from waits import until
 
 from broker.errors import Fenced, UserError
 from broker.runtime.process import Stop
+from learner import disk_retry
 from learner.backends.base import Snapshot
-from learner.checkpoints import checkpoint, disk_retry
+from learner.checkpoints import checkpoint
 from learner.checkpoints.saver import Saver
 from learner.config import CheckpointSection
 from learner.credit.grants import DomainRule, Rules

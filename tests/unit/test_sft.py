@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from broker.errors import ConfigError, DataError, UserError
 from learner.offline.data import Example, micro_batches, read_conversations, shuffled_batches
 from learner.offline.sft import _IGNORED, _Trainer, lr_scale, pad, run_sft
-from text.config import TinyModel
-from text.masks import encode_supervised
-from text.tiny import build_tiny
-from text.tokenizer import Tokenizer
+from rlearner_text.config import TinyModel
+from rlearner_text.masks import encode_supervised
+from rlearner_text.tiny import build_tiny
+from rlearner_text.tokenizer import Tokenizer
 
 SIZES = TinyModel(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=64)
 RULE = {"a": "U", "b": "D", "c": "L", "d": "R"}

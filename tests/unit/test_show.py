@@ -17,7 +17,7 @@ from broker.contract import wire
 from broker.errors import ConfigError, UserError
 from rlearner.ops.cli import add_parsers
 from rlearner.ops.showing import show_run, text_of, trajectory_of
-from text.tokenizer import Tokenizer
+from rlearner_text.tokenizer import Tokenizer
 
 Show = Callable[..., Any]
 SEEN = ("<|im_user|>PF\nHG<|im_end|><|im_assistant|>", "<|im_user|>SP\nHG<|im_end|><|im_assistant|>")

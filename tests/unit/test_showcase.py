@@ -15,9 +15,9 @@ from learner.config import TrackersSection
 from learner.reporting.showcase import Showcase
 from learner.reporting.trackers import Trackers
 from learner.reporting.transcripts import Transcript, Transcripts
-from text.config import TinyModel
-from text.tiny import build_tiny
-from text.tokenizer import Tokenizer
+from rlearner_text.config import TinyModel
+from rlearner_text.tiny import build_tiny
+from rlearner_text.tokenizer import Tokenizer
 
 
 class Kept:

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from broker.contract.streams import MAX_DELIVERIES
-from envhub.slots import Abort, Close, Finish, HandBack, Job, Slots, Start
+from envhub.scheduling.line import Job
+from envhub.scheduling.slots import Abort, Close, Finish, HandBack, Slots, Start
 
 
 def job(key: str = "a", size: int = 2, least: int | None = None, **kwargs: object) -> Job:

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker.contract import docs, streams, wire
+from broker import docs
+from broker.contract import streams, wire
 from broker.contract.streams import STREAMS, Kind
 from broker.errors import ConfigError
 
@@ -19,7 +20,7 @@ def test_the_contract_is_frozen() -> None:
     """Any change of a stream or a field shows here; other programs and stored logs depend on them.
 
     When it is meant: raise WIRE_VERSION if old messages are no longer read the same way, then run
-    ``python -m broker.contract.docs --schema > tests/unit/test_wire_golden.txt``.
+    ``python -m broker.docs --schema > tests/unit/test_wire_golden.txt``.
     """
     assert "\n".join(docs.schema()) + "\n" == GOLDEN.read_text(encoding="utf-8")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from text.thinking import without_thinking
+from rlearner_text.thinking import without_thinking
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from broker.errors import ConfigError
-from text.config import TinyModel, check_model_path
-from text.folders import atomic_folder
-from text.tiny import CHARACTERS, build_tiny, check_tiny
-from text.tokenizer import Tokenizer
+from rlearner_text.config import TinyModel, check_model_path
+from rlearner_text.folders import atomic_folder
+from rlearner_text.tiny import CHARACTERS, build_tiny, check_tiny
+from rlearner_text.tokenizer import Tokenizer
 
 SMALL = TinyModel(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=48)
 

@@ -11,8 +11,8 @@ import pytest
 from template_models import TEMPLATES, make_tokenizer_folder
 
 from broker.errors import ConfigError
-from text.config import check_model_path
-from text.tokenizer import Tokenizer
+from rlearner_text.config import check_model_path
+from rlearner_text.tokenizer import Tokenizer
 
 CHATS = [
     [{"role": "user", "content": "What is 17 + 25?"}],
@@ -129,7 +129,7 @@ def test_a_broken_tokenizer_json_is_one_line(tmp_path: Path) -> None:
 def test_neither_torch_nor_transformers_is_imported(tmp_path: Path) -> None:
     folder = make_tokenizer_folder(tmp_path / "q", "qwen3")
     code = (
-        "import sys\nfrom text.tokenizer import Tokenizer\nfrom text.incremental_tokenization import Conversation\n"
+        "import sys\nfrom rlearner_text.tokenizer import Tokenizer\nfrom rlearner_text.incremental_tokenization import Conversation\n"
         f"c = Conversation(Tokenizer.load({str(folder)!r}), 'be brief')\nc.observe('hello')\n"
         "print(len(c), [m for m in ('torch', 'transformers', 'huggingface_hub') if m in sys.modules])"
     )

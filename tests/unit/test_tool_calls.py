@@ -17,14 +17,14 @@ from template_models import make_tokenizer_folder
 from broker.contract import wire
 from broker.errors import ConfigError
 from envhub.envs.base import Environment, Observation, Split, StepResult
-from envhub.episodes.calls import Calls
 from envhub.episodes.runners import Limits, Players
-from envhub.episodes.task import Task
-from text.incremental_tokenization import Conversation
-from text.openai import tools
-from text.template_rules import GrowthRules
-from text.tokenizer import Tokenizer
-from text.tool_calls import BadCall, ToolCall, ToolSpelling
+from envhub.task import Task
+from envhub.workers.calls import Calls
+from rlearner_text.incremental_tokenization import Conversation
+from rlearner_text.openai import tools
+from rlearner_text.template_rules import GrowthRules
+from rlearner_text.tokenizer import Tokenizer
+from rlearner_text.tool_calls import BadCall, ToolCall, ToolSpelling
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"to": {"type": "number"}}}}}]
 ADD_3, ADD_4 = '{"name": "add", "arguments": {"to": 3}}', '{"name": "add", "arguments": {"to": 4}}'

@@ -19,7 +19,7 @@ from learner.backends.base import Backend
 from learner.backends.optim import lr_factor
 from learner.backends.torch import TorchBackend
 from learner.config import AlgorithmSection, TrainSection
-from text.config import ModelSection
+from rlearner_text.config import ModelSection
 
 
 @pytest.fixture(scope="module")

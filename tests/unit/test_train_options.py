@@ -33,7 +33,7 @@ def agree(found, expected):
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 def test_an_offloaded_optimizer_makes_the_same_steps(tmp_path, kind):
-    from text.config import ModelSection
+    from rlearner_text.config import ModelSection
 
     path = save_model(tmp_path, dtype=getattr(torch, kind))
     made = []

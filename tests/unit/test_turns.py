@@ -8,9 +8,9 @@ import pytest
 from template_models import make_tokenizer_folder
 
 from broker.errors import ConfigError
+from rlearner_text.incremental_tokenization import Conversation
+from rlearner_text.tokenizer import Tokenizer
 from rollout.engines.turns import TurnSplitter
-from text.incremental_tokenization import Conversation
-from text.tokenizer import Tokenizer
 
 SYSTEM = "Answer\nin one word."
 ASKED = ("Where is\nthe goal?", "And now?", "Then?")

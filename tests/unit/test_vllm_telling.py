@@ -6,8 +6,8 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlearner_text.openai.pieces import Piece, Tap
 from rollout.engines.vllm.streaming import Span, Telling, likeliest
-from text.openai.pieces import Piece, Tap
 
 
 @dataclass

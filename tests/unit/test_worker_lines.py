@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 
-from broker.runtime.workers import line
+from broker.system.workers import line
 
 
 def test_questions_and_answers_are_framed() -> None:

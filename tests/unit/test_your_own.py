@@ -18,15 +18,15 @@ from broker.settings.config import Reward
 from broker.settings.runspec import load, validate
 from envhub.config import num_eval_tasks
 from envhub.domain import Domain, load_domains
-from envhub.episodes.calls import Calls
 from envhub.episodes.runners import Limits, Players
-from envhub.episodes.task import Played, Task
+from envhub.task import Played, Task
+from envhub.workers.calls import Calls
 from rewardhub import protocol
 from rewardhub.rewards.base import Scored
 from rewardhub.routing import Ask, Forward, Scoring, sample_of
 from rewardhub.worker import Worker
 from rlearner.cli import main, make_parser
-from text.tokenizer import Tokenizer
+from rlearner_text.tokenizer import Tokenizer
 
 PAGE = Path(__file__).parents[2] / "docs" / "your-own.md"
 FILES = dict(re.findall(r"`([\w.]+)`:\n\n```\w+\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL))

@@ -11,7 +11,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from learner.algorithm.samples import TrainSample
 from learner.backends.torch import TorchBackend
 from learner.config import AlgorithmSection, TrainSection
-from text.config import ModelSection
+from rlearner_text.config import ModelSection
 
 VOCAB = 23
 

@@ -13,13 +13,13 @@ import pytest
 import pytest_asyncio
 import torch
 
+from rlearner_text.config import TinyModel
+from rlearner_text.tiny import build_tiny
 from rollout.config import RolloutSection
 from rollout.engines.base import EngineConfig
 from rollout.engines.vllm import engine as front
 from rollout.engines.vllm.loading import reload
 from rollout.engines.vllm.start import Opened, open_llm
-from text.config import TinyModel
-from text.tiny import build_tiny
 
 sys.path += [str(Path(__file__).parents[1] / "unit"), str(Path(__file__).parents[1] / "contract")]
 

@@ -16,8 +16,8 @@ from vllm_kit import prompt, renewed
 
 from broker.errors import TransferFailed
 from broker.weights.probe import make_probe
+from rlearner_text.openai.pieces import Piece, Tap
 from rollout.engines.base import TappedEngine
-from text.openai.pieces import Piece, Tap
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

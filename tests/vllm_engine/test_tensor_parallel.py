@@ -14,9 +14,9 @@ import torch
 from conftest import config_of
 from vllm_kit import CLOSE, assert_reread, in_flight, prompt, renewed
 
+from rlearner_text.config import TinyModel
+from rlearner_text.tiny import build_tiny
 from rollout.engines.vllm.engine import VLLMEngine
-from text.config import TinyModel
-from text.tiny import build_tiny
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

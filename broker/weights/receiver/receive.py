@@ -17,7 +17,7 @@ from broker.contract import wire
 from broker.contract.streams import WEIGHTS
 from broker.errors import RequestFailed, TransferFailed
 from broker.jetstream.bus import Bus
-from broker.runtime.reminders import Reminders
+from broker.system.reminders import Reminders
 from broker.weights import fp8
 from broker.weights.adapter import First
 from broker.weights.group import Communicator, Watch, connect_store

@@ -8,7 +8,7 @@ from broker.contract import wire
 from broker.contract.streams import WEIGHTSYNC
 from broker.errors import RequestFailed, TransferFailed, WireError
 from broker.jetstream.bus import Bus
-from broker.nats.core_messages import request
+from broker.jetstream.core_messages import request
 from broker.weights import plan as plans
 from broker.weights.group import connect_store
 from broker.weights.plan import Plan

@@ -25,7 +25,7 @@ from broker.contract import wire
 from broker.contract.streams import WEIGHTSYNC
 from broker.errors import Fenced, TransferFailed
 from broker.jetstream.bus import Bus
-from broker.nats.core_messages import respond
+from broker.jetstream.core_messages import respond
 from broker.nats.nats_errors import Disconnected
 from broker.nats.subscription import Subscribed
 from broker.runtime.presence import Roster
@@ -75,7 +75,7 @@ class Sender:
         roster: Roster | None = None,
         device: str | torch.device = "cpu",
         gather_s: float = 0.5,
-        policy: str = "actor",
+        policy: str = wire.ACTOR,
         delta_full_every: int | None = None,
         adapter: wire.Adapter | None = None,
         memory: Device | None = None,

@@ -24,7 +24,7 @@ from envhub.envs.base import Observation, StepResult
 from envhub.envs.text.asked import Asked
 from envhub.envs.text.qa import QuestionAnswer, QuestionAnswerArgs
 from envhub.envs.tools import tool_calls
-from sandbox import Limits, Sandbox
+from rlearner_sandbox import Limits, Sandbox
 
 log = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from broker.contract import wire
-from learner.credit.intake import episodes
+from learner.algorithm.episodes import episodes
 
 
 def wanted(group: wire.Group) -> bool:

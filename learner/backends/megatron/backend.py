@@ -26,9 +26,9 @@ from learner.backends.ranks.collectives import sum_over_ranks
 from learner.backends.ranks.dealing import Job
 from learner.backends.ranks.meeting import join_alone
 from learner.backends.ranks.messages import deal
-from learner.checks import check_megatron
+from learner.backends.section_checks import check_megatron
 from learner.config import TrainSection
-from text.config import ModelSection
+from rlearner_text.config import ModelSection
 
 SLICES_PER_STAGE: Final = 4  # of p stages all compute for a share of 4p / (5p - 1) of the time, if slices are alike
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from broker.errors import ConfigError
 from learner.backends.megatron.mapping import share_size
-from text.config import check_model_path
-from text.hub import weights_folder
+from rlearner_text.config import check_model_path
+from rlearner_text.hub import weights_folder
 
 
 class WeightFiles:

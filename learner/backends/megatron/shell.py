@@ -12,8 +12,8 @@ from broker.errors import ConfigError
 from learner.backends.megatron.architecture import Architecture, architecture_of, refuse_sizes
 from learner.backends.megatron.files import WeightFiles
 from learner.config import MegatronSection
-from text.config import ModelSection, check_model_path
-from text.library import import_transformers
+from rlearner_text.config import ModelSection, check_model_path
+from rlearner_text.library import import_transformers
 
 
 @dataclass(frozen=True)

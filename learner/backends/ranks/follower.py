@@ -8,8 +8,8 @@ import sys
 from typing import TYPE_CHECKING, Final
 
 from broker.errors import UserError
-from broker.runtime import logs
 from broker.settings.registry import resolve
+from broker.system import logs
 from learner.backends.ranks.link import Gone, Link
 from learner.backends.ranks.messages import Build
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from broker.errors import RlearnerError
-from broker.runtime.children import spawn
+from broker.system.children import spawn
 from learner.backends.ranks.link import Gone, Link
 from learner.backends.ranks.messages import Build, Reply
 

@@ -15,6 +15,9 @@ import torch
 from broker.contract import wire
 from broker.errors import TransferFailed, UserError
 from broker.weights.probe import check_probe
+from rlearner_text.guides import BadGuide, Guides
+from rlearner_text.openai.pieces import Piece
+from rlearner_text.tokenizer import Tokenizer
 from rollout.engines.base import NO_VERSION, EngineConfig, Output, Stats, UpdateMode, problem
 from rollout.engines.hf.attention import Segment
 from rollout.engines.hf.model import SlotModel, end_tokens
@@ -24,9 +27,6 @@ from rollout.engines.hf.row import Row, ends_of
 from rollout.engines.hf.sampling import SamplingBatch, likeliest, moved, sample, uniforms
 from rollout.engines.stopping import StopStrings
 from rollout.scheduler import Job, Scheduler
-from text.guides import BadGuide, Guides
-from text.openai.pieces import Piece
-from text.tokenizer import Tokenizer
 
 MAX_FAILURES: Final = 3  # passes that break one after the other before the engine gives up
 

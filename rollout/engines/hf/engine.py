@@ -15,12 +15,12 @@ import numpy.typing as npt
 import torch
 
 from broker.contract import wire
+from rlearner_text.openai.pieces import Piece, Tap
 from rollout.engines.base import NO_VERSION, EngineConfig, Output, Stats, UpdateMode
 from rollout.engines.fit import made
 from rollout.engines.hf.core import Core
 from rollout.engines.hf.memory import keep_freed_memory
 from rollout.engines.hf.reshaping import is_reshaped
-from text.openai.pieces import Piece, Tap
 
 T = TypeVar("T")
 Command = Callable[[Core], None]

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from broker.contract import wire
-from text.guides import BadGuide, Guides, Matcher
-from text.tokenizer import Tokenizer
+from rlearner_text.guides import BadGuide, Guides, Matcher
+from rlearner_text.tokenizer import Tokenizer
 
 # A token counts as drawn from the policy's own distribution where reshaping moved at most this much of its probability.
 MOVED: Final = 1e-3

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Final
 
 from broker.errors import ConfigError, UserError
-from broker.runtime.children import spawn
-from broker.runtime.workers.limits import kill_tree
+from broker.system.children import spawn
+from broker.system.workers.limits import kill_tree
 from rollout.config import RolloutSection
 from rollout.engines.sglang.api import TOLD_CANDIDATES
 from rollout.engines.sglang.args import SGLangArgs

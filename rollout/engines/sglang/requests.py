@@ -14,14 +14,14 @@ from typing import Any, Final
 import numpy as np
 
 from broker.contract import wire
+from rlearner_text.guides import Guides
+from rlearner_text.tokenizer import Tokenizer
 from rollout.engines.base import NO_VERSION, EngineConfig, Output, Stats
 from rollout.engines.hf.reshaping import is_reshaped
 from rollout.engines.sglang.api import Api, Refused, generate_body, read_leg, read_top, score_body
 from rollout.engines.sglang.request import Running
 from rollout.engines.stopping import StopStrings
 from rollout.scheduler import Job, Scheduler
-from text.guides import Guides
-from text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 

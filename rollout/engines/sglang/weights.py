@@ -26,12 +26,12 @@ from torch.distributed.distributed_c10d import Backend, GroupName, PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from broker.errors import TransferFailed, UserError
+from rlearner_text.config import check_model_path
+from rlearner_text.library import import_transformers
 from rollout.engines.hf.weights import HeldWeights
 from rollout.engines.sglang.api import Api, Refused
 from rollout.engines.sglang.args import SGLangArgs
 from rollout.engines.sglang.child import HOST, free_port
-from text.config import check_model_path
-from text.library import import_transformers
 
 SHM: Final = "/dev/shm"
 PREFIX: Final = "rlearner-weights-"

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from broker.contract import wire
 from broker.errors import TransferFailed
 from broker.weights.probe import check_probe
+from rlearner_text.openai.pieces import Tap
 from rollout.engines.base import NO_VERSION, EngineConfig, Output, Stats, UpdateMode, problem
 from rollout.engines.fit import check_fit
 from rollout.engines.hf.reshaping import problem as reshaping_problem
@@ -25,7 +26,6 @@ from rollout.engines.vllm.loading import Loading
 from rollout.engines.vllm.output import NOT_FINITE, top_rows
 from rollout.engines.vllm.requests import Requests, fail
 from rollout.engines.vllm.start import check_installed, open_llm
-from text.openai.pieces import Tap
 
 if TYPE_CHECKING:
     import torch

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from broker.contract import wire
+from rlearner_text.guides import Guides
+from rlearner_text.openai.pieces import Tap
 from rollout.engines.base import EngineConfig, Output, Stats
 from rollout.engines.hf.reshaping import is_reshaped
 from rollout.engines.vllm.loading import Loading
@@ -17,8 +19,6 @@ from rollout.engines.vllm.output import NOT_FINITE, output_of, sampling_fields
 from rollout.engines.vllm.scoring import as_deltas, final_only, first_line
 from rollout.engines.vllm.streaming import Telling
 from rollout.scheduler import Job, Scheduler
-from text.guides import Guides
-from text.openai.pieces import Tap
 
 Spawn = Callable[[Coroutine[Any, Any, None]], None]
 

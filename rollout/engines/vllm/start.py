@@ -17,13 +17,13 @@ from typing import Any, Final
 import torch
 
 from broker.errors import UserError
+from rlearner_text.tokenizer import Tokenizer
 from rollout.engines.args import VLLMArgs
 from rollout.engines.base import EngineConfig
 from rollout.engines.hf.core import find_tokenizer
 from rollout.engines.hf.model import end_tokens, fitting_context, load, one_line
 from rollout.engines.hf.weights import HeldWeights
 from rollout.engines.vllm.store import OWNER, SharedWeights
-from text.tokenizer import Tokenizer
 
 SPARE_SEQUENCES: Final = 2  # beside those that generate: the probe of new weights, and one that scores a context
 CPU_KV_CACHE_GIB: Final = 1.0

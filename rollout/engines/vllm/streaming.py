@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from text.openai.pieces import Piece, Tap, Top
+from rlearner_text.openai.pieces import Piece, Tap, Top
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,112 @@
+"""Dead letters for the operator: what nobody could use or finish, listed, shown, done again, purged."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Final
+
+import msgspec
+
+from broker.contract import wire
+from broker.contract.streams import DEAD
+from broker.errors import UserError, WireError
+from broker.jetstream.bus import Bus, LogRecord
+from broker.operations import dead_letter_retry
+from broker.operations.runs import choose_run
+
+SHOWN_BYTES: Final = 512
+
+
+async def _letters(bus: Bus) -> AsyncIterator[LogRecord]:
+    """Every dead letter kept now."""
+    last = await bus.last_seq(DEAD)
+    if await bus.first_seq(DEAD) > last:
+        return
+    async with aclosing(bus.read_log(DEAD, 1)) as records:
+        async for record in records:
+            yield record
+            if record.seq >= last:
+                return
+
+
+async def list_letters(bus: Bus, options: argparse.Namespace) -> None:
+    """``broker dead list``: one line each, the count on standard error."""
+    await choose_run(bus, options)
+    count = 0
+    async for record in _letters(bus):
+        count += 1
+        letter = record.message
+        if isinstance(letter, wire.DeadLetter):
+            where = f"{letter.stream} {letter.sequence}" if letter.sequence else letter.stream
+            ticket = f", ticket {letter.ticket}" if letter.ticket else ""
+            print(f"{record.seq}  {where}{ticket}, {len(letter.data)} bytes, by {letter.by}: {letter.reason}")
+        else:
+            print(f"{record.seq}  no dead letter itself: {record.error}")
+    print(f"{count} dead letter{'' if count == 1 else 's'} in run {bus.run}", file=sys.stderr)
+
+
+async def _letter(bus: Bus, number: int) -> LogRecord:
+    """One of them.
+
+    Raises:
+        UserError: there is no such letter.
+    """
+    async for record in _letters(bus):
+        if record.seq == number:
+            return record
+    raise UserError(f"no dead letter {number} in run {bus.run}")
+
+
+async def show_letter(bus: Bus, options: argparse.Namespace) -> None:
+    """``broker dead show N``: one of them whole."""
+    await choose_run(bus, options)
+    _show(await _letter(bus, options.number), raw=options.raw)
+
+
+async def retry_letter(bus: Bus, options: argparse.Namespace) -> None:
+    """``broker dead retry N``: each outcome as it comes.
+
+    Raises:
+        UserError: no such letter, or nothing in it that can be done again.
+    """
+    await choose_run(bus, options)
+    letter = (await _letter(bus, options.number)).message
+    if not isinstance(letter, wire.DeadLetter):
+        raise UserError(f"dead letter {options.number} does not decode itself, so there is nothing to do again")
+    print(f"ticket {letter.ticket}, given up by {letter.by}: {letter.reason}", flush=True)
+    async with aclosing(dead_letter_retry.retry(bus, letter, options.timeout)) as outcomes:
+        async for outcome in outcomes:
+            print("\n".join(dead_letter_retry.described(outcome)), flush=True)
+    print("for inspection only: nothing of it is stored or trained on", file=sys.stderr)
+
+
+def _show(record: LogRecord, *, raw: bool) -> None:
+    letter = record.message
+    data = letter.data if isinstance(letter, wire.DeadLetter) else record.data
+    if raw:
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
+        return
+    if isinstance(letter, wire.DeadLetter):
+        for name in ("stream", "sequence", "ticket", "by", "reason"):
+            print(f"{name:9} {getattr(letter, name)}")
+    print(f"{'data':9} {len(data)} bytes")
+    try:
+        print(str(wire.decode(data, *wire.MESSAGES))[:SHOWN_BYTES])
+    except WireError:
+        try:
+            print(repr(msgspec.msgpack.decode(data))[:SHOWN_BYTES])
+        except (msgspec.DecodeError, ValueError):
+            print(repr(data[:SHOWN_BYTES]))
+
+
+async def purge_letters(bus: Bus, options: argparse.Namespace) -> None:
+    """``broker dead purge``: all of them, or those up to a number."""
+    await choose_run(bus, options)
+    before = (await bus.depth(DEAD))[""]
+    last = await bus.last_seq(DEAD)
+    await bus.trim(DEAD, (last if options.through is None else min(options.through, last)) + 1)
+    print(f"{before - (await bus.depth(DEAD))['']} dead letters deleted from run {bus.run}")

@@ -1,0 +1,1 @@
+"""What a process uses of its host: child processes, locks, logs, GPUs, identity. Knows neither brokers nor settings."""

@@ -1,0 +1,62 @@
+"""The outermost layer of every command: one line for bad input, and silence where the reader of the output has left (``| head``)."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+from collections.abc import Callable
+from typing import Final
+
+from broker.errors import UserError
+from broker.system import logs
+
+EXIT_FAULT: Final = 1
+EXIT_USER_ERROR: Final = 2
+EXIT_STOPPED: Final = 130
+EXIT_OUTPUT_CLOSED: Final = 141  # what a shell reports of other tools there: 128 + SIGPIPE
+
+
+def enter(command: Callable[[], int]) -> int:
+    """Return the exit code of a command; docs/operations.md has the table.
+
+    SIGPIPE stays ignored: with its default action a connection to the broker that breaks would kill the process.
+
+    Raises:
+        BrokenPipeError: of another pipe or socket than stdout or stderr.
+    """
+    try:
+        try:
+            return command()
+        except UserError as error:
+            return refuse(error)
+        except KeyboardInterrupt:
+            return EXIT_STOPPED
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # else the interpreter does it at the end, and complains
+    except BrokenPipeError:
+        if not output_is_closed():
+            raise
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        for descriptor in filter(_has_no_reader, (1, 2)):
+            os.dup2(devnull, descriptor)  # what is still buffered goes there
+        os.close(devnull)
+        return EXIT_OUTPUT_CLOSED
+
+
+def refuse(error: UserError) -> int:
+    """Print a user's error as one line; the exit code."""
+    logs.say_error(" ".join(str(error).split()))
+    return EXIT_USER_ERROR
+
+
+def output_is_closed() -> bool:
+    """Whether stdout or stderr is a pipe that nobody reads."""
+    return any(map(_has_no_reader, (1, 2)))
+
+
+def _has_no_reader(descriptor: int) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))

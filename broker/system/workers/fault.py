@@ -1,0 +1,86 @@
+"""What a user's code raised, as text: the error, the line of the user's file that it came from, and the traceback for the log.
+
+An exception itself never leaves its process: texts do.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sysconfig
+import traceback
+from pathlib import Path
+from typing import Final
+
+from broker.system.logs import TRACEBACK
+from broker.system.workers.line import clean, said
+
+MAX_TRACE_CHARS: Final = 8000
+MAX_DISTINCT: Final = 100  # tracebacks in one log
+
+_ROOT: Final = Path(__file__).resolve().parents[3]
+_OURS: Final = tuple(f"{_ROOT / name}{os.sep}" for name in ("broker", "envhub", "learner", "rewardhub", "rlearner_text", "rollout"))
+_SUPPLIED: Final = tuple(f"{_ROOT / name}{os.sep}" for name in ("envhub/envs", "rewardhub/rewards"))  # runs where a user's own could
+_CALLERS: Final = (str(_ROOT / "rewardhub/rewards/function.py"), str(_ROOT / "rewardhub/rewards/base.py"))
+_LIBRARIES: Final = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_INSTALLED: Final = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("purelib", "platlib"))
+
+
+def told(error: BaseException) -> str:
+    """``KeyError: 'no such column' (bad_rewards.py:7 in raises)``, one line."""
+    name, words, where = type(error).__name__, said(error), place(error)
+    return f"{name}{f': {words}' if words else ''}{f' ({where})' if where else ''}"
+
+
+def place(error: BaseException) -> str:
+    """``bad_rewards.py:7 in raises``: the innermost frame in code of the user's, for what raises is often a library that it called.
+
+    Code of the user's begins at the first frame that is neither ours nor Python's own; an installed package may be it. Empty when the
+    error came from none.
+    """
+    frames = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in traceback.walk_tb(error.__traceback__)]
+    first = next((index for index, (file, _, _) in enumerate(frames) if not _is_ours(file) and not _is_pythons(file)), None)
+    if first is None:
+        return ""
+    entry = frames[first][0]
+    inside = [one for one in frames[first:] if one[0] == entry or not (_is_ours(one[0]) or one[0].startswith(("<", *_LIBRARIES)))]
+    file, line, name = inside[-1]
+    return clean(f"{os.path.basename(file)}:{line} in {name}")
+
+
+def trace(error: BaseException) -> str:
+    """The whole traceback, its middle left out where it is very long; empty if it cannot be had."""
+    try:
+        text = "".join(traceback.format_exception(error)).rstrip().encode("utf-8", "replace").decode()
+    except Exception:  # noqa: BLE001 - a text of the user's, in whatever state its process is: no memory, for example
+        return ""
+    half = MAX_TRACE_CHARS // 2
+    return text if len(text) <= MAX_TRACE_CHARS else f"{text[:half]}\n  ... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
+
+
+class Traces:
+    """Which tracebacks a log has already: one for each place that raises."""
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+
+    def say(self, log: logging.Logger, message: str, text: str) -> None:
+        """A warning, with the traceback below it if it is new; ``text`` is what ``trace`` gave, empty for none."""
+        extra = {TRACEBACK: text} if text and self._is_new(text) else {}
+        log.warning("%s", message, extra=extra)
+
+    def _is_new(self, text: str) -> bool:
+        lines = [line for line in text.splitlines() if line.startswith('  File "')]
+        key = lines[-1] if lines else text
+        if key in self._seen or len(self._seen) >= MAX_DISTINCT:
+            return False
+        self._seen.add(key)
+        return True
+
+
+def _is_ours(file: str) -> bool:
+    return file.startswith(_OURS) and (not file.startswith(_SUPPLIED) or file in _CALLERS)
+
+
+def _is_pythons(file: str) -> bool:
+    return file.startswith("<") or (file.startswith(_LIBRARIES) and not file.startswith(_INSTALLED))

@@ -1,0 +1,40 @@
+"""Starts a Python process that runs one of our modules with one end of a socket."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import IO, Final
+
+from broker.system.children import spawn
+
+# The child sees the packages that we see, in our order: with ``-m`` its working folder would come first, and a folder of the
+# user's named ``text`` or ``broker`` would shadow ours.
+BOOT: Final = "import runpy, sys; sys.path[:] = sys.argv.pop().split('\\n'); runpy.run_module(sys.argv.pop(1), run_name='__main__')"
+
+
+def start(
+    module: str,
+    theirs: socket.socket,
+    output: IO[bytes],
+    arguments: Sequence[str] = (),
+    death_signal: signal.Signals = signal.SIGKILL,
+    *,
+    env: Mapping[str, str] | None = None,
+) -> subprocess.Popen[bytes]:
+    """Run ``module`` as ``__main__`` with ``sys.argv[1:]`` the number of its socket and ``arguments``.
+
+    It gets the environment of this process and ``env``, and ``death_signal`` when this process dies; code of the user's may have a
+    handler for any but SIGKILL.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    path = "\n".join(folder or os.getcwd() for folder in sys.path)
+    command = (sys.executable, "-P", "-c", BOOT, module, str(theirs.fileno()), *arguments, path)
+    whole = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+    return spawn(command, output, pass_fds=(theirs.fileno(),), env=whole, death_signal=death_signal)

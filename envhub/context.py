@@ -1,0 +1,79 @@
+"""What the policy sees at each turn: the whole conversation, or a prompt made anew from a memory of it.
+
+With ``context: full`` an episode is one conversation and one training sample. With ``context: steps`` each turn is a conversation
+of its own: what opened the episode, the last ``history_length`` turns and the present observation in one user message. Each turn is
+a sample, and all samples of an episode share its number and its total reward (Feng et al., GiGPO, arXiv 2505.10978, section 4), so
+contexts stay short however long the episode becomes. ``memory`` names a function of the user's in place of ``recent``; it may summarise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from broker.errors import ConfigError
+from broker.settings.registry import check_call, resolve
+
+Memory = Callable[[str, Sequence[tuple[str, str]], str, int], str]
+
+
+def recent(opening: str, past: Sequence[tuple[str, str]], now: str, history_length: int) -> str:
+    """The prompt of a turn: the opening, the last turns as observation and action, the present observation; one below the other.
+
+    Args:
+        opening: the episode's first observation.
+        past: every turn before this one, as (observation, action), oldest first.
+        now: the present observation.
+        history_length: how many of them are shown.
+    """
+    if not past:
+        return opening
+    first = max(0, len(past) - history_length)
+    turns = [
+        part for i, turn in enumerate(past) if i >= first for part in (turn[1:] if i == 0 else turn)
+    ]  # the opening stands there already
+    return "\n".join([opening, *turns, now])
+
+
+def load_memory(key: str, name: str) -> Memory:
+    """The function behind ``domains.<name>.memory``.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    try:
+        found: Any = resolve("memories", name, {"recent": "envhub.context:recent"})
+    except ConfigError as error:
+        raise ConfigError(key, name, error.allowed) from None
+    check_call(key, name, found, ("opening", "past", "now", "history_length"))
+    memory: Memory = found
+    return memory
+
+
+@dataclass
+class StepContext:
+    """The turns of one episode so far, and the prompt that follows from them."""
+
+    memory: Memory
+    history_length: int
+    opening: str = ""
+    now: str = ""
+    past: list[tuple[str, str]] = field(default_factory=list)
+
+    def open(self, observation: str) -> str:
+        """The episode begins; its first prompt."""
+        self.opening = self.now = observation
+        return self._prompt()
+
+    def acted(self, action: str, observation: str) -> str:
+        """A turn was taken; the next prompt."""
+        self.past.append((self.now, action))
+        self.now = observation
+        return self._prompt()
+
+    def _prompt(self) -> str:
+        prompt = self.memory(self.opening, self.past, self.now, self.history_length)
+        if not isinstance(prompt, str):
+            raise TypeError(f"memory returned {type(prompt).__name__}, not a text")
+        return prompt

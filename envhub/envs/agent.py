@@ -1,0 +1,182 @@
+"""``env: agent``: a program of the user's own plays the episode and asks the policy over OpenAI's protocol.
+
+    domains:
+      sums:
+        env: agent
+        env_args: {command: [python, my_agent.py], path: train.jsonl, prompt: question, answer: answer}
+        context: steps
+        max_turns: 20        # calls to the policy
+
+The program, or ``function: my_agent.py:play``, is started anew for each episode with OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in
+its environment, and gets its task as a line of JSON on stdin: ``{"task_index": 3, "split": "train", "seed": 7, "row": {...}}``. Whatever
+it asks of that endpoint is sampled as the run says, and recorded. Its last line on stdout is the reward, or an object with ``reward``
+and perhaps ``success``, ``response`` and ``metrics``; or its exit status is (``reward: exit``), or reward hubs give it (``reward: none``).
+A program that crashes is an episode that failed, which is tried again; it never is a reward of zero.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, Self
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+
+from broker.errors import ConfigError, DataError
+from broker.settings.config import DomainSection, Section
+from broker.system.workers.start import BOOT
+from envhub.envs.base import Environment, Split
+
+LAUNCHER: Final = "envhub.agents.call"
+Source = Literal["result", "exit", "none"]
+
+PYTHON: Final = "python"  # as a command, the one that runs the hub, whether it is on PATH or not
+
+
+class AgentArgs(Section):
+    """``env_args`` of ``agent``."""
+
+    command: list[str] = Field(default_factory=list)  # program and arguments, `python` being the hub's own; or:
+    function: str = ""  # package.module:name or file.py:name, called with the task in a process of its own; may be a coroutine function
+    reward: Source = "result"  # of the last line on stdout; exit: 1 for exit status 0, 0 for 1; none: reward hubs give it
+    path: str | None = None  # JSONL; each row is a task
+    prompt: str | None = None  # column that reward hubs see as the question
+    answer: str | None = None  # column that they see as the reference
+    eval_path: str | None = None  # a file for evaluation; None: the share below
+    eval_share: Annotated[float, Field(ge=0, lt=1)] = 0.05  # of the rows of ``path``, taken from its end
+    num_tasks: PositiveInt | None = None  # where there is no file; None: without end
+    shuffle_seed: NonNegativeInt = 0
+    env: dict[str, str] = Field(default_factory=dict)  # added to the program's environment
+    cwd: str | None = None  # folder to run in; None: the hub's
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if bool(self.command) == bool(self.function):
+            raise ValueError("give one of command and function")
+        if self.path is None and (self.prompt or self.answer or self.eval_path):
+            raise ValueError("prompt, answer and eval_path need path")
+        return self
+
+
+class Agent(Environment):
+    """The class behind ``env: agent``. Nobody steps it: ``envhub.agents.run_episode`` runs its program instead."""
+
+    Args = AgentArgs
+    isolation = "none"
+
+    args: AgentArgs
+
+    @classmethod
+    def check(cls, args: AgentArgs) -> None:
+        if args.command and args.command[0] != PYTHON and shutil.which(args.command[0], path=args.env.get("PATH")) is None:
+            raise ConfigError("command", args.command, f"a program that is there; {args.command[0]!r} is not")
+        script = args.command[1] if args.command[:1] == [PYTHON] and len(args.command) > 1 else ""
+        if script.endswith(".py") and not Path(args.cwd or "", script).is_file():
+            raise ConfigError("command", args.command, f"there is no file {script}")
+        file = args.function.rpartition(":")[0]
+        if args.function and not file:
+            raise ConfigError("function", args.function, "write 'package.module:name' or 'file.py:name'")
+        if file.endswith(".py") and not Path(file).is_file():
+            raise ConfigError("function", args.function, f"there is no file {file}")
+        if args.cwd is not None and not Path(args.cwd).is_dir():
+            raise ConfigError("cwd", args.cwd, "there is no such folder")
+        _read.cache_clear()
+        if args.path is not None and not rows(args, "train"):
+            raise ConfigError("eval_share", args.eval_share, "a smaller share: it leaves no row for training")
+        if args.eval_path is not None:
+            rows(args, "eval")
+
+    @classmethod
+    def data_files(cls, args: AgentArgs) -> list[str]:
+        return [file for file in (args.path, args.eval_path) if file is not None]
+
+    @classmethod
+    def num_tasks(cls, args: AgentArgs, split: Split) -> int | None:
+        return args.num_tasks if args.path is None else len(rows(args, split))
+
+
+def check_section(name: str, section: DomainSection, args: Section) -> None:
+    """What an agent needs of its domain.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    if section.context != "steps":
+        allowed = "steps with env agent: where a call does not go on from an earlier one, an episode becomes several samples"
+        raise ConfigError(f"domains.{name}.context", section.context, allowed)
+    if isinstance(args, AgentArgs) and args.reward == "none" and not section.rewards:
+        raise ConfigError(f"domains.{name}.rewards", [], "at least one with env_args.reward none: the agent gives no reward of its own")
+
+
+def command(args: AgentArgs) -> list[str]:
+    """The program and its arguments."""
+    if args.command:
+        return [sys.executable if args.command[0] == PYTHON else args.command[0], *args.command[1:]]
+    path = "\n".join(folder or os.getcwd() for folder in sys.path)
+    return [sys.executable, "-P", "-c", BOOT, LAUNCHER, args.function, path]
+
+
+def row(args: AgentArgs, task_index: int, split: Split) -> Mapping[str, Any] | None:
+    """The row of a task, None where there is no file. Training meets every row once an epoch, in an order of its own for each."""
+    if args.path is None:
+        return None
+    found = rows(args, split)
+    epoch, position = divmod(task_index, len(found))
+    return found[int(_order(len(found), args.shuffle_seed, epoch)[position]) if split == "train" else position]
+
+
+def text_of(args: AgentArgs, of: Mapping[str, Any] | None, column: str | None) -> str:
+    """A column as text; empty where none is named."""
+    value = "" if of is None or column is None else of[column]
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def rows(args: AgentArgs, split: Split) -> tuple[dict[str, Any], ...]:
+    """The rows of a split.
+
+    Raises:
+        ConfigError: there is no such file, or it is empty.
+        DataError: a malformed row.
+    """
+    columns = tuple(column for column in (args.prompt, args.answer) if column is not None)
+    if split == "eval" and args.eval_path is not None:
+        return _read(args.eval_path, columns, "eval_path")
+    assert args.path is not None, "there is no file"
+    found = _read(args.path, columns, "path")
+    if args.eval_path is not None:
+        return found
+    held_out = max(round(len(found) * args.eval_share), 1 if args.eval_share > 0 else 0)
+    return found[len(found) - held_out :] if split == "eval" else found[: len(found) - held_out]
+
+
+@lru_cache(maxsize=8)
+def _read(path: str, columns: tuple[str, ...], key: str) -> tuple[dict[str, Any], ...]:
+    if not Path(path).is_file():
+        raise ConfigError(key, path, "there is no such file")
+    decoder, found = msgspec.json.Decoder(dict[str, Any]), []
+    for line, data in enumerate(Path(path).read_bytes().split(b"\n"), start=1):
+        if not data.strip():
+            continue
+        try:
+            found.append(decoder.decode(data))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise DataError(path, line, f"not a JSON object: {error}") from None
+        for column in columns:
+            if column not in found[-1]:
+                raise DataError(path, line, f"no column {column!r}; it has {', '.join(sorted(found[-1])) or 'none'}")
+    if not found:
+        raise ConfigError(key, path, "the file holds no rows")
+    return tuple(found)
+
+
+@lru_cache(maxsize=4)
+def _order(num_rows: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+    return np.random.default_rng([seed, epoch]).permutation(num_rows)

@@ -1,0 +1,1 @@
+"""Which episodes run when, and how a group ends: pure state machines."""

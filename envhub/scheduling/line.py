@@ -1,0 +1,83 @@
+"""The order in which groups begin in a hub: suspect ones only while the hub does nothing else. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a ticket asks of the hub.
+
+    Attributes:
+        key: unique among the jobs in hand.
+        max_staleness: versions that a token may lag behind before the group is late; None: never late.
+        num_redundant: once all episodes but so many have finished the group is complete.
+    """
+
+    key: str
+    group_size: int
+    min_group_size: int
+    deadline_s: float
+    max_staleness: int | None = None
+    num_delivered: int = 1
+    num_redundant: int = 0
+
+
+@dataclass
+class _Waiting:
+    job: Job
+    alone: bool | None  # None: not known yet
+
+
+class Line:
+    """Groups that were taken and have not begun, first come, first served.
+
+    A suspect group begins when no other is in hand, and none begins while it is in hand. One that is not judged yet holds up those
+    behind it, so that no group can overtake a suspect for ever.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, _Waiting] = {}
+        self._alone = ""  # key of the suspect group in hand
+
+    def __bool__(self) -> bool:
+        """Whether the hub must take no more tickets."""
+        return bool(self._waiting or self._alone)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._waiting
+
+    def jobs(self) -> Iterator[Job]:
+        """Those that have not begun, in order."""
+        return (one.job for one in self._waiting.values())
+
+    def put(self, job: Job, *, alone: bool | None) -> None:
+        """Add a group at the end; ``alone`` is None until ``judge``."""
+        self._waiting[job.key] = _Waiting(job, alone)
+
+    def judge(self, key: str, *, alone: bool) -> None:
+        """Say whether a group is suspect; does nothing for one that has left."""
+        if key in self._waiting:
+            self._waiting[key].alone = alone
+
+    def leave(self, key: str) -> None:
+        """The group has ended, whether it had begun or not."""
+        self._waiting.pop(key, None)
+        if key == self._alone:
+            self._alone = ""
+
+    def next(self, *, idle: bool) -> Job | None:
+        """Take out the group that begins now, None if none does.
+
+        Args:
+            idle: the hub has no group in hand and has stored the last ones.
+        """
+        first = next(iter(self._waiting.values()), None)
+        if first is None or self._alone or first.alone is None or (first.alone and not idle):
+            return None
+        del self._waiting[first.job.key]
+        if first.alone:
+            self._alone = first.job.key
+        return first.job

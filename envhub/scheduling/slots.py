@@ -1,0 +1,314 @@
+"""Which episodes run when, and how a group ends: the hub's decisions as a pure state machine.
+
+Events are method calls, actions are returned; time is passed in (seconds of any monotonic clock) and nothing here waits
+or sends. A job is one ticket's group. Its episodes start as slots get free, in the order in which jobs came; a job larger
+than the hub runs in waves. Every accepted job ends in exactly one of ``Finish``, ``Close`` and ``HandBack``.
+A job that may have ended other processes is held until it is judged, and then begins only while the hub plays nothing else.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from broker.contract.streams import MAX_DELIVERIES
+from broker.contract.wire import ClosedReason
+from envhub.scheduling.line import Job, Line
+
+FailureKind = Literal["env", "timeout", "generate", "machine", "fatal", "large"]
+
+# What a group that cannot reach its size is closed for. After a generation failure, on a machine where no process can be started, and
+# where nothing shows that the ticket is to blame, it is handed back for another hub to try.
+CLOSED_FOR: dict[FailureKind, ClosedReason] = {"env": "env_error", "timeout": "timeout", "fatal": "env_error", "large": "too_large"}
+HOPELESS: frozenset[FailureKind] = frozenset(("fatal", "large"))  # another try would end the same way
+OF_THE_HOST: frozenset[FailureKind] = frozenset(("env", "machine", "fatal", "timeout"))  # may be: a hub where all fail takes no more
+HAND_BACK_DELAY_S = 1.0
+
+
+@dataclass(frozen=True)
+class Start:
+    """Start an episode; ``attempt`` counts from 0."""
+
+    key: str
+    episode: int
+    attempt: int
+
+
+@dataclass(frozen=True)
+class Abort:
+    """Stop a running episode; its slot is free already."""
+
+    key: str
+    episode: int
+
+
+@dataclass(frozen=True)
+class Finish:
+    """The group is these episodes."""
+
+    key: str
+    episodes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Close:
+    """The ticket ends without a group."""
+
+    key: str
+    reason: ClosedReason
+    detail: str
+
+
+@dataclass(frozen=True)
+class HandBack:
+    """The ticket is for someone else."""
+
+    key: str
+    delay_s: float
+    detail: str
+
+
+Action = Start | Abort | Finish | Close | HandBack
+
+
+@dataclass
+class _Group:
+    job: Job
+    until: float
+    waiting: int
+    running: dict[int, int] = field(default_factory=dict)  # episode -> attempt
+    done: set[int] = field(default_factory=set)
+    lost: set[int] = field(default_factory=set)
+    oldest_version: int | None = None
+
+
+class Slots:
+    """n slots and the groups in them.
+
+    Args:
+        n: episodes that may run at once.
+        max_retries: how often one episode is started again after a failure.
+    """
+
+    def __init__(self, n: int, max_retries: int) -> None:
+        self.n, self.max_retries = n, max_retries
+        self.draining = False
+        self.version = -1  # newest policy version seen
+        self._line = Line()
+        self._groups: dict[str, _Group] = {}
+        self._queue: deque[tuple[str, int, int]] = deque()  # episodes that wait for a slot: key, episode, attempt
+        self._running = 0
+        self._reserved = 0
+
+    @property
+    def running(self) -> int:
+        """Episodes in a slot."""
+        return self._running
+
+    @property
+    def waiting(self) -> int:
+        """Episodes that wait for a slot."""
+        return len(self._queue)
+
+    @property
+    def free(self) -> int:
+        """Slots that nobody runs in, waits for or has reserved; negative when more wait than there is room for."""
+        return self.n - self._running - len(self._queue) - self._reserved - sum(self._need(job.group_size) for job in self._line.jobs())
+
+    @property
+    def jobs(self) -> list[str]:
+        """Keys of the groups in hand: those that have begun, oldest first, then those that wait to begin."""
+        return [*self._groups, *(job.key for job in self._line.jobs())]
+
+    def what_next(self, key: str, episode: int, actions: list[Action]) -> str:
+        """For the log, what ``failed`` led to where it cost nothing but time; what ends a ticket has a line of its own."""
+        if any(isinstance(action, HandBack) and action.key == key for action in actions):
+            return "its ticket goes back to the queue and will be played again"
+        group = self._groups.get(key)
+        again = group is not None and (episode in group.running or any(entry[:2] == (key, episode) for entry in self._queue))
+        return "the episode starts again" if again else ""
+
+    # -- room for more
+
+    def reserve(self, group_size: int, limit: int) -> int:
+        """Keep room for up to ``limit`` more groups; how many there is room for. Each is later offered or released."""
+        if self.draining or self._line:
+            return 0
+        need = self._need(group_size)
+        count = max(0, min(limit, self.free // need))
+        self._reserved += count * need
+        return count
+
+    def release(self, group_size: int, count: int) -> None:
+        """Give back room that ``reserve`` kept."""
+        self._reserved -= count * self._need(group_size)
+
+    def _need(self, group_size: int) -> int:
+        return min(group_size, self.n)  # a group larger than the hub needs all of it
+
+    # -- events
+
+    def offer(self, job: Job, now: float) -> list[Action]:
+        """A ticket came. Its room, if any was kept, must have been released just before."""
+        return self._accept(job, alone=False) or self._enter(now)
+
+    def hold(self, job: Job) -> list[Action]:
+        """A ticket came that must be judged by ``admit`` or ``condemn`` before it begins."""
+        return self._accept(job, alone=None)
+
+    def admit(self, key: str, now: float, *, alone: bool) -> list[Action]:
+        """A job that was held may begin; with ``alone`` only while the hub does nothing else."""
+        self._line.judge(key, alone=alone)
+        return self._enter(now)
+
+    def condemn(self, key: str, detail: str) -> list[Action]:
+        """A job that was held must not begin."""
+        return self._stop(key, Close(key, "poisonous", detail)) if key in self._line else []
+
+    def _accept(self, job: Job, *, alone: bool | None) -> list[Action]:
+        if job.key in self._groups or job.key in self._line:
+            return []  # delivered again while still in work here: the one run goes on
+        if job.num_delivered >= MAX_DELIVERIES:
+            return [Close(job.key, "too_many_deliveries", f"delivered {job.num_delivered} times and never finished")]
+        if self.draining:
+            return [HandBack(job.key, 0.0, "draining")]
+        self._line.put(job, alone=alone)
+        return []
+
+    def _enter(self, now: float, *, idle: bool = False) -> list[Action]:
+        """Begin the groups whose turn it is."""
+        while job := self._line.next(idle=idle and not self._groups):
+            self._groups[job.key] = _Group(job, now + job.deadline_s, job.group_size)
+            self._queue.extend((job.key, episode, 0) for episode in range(job.group_size))
+        return self._fill()
+
+    def finished(self, key: str, episode: int) -> list[Action]:
+        """An episode ended as it should."""
+        group = self._leave(key, episode)
+        if group is None:
+            return self._fill()
+        group.done.add(episode)
+        return self._settle(group) or self._fill()
+
+    def failed(self, key: str, episode: int, kind: FailureKind, detail: str, *, own: bool = True) -> list[Action]:
+        """An episode broke: it starts again, or is lost after ``max_retries``, at once if ``kind`` is hopeless.
+
+        Args:
+            key: of its group.
+            episode: number in the group.
+            kind: of failure.
+            detail: what happened.
+            own: whether the ticket is to blame; else the host may be, and another hub is to try. What is hopeless is always its own.
+        """
+        attempt = self._groups[key].running.get(episode, 0) if key in self._groups else 0
+        group = self._leave(key, episode)
+        if group is None:
+            return self._fill()
+        if kind not in HOPELESS and attempt < self.max_retries:
+            self._queue.appendleft((key, episode, attempt + 1))
+            group.waiting += 1
+            return self._fill()
+        group.lost.add(episode)
+        if group.job.group_size - len(group.lost) < group.job.min_group_size:
+            detail = f"episode {episode}, attempt {attempt + 1}: {detail}"
+            reason = CLOSED_FOR.get(kind) if own or kind in HOPELESS else None
+            return self._end(group, HandBack(key, HAND_BACK_DELAY_S, detail) if reason is None else Close(key, reason, detail))
+        return self._settle(group) or self._fill()
+
+    def sampled(self, key: str, oldest_version: int) -> list[Action]:
+        """Tokens were sampled for a group; ``oldest_version`` is the oldest policy version among them."""
+        group = self._groups.get(key)
+        if group is None:
+            return []
+        if group.oldest_version is None or oldest_version < group.oldest_version:
+            group.oldest_version = oldest_version
+        return self._close_if_late(group)
+
+    def advanced(self, version: int) -> list[Action]:
+        """The learner has made a version; groups whose oldest token is now too old are given up."""
+        if version <= self.version:
+            return []
+        self.version = version
+        actions: list[Action] = []
+        for group in list(self._groups.values()):
+            actions += self._close_if_late(group)
+        return actions
+
+    def tick(self, now: float, *, idle: bool = True) -> list[Action]:
+        """Time passed: groups beyond their deadline close with what they have, or without a group.
+
+        Args:
+            now: the time.
+            idle: nothing that this hub ended is still being stored, so that a suspect group may begin.
+        """
+        actions: list[Action] = []
+        for group in [group for group in self._groups.values() if now >= group.until]:
+            done, job = tuple(sorted(group.done)), group.job
+            short = f"{len(done)} of at least {job.min_group_size} episodes after {job.deadline_s:g} s"
+            enough = len(done) >= job.min_group_size
+            actions += self._end(group, Finish(job.key, done) if enough else Close(job.key, "deadline", short))
+        return actions + self._enter(now, idle=idle)
+
+    def drain(self) -> None:
+        """Take no more tickets; finish those in hand."""
+        self.draining = True
+
+    def expire(self) -> list[Action]:
+        """The drain took too long: hand back every ticket in hand."""
+        self.draining = True
+        return self.hand_back(self.jobs, 0.0, "draining")
+
+    def hand_back(self, keys: Iterable[str], delay_s: float, detail: str) -> list[Action]:
+        """Give up groups in hand; another hub may take their tickets after ``delay_s``."""
+        ends = [action for key in keys for action in self._stop(key, HandBack(key, delay_s, detail))]
+        return ends + self._fill()
+
+    # -- inside
+
+    def _fill(self) -> list[Action]:
+        actions: list[Action] = []
+        while self._queue and self._running < self.n:
+            key, episode, attempt = self._queue.popleft()
+            group = self._groups[key]
+            group.waiting -= 1
+            group.running[episode] = attempt
+            self._running += 1
+            actions.append(Start(key, episode, attempt))
+        return actions
+
+    def _leave(self, key: str, episode: int) -> _Group | None:
+        group = self._groups.get(key)
+        if group is None or group.running.pop(episode, None) is None:
+            return None  # its group ended meanwhile, or it was never started
+        self._running -= 1
+        return group
+
+    def _settle(self, group: _Group) -> list[Action]:
+        """Finish the group if it is complete, or nothing more will come."""
+        if len(group.done) < group.job.group_size - group.job.num_redundant and (
+            group.running or group.waiting or len(group.done) < group.job.min_group_size
+        ):
+            return []
+        return self._end(group, Finish(group.job.key, tuple(sorted(group.done))))
+
+    def _close_if_late(self, group: _Group) -> list[Action]:
+        job, oldest = group.job, group.oldest_version
+        if job.max_staleness is None or oldest is None or self.version - oldest <= job.max_staleness:
+            return []
+        detail = f"oldest token of version {oldest}, version {self.version} is being trained, max_staleness {job.max_staleness}"
+        return self._end(group, Close(job.key, "late", detail))
+
+    def _end(self, group: _Group, ending: Action) -> list[Action]:
+        return self._stop(group.job.key, ending) + self._fill()
+
+    def _stop(self, key: str, ending: Action) -> list[Action]:
+        self._line.leave(key)
+        group = self._groups.pop(key, None)
+        if group is None:
+            return [ending]  # it had not begun
+        if group.waiting:
+            self._queue = deque(entry for entry in self._queue if entry[0] != key)
+        self._running -= len(group.running)
+        return [*(Abort(key, episode) for episode in group.running), ending]

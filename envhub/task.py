@@ -1,0 +1,61 @@
+"""What an episode is asked for, what it comes to, and how it fails."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from broker.contract import wire
+from broker.errors import RlearnerError
+from envhub.domain import Domain
+from envhub.envs.base import Split
+from envhub.scheduling.slots import FailureKind
+
+
+class EpisodeFailed(RlearnerError):
+    """The episode came to nothing, through no fault of the policy; it is never scored. ``trace``: what was raised, for the log."""
+
+    def __init__(self, kind: FailureKind, detail: str, trace: str = "") -> None:
+        super().__init__(detail)
+        self.kind, self.detail, self.trace = kind, detail, trace
+
+
+@dataclass(frozen=True)
+class Task:
+    """What an episode is to play and how it samples.
+
+    Attributes:
+        id: names the conversation to the servers; unique among running episodes.
+        seed: of the environment; the episodes of a group share it.
+        episode: which of the group, from 0.
+        record: whether to keep text frames for a replay.
+    """
+
+    id: str
+    domain: Domain
+    task_index: int
+    split: Split
+    seed: int
+    episode: int
+    policy: str = wire.ACTOR
+    min_version: int = 0
+    temperature: float | None = None  # None: the domain's own
+    greedy: bool = False  # a baseline at temperature 0
+    record: bool = False
+
+
+@dataclass
+class Played:
+    """A finished episode: one trajectory, or one for each turn, the last of which has the metrics and the last words."""
+
+    trajectories: list[wire.Trajectory]
+    prompt: str
+    reference: str
+    generate_s: float
+    env_step_s: float
+    frames: list[str]
+    oldest_version: int
+
+    @property
+    def trajectory(self) -> wire.Trajectory:
+        """The last one, which says how it all ended."""
+        return self.trajectories[-1]

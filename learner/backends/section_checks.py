@@ -1,0 +1,47 @@
+"""Checks of a backend's own section of ``train``, without importing torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from broker.errors import ConfigError
+from learner.config import DeepspeedSection
+
+
+def check_deepspeed(train: Mapping[str, Any]) -> None:
+    """What a section ``train`` asks of DeepSpeed.
+
+    Raises:
+        ConfigError: it is not the backend, or asked for what the stage has not.
+    """
+    section = train["deepspeed"]
+    if train["backend"] != "deepspeed":
+        plain = DeepspeedSection().model_dump()
+        if odd := next((key for key in plain if section[key] != plain[key]), ""):
+            raise ConfigError(f"train.deepspeed.{odd}", section[odd], f"unset with train.backend {train['backend']}")
+        return
+    if section["offload_param"] and section["stage"] < 3:
+        raise ConfigError(
+            "train.deepspeed.offload_param", True, f"false with train.deepspeed.stage {section['stage']}: only stage 3 divides weights"
+        )
+
+
+def check_megatron(train: Mapping[str, Any]) -> None:
+    """What a section ``train`` asks of Megatron-core.
+
+    Raises:
+        ConfigError: it is not the backend, or the ranks cannot be divided so.
+    """
+    section = train["megatron"]
+    if train["backend"] != "megatron":
+        if odd := next((key for key, size in section.items() if size != 1), ""):
+            raise ConfigError(f"train.megatron.{odd}", section[odd], f"1 with train.backend {train['backend']}; more with megatron")
+        return
+    if train["lora"] and train["lora"]["dropout"]:
+        allowed = "0 with train.backend megatron, whose ranks divide a layer's inputs"
+        raise ConfigError("train.lora.dropout", train["lora"]["dropout"], allowed)
+    tensor, pipeline, ranks = section["tensor_parallel"], section["pipeline_parallel"], train["ranks"]
+    if ranks % (tensor * pipeline):
+        allowed = f"a multiple of train.megatron.tensor_parallel {tensor} times train.megatron.pipeline_parallel {pipeline}"
+        raise ConfigError("train.ranks", ranks, allowed)

@@ -1,0 +1,104 @@
+"""Writing to a folder that may be full or not writable for a while: wait, say so, try again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from broker.errors import UserError
+from broker.runtime.process import Stop
+from broker.system.reminders import Reminders
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+FIRST_WAIT_S: Final = 0.5
+LONGEST_WAIT_S: Final = 10.0
+
+
+class Backoff:
+    """Pure: how long to wait after each failure in a row, and whether to say so."""
+
+    def __init__(self) -> None:
+        self._wait_s, self._reason, self._reminders = FIRST_WAIT_S, "", Reminders()
+
+    def failed(self, reason: str, now: float) -> tuple[float, bool]:
+        """A try failed at ``now`` for ``reason``: seconds until the next one, and whether people should hear of it (again)."""
+        if reason != self._reason:
+            self._reason = reason
+            self._reminders.over()
+        speak = self._reminders.due(now)
+        wait_s, self._wait_s = self._wait_s, min(2 * self._wait_s, LONGEST_WAIT_S)
+        return wait_s, speak
+
+    def worked(self) -> None:
+        """A try worked; the next failure is waited for briefly again, and said only if the last one is a while ago."""
+        self._wait_s = FIRST_WAIT_S
+
+
+class Patience:
+    """Repeats what a folder refuses until it works.
+
+    Args:
+        folder: named in what is said.
+        stop: ends a wait.
+        waits: what does not go on meanwhile, for people.
+        say: told what is going on while it waits, and an empty text when it is over.
+
+    Attributes:
+        reason: what the folder refuses for at present, empty when it does not.
+    """
+
+    def __init__(self, folder: Path, stop: Stop, waits: str, say: Callable[[str], None] = lambda _: None) -> None:
+        self._folder, self._stop, self._waits, self._say = folder, stop, waits, say
+        self.reason = ""
+        self._backoff = Backoff()
+
+    async def __call__(self, job: Callable[[], Awaitable[T]]) -> T:
+        """The result of a job that may be repeated.
+
+        Raises:
+            UserError: asked to stop while the folder refuses.
+        """
+        began, said = time.monotonic(), False
+        while True:
+            try:
+                result = await job()
+            except OSError as error:
+                self.reason = reason_of(error, self._folder)
+                if self._stop.asked.is_set():
+                    raise UserError(f"{self.reason}; asked to stop") from None
+                wait_s, speak = self._backoff.failed(str(error.errno), time.monotonic())
+                said = said or speak
+                if speak:
+                    log.error("%s; %s until it can be written", self.reason, self._waits)
+                    self._say(f"{self.reason}; {self._waits}")
+            else:
+                if said:
+                    log.warning("%s: can be written again, after %.1f s", self._folder, time.monotonic() - began)
+                    self._say("")
+                self._backoff.worked()
+                self.reason = ""
+                return result
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stop.asked.wait(), wait_s)
+
+    async def in_thread(self, job: Callable[..., T], *args: Any) -> T:
+        """The same for a blocking job."""
+        return await self(lambda: asyncio.to_thread(job, *args))
+
+
+def reason_of(error: OSError, folder: Path) -> str:
+    """One line: the folder, what the operating system said, and the space that is left."""
+    text = f"{folder}: {error.strerror or error}"
+    with suppress(OSError):
+        space = os.statvfs(folder)
+        text += f" ({space.f_bavail * space.f_frsize / 2**20:.0f} MiB free)"
+    return text

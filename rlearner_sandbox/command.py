@@ -1,0 +1,145 @@
+"""The command line of bubblewrap, and what to say when it does not work. No process is started here."""
+
+from __future__ import annotations
+
+import marshal
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from types import CodeType
+from typing import Final, Literal
+
+Mode = Literal["script", "calls", "asserts", "tests"]
+
+DEVICES: Final = ("/dev/null", "/dev/urandom")
+ENVIRONMENT: Final = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
+CONTAINER: Final = "docker run --security-opt seccomp=unconfined --security-opt apparmor=unconfined --security-opt systempaths=unconfined"
+SWITCHES: Final = (  # file under /proc/sys, what it must not hold, the command
+    ("kernel/apparmor_restrict_unprivileged_userns", "1", "sysctl -w kernel.apparmor_restrict_unprivileged_userns=0"),
+    ("kernel/unprivileged_userns_clone", "0", "sysctl -w kernel.unprivileged_userns_clone=1"),
+    ("user/max_user_namespaces", "0", "sysctl -w user.max_user_namespaces=15000"),
+)
+# The first bytes at the socket, whose number is the second argument, are code of ours.
+BOOT: Final = "import marshal, os, sys; code, modules = marshal.loads(os.read(int(sys.argv[2]), int(sys.argv.pop(1)))); exec(code)"
+# What goes along with ``inside.py``, each after what it imports.
+MODULES: Final[dict[Mode, tuple[str, ...]]] = {
+    "script": (),
+    "calls": (),
+    "asserts": ("plain", "channel", "host"),
+    "tests": ("plain", "channel", "remote", "pytest_subset", "judge"),
+}
+FIRST_UID: Final = 0x70000000  # nobody's, by systemd's table of uids
+NOBODY: Final = 65534
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one program may take."""
+
+    wall_s: float = 8.0  # from the moment it begins
+    cpu_s: int = 4  # of each of its processes
+    memory_mib: int = 1024  # of all its processes together; each alone may not even reserve more
+    processes: int = 32  # threads count too
+    open_files: int = 64
+    output_kib: int = 1024  # on stdout and stderr together
+    file_mib: int = 64  # of one file, and of all in /tmp together
+
+
+def python() -> str:
+    """The interpreter itself, not the link to it in a virtual environment."""
+    return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
+
+
+def inside(fd: int, mode: Mode, limits: Limits, *, uid: int, processes: int, channel: int = -1, packages: Sequence[str] = ()) -> list[str]:
+    """Python with our few lines in front of the program.
+
+    Args:
+        fd: of the socket to us.
+        channel: of the socket between a program and its tests; -1: there is none.
+    """
+    numbers = (fd, uid, processes, limits.cpu_s, limits.memory_mib << 20, limits.open_files, limits.file_mib << 20, channel)
+    return [python(), "-I", "-S", "-X", "utf8", "-c", BOOT, str(len(code(mode))), *map(str, numbers), mode, *packages]
+
+
+def jail(bwrap: str, filter_fd: int, limits: Limits, *, root: bool, packages: Sequence[str] = ()) -> list[str]:
+    """bubblewrap with all that stands before the command.
+
+    Args:
+        bwrap: path of the program.
+        filter_fd: a file that holds the filter on system calls.
+        root: whether we run as root. Then no user namespace is needed, and Python changes its uid as the first thing it does.
+        packages: folders that the program may import from, besides the standard library.
+    """
+    privileges = ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"] if root else ["--unshare-user"]
+    spaces = [f"--unshare-{name}" for name in ("pid", "net", "ipc", "uts", "cgroup-try")]
+    return [
+        bwrap, *privileges, *spaces, "--die-with-parent", "--new-session", "--seccomp", str(filter_fd), "--hostname", "sandbox",
+        "--perms", "1777", "--size", str(limits.file_mib << 20), "--tmpfs", "/tmp", *_root(tuple(packages)), "--proc", "/proc",
+        "--remount-ro", "/", "--chdir", "/tmp", "--",
+    ]  # fmt: skip
+
+
+def free_uid(number: int, maps: Sequence[str]) -> int:
+    """An unprivileged uid of our own, so that its processes are counted apart; ``nobody`` where this machine has only few uids.
+
+    Args:
+        number: a different one for each program that runs at the same time.
+        maps: /proc/self/uid_map and gid_map.
+    """
+    uid = FIRST_UID + number % (1 << 26)
+    ranges = [[tuple(map(int, line.split())) for line in text.splitlines()] for text in maps]
+    return uid if all(any(first <= uid < first + count for first, _, count in one) for one in ranges) else NOBODY
+
+
+def mend(said: str, settings: Path = Path("/proc/sys")) -> str:
+    """Why bubblewrap does not work here, in one line, with the command that may mend it."""
+    problem = " ".join(said.split())[-300:] or "it says nothing"
+    for name, bad, command in SWITCHES:
+        try:
+            value = (settings / name).read_text(encoding="ascii").strip()
+        except OSError:
+            continue
+        if value == bad:
+            return f"bubblewrap does not work here ({problem}); as root run: {command}"
+    if "Unknown option" in said:
+        return f"bubblewrap is too old ({problem}); 0.6 or newer is needed: apt-get install bubblewrap"
+    return f"bubblewrap does not work here ({problem}); in a container start that with: {CONTAINER}"
+
+
+@lru_cache(maxsize=4)
+def code(mode: Mode) -> bytes:
+    """What ``inside.py`` and the modules of a mode compile to; the interpreter inside is the same. There it would take milliseconds."""
+    return marshal.dumps((_compiled("inside"), {f"rlearner_sandbox.{name}": _compiled(name) for name in MODULES[mode]}))
+
+
+def _compiled(name: str) -> CodeType:
+    return compile(Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8"), f"{name}.py", "exec", dont_inherit=True)
+
+
+@lru_cache(maxsize=8)
+def _root(packages: tuple[str, ...]) -> tuple[str, ...]:
+    """The root folder: C library, Python, two devices."""
+    links: list[str] = []
+    shown: list[str] = ["/usr/lib", "/usr/lib64"]
+    for folder in ("/lib", "/lib64"):
+        if os.path.islink(folder):
+            links += ["--symlink", os.readlink(folder), folder]
+        else:
+            shown.append(folder)
+    if sys.base_prefix in ("/usr", "/usr/local"):
+        shown += [os.path.join(sys.base_prefix, "lib"), os.path.join(sys.base_prefix, "lib64"), python()]
+    else:
+        shown += [sys.base_prefix, python()]
+    shown += map(os.path.abspath, packages)
+    shown = [path for path in dict.fromkeys(map(os.path.realpath, shown)) if os.path.exists(path)]
+    shown = [path for path in shown if not any(path.startswith(other + "/") for other in shown)]
+    above = {
+        str(folder): None for path in (*shown, *DEVICES) for folder in reversed(Path(path).parents) if str(folder) not in ("/", "/tmp")
+    }
+    result = [part for folder in above for part in ("--perms", "0755", "--dir", folder)]  # else they get the modes they have outside
+    result += [part for path in shown for part in ("--ro-bind", path, path)]
+    result += [part for path in DEVICES for part in ("--dev-bind", path, path)]
+    return (*result, *links, "--symlink", "/tmp", "/dev/shm")

@@ -1,0 +1,53 @@
+"""What is run in the sandbox, and how it ended."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from typing import Literal
+
+OUT_OF_MEMORY, NO_PYTHON, GONE = 86, 87, 88  # exit codes of ours, see inside.py and remote.py
+OUT_OF_TIME = 128 + signal.SIGXCPU
+KilledFor = Literal["", "time", "memory", "output"]
+
+
+@dataclass(frozen=True)
+class Checks:
+    """What is run against a program that has been loaded: ``first`` is code before all tests, or the name of a function.
+
+    Code runs in a process of its own, for which the program's functions stand in; see ``rlearner_sandbox.remote``.
+    """
+
+    first: str
+    each: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a program ended.
+
+    Attributes:
+        exit_code: 128 and more: the number of the signal that killed it.
+        killed_for: the limit for which we killed it.
+        compiled: whether it is Python at all.
+        answers: what each test answered in JSON; those that failed or were not reached are missing.
+        seconds: wall time from its first instruction on.
+    """
+
+    exit_code: int
+    killed_for: KilledFor
+    compiled: bool
+    answers: dict[int, str]
+    stdout: bytes
+    stderr: bytes
+    seconds: float
+
+    @property
+    def timed_out(self) -> bool:
+        """Whether it took too long, by the clock or by the processor's."""
+        return self.killed_for == "time" or (not self.killed_for and self.exit_code == OUT_OF_TIME)
+
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether it wanted more memory than it may have."""
+        return self.killed_for == "memory" or (not self.killed_for and self.exit_code in (OUT_OF_MEMORY, 128 + signal.SIGKILL))

@@ -1,0 +1,181 @@
+"""Starts programs in the sandbox, and says how each ended."""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Final, Literal
+
+from broker.errors import NotInstalled
+from rlearner_sandbox import seccomp
+from rlearner_sandbox.command import ENVIRONMENT, Limits, Mode, code, free_uid, inside, jail
+from rlearner_sandbox.ended import GONE, Checks, Ended
+from rlearner_sandbox.names import names_of
+from rlearner_sandbox.talk import Loop, SandboxFailed, Talk
+
+Kind = Literal["bubblewrap", "none"]
+Task = Literal["script", "asserts", "calls"]
+
+LAST_WORDS_S: Final = 2.0  # for a program whose tests say that it is gone, to end as it does
+
+_SEALS: Final = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+
+
+class NoSandbox(NotInstalled):
+    """There is no working sandbox on this machine; says what to do about it."""
+
+
+class Sandbox:
+    """Runs programs, one at a time and thread.
+
+    Args:
+        limits: of each program.
+        kind: ``none`` runs programs with limits alone, as the user that we are. Whoever asks for that accepts the risk.
+        packages: folders that programs may import from, besides the standard library.
+
+    Raises:
+        NoSandbox: bubblewrap is missing, or does not work here.
+    """
+
+    _numbers = itertools.count()
+
+    def __init__(self, limits: Limits | None = None, kind: Kind = "bubblewrap", packages: Sequence[str] = ()) -> None:
+        self.limits = limits or Limits()
+        self._kind, self._packages = kind, tuple(packages)
+        self._root = os.geteuid() == 0
+        self._bwrap = shutil.which("bwrap") or ""
+        if kind == "none":
+            return
+        if not self._bwrap:
+            raise NoSandbox("there is no bubblewrap (bwrap) on PATH; run: apt-get install bubblewrap")
+        try:
+            self._filter = seccomp.program()
+        except KeyError as error:
+            raise NoSandbox(f"no filter on system calls for machines of kind {error}; use x86_64 or aarch64") from None
+        try:
+            self.run("")
+        except SandboxFailed as error:
+            raise NoSandbox(str(error)) from None
+
+    def run(
+        self, program: str, *, mode: Task = "script", stdin: bytes = b"", tests: Checks | None = None, wall_s: float | None = None
+    ) -> Ended:
+        """Run a program until it ends or has to.
+
+        Args:
+            program: Python source. As a ``script`` it is ``__main__``, else the module ``solution``.
+            mode: ``asserts`` executes each test, in a second sandbox; ``calls`` calls a function of the program's.
+            stdin: what it can read.
+            tests: for the two other modes; the program does not see them before it has been executed.
+            wall_s: instead of the one of ``limits``.
+
+        Raises:
+            SandboxFailed: it could not be run; the program may be as good as any.
+        """
+        wall_s = self.limits.wall_s if wall_s is None else wall_s
+        if mode == "asserts":
+            assert tests is not None
+            return self._judged(program, tests, wall_s)
+        token = "" if tests is None else secrets.token_hex(16)
+        then = () if tests is None else (token, tests.first, str(len(tests.each)), *tests.each)
+        with Loop() as loop, self._start(mode, wall_s, [program], then=then, token=token, stdin=stdin) as talk:
+            loop.add(talk)
+            loop.until(lambda: False)
+            return talk.ended()
+
+    def _judged(self, program: str, tests: Checks, wall_s: float) -> Ended:
+        """The program in one sandbox, its tests in another, and between them a socket that plain data goes through."""
+        names, token = names_of((tests.first, *tests.each)), secrets.token_hex(16)
+        wanted = json.dumps({"program": names.program, "library": names.library})
+        texts = [token, wanted, tests.first, str(len(tests.each)), *tests.each]
+        theirs, ours = socket.socketpair()
+        with theirs, ours, Loop() as loop, self._start("asserts", wall_s, [program], token=token, channel=theirs) as host:
+            loop.add(host)
+            loop.until(lambda: host.loaded or host.silent)
+            if not host.loaded or loop.is_over(host):
+                host.stop(after_s=LAST_WORDS_S)
+                loop.until(lambda: False)
+                return host.ended()
+            with self._start("tests", host.unlimited(), texts, token=token, channel=ours) as judge:
+                loop.add(judge)
+                loop.until(lambda: loop.is_over(judge))
+                judged = judge.ended()
+                loop.remove(judge)
+            host.stop(after_s=LAST_WORDS_S if judged.exit_code == GONE else 0.0)
+            loop.until(lambda: False)
+            return _together(host.ended(), judged)
+
+    def _start(
+        self, mode: Mode, wall_s: float, texts: Sequence[str], *, then: Sequence[str] = (), token: str = "", stdin: bytes = b"",
+        channel: socket.socket | None = None,
+    ) -> Talk:  # fmt: skip
+        """A process that runs ``inside.py``; it has its end of the channel, and we have none any more."""
+        ours, theirs = socket.socketpair()
+        files = [_file(stdin)]
+        try:
+            ours.send(code(mode))
+            command, passed = self._command(mode, theirs.fileno(), -1 if channel is None else channel.fileno(), files)
+            child = subprocess.Popen(
+                command, stdin=files[0], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT, cwd="/", pass_fds=passed,
+                start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            ours.close()
+            raise SandboxFailed(f"no process can be started: {error}") from None
+        finally:
+            theirs.close()
+            if channel is not None:
+                channel.close()
+            for fd in files:
+                os.close(fd)
+        return Talk(child, ours, self.limits, wall_s, texts, then, token)
+
+    def _command(self, mode: Mode, control: int, channel: int, files: list[int]) -> tuple[list[str], tuple[int, ...]]:
+        passed = (control,) if channel < 0 else (control, channel)
+        if self._kind == "none":  # processes cannot be limited: the kernel counts all that this user has
+            return inside(control, mode, self.limits, uid=0, processes=0, channel=channel, packages=self._packages), passed
+        files.append(_file(self._filter))
+        uid = 0
+        if self._root:
+            uid = free_uid(os.getpid() * 16 + next(self._numbers) % 16, _id_maps())
+        head = jail(self._bwrap, files[-1], self.limits, root=self._root, packages=self._packages)
+        own = inside(control, mode, self.limits, uid=uid, processes=self.limits.processes, channel=channel, packages=self._packages)
+        return head + own, (*passed, files[-1])
+
+
+def _together(host: Ended, judged: Ended) -> Ended:
+    """A program's end, with the verdicts of its tests."""
+    theirs = 0 if judged.exit_code == GONE else judged.exit_code
+    return replace(
+        host,
+        exit_code=host.exit_code or theirs,
+        killed_for=host.killed_for or judged.killed_for,
+        answers=judged.answers,
+        stderr=judged.stderr,
+    )
+
+
+@lru_cache(maxsize=1)
+def _id_maps() -> list[str]:
+    return [Path(f"/proc/self/{name}_map").read_text(encoding="ascii") for name in ("uid", "gid")]
+
+
+def _file(data: bytes) -> int:
+    """A file in memory that nobody can change any more, open at its beginning."""
+    fd = os.memfd_create("sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(fd, rest) :]
+    os.lseek(fd, 0, os.SEEK_SET)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    return fd

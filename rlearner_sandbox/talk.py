@@ -1,0 +1,256 @@
+"""Talks to a process in the sandbox: hands it what it needs, reads what it says, ends it in time.
+
+Texts go through a socket, each with its length in front; answers come back as lines.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from broker.errors import RlearnerError
+from broker.system.workers.limits import kill_tree
+from rlearner_sandbox.command import Limits, mend
+from rlearner_sandbox.ended import NO_PYTHON, OUT_OF_TIME, Ended, KilledFor
+from rlearner_sandbox.usage import most_cpu_s, used_mib
+
+START_S: Final = 20.0  # until the program begins
+END_S: Final = 10.0  # until all its processes are gone once they have been killed
+LOOK_EVERY_S: Final = 0.1
+SIGKILLED: Final = 128 + 9
+
+
+class SandboxFailed(RlearnerError):
+    """The sandbox itself did not work this time; nothing is known about the program."""
+
+
+class Talk:
+    """One process while it runs; as a context, it leaves nothing of it behind.
+
+    Args:
+        child: the sandbox's process, with pipes for what it prints.
+        control: our end of the socket to ``inside.py``.
+        wall_s: how long it may take from the moment it begins.
+        texts: what it is handed first.
+        then: what it is handed once it has loaded the program.
+        token: what lines with answers begin with; empty: it gives none.
+
+    Attributes:
+        loaded: whether it says that it has loaded the program.
+        silent: whether it has closed the socket.
+    """
+
+    def __init__(
+        self, child: subprocess.Popen[bytes], control: socket.socket, limits: Limits, wall_s: float, texts: Iterable[str],
+        then: Iterable[str] = (), token: str = "",
+    ) -> None:  # fmt: skip
+        self._child, self._control, self._limits, self._wall_s = child, control, limits, wall_s
+        assert child.stdout is not None
+        assert child.stderr is not None
+        self._streams = {child.stdout.fileno(): bytearray(), child.stderr.fileno(): bytearray(), control.fileno(): bytearray()}
+        self._handle = os.pidfd_open(child.pid)
+        self._pending, self._then, self._token = _frames(texts), _frames(then), token
+        self._killed_for: KilledFor = ""
+        self._killed = self._stopped = False
+        self._began: float | None = None
+        self._deadline: float = time.monotonic() + START_S
+        self._looked = 0.0
+        self._num_lines = 0
+        self._cpu_s = 0.0
+        self.loaded = self.silent = False
+
+    def __enter__(self) -> Talk:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        kill_tree(self._child.pid)
+        self._child.wait()
+        for stream in (self._child.stdout, self._child.stderr):
+            if stream is not None:
+                stream.close()
+        self._control.close()
+        os.close(self._handle)
+
+    def register(self, selector: selectors.BaseSelector) -> None:
+        """Have a selector wake up for it. What a script says is read in passing: to wake up for it would delay its start."""
+        selector.register(self._handle, selectors.EVENT_READ, self)
+        for fd in self._streams:
+            os.set_blocking(fd, False)
+            if self._token or fd != self._control.fileno():
+                selector.register(fd, selectors.EVENT_READ, self)
+
+    def unlimited(self) -> float:
+        """Take its time limit away; the seconds that are left of it."""
+        left, self._deadline = self._deadline - time.monotonic(), float("inf")
+        return left
+
+    def stop(self, *, after_s: float = 0.0) -> None:
+        """End it, unless it ends by itself in so many seconds; that counts as an end in good order."""
+        if not self._killed:
+            self._stopped, self._deadline = True, time.monotonic() + after_s
+
+    def converse(self, selector: selectors.BaseSelector) -> None:
+        """Say what there is room for."""
+        control = self._control.fileno()
+        if control in selector.get_map():
+            selector.modify(control, selectors.EVENT_READ | (selectors.EVENT_WRITE if self._pending else 0), self)
+        elif not self._token:
+            self.serve(selector, control, (selectors.EVENT_WRITE if self._pending else 0) | selectors.EVENT_READ)
+
+    def serve(self, selector: selectors.BaseSelector, fd: int, events: int) -> None:
+        """One of its streams is ready."""
+        if events & selectors.EVENT_WRITE:
+            try:
+                self._pending = self._pending[self._control.send(self._pending) :]
+            except BlockingIOError:
+                pass
+            except OSError:
+                self._pending = b""  # it does not listen any more
+        if not events & selectors.EVENT_READ:
+            return
+        if fd == self._handle:  # it has ended
+            selector.unregister(fd)
+            return
+        try:
+            data = os.read(fd, 1 << 16)
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            data = b""
+        if not data:
+            self.silent = self.silent or fd == self._control.fileno()
+            if fd in selector.get_map():
+                selector.unregister(fd)
+        elif not self._killed or fd == self._control.fileno():
+            self._streams[fd] += data
+            if fd == self._control.fileno():
+                self._hear()
+
+    def watch(self) -> None:
+        """End it if it has taken too much.
+
+        Raises:
+            SandboxFailed: its processes do not end.
+        """
+        if time.monotonic() > self._deadline:
+            if self._killed:
+                raise SandboxFailed("processes that were killed are still there")
+            self._kill("" if self._stopped else "time")
+        elif not self._killed and self._fat():
+            self._kill("memory")
+        elif not self._killed and sum(map(len, self._streams.values())) > self._limits.output_kib << 10:
+            self._kill("output")
+
+    def _hear(self) -> None:
+        lines = bytes(self._streams[self._control.fileno()]).split(b"\n")[:-1]
+        for line in lines[self._num_lines :]:
+            if line == b"up" and self._began is None:
+                self._began = time.monotonic()
+                if not self._killed and not self._stopped:
+                    self._deadline = self._began + self._wall_s
+            elif line == b"loaded" and not self.loaded:
+                self.loaded = True
+                self._pending += self._then
+        self._num_lines = len(lines)
+
+    def _fat(self) -> bool:
+        now = time.monotonic()
+        if self._began is None or now < max(self._began, self._looked) + LOOK_EVERY_S:
+            return False
+        self._looked = now
+        if now > self._began + self._limits.cpu_s:
+            self._cpu_s = max(self._cpu_s, most_cpu_s(self._child.pid))
+        return used_mib(self._child.pid, self._limits.memory_mib) > self._limits.memory_mib
+
+    def _kill(self, why: KilledFor) -> None:
+        self._killed, self._killed_for = True, why
+        kill_tree(self._child.pid)
+        self._deadline = time.monotonic() + END_S
+
+    def ended(self) -> Ended:
+        """How it ended.
+
+        Raises:
+            SandboxFailed: it did not begin.
+        """
+        exit_code = self._child.wait()
+        exit_code = 128 - exit_code if exit_code < 0 else exit_code
+        stdout, stderr, said = (bytes(stream) for stream in self._streams.values())
+        if self._began is None:
+            why = "it did not start in time" if self._killed_for else stderr.decode("utf-8", "replace")
+            raise SandboxFailed(mend(why))
+        if exit_code == SIGKILLED and not self._killed_for:
+            if self._killed:
+                exit_code = 0
+            elif self._cpu_s >= self._limits.cpu_s:
+                exit_code = OUT_OF_TIME  # it ignored the signal that says so
+        return Ended(
+            exit_code=exit_code,
+            killed_for=self._killed_for,
+            compiled=exit_code != NO_PYTHON,
+            answers=_answers(said.decode("utf-8", "replace").split("\n")[:-1], self._token),
+            stdout=stdout,
+            stderr=stderr,
+            seconds=time.monotonic() - self._began,
+        )
+
+
+class Loop:
+    """Attends to several processes at once."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._talks: list[Talk] = []
+
+    def __enter__(self) -> Loop:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._selector.close()
+
+    def add(self, talk: Talk) -> None:
+        """One more."""
+        self._talks.append(talk)
+        talk.register(self._selector)
+
+    def remove(self, talk: Talk) -> None:
+        """No more of one that has ended."""
+        self._talks.remove(talk)
+
+    def until(self, done: Callable[[], bool]) -> None:
+        """Attend until it is so, or until all have ended."""
+        while not done() and self._selector.get_map():
+            for talk in self._talks:
+                talk.converse(self._selector)
+            for key, events in self._selector.select(LOOK_EVERY_S):
+                key.data.serve(self._selector, key.fd, events)
+            for talk in self._talks:
+                talk.watch()
+        for talk in self._talks:
+            talk.converse(self._selector)
+
+    def is_over(self, talk: Talk) -> bool:
+        """Whether one has ended and all its streams are closed."""
+        return all(key.data is not talk for key in self._selector.get_map().values())
+
+
+def _answers(lines: Iterable[str], token: str) -> dict[int, str]:
+    """The first answer to each test; lines without the token are not ours."""
+    found: dict[int, str] = {}
+    for line in lines:
+        mark, _, rest = line.partition(" ")
+        index, _, answer = rest.partition(" ")
+        if mark == token and index.isascii() and index.isdigit():
+            found.setdefault(int(index), answer)
+    return found
+
+
+def _frames(texts: Iterable[str]) -> bytes:
+    """Each with its length in front, four bytes little-endian."""
+    encoded = [text.encode("utf-8", "surrogatepass").decode("utf-8", "replace").encode() for text in texts]
+    return b"".join(len(data).to_bytes(4, "little") + data for data in encoded)

@@ -1,0 +1,55 @@
+"""What a process and all that descends from it take of memory and processor time (Linux)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Final
+
+from broker.system.workers.limits import resident_mib
+
+_TICKS: Final = os.sysconf("SC_CLK_TCK")
+
+
+def used_mib(pid: int, enough: float) -> float:
+    """MiB of the process and its descendants; pages they share count once where it matters.
+
+    Args:
+        pid: of the process.
+        enough: counting pages once costs time, so it is done only if together they seem to have more than this.
+    """
+    pids = _tree(pid)
+    resident = resident_mib(pids)
+    if resident <= enough:
+        return resident
+    return sum(_share_mib(one) for one in pids)
+
+
+def most_cpu_s(pid: int) -> float:
+    """Processor seconds of the one that has used most, of the process and its descendants."""
+    most = 0
+    for one in _tree(pid):
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            fields = Path(f"/proc/{one}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+            most = max(most, int(fields[11]) + int(fields[12]))  # utime, stime
+    return most / _TICKS
+
+
+def _tree(pid: int) -> list[int]:
+    found = [pid]
+    for one in found:  # grows while it is walked; a thread may have started what its process' first thread knows nothing of
+        with contextlib.suppress(OSError):
+            for thread in os.listdir(f"/proc/{one}/task"):
+                with contextlib.suppress(OSError):
+                    found += map(int, Path(f"/proc/{one}/task/{thread}/children").read_text(encoding="ascii").split())
+    return found
+
+
+def _share_mib(pid: int) -> float:
+    """Its pages, each divided by the number of processes that have it."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) / 1024
+    return resident_mib([pid])

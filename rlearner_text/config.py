@@ -1,0 +1,46 @@
+"""The section ``model``: which weights and tokenizer, or the small model that is made here."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, PositiveInt
+
+from broker.settings.config import Section, Seed
+
+
+class TinyModel(Section):
+    """A small model of a real architecture with random weights and a tokenizer of its own."""
+
+    hidden_size: PositiveInt = 128
+    num_layers: PositiveInt = 3
+    num_heads: PositiveInt = 2
+    num_kv_heads: PositiveInt = 2
+    head_dim: PositiveInt = 64
+    intermediate_size: PositiveInt = 384
+    vocab: Literal["chars", "bpe"] = "chars"
+    words: list[str] = Field(default=[])  # texts that are one token each beside the characters, so that what a task says costs fewer
+    vocab_size: PositiveInt = 512  # of a bpe vocabulary
+    corpus: str | None = None  # text file that a bpe vocabulary is trained on
+    max_position_embeddings: PositiveInt = 4096
+
+
+class ModelSection(Section):
+    """A Hugging Face folder or hub name, or None for the small model made in the run's folder."""
+
+    path: str | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    trust_remote_code: bool = False
+    seed: Seed = 0
+    tiny: TinyModel = TinyModel()
+
+
+def check_model_path(path: str, key: str = "model.path") -> None:
+    """Refuse a path that is no Hugging Face model: neither a folder with config and weights nor a hub name that resolves.
+
+    Raises:
+        ConfigError: one line with the key, the path and what is missing.
+    """
+    from rlearner_text.hub import check_model
+
+    check_model(path, key)

@@ -1,0 +1,152 @@
+"""Where a model's files are: a local folder, or a hub name brought here by huggingface_hub. Imports neither torch nor transformers."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any, Final
+
+from broker.errors import ConfigError
+from broker.settings.preflight import Finding
+
+_TOKENIZER_FILES: Final = (
+    "config.json", "generation_config.json", "tokenizer*.json", "tokenizer.model", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "additional_chat_templates/*",
+)  # fmt: skip
+_MAX_HEADER: Final = 100_000_000  # bytes, what the format allows
+_WEIGHT_PATTERNS: Final = ("*.safetensors", "pytorch_model*.bin")
+_HUB_NAME: Final = re.compile(r"(?:(?:\w|\w[\w.-]{0,94}\w)/)?(?:\w|\w[\w.-]{0,94}\w)")  # OWNER/NAME, or NAME for the oldest
+_EXPECTED: Final = "give a Hugging Face model folder or hub name such as Qwen/Qwen3-0.6B"
+
+
+def is_local(path: str) -> bool:
+    """Whether the user means a folder on this machine: it exists, or its spelling cannot be a hub name."""
+    return Path(path).expanduser().exists() or not _HUB_NAME.fullmatch(path)
+
+
+def tokenizer_folder(path: str, key: str = "model.path") -> Path:
+    """The folder with the tokenizer's files; a hub name is downloaded without its weights, or found in the cache.
+
+    Raises:
+        ConfigError: no such folder, or no such name on the hub and in the cache.
+    """
+    if is_local(path):
+        folder = Path(path).expanduser()
+        if not folder.is_dir():
+            raise ConfigError(key, path, f"no such folder; {_EXPECTED}")
+        return folder
+    return Path(_download(path, key, _TOKENIZER_FILES))
+
+
+def weights_folder(path: str, key: str = "model.path") -> Path:
+    """The folder with a model's safetensors; a hub name is downloaded, or found in the cache.
+
+    Raises:
+        ConfigError: no such name on the hub and in the cache.
+    """
+    return Path(path).expanduser() if is_local(path) else Path(_download(path, key, ("*.safetensors", "*.json")))
+
+
+def check_model(path: str, key: str) -> None:
+    """See ``rlearner_text.config.check_model_path``."""
+    if not is_local(path):
+        read_json(Path(_download(path, key, ("config.json",))) / "config.json", path, key)
+        return
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise ConfigError(key, path, f"no such folder; {_EXPECTED}")
+    if "model_type" not in read_json(folder / "config.json", path, key):
+        raise ConfigError(key, path, f"its config.json names no model_type; {_EXPECTED}")
+    if not any(next(folder.glob(pattern), None) for pattern in _WEIGHT_PATTERNS):
+        raise ConfigError(key, path, f"the folder holds no weights ({' or '.join(_WEIGHT_PATTERNS)}); {_EXPECTED}")
+
+
+def look(path: str, key: str) -> list[Finding]:
+    """What can be said of a hub name before anything starts: whether its config.json is in the cache, or comes from the hub now.
+
+    Args:
+        key: of the setting that names it.
+    """
+    if is_local(path):
+        return []
+    try:
+        check_model(path, key)
+    except ConfigError as error:
+        problem = error.allowed.removesuffix(f"; {_EXPECTED}")
+        return [Finding("models", key, "missing", f"{path}: {problem}", f"hf download {path}  # or a folder with the model")]
+    return [Finding("models", key, "ok", f"{path} is found")]
+
+
+def layer_names(folder: Path) -> set[str] | None:
+    """Last names of the linear layers in a model's blocks, from the headers of its files; None where those do not tell.
+
+    A header is 8 bytes, its length little-endian, and that much JSON (github.com/huggingface/safetensors, README, "Format").
+    """
+    names: set[str] = set()
+    for file in folder.glob("*.safetensors"):
+        try:
+            with file.open("rb") as opened:
+                header = json.loads(opened.read(min(int.from_bytes(opened.read(8), "little"), _MAX_HEADER)))
+            shapes: dict[str, list[int]] = {name: tensor["shape"] for name, tensor in header.items() if name != "__metadata__"}
+        except (OSError, ValueError, AttributeError, KeyError, TypeError):
+            return None  # whoever loads it will say what is wrong
+        for name, shape in shapes.items():
+            parts = name.split(".")
+            if parts[-1] == "weight" and len(shape) == 2 and any(part.isdigit() for part in parts[:-2]):
+                names.add(parts[-2])
+    return names or None
+
+
+def read_json(file: Path, path: str, key: str, *, missing_ok: bool = False) -> dict[str, Any]:
+    """One JSON object of a model folder; empty when it is missing and may be.
+
+    Raises:
+        ConfigError: missing, unreadable, or no JSON object.
+    """
+    if missing_ok and not file.exists():
+        return {}
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(key, path, f"the folder holds no {file.name}; {_EXPECTED}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(key, path, f"{file.name} cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(key, path, f"{file.name} holds no JSON object; {_EXPECTED}")
+    return value
+
+
+def _download(name: str, key: str, patterns: tuple[str, ...]) -> str:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return str(snapshot_download(name, allow_patterns=list(patterns)))
+    except HFValidationError:
+        raise ConfigError(key, name, f"that is neither a folder nor a hub name; {_EXPECTED}") from None
+    except LocalEntryNotFoundError:
+        problem = "no such folder here, not in the hub's cache, and the hub cannot be reached"
+    except OSError as error:  # every error that the hub's answer raises is one
+        problem = f"no such folder here, and the hub says {type(error).__name__}: {_first_line(error)}"
+    raise ConfigError(key, name, f"{problem}; {_EXPECTED}") from None
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "nothing")
+
+
+def copy_tokenizer(path: str, target: Path) -> None:
+    """Copy tokenizer, chat template and generation config of a model into a folder, byte for byte.
+
+    Raises:
+        ConfigError: no such model.
+    """
+    source = tokenizer_folder(path)
+    for pattern in _TOKENIZER_FILES:
+        for file in source.glob(pattern):
+            if file.name != "config.json":
+                copy = target / file.relative_to(source)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file, copy)

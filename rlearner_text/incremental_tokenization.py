@@ -1,0 +1,105 @@
+"""A conversation that only ever grows: by exactly the tokens that were sampled, and by the delta of what the user side said.
+
+Nothing that is already there is tokenised again, because text -> tokens is not the inverse of tokens -> text, and a policy must
+be trained on the very tokens it sampled. The delta of a user message is what the chat template puts after an assistant turn,
+rendered behind a fixed dummy conversation. Templates differ, so ``growth_rules`` checks once per model and system prompt that
+this delta does not depend on what came before.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from rlearner_text.template_rules import Role, growth_rules
+from rlearner_text.tokenizer import Tokenizer
+
+
+class Conversation:
+    """One conversation in tokens: user side and policy alternate.
+
+    Attributes:
+        token_ids: everything so far, n tokens, as they are sent.
+        loss_mask: n values, 1 where the policy sampled the token.
+        logprobs: n values, the sampling logprob where the mask is 1, else 0.
+        version_runs: flat pairs (policy_version, number of sampled tokens), in token order; neighbours differ in version.
+        spans: (start, end) of each assistant turn's sampled tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, system_prompt: str = "", tools: str = "") -> None:
+        self.rules = growth_rules(tokenizer, system_prompt, tools)
+        self.token_ids = array("i")
+        self.loss_mask = bytearray()
+        self.logprobs = array("f")
+        self.version_runs: list[int] = []
+        self.spans: list[tuple[int, int]] = []
+        self._user_spoke = False
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def observe(self, text: str, role: Role = "user") -> int:
+        """Append a user message, or what a tool answered, and the generation prompt; the number of tokens added.
+
+        An assistant turn that ended without its end-of-turn token gets one, unmasked.
+
+        Raises:
+            ValueError: the user spoke last.
+        """
+        if self._user_spoke:
+            raise ValueError("observe() twice without sampled() in between")
+        if not self.token_ids:
+            added = self.rules.start(text)
+        else:
+            added = self.rules.delta(text, role)
+            if self._turn_is_closed():
+                added = added[len(self.rules.closing) :]
+        self.token_ids.extend(added)
+        self.loss_mask += bytes(len(added))
+        self.logprobs.frombytes(bytes(self.logprobs.itemsize * len(added)))
+        self._user_spoke = True
+        return len(added)
+
+    def cost_of(self, text: str, role: Role = "user") -> int:
+        """Most tokens that ``observe(text, role)`` would add."""
+        return len(self.rules.delta(text, role)) if self.token_ids else len(self.rules.start(text))
+
+    def sampled(self, token_ids: Sequence[int], logprobs: Sequence[float], version_runs: Sequence[int]) -> None:
+        """Append sampled tokens, exactly as they came.
+
+        Called again before the next ``observe`` it continues the same turn (a generation resumed on another server).
+
+        Args:
+            token_ids: k sampled tokens.
+            logprobs: k values.
+            version_runs: flat pairs (policy_version, number of tokens) that add up to k.
+
+        Raises:
+            ValueError: nobody asked yet, or the lengths disagree.
+        """
+        if not self.token_ids:
+            raise ValueError("sampled() before observe()")
+        n = len(token_ids)
+        runs = len(version_runs)
+        if n != len(logprobs) or (version_runs[1] != n if runs == 2 else runs % 2 or sum(version_runs[1::2]) != n):
+            raise ValueError(f"{n} tokens, {len(logprobs)} logprobs, version_runs {list(version_runs)}: lengths disagree")
+        start = len(self.token_ids)
+        if not self._user_spoke:
+            start, _ = self.spans.pop()
+        self.token_ids.extend(token_ids)
+        self.loss_mask += b"\1" * n
+        self.logprobs.extend(logprobs)
+        for index in range(0, runs, 2):
+            self._add_run(version_runs[index], version_runs[index + 1])
+        self.spans.append((start, len(self.token_ids)))
+        self._user_spoke = False
+
+    def _add_run(self, version: int, count: int) -> None:
+        if self.version_runs and self.version_runs[-2] == version:
+            self.version_runs[-1] += count
+        elif count:
+            self.version_runs += [version, count]
+
+    def _turn_is_closed(self) -> bool:
+        start, end = self.spans[-1]
+        return end > start and self.token_ids[end - 1] == self.rules.end_of_turn_id

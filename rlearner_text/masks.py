@@ -1,0 +1,51 @@
+"""Supervised conversations as tokens: only what the assistant says, its end of turn included, is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlearner_text.incremental_tokenization import Conversation
+from rlearner_text.tokenizer import Tokenizer
+
+
+def check_messages(messages: Any) -> list[dict[str, str]]:
+    """The messages, if they are an optional system message and then user and assistant in turn, ending with the assistant.
+
+    Raises:
+        ValueError: says which message is wrong and how.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise ValueError("messages is no list with at least a user and an assistant message")
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict) or set(message) != {"role", "content"}:
+            raise ValueError(f"message {index} is no object with exactly the keys role and content")
+        if not all(isinstance(value, str) for value in message.values()):
+            raise ValueError(f"message {index}: role and content must be texts")
+    turns = messages[1:] if messages[0]["role"] == "system" else messages
+    for index, message in enumerate(turns):
+        expected = ("user", "assistant")[index % 2]
+        if message["role"] != expected:
+            raise ValueError(f"message {index + len(messages) - len(turns)} has role {message['role']!r}, expected {expected!r}")
+    if not turns or len(turns) % 2:
+        raise ValueError("the last message must be the assistant's")
+    return messages
+
+
+def encode_supervised(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]]) -> tuple[list[int], list[int]]:
+    """Token ids and loss mask of shape (n,) each, grown turn by turn just as a conversation is when the policy samples it.
+
+    Args:
+        tokenizer: of the model to be trained.
+        messages: as ``check_messages`` allows.
+    """
+    system = messages[0]["content"] if messages[0]["role"] == "system" else ""
+    conversation = Conversation(tokenizer, system)
+    closing = conversation.rules.closing or tokenizer.eos_token_ids[:1]
+    for message in messages[messages[0]["role"] == "system" :]:
+        if message["role"] == "user":
+            conversation.observe(message["content"])
+        else:
+            ids = [*tokenizer.encode(message["content"]), *closing]
+            conversation.sampled(ids, [0.0] * len(ids), [0, len(ids)])
+    return list(conversation.token_ids), list(conversation.loss_mask)

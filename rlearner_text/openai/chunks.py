@@ -1,0 +1,121 @@
+"""What a streaming client gets: OpenAI's chunks, one for each piece that the engine tells of, with the tokens in it; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rlearner_text.openai import tools
+from rlearner_text.openai.bodies import Body, ChatBody
+from rlearner_text.openai.pieces import Piece, Top
+from rlearner_text.openai.replies import Choice, Writer, runs_of, usage
+from rlearner_text.openai.spoken import Spoken
+from rlearner_text.openai.streaming import encode
+from rlearner_text.tokenizer import Tokenizer
+
+
+class Chunks:
+    """The chunks of one choice.
+
+    Every token is in exactly one chunk, with its logprob and version. Text may come a few tokens later, see ``Spoken``.
+
+    Attributes:
+        top: of every token so far, see ``rlearner_text.openai.pieces``.
+    """
+
+    def __init__(self, body: Body, tokenizer: Tokenizer, writer: Writer, index: int, prompt: Sequence[int]) -> None:
+        self._body, self._writer, self._index, self._prompt = body, writer, index, prompt
+        self._chat = isinstance(body, ChatBody)
+        self._spoken = spoken_of(body, tokenizer)
+        self._told = self._offset = 0
+        self._begun = False
+        self.top: list[Top] = []
+
+    def of(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+        """One chunk of pieces that came since the last."""
+        ids = [one for piece in pieces for one in piece.token_ids]
+        logprobs = [one for piece in pieces for one in piece.logprobs]
+        top = [one for piece in pieces for one in piece.top]
+        runs: list[list[int]] = []
+        for piece in pieces:
+            if runs and runs[-1][0] == piece.version:
+                runs[-1][1] += len(piece.token_ids)
+            else:
+                runs.append([piece.version, len(piece.token_ids)])
+        self.top += top
+        return [self._chunk(self._spoken.add(ids), ids, logprobs, runs, top)]
+
+    def last(self, choice: Choice) -> list[dict[str, Any]]:
+        """What the choice has beyond what was told, and how it ended."""
+        text, calls = self._writer.said(choice)
+        ids = choice.reply.token_ids.array().tolist()[self._told :]
+        logprobs = choice.reply.logprobs.array().tolist()[self._told :]
+        rest = self._spoken.rest(text)
+        made = [self._chunk(rest, ids, logprobs, _behind(runs_of(choice.reply), self._told), ())] if ids or rest or not self._begun else []
+        if calls:
+            made.append(self._object({"delta": {"tool_calls": [{"index": n} | one for n, one in enumerate(calls)]}}))
+        end: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
+        made.append(self._object(end | {"finish_reason": "tool_calls" if calls else choice.reply.finish_reason}))
+        for one in made:
+            one["policy_version"] = choice.reply.policy_version
+        return made
+
+    def _chunk(self, text: str, ids: Sequence[int], logprobs: Sequence[float], runs: list[list[int]], top: Sequence[Top]) -> dict[str, Any]:
+        said: dict[str, Any] = {"text": text} if not self._chat else {"delta": {"content": text}}
+        if self._chat and not self._begun:
+            said["delta"] = {"role": "assistant", "content": text}
+        said["logprobs"] = self._writer.logprobs(ids, logprobs, top, self._offset)
+        if not self._chat and said["logprobs"] is not None:
+            self._offset += sum(map(len, said["logprobs"]["tokens"]))
+        said["version_runs"] = runs
+        first: dict[str, Any] = {}
+        if self._body.return_token_ids:
+            said["token_ids"] = list(ids)
+            if not self._begun:
+                (first if self._chat else said)["prompt_token_ids"] = list(self._prompt)
+        self._told += len(ids)
+        self._begun = True
+        made = self._object(said) | first
+        return made | ({"policy_version": runs[-1][0]} if runs else {})
+
+    def _object(self, choice: dict[str, Any]) -> dict[str, Any]:
+        kind = "chat.completion.chunk" if self._chat else "text_completion"
+        return self._writer.object(kind, [{"index": self._index, "logprobs": None, "finish_reason": None} | choice])
+
+
+def spoken_of(body: Body, tokenizer: Tokenizer) -> Spoken:
+    """What of the answer to a request may be shown while it grows."""
+    opener = tools.spelling(tokenizer).opener if isinstance(body, ChatBody) and body.offered else None
+    ends = frozenset((*body.stop_token_ids, *tokenizer.eos_token_ids))
+    return Spoken(tokenizer, ends=ends, stops=body.stops, opener=opener)
+
+
+def usage_chunk(writer: Writer, body: Body, choices: Sequence[Choice]) -> dict[str, Any]:
+    """What ``stream_options.include_usage`` asks for."""
+    return writer.object("chat.completion.chunk" if isinstance(body, ChatBody) else "text_completion", []) | {"usage": usage(choices)}
+
+
+class ChatForm:
+    """How chats and completions are answered; see ``rlearner_text.openai.generation.Form``."""
+
+    def __init__(self, body: Body, tokenizer: Tokenizer, writer: Writer) -> None:
+        self._body, self._tokenizer, self._writer = body, tokenizer, writer
+        self.whole = writer.whole
+
+    def events(self, index: int, prompt: Sequence[int]) -> Chunks:
+        return Chunks(self._body, self._tokenizer, self._writer, index, prompt)
+
+    def ending(self, choices: Sequence[Choice]) -> list[bytes]:
+        counted = [encode(usage_chunk(self._writer, self._body, choices))] if self._body.stream_options.include_usage else []
+        return [*counted, b"[DONE]"]
+
+
+def _behind(runs: Sequence[Sequence[int]], told: int) -> list[list[int]]:
+    """Runs of tokens without the first so many."""
+    made: list[list[int]] = []
+    for version, count in runs:
+        left = max(0, count - told)
+        told = max(0, told - count)
+        if left:
+            made.append([version, left])
+    return made

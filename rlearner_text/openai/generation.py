@@ -1,0 +1,184 @@
+"""One request, from its body to its answer: what is asked of the desk, in how many choices, and in which form it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Final, Protocol
+
+from aiohttp import web
+
+from broker.contract import wire
+from rlearner_text.openai import tools
+from rlearner_text.openai.bodies import MOST_CHOICES, Body, ChatBody, CompletionBody
+from rlearner_text.openai.desk import Desk, Served
+from rlearner_text.openai.guided import guides_of
+from rlearner_text.openai.problems import ENGINE_FAILED, Problem
+from rlearner_text.openai.replies import Choice, Writer
+from rlearner_text.openai.streaming import Events, Feed, Stream
+from rlearner_text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+REPLY_ID_CHARS: Final = 24
+FAILED: Final = "the server failed; its log says why"
+
+
+class Form(Protocol):
+    """How an answer is told."""
+
+    def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """In one piece."""
+        ...
+
+    def events(self, index: int, prompt: Sequence[int]) -> Events:
+        """The events of one choice in a stream."""
+        ...
+
+    def ending(self, choices: Sequence[Choice]) -> list[bytes]:
+        """The data of the events behind those of all choices."""
+        ...
+
+
+async def generate(
+    request: web.Request, desk: Desk, tokenizer: Tokenizer, body: Body, limit: int | None, form: Callable[[Writer], Form]
+) -> web.StreamResponse:
+    """Sample the choices of a request and answer it.
+
+    Args:
+        limit: most tokens to sample; None: as many as fit.
+        form: makes the form of the answer.
+
+    Raises:
+        Problem: it cannot be asked so, or there is no output.
+    """
+    _check_model(body, desk.served)
+    _check_top(body, desk.served)
+    if isinstance(body, ChatBody) and body.offered:
+        tools.spelling(tokenizer)  # refused before anything is sampled
+    guides = await asyncio.to_thread(guides_of, body, tokenizer) if isinstance(body, ChatBody) else []
+    if (odd := next((one for one in body.biases if one >= tokenizer.vocab_size), None)) is not None:
+        allowed = f"token ids below {tokenizer.vocab_size}"
+        raise Problem(400, f"logit_bias: {odd} is not allowed; {allowed}", param="logit_bias")
+    prompts = await desk.prompts(body)
+    _check_prompts(body, prompts, desk.served)
+    reply_id = secrets.token_hex(REPLY_ID_CHARS // 2)
+    most = min(limit or desk.served.max_context_tokens, desk.served.max_context_tokens)
+    conversation = _conversation(body) or reply_id
+    asks = [_ask(body, prompts, index, most, reply_id, conversation, guides) for index in range(len(prompts) * body.n)]
+    news = asyncio.Event()
+    feeds = [Feed(news, body.wanted_top if desk.served.top_logprobs else 0) for _ in asks]
+    made = form(Writer(body, tokenizer, desk.served.model, reply_id))
+    given = [prompts[index // body.n] for index in range(len(asks))]
+    # A task keeps what it was told of; a stream takes that out as it comes.
+    one = _one if body.stream else _heard
+    tasks = [asyncio.create_task(one(desk, index, given[index], ask, feeds[index])) for index, ask in enumerate(asks)]
+    try:
+        if body.stream:
+            events = [made.events(index, prompt) for index, prompt in enumerate(given)]
+            return await Stream(feeds, tasks, events, made.ending, news).send(request)
+        return web.json_response(made.whole(await asyncio.gather(*tasks)))
+    finally:  # the client left, or one choice failed: nobody wants the others
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _conversation(body: Body) -> str:
+    """Names what the request goes on from. An agent's calls begin alike: up to the user's first words they are one conversation."""
+    if body.prompt_cache_key or not isinstance(body, ChatBody):
+        return body.prompt_cache_key
+    opening = next((n for n, message in enumerate(body.messages) if message.role == "user"), 0) + 1
+    return hashlib.sha256(json.dumps([message.plain() for message in body.messages[:opening]]).encode()).hexdigest()
+
+
+def _check_model(body: Body, served: Served) -> None:
+    if not served.any_model and body.model not in (None, served.model, served.path):
+        raise Problem(404, f"there is no model {body.model!r} here, only {served.model!r}", param="model", code="model_not_found")
+
+
+def _check_top(body: Body, served: Served) -> None:
+    """A completion's ``logprobs: 1`` is how clients ask for the logprobs of what was sampled, and those are always known."""
+    if not served.top_logprobs and body.wanted_top > (1 if isinstance(body, CompletionBody) else 0):
+        param = "top_logprobs" if isinstance(body, ChatBody) else "logprobs"
+        message = f"{param}: {body.wanted_top} is not supported by this server; its engine tells the logprobs of the sampled tokens alone"
+        raise Problem(400, message, param=param, code="unsupported_parameter")
+
+
+def _check_prompts(body: Body, prompts: Sequence[Sequence[int]], served: Served) -> None:
+    if not prompts or not all(prompts):
+        raise Problem(400, "the prompt is empty", param="prompt")
+    if len(prompts) * body.n > MOST_CHOICES:
+        raise Problem(400, f"{len(prompts)} prompts with n={body.n}: at most {MOST_CHOICES} choices", param="n")
+    if (longest := max(map(len, prompts))) >= served.max_context_tokens:
+        message = f"the prompt has {longest} tokens and leaves no room to generate in {served.max_context_tokens}"
+        raise Problem(400, message, param="messages" if isinstance(body, ChatBody) else "prompt", code="context_length_exceeded")
+
+
+def _ask(
+    body: Body,
+    prompts: Sequence[Sequence[int]],
+    index: int,
+    max_tokens: int,
+    reply_id: str,
+    conversation: str,
+    guides: list[wire.Guide],
+) -> wire.GenerateRequest:
+    """One choice. With a seed, the i-th of a prompt is sampled with seed + i; they would all be the same otherwise."""
+    return wire.GenerateRequest(
+        request_id=f"http.{reply_id}.{index}",
+        conversation_id=f"{conversation}.{index}" if index else conversation,
+        token_ids=wire.column(prompts[index // body.n], "<i4"),
+        sampling=wire.SamplingParams(
+            max_tokens=max_tokens,
+            temperature=body.temperature,
+            top_p=body.top_p,
+            top_k=max(0, body.top_k),
+            min_p=body.min_p,
+            seed=None if body.seed is None else body.seed + index % body.n,
+            stop=body.stops,
+            stop_token_ids=body.stop_token_ids,
+            ignore_eos=body.ignore_eos,
+            frequency_penalty=body.frequency_penalty,
+            presence_penalty=body.presence_penalty,
+            logit_bias=body.biases,
+            guides=guides,
+        ),
+        min_version=body.min_version,
+        deadline_s=body.deadline_s,
+    )
+
+
+async def _heard(desk: Desk, index: int, prompt: Sequence[int], ask: wire.GenerateRequest, feed: Feed) -> Choice:
+    """One choice with what was told of it beside the reply."""
+    if not feed.tap.top_logprobs:
+        return await _one(desk, index, prompt, ask)
+    choice = await _one(desk, index, prompt, ask, feed)
+    return replace(choice, top=[one for piece in feed.take() for one in piece.top])
+
+
+async def _one(desk: Desk, index: int, prompt: Sequence[int], ask: wire.GenerateRequest, feed: Feed | None = None) -> Choice:
+    """One choice.
+
+    Raises:
+        Problem: it has no output. What was cut short is an answer whose finish_reason says so.
+    """
+    try:
+        reply = await desk.handle(ask, feed.tap if feed is not None else None)
+    except Problem:
+        raise
+    except Exception:
+        log.exception("request %s failed", ask.request_id)
+        raise Problem(500, FAILED) from None
+    if reply.error:
+        raise Problem(500 if reply.error.startswith(ENGINE_FAILED) else 400, reply.error)
+    if reply.finish_reason in ("abort", "deadline") and not reply.token_ids.data:
+        if reply.finish_reason == "abort":
+            raise Problem(503, f"the server is {desk.served.state()} and aborted the request; ask again")
+        raise Problem(504, f"nothing was sampled within deadline_s={ask.deadline_s:g}", param="deadline_s")
+    return Choice(index, prompt, reply)

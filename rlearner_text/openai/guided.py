@@ -1,0 +1,94 @@
+"""The forms that a client wants an answer to have, as guides; and whether a grammar can be made of them."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from typing import Any, Final
+
+from broker.contract import wire
+from broker.contract.checks import MAX_GUIDE_CHARS
+from rlearner_text.guides import BadGuide, Guides
+from rlearner_text.openai import tools
+from rlearner_text.openai.bodies import ChatBody
+from rlearner_text.openai.problems import Problem
+from rlearner_text.tokenizer import Tokenizer
+from rlearner_text.tool_calls import ToolSpelling
+
+_NAMED: Final = {"properties", "$defs", "definitions"}  # schemas by name
+_LISTED: Final = {"items", "prefixItems", "anyOf", "oneOf", "additionalProperties"}
+_OPEN: Final = {
+    "additionalProperties",
+    "patternProperties",
+    "allOf",
+    "anyOf",
+    "oneOf",
+    "$ref",
+}  # the properties beside these do not stand alone
+
+
+def guides_of(body: ChatBody, tokenizer: Tokenizer) -> list[wire.Guide]:
+    """What the answer to a chat must keep to; nothing where it is free.
+
+    A call that is required is exactly one call. With a ``response_format`` the answer is JSON of that form or, where tools are offered,
+    one call.
+
+    Raises:
+        Problem: 400, no grammar can be made of it, or the chat template has no calls.
+    """
+    param = "tools" if body.forced else "response_format"
+    try:
+        made = _forms(body, tokenizer)
+    except RecursionError:
+        raise Problem(400, f"{param}: its schema is nested too deeply", param=param) from None
+    if made:
+        if (size := sum(len(one.schema) + len(one.before) + len(one.after) for one in made)) > MAX_GUIDE_CHARS:
+            raise Problem(400, f"{param}: schemas of {size} characters are not allowed; at most {MAX_GUIDE_CHARS}", param=param)
+        try:
+            _guides(tokenizer).check(made)
+        except BadGuide as error:
+            raise Problem(400, f"{param}: no grammar can be made of its schema: {error}", param=param) from None
+    return made
+
+
+def _forms(body: ChatBody, tokenizer: Tokenizer) -> list[wire.Guide]:
+    if body.forced:
+        return _calls(body, tokenizer)
+    if (schema := body.response_format.wanted) is None:
+        return []
+    return [wire.Guide(schema=json.dumps(closed(schema))), *(_calls(body, tokenizer) if body.offered else [])]
+
+
+def closed(schema: Any) -> Any:
+    """A schema in which objects that name their properties have no others, unless it says that they may.
+
+    JSON Schema allows any further property there, and a policy that has not learned to end an object would go on with them.
+    """
+    if not isinstance(schema, dict):
+        return schema
+    made = dict(schema)
+    for key in _NAMED & schema.keys():
+        if isinstance(schema[key], dict):
+            made[key] = {name: closed(one) for name, one in schema[key].items()}
+    for key in _LISTED & schema.keys():
+        made[key] = [closed(one) for one in schema[key]] if isinstance(schema[key], list) else closed(schema[key])
+    return made if "properties" not in schema or _OPEN & schema.keys() else made | {"additionalProperties": False}
+
+
+@lru_cache(maxsize=8)
+def _guides(tokenizer: Tokenizer) -> Guides:
+    return Guides(tokenizer)
+
+
+def _calls(body: ChatBody, tokenizer: Tokenizer) -> list[wire.Guide]:
+    """One call, of any tool that may be called."""
+    how = tools.spelling(tokenizer)
+    return [_call(tool["function"], how) for tool in body.callable_tools]
+
+
+def _call(function: dict[str, Any], how: ToolSpelling) -> wire.Guide:
+    parameters = function.get("parameters") or {"type": "object", "properties": {}}
+    properties = {how.name_key: {"const": function["name"]}, how.arguments_key: parameters}
+    schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+    lifted = {key: parameters[key] for key in ("$defs", "definitions") if key in parameters}  # references start at the root
+    return wire.Guide(schema=json.dumps(closed(schema | lifted)), before=how.before, after=how.after)

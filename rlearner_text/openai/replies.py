@@ -1,0 +1,154 @@
+"""What clients get: OpenAI's objects, with token ids and policy versions in them; pure."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from broker.contract import wire
+from rlearner_text.openai import tools
+from rlearner_text.openai.bodies import Body, ChatBody
+from rlearner_text.openai.pieces import Top
+from rlearner_text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One answer to one prompt.
+
+    Attributes:
+        index: among the choices of the request.
+        prompt: token ids.
+        reply: what the engine sampled.
+        top: the likeliest tokens at the place of each; empty where none were asked for.
+    """
+
+    index: int
+    prompt: Sequence[int]
+    reply: wire.GenerateReply
+    top: Sequence[Top] = ()
+
+
+class Writer:
+    """Writes the answers to one request.
+
+    Args:
+        body: the request.
+        tokenizer: of the model served.
+        model: its name.
+        reply_id: of this answer, without its prefix.
+    """
+
+    def __init__(self, body: Body, tokenizer: Tokenizer, model: str, reply_id: str) -> None:
+        self._body, self._tokenizer, self.model = body, tokenizer, model
+        self._chat = isinstance(body, ChatBody)
+        self.reply_id = reply_id
+        self._id = ("chatcmpl-" if self._chat else "cmpl-") + reply_id
+        self.created = int(time.time())
+
+    def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """The answer in one piece."""
+        made = self.object("chat.completion" if self._chat else "text_completion", [self._choice(one) for one in choices])
+        if self._chat and self._body.return_token_ids:  # a conversation is one prompt; those of a completion stand with their choices
+            made["prompt_token_ids"] = list(choices[0].prompt)
+        return made | {"usage": usage(choices), "policy_version": newest(choices)}
+
+    def object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """What whole answers and the events of a stream have in common."""
+        return {"id": self._id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+
+    def _choice(self, choice: Choice) -> dict[str, Any]:
+        ids = choice.reply.token_ids.array().tolist()
+        text, calls = self.said(choice)
+        made: dict[str, Any] = {"index": choice.index, "finish_reason": choice.reply.finish_reason, "version_runs": runs_of(choice.reply)}
+        made["logprobs"] = self.logprobs(ids, choice.reply.logprobs.array().tolist(), choice.top)
+        if self._chat:
+            made["message"] = {"role": "assistant", "content": text}
+            if calls:
+                made["message"] |= {"tool_calls": calls, "content": text or None}
+                made["finish_reason"] = "tool_calls"
+        else:
+            made["text"] = text
+        if self._body.return_token_ids:
+            made["token_ids"] = ids
+            if not self._chat:
+                made["prompt_token_ids"] = list(choice.prompt)
+        return made
+
+    def said(self, choice: Choice) -> tuple[str, list[dict[str, Any]]]:
+        """Words and tool calls of a finished choice."""
+        ids, reason = choice.reply.token_ids.array().tolist(), choice.reply.finish_reason
+        if isinstance(self._body, ChatBody) and self._body.offered and reason in ("stop", "length"):
+            spelled = tools.spelling(self._tokenizer)
+            prefix = tools.prefix_of(self.reply_id, choice.index)
+            text, calls = tools.split(tools.said(self._tokenizer, ids), spelled, prefix, self._body.most_calls)
+            if calls:
+                return text, calls
+        return self._text(ids, reason), []
+
+    def _text(self, ids: Sequence[int], reason: wire.FinishReason) -> str:
+        """The answer without the token or string that ended it; special tokens print nothing."""
+        ends = {*self._body.stop_token_ids, *self._tokenizer.eos_token_ids}
+        if reason == "stop" and ids and ids[-1] in ends:
+            ids = ids[:-1]
+        text = self._tokenizer.decode(ids)
+        return text[: min((at for stop in self._body.stops if (at := text.find(stop)) >= 0), default=len(text))]
+
+    def logprobs(self, ids: Sequence[int], logprobs: Sequence[float], top: Sequence[Top] = (), start: int = 0) -> Mapping[str, Any] | None:
+        """One entry for each token id, the one that ended the output included; None where the client wants none.
+
+        Args:
+            top: see ``Choice``.
+            start: characters that the tokens before these print.
+        """
+        if not self._body.wants_logprobs:
+            return None
+        tokens = [self._token(one) for one in ids]
+        if self._chat:
+            content = [
+                _entry(token, logprob) | {"top_logprobs": [_entry(self._token(one), value) for one, value in likeliest]}
+                for token, logprob, likeliest in itertools.zip_longest(tokens, logprobs, top or [()] * len(tokens))
+            ]
+            return {"content": content, "refusal": None}
+        offsets = list(itertools.accumulate((len(token) for token in tokens), initial=start))[:-1]
+        best = [{self._token(one): value for one, value in reversed(likeliest)} for likeliest in top] or None
+        return {"tokens": tokens, "token_logprobs": list(logprobs), "top_logprobs": best, "text_offset": offsets}
+
+    def _token(self, one: int) -> str:
+        return self._tokenizer.decode([one], skip_special_tokens=False)
+
+
+def runs_of(reply: wire.GenerateReply) -> list[list[int]]:
+    """Pairs (policy version, number of tokens)."""
+    pairs: list[list[int]] = reply.version_runs.array().reshape(-1, 2).tolist()
+    return pairs
+
+
+def usage(choices: Sequence[Choice]) -> dict[str, Any]:
+    """Tokens of all prompts and of all choices; a prompt with several choices counts once."""
+    prompts = {id(choice.prompt): len(choice.prompt) for choice in choices}
+    sampled = sum(len(choice.reply.token_ids.array()) for choice in choices)
+    cached = sum(choice.reply.prefix_hit_tokens for choice in choices)
+    return {
+        "prompt_tokens": sum(prompts.values()),
+        "completion_tokens": sampled,
+        "total_tokens": sum(prompts.values()) + sampled,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def newest(choices: Sequence[Choice]) -> int:
+    """The server's policy version when the last choice was answered."""
+    return max(choice.reply.policy_version for choice in choices)
+
+
+def _entry(token: str, logprob: float) -> dict[str, Any]:
+    return {"token": token, "logprob": logprob, "bytes": _bytes(token)}
+
+
+def _bytes(token: str) -> list[int] | None:
+    """UTF-8 of a token; None for a part of a character, which decodes to a replacement."""
+    return None if "\ufffd" in token else list(token.encode())

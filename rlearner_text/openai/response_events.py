@@ -1,0 +1,190 @@
+"""What clients of /v1/responses get: the response object, and the events of a streamed one; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from rlearner_text.openai.bodies import ChatBody
+from rlearner_text.openai.chunks import spoken_of
+from rlearner_text.openai.kept import Item
+from rlearner_text.openai.pieces import Piece, Top
+from rlearner_text.openai.replies import Choice, Writer, runs_of, usage
+from rlearner_text.openai.responses import ResponsesBody
+from rlearner_text.tokenizer import Tokenizer
+
+# Fields of the request that the response repeats.
+_ECHOED: Final = ("instructions", "max_output_tokens", "parallel_tool_calls", "previous_response_id", "temperature", "tool_choice", "tools")
+_ECHOED_TOO: Final = ("top_logprobs", "top_p")
+
+
+class ResponseForm:
+    """How a request to /v1/responses is answered; see ``rlearner_text.openai.generation.Form``.
+
+    Args:
+        body: the request.
+        chat: the chat that it asks for.
+        tokenizer: of the model served.
+        keep: called with the response's id and its items before the client knows of them.
+        writer: of the chat's answer.
+    """
+
+    def __init__(
+        self, body: ResponsesBody, chat: ChatBody, tokenizer: Tokenizer, keep: Callable[[str, Sequence[Item]], None], writer: Writer
+    ) -> None:
+        self._body, self._chat, self._tokenizer, self._keep, self._writer = body, chat, tokenizer, keep, writer
+        self.response_id = f"resp_{writer.reply_id}"
+
+    def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """The answer in one piece."""
+        (choice,) = choices
+        reason = choice.reply.finish_reason
+        output = self.items(choice)
+        complete = reason == "stop" or any(item["type"] == "function_call" for item in output)
+        made = self.object("completed" if complete else "incomplete", output)
+        self._keep(made["id"], made["output"])
+        if not complete:
+            made["incomplete_details"] = {"reason": "max_output_tokens" if reason == "length" else reason}
+        made["usage"] = _usage(choices)
+        made |= {"policy_version": choice.reply.policy_version, "version_runs": runs_of(choice.reply)}
+        if self._body.return_token_ids:
+            made |= {"prompt_token_ids": list(choice.prompt), "token_ids": choice.reply.token_ids.array().tolist()}
+        return made
+
+    def object(self, status: str, output: list[Item]) -> dict[str, Any]:
+        """What the whole answer and the events of a stream have in common."""
+        echoed = {name: getattr(self._body, name) for name in (*_ECHOED, *_ECHOED_TOO)}
+        return {
+            "id": self.response_id,
+            "object": "response",
+            "created_at": self._writer.created,
+            "model": self._writer.model,
+            "status": status,
+            "output": output,
+            **echoed,
+            "text": {"format": self._body.text.format},
+            "reasoning": {"effort": self._body.reasoning.effort, "summary": None},
+            "store": self._body.store,
+            "metadata": (self._body.model_extra or {}).get("metadata") or {},
+            "truncation": "disabled",
+            "incomplete_details": None,
+            "error": None,
+            "usage": None,
+        }
+
+    def items(self, choice: Choice) -> list[Item]:
+        """The output: a message unless there are only calls, then the calls."""
+        text, calls = self._writer.said(choice)
+        status = "completed" if calls or choice.reply.finish_reason == "stop" else "incomplete"
+        logprobs = self.logprobs(choice.reply.token_ids.array().tolist(), choice.reply.logprobs.array().tolist(), choice.top)
+        message = [self.message(status, [self.part(text, logprobs)])] if text or not calls else []
+        return message + [self.call(call, number, "completed") for number, call in enumerate(calls)]
+
+    def message(self, status: str, parts: list[dict[str, Any]]) -> Item:
+        """The item of the words."""
+        return {"id": f"msg_{self._writer.reply_id}", "type": "message", "role": "assistant", "status": status, "content": parts}
+
+    def part(self, text: str, logprobs: Sequence[Any] = ()) -> dict[str, Any]:
+        """The words."""
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
+
+    def call(self, call: dict[str, Any], number: int, status: str) -> Item:
+        """The item of a call that a chat would tell of as this."""
+        item = {"id": f"fc_{self._writer.reply_id}{number:02d}", "type": "function_call", "status": status, "call_id": call["id"]}
+        return item | {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
+
+    def logprobs(self, ids: Sequence[int], logprobs: Sequence[float], top: Sequence[Top]) -> list[Any]:
+        """One entry for each token; empty where none are wanted."""
+        found = self._writer.logprobs(ids, logprobs, top)
+        return [] if found is None else list(found["content"])
+
+    def events(self, index: int, prompt: Sequence[int]) -> ResponseEvents:
+        """The events of a stream."""
+        return ResponseEvents(self, spoken_of(self._chat, self._tokenizer), self._writer, prompt)
+
+    def ending(self, choices: Sequence[Choice]) -> list[bytes]:
+        """What ends a stream: its last event says so itself."""
+        return []
+
+
+class ResponseEvents:
+    """The events of one streamed response; see ``rlearner_text.openai.chunks.Chunks`` for what text is shown when."""
+
+    def __init__(self, response: ResponseForm, spoken: Any, writer: Writer, prompt: Sequence[int]) -> None:
+        self._response, self._spoken, self._writer, self._prompt = response, spoken, writer, prompt
+        self._number = -1
+        self._told = 0
+        self._open = False  # the message's item
+        self.top: list[Top] = []
+
+    def of(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+        """The events of pieces that came since the last."""
+        ids = [one for piece in pieces for one in piece.token_ids]
+        logprobs = [one for piece in pieces for one in piece.logprobs]
+        top = [one for piece in pieces for one in piece.top]
+        self.top += top
+        self._told += len(ids)
+        text = self._spoken.add(ids)
+        return [*self._begin(), *(self._words(text, self._response.logprobs(ids, logprobs, top)) if text else [])]
+
+    def last(self, choice: Choice) -> list[dict[str, Any]]:
+        """What the choice has beyond what was told, and how it ended."""
+        text, calls = self._writer.said(choice)
+        made, rest = self._begin(), self._spoken.rest(text)
+        if rest or not (self._open or calls):
+            ids, logprobs = choice.reply.token_ids.array().tolist(), choice.reply.logprobs.array().tolist()
+            made += self._words(rest, self._response.logprobs(ids[self._told :], logprobs[self._told :], ()))
+        whole = self._response.whole([choice])
+        for index, item in enumerate(whole["output"]):
+            made += self._end_message(item) if item["type"] == "message" else self._call(item, index)
+        return [*made, self._event(f"response.{whole['status']}", response=whole)]
+
+    def _begin(self) -> list[dict[str, Any]]:
+        if self._number >= 0:
+            return []
+        response = self._response.object("in_progress", [])
+        return [self._event("response.created", response=response), self._event("response.in_progress", response=response)]
+
+    def _words(self, text: str, logprobs: list[Any]) -> list[dict[str, Any]]:
+        made = []
+        item = self._response.message("in_progress", [])
+        where = {"item_id": item["id"], "output_index": 0, "content_index": 0}
+        if not self._open:
+            self._open = True
+            made.append(self._event("response.output_item.added", output_index=0, item=item))
+            made.append(self._event("response.content_part.added", **where, part=self._response.part("")))
+        return [*made, self._event("response.output_text.delta", **where, delta=text, logprobs=logprobs)]
+
+    def _end_message(self, item: Item) -> list[dict[str, Any]]:
+        (part,) = item["content"]
+        where = {"item_id": item["id"], "output_index": 0, "content_index": 0}
+        return [
+            self._event("response.output_text.done", **where, text=part["text"], logprobs=part["logprobs"]),
+            self._event("response.content_part.done", **where, part=part),
+            self._event("response.output_item.done", output_index=0, item=item),
+        ]
+
+    def _call(self, item: Item, index: int) -> list[dict[str, Any]]:
+        where = {"item_id": item["id"], "output_index": index}
+        begun = item | {"arguments": "", "status": "in_progress"}
+        return [
+            self._event("response.output_item.added", output_index=index, item=begun),
+            self._event("response.function_call_arguments.delta", **where, delta=item["arguments"]),
+            self._event("response.function_call_arguments.done", **where, name=item["name"], arguments=item["arguments"]),
+            self._event("response.output_item.done", output_index=index, item=item),
+        ]
+
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        self._number += 1
+        return {"type": kind, "sequence_number": self._number, **fields}
+
+
+def _usage(choices: Sequence[Choice]) -> dict[str, Any]:
+    counted = usage(choices)
+    return {
+        "input_tokens": counted["prompt_tokens"],
+        "input_tokens_details": counted["prompt_tokens_details"],
+        "output_tokens": counted["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": counted["total_tokens"],
+    }

@@ -1,0 +1,231 @@
+"""What clients send to /v1/responses, turned into the chat that it asks for; pure apart from what earlier answers are kept.
+
+The items of an input become the messages of a chat: a function call belongs to the assistant's message before it, a reasoning item is
+dropped, an item that is referred to by its id is taken from what this server answered before. All else then goes the way of a chat.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal, TypeVar
+
+from pydantic import Field, PositiveInt, ValidationError
+
+from rlearner_text.openai.bodies import MOST_TOP_LOGPROBS, Body, ChatBody, Strict, check_extra, problem_of
+from rlearner_text.openai.kept import Item, Kept
+from rlearner_text.openai.problems import Problem
+
+T = TypeVar("T", bound=Strict)
+
+_LOGPROBS: Final = "message.output_text.logprobs"
+_TEXTS: Final = ("input_text", "output_text", "text")
+# Said about the client, or about what only OpenAI's own models have.
+_IGNORED: Final = frozenset({"user", "metadata", "service_tier", "safety_identifier", "prompt_cache_retention", "max_tool_calls"})
+_NEUTRAL: Final[dict[str, tuple[object, ...]]] = {"background": (False,), "truncation": ("disabled", "auto")}
+
+
+class TextPart(Strict):
+    """A piece of a message; only text is known here."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+class MessageItem(Strict):
+    """A message of anyone."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+
+
+class CallItem(Strict):
+    """A function call that the model made."""
+
+    type: Literal["function_call"]
+    call_id: Annotated[str, Field(min_length=1)]
+    name: Annotated[str, Field(min_length=1)]
+    arguments: str
+
+
+class CallOutputItem(Strict):
+    """What the function returned."""
+
+    type: Literal["function_call_output"]
+    call_id: Annotated[str, Field(min_length=1)]
+    output: str | list[TextPart]
+
+
+class FunctionTool(Strict):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: Annotated[str, Field(min_length=1)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class ReasoningOptions(Strict):
+    """Accepted and without effect: how long a policy thinks is what it is trained for."""
+
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class TextOptions(Strict):
+    """The form of the answer."""
+
+    format: dict[str, Any] = Field(default_factory=lambda: {"type": "text"})
+    verbosity: str | None = None  # accepted and without effect
+
+
+class ResponsesBody(Body):
+    """/v1/responses; beside OpenAI's fields those of ``Body``."""
+
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: PositiveInt | None = None
+    previous_response_id: str | None = None
+    store: bool = True
+    tools: list[dict[str, Any]] = Field(default_factory=list)
+    tool_choice: str | dict[str, Any] = "auto"
+    parallel_tool_calls: bool = True
+    reasoning: ReasoningOptions = ReasoningOptions()
+    text: TextOptions = TextOptions()
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] = 0
+    include: list[str] = Field(default_factory=list)
+    n: Literal[1] = 1
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return _LOGPROBS in self.include or self.top_logprobs > 0
+
+
+def chat_of(body: ResponsesBody, items: list[Item]) -> ChatBody:
+    """The chat that a request asks for.
+
+    Args:
+        items: see ``items_of``.
+
+    Raises:
+        Problem: 400, naming the field.
+    """
+    check_extra(body.model_extra, "", ignored=_IGNORED, neutral=_NEUTRAL)
+    for name in ("reasoning", "text"):
+        check_extra(getattr(body, name).model_extra, f"{name}.")
+    messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    for number, item in enumerate(items):
+        _append(messages, item, f"input.{number}")
+    if not messages:
+        raise Problem(400, "input: [] is not allowed; at least one item", param="input")
+    fields = {name: getattr(body, name) for name in Body.model_fields if name in body.model_fields_set}
+    fields |= {"messages": messages, "tools": [_tool(tool, f"tools.{number}") for number, tool in enumerate(body.tools)]}
+    fields |= {"tool_choice": _choice(body.tool_choice), "parallel_tool_calls": body.parallel_tool_calls}
+    fields |= {"logprobs": body.wants_logprobs, "top_logprobs": body.top_logprobs}
+    if (form := _form(body.text.format)) is not None:
+        fields["response_format"] = form
+    try:
+        chat = ChatBody.model_validate(fields)
+    except ValidationError as error:
+        raise problem_of(error) from None
+    check_extra(chat.model_extra, "")
+    return chat
+
+
+def items_of(body: ResponsesBody, kept: Kept) -> list[Item]:
+    """The whole input: earlier items first, references resolved.
+
+    Raises:
+        Problem: 400, this server does not know what is referred to.
+    """
+    given = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    before: list[Item] = []
+    if body.previous_response_id is not None:
+        found = kept.conversation(body.previous_response_id)
+        if found is None:
+            raise _unknown("previous_response_id", body.previous_response_id)
+        before = found
+    return [*before, *(_resolved(item, number, kept) for number, item in enumerate(given))]
+
+
+def _resolved(item: Item, number: int, kept: Kept) -> Item:
+    if item.get("type") != "item_reference":
+        return item
+    found = kept.item(str(item.get("id")))
+    if found is None:
+        raise _unknown(f"input.{number}.id", item.get("id"))
+    return found
+
+
+def _unknown(param: str, value: object) -> Problem:
+    return Problem(400, f"{param}: {value!r} is not allowed; this server keeps no answer of this id, so send the items", param=param)
+
+
+def _append(messages: list[dict[str, Any]], item: Item, where: str) -> None:
+    """Add what one item says to a chat."""
+    kind = item.get("type", "message")
+    if kind == "reasoning":
+        return
+    if kind == "message":
+        message = _checked(MessageItem, item, where)
+        messages.append({"role": message.role, "content": _text(message.content)})
+    elif kind == "function_call":
+        call = _checked(CallItem, item, where)
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": ""})
+        made = {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        messages[-1].setdefault("tool_calls", []).append(made)
+    elif kind == "function_call_output":
+        output = _checked(CallOutputItem, item, where)
+        messages.append({"role": "tool", "tool_call_id": output.call_id, "content": _text(output.output)})
+    else:
+        known = "message, function_call, function_call_output, reasoning or item_reference"
+        raise Problem(400, f"{where}.type: {kind!r} is not allowed; {known}", param=f"{where}.type")
+
+
+def _text(content: str | list[TextPart]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+def _checked(model: type[T], value: dict[str, Any], where: str) -> T:
+    """An item or tool as its type.
+
+    Raises:
+        Problem: 400, naming the field.
+    """
+    content = value.get("content", value.get("output"))
+    for part in content if isinstance(content, list) else ():
+        if isinstance(part, dict) and part.get("type") not in _TEXTS:
+            raise Problem(400, f"{where}: only parts of text are taken here, and one is of type {part.get('type')!r}", param=where)
+    try:
+        return model.model_validate({key: one for key, one in value.items() if one is not None})
+    except ValidationError as error:
+        raise problem_of(error, where) from None
+
+
+def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
+    """A tool in a chat's form, without what says nothing to a chat template."""
+    if tool.get("type") != "function":
+        message = f"{where}.type: {tool.get('type')!r} is not allowed; only tools of type 'function' run here"
+        raise Problem(400, message, param=f"{where}.type", code="unsupported_parameter")
+    made = _checked(FunctionTool, tool, where)
+    function: dict[str, Any] = {"name": made.name}
+    function |= {"description": made.description} if made.description is not None else {}
+    function["parameters"] = made.parameters or {"type": "object", "properties": {}}
+    return {"type": "function", "function": function}
+
+
+def _choice(choice: str | dict[str, Any]) -> object:
+    """``{"type": "function", "name": …}`` in a chat's form; all else is judged there."""
+    if isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice:
+        return {"type": "function", "function": {"name": choice["name"]}}
+    return choice
+
+
+def _form(given: dict[str, Any]) -> dict[str, Any] | None:
+    """``text.format`` as a chat's ``response_format``; None for text."""
+    if given.get("type") == "text":
+        return None
+    if given.get("type") == "json_schema":
+        return {"type": "json_schema", "json_schema": {key: value for key, value in given.items() if key != "type"}}
+    return given

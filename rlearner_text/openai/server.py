@@ -1,0 +1,198 @@
+"""The HTTP side: who may ask, which way a request goes, and what comes back. It knows nothing of engines: a desk answers."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from http import HTTPStatus
+from typing import Final
+
+from aiohttp import web
+
+from broker.contract import wire
+from rlearner_text.openai import keys
+from rlearner_text.openai.bodies import COMPLETION_TOKENS, ChatBody, CompletionBody, parse
+from rlearner_text.openai.chunks import ChatForm
+from rlearner_text.openai.desk import Desk, Handle, OneDesk, Served
+from rlearner_text.openai.generation import FAILED, generate
+from rlearner_text.openai.kept import Item
+from rlearner_text.openai.problems import Problem
+from rlearner_text.openai.response_events import ResponseForm
+from rlearner_text.openai.responses import ResponsesBody, chat_of, items_of
+from rlearner_text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+CLOSE_S: Final = 2.0  # for answers that are being written when the server ends
+RETRY_AFTER_S: Final = "1"
+
+
+class _OneLine(logging.Filter):
+    """What comes in and is no HTTP is somebody else's mistake: its error is a line and no traceback."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if isinstance(record.exc_info, tuple):
+            said = str(record.exc_info[1]).strip().partition("\n")[0]
+            record.msg, record.args, record.exc_info = f"{record.getMessage()}: {said}", None, None
+        return True
+
+
+_connections = logging.getLogger(f"{__name__}.connections")
+_connections.addFilter(_OneLine())
+
+
+class HttpServer:
+    """/v1/chat/completions, /v1/completions, /v1/responses, /v1/models and /health.
+
+    A client that disconnects aborts its request. A stream brings tokens as the engine tells of them; those of an engine that gives
+    whole outputs come in one piece.
+
+    Args:
+        tokenizer: of the model served.
+        desk: who answers the request with this Authorization header; None where the key is missing or wrong.
+        health: the state, ``serving`` or another, and the policy version.
+
+    Attributes:
+        address: for example ``http://127.0.0.1:8000/v1``; known once started.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, desk: Callable[[str | None], Desk | None], health: Callable[[], tuple[str, int]]) -> None:
+        self._tokenizer, self._desk, self._health_of = tokenizer, desk, health
+        self._began = int(time.time())
+        self._runner: web.AppRunner | None = None
+        self._taken: socket.socket | None = None
+        self.address = ""
+
+    @classmethod
+    def with_key(cls, handle: Handle, tokenizer: Tokenizer, served: Served, key: str) -> HttpServer:
+        """One key, one model, one engine."""
+        desk = OneDesk(handle, tokenizer, served)
+        return cls(tokenizer, lambda header: desk if keys.matches(header, key) else None, lambda: (served.state(), served.policy_version()))
+
+    async def start(self, bind: str, port: int) -> None:
+        """Begin to answer; port 0 takes any that is free.
+
+        Raises:
+            OSError: the port cannot be had.
+        """
+        self.take(bind, port)
+        await self.listen()
+
+    def take(self, bind: str, port: int) -> None:
+        """Have the port, long before there is anything to answer with: until ``listen`` who connects is refused.
+
+        Raises:
+            OSError: the port cannot be had.
+        """
+        family, _, _, _, where = socket.getaddrinfo(bind, port, type=socket.SOCK_STREAM)[0]
+        self._taken = socket.socket(family, socket.SOCK_STREAM)
+        self._taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of a server that has just ended do not count
+        self._taken.bind(where)
+
+    async def listen(self) -> None:
+        """Begin to answer at the port taken.
+
+        Raises:
+            OSError: another has begun to listen there meanwhile.
+        """
+        assert self._taken is not None
+        app = web.Application(middlewares=[self._guard], client_max_size=wire.MAX_PAYLOAD_BYTES)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/v1/completions", self._completions)
+        app.router.add_post("/v1/responses", self._responses)
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, logger=_connections, shutdown_timeout=CLOSE_S)
+        await self._runner.setup()
+        await web.SockSite(self._runner, self._taken).start()
+        host, taken = self._runner.addresses[0][:2]
+        self.address = f"http://{f'[{host}]' if ':' in host else host}:{taken}/v1"
+
+    async def close(self) -> None:
+        """Answer nothing more; idempotent."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+        if self._taken is not None:
+            self._taken.close()
+            self._taken = None
+
+    # ---------------------------------------------------------------------------------------------- every call
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
+        """The key, and one shape for all that goes wrong."""
+        try:
+            if request.path != "/health":
+                self._desk_of(request)
+            return await handler(request)
+        except Problem as problem:
+            return _answer(problem)
+        except ConnectionError:
+            return _answer(Problem(503, "the client left while it was answered"))  # nobody reads it
+        except web.HTTPRequestEntityTooLarge:
+            return _answer(Problem(413, f"the body is larger than {wire.MAX_PAYLOAD_BYTES} bytes"))
+        except web.HTTPException as error:
+            return _answer(Problem(error.status, f"{request.method} {request.path}: {HTTPStatus(error.status).phrase.lower()}"))
+        except Exception:
+            log.exception("a request to %s failed", request.path)
+            return _answer(Problem(500, FAILED))
+
+    def _desk_of(self, request: web.Request) -> Desk:
+        desk = self._desk(request.headers.get("Authorization"))
+        if desk is None:
+            raise Problem(401, "the API key is missing or wrong; send it as Authorization: Bearer KEY", code="invalid_api_key")
+        return desk
+
+    async def _health(self, _: web.Request) -> web.Response:
+        state, version = self._health_of()
+        status = 200 if state == "serving" else 503
+        return web.json_response({"status": state, "policy_version": version}, status=status)
+
+    async def _models(self, request: web.Request) -> web.Response:
+        served = self._desk_of(request).served
+        model = {
+            "id": served.model,
+            "object": "model",
+            "created": self._began,
+            "owned_by": "rlearner",
+            "root": served.path,
+            "max_model_len": served.max_context_tokens,
+            "policy_version": served.policy_version(),
+        }
+        return web.json_response({"object": "list", "data": [model]})
+
+    # ----------------------------------------------------------------------------------------------- generation
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        body = parse(await request.read(), ChatBody)
+        made = partial(ChatForm, body, self._tokenizer)
+        return await generate(request, self._desk_of(request), self._tokenizer, body, body.max_completion_tokens or body.max_tokens, made)
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        body = parse(await request.read(), CompletionBody)
+        made = partial(ChatForm, body, self._tokenizer)
+        return await generate(request, self._desk_of(request), self._tokenizer, body, body.max_tokens or COMPLETION_TOKENS, made)
+
+    async def _responses(self, request: web.Request) -> web.StreamResponse:
+        desk, raw = self._desk_of(request), await request.read()
+        body = parse(raw, ResponsesBody)
+        items = items_of(body, desk.kept)
+        chat = chat_of(body, items)
+
+        def keep(response_id: str, output: Sequence[Item]) -> None:
+            if body.store:
+                desk.kept.add(response_id, items, output, len(raw))
+
+        made = partial(ResponseForm, body, chat, self._tokenizer, keep)
+        return await generate(request, desk, self._tokenizer, chat, body.max_output_tokens or body.max_tokens, made)
+
+
+def _answer(problem: Problem) -> web.Response:
+    headers = {"Retry-After": RETRY_AFTER_S} if problem.status == 503 else {}
+    if problem.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return web.json_response(problem.body, status=problem.status, headers=headers)

@@ -1,0 +1,77 @@
+"""Tool calls in OpenAI's form: what a client offers and sends back, and the calls in what the policy says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, Final
+
+from broker.errors import ConfigError
+from rlearner_text.openai.problems import Problem
+from rlearner_text.tokenizer import Tokenizer
+from rlearner_text.tool_calls import PROBE, BadCall, ToolCall, ToolSpelling, UnknownSpelling, probe
+
+_ASKED: Final = {"role": "user", "content": "probe question 21312"}
+_SAID: Final = "probe answer 31213"
+_OFFERED: Final = [
+    {"type": "function", "function": {"name": "probe", "description": "probe", "parameters": {"type": "object", "properties": {}}}}
+]
+
+
+@lru_cache(maxsize=8)
+def spelling(tokenizer: Tokenizer) -> ToolSpelling:
+    """How the model's chat template writes calls.
+
+    Raises:
+        Problem: 400, it does not, or not as JSON.
+    """
+    try:
+        words = tokenizer.render_chat([_ASKED, {"role": "assistant", "content": _SAID}], add_generation_prompt=False, tools=_OFFERED)
+        called = tokenizer.render_chat([_ASKED, PROBE], add_generation_prompt=False, tools=_OFFERED)
+        found = probe(called, words[: words.index(_SAID)])[0]
+        return replace(found, after=found.after[: _end(found.after, tokenizer)])
+    except (UnknownSpelling, ConfigError, ValueError) as error:
+        said = error.allowed if isinstance(error, ConfigError) else str(error)
+        raise Problem(400, f"the model's chat template cannot be used with tools: {said}", param="tools") from None
+
+
+def _end(text: str, tokenizer: Tokenizer) -> int:
+    """Where the turn ends in what a template puts behind a call."""
+    ends = [tokenizer.decode([one], skip_special_tokens=False) for one in tokenizer.eos_token_ids]
+    return min((at for end in ends if end and (at := text.find(end)) >= 0), default=len(text.rstrip()))
+
+
+def said(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
+    """The text of an answer as its calls are looked for in: markers may be special tokens."""
+    ids = list(token_ids)
+    while ids and ids[-1] in tokenizer.eos_token_ids:
+        del ids[-1]
+    return tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def split(text: str, how: ToolSpelling, prefix: str, most: int | None = None) -> tuple[str, list[dict[str, Any]]]:
+    """The words before the first call, and the calls; no calls where there are none, or what looks like one does not parse.
+
+    Args:
+        text: as ``said``.
+        how: as ``spelling``.
+        prefix: of the calls' ids.
+        most: calls to tell of; None: all.
+    """
+    try:
+        calls = how.calls(text)[:most]
+    except BadCall:
+        return text, []
+    words = text.partition(how.opener)[0] if how.opener else ""
+    return (words.rstrip() if calls else text), [_call(one, f"{prefix}{number:02d}") for number, one in enumerate(calls)]
+
+
+def prefix_of(reply_id: str, index: int) -> str:
+    """Of the ids of the calls in one choice; a client sends them back with what the tools answered."""
+    return f"call_{reply_id}{index:03d}"
+
+
+def _call(call: ToolCall, identifier: str) -> dict[str, Any]:
+    return {"id": identifier, "type": "function", "function": {"name": call.name, "arguments": json.dumps(call.arguments)}}

@@ -1,0 +1,147 @@
+"""Builds a small Qwen3-architecture model with random weights and a tokenizer of its own, so that nothing need be downloaded."""
+
+from __future__ import annotations
+
+import json
+import string
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from broker.errors import ConfigError
+from rlearner_text.config import TinyModel
+from rlearner_text.folders import atomic_folder
+from rlearner_text.library import import_transformers
+
+PAD: Final = "<|endoftext|>"
+UNKNOWN: Final = "<|unk|>"
+END_OF_TURN: Final = "<|im_end|>"
+LAYERS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # linear ones, by the names they have in it
+CHARACTERS: Final = string.ascii_letters + string.digits + string.punctuation + " \n"
+
+# One token opens a message, its role included, so that a turn costs the small model as few tokens as can be.
+_CHARS_SPECIAL: Final = (PAD, UNKNOWN, END_OF_TURN, "<|im_system|>", "<|im_user|>", "<|im_assistant|>")
+_CHARS_TEMPLATE: Final = (
+    "{%- for message in messages %}{{- '<|im_' + message['role'] + '|>' + message['content'] + '<|im_end|>' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_assistant|>' }}{%- endif %}"
+)
+_BPE_SPECIAL: Final = (PAD, "<|im_start|>", END_OF_TURN)
+_BPE_TEMPLATE: Final = (
+    "{%- for message in messages %}{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+
+
+def build_tiny(out: str | Path, tiny: TinyModel, *, seed: int = 0, dtype: str = "float32") -> Path:
+    """Write a folder that AutoModelForCausalLM and AutoTokenizer load; the same settings and seed give the same bytes.
+
+    Args:
+        out: the folder, replaced as a whole when it exists.
+        tiny: sizes and vocabulary.
+        seed: of the random weights.
+        dtype: of the saved weights: float32, bfloat16 or float16.
+
+    Raises:
+        ConfigError: impossible sizes, or a bpe vocabulary without a readable corpus.
+    """
+    check_tiny(tiny)
+    with atomic_folder(out) as folder:
+        _write_tokenizer(folder, tiny)
+        _write_model(folder, tiny, seed, dtype)
+    return Path(out)
+
+
+def check_tiny(tiny: TinyModel) -> None:
+    """Refuse impossible combinations without building anything.
+
+    Raises:
+        ConfigError: names the key, its value and what is allowed.
+    """
+    if tiny.num_heads % tiny.num_kv_heads:
+        raise ConfigError("model.tiny.num_kv_heads", tiny.num_kv_heads, f"it must divide num_heads ({tiny.num_heads})")
+    if tiny.head_dim % 2:
+        raise ConfigError("model.tiny.head_dim", tiny.head_dim, "rotary positions need an even number")
+    for word in tiny.words:
+        if tiny.vocab != "chars" or len(word) < 2 or not word.isprintable() or tiny.words.count(word) > 1:
+            raise ConfigError("model.tiny.words", word, "different texts of two characters or more, beside vocab: chars")
+    if tiny.vocab == "bpe":
+        if tiny.corpus is None or not Path(tiny.corpus).is_file():
+            raise ConfigError("model.tiny.corpus", tiny.corpus, "a bpe vocabulary needs an existing text file to be trained on")
+        smallest = 256 + len(_BPE_SPECIAL)
+        if tiny.vocab_size < smallest:
+            raise ConfigError("model.tiny.vocab_size", tiny.vocab_size, f"a byte-level vocabulary has at least {smallest} tokens")
+
+
+def _write_tokenizer(folder: Path, tiny: TinyModel) -> None:
+    tokenizer = _chars(tiny.words) if tiny.vocab == "chars" else _bpe(tiny)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END_OF_TURN,
+        "pad_token": PAD,
+        "model_max_length": tiny.max_position_embeddings,
+        "clean_up_tokenization_spaces": False,
+    }
+    if tiny.vocab == "chars":
+        config["unk_token"] = UNKNOWN
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    template = _CHARS_TEMPLATE if tiny.vocab == "chars" else _BPE_TEMPLATE
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+
+
+def _chars(words: Sequence[str]) -> tokenizers.Tokenizer:
+    # A BPE without merges makes every character a token and gives the unknown token to those it does not have.
+    vocab = {token: index for index, token in enumerate((*_CHARS_SPECIAL, *CHARACTERS))}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token=UNKNOWN))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([tokenizers.AddedToken(token, normalized=False, special=True) for token in _CHARS_SPECIAL])
+    tokenizer.add_tokens([tokenizers.AddedToken(word, normalized=False, special=False) for word in words])
+    return tokenizer
+
+
+def _bpe(tiny: TinyModel) -> tokenizers.Tokenizer:
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=tiny.vocab_size,
+        special_tokens=list(_BPE_SPECIAL),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train([str(tiny.corpus)], trainer)
+    return tokenizer
+
+
+def _write_model(folder: Path, tiny: TinyModel, seed: int, dtype: str) -> None:
+    import torch
+
+    import_transformers()
+    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    eos, pad = tokenizer.token_to_id(END_OF_TURN), tokenizer.token_to_id(PAD)
+    config = Qwen3Config(
+        vocab_size=tokenizer.get_vocab_size(with_added_tokens=True),
+        hidden_size=tiny.hidden_size,
+        intermediate_size=tiny.intermediate_size,
+        num_hidden_layers=tiny.num_layers,
+        num_attention_heads=tiny.num_heads,
+        num_key_value_heads=tiny.num_kv_heads,
+        head_dim=tiny.head_dim,
+        max_position_embeddings=tiny.max_position_embeddings,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=eos,
+        pad_token_id=pad,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config).to(getattr(torch, dtype))
+    model.generation_config = GenerationConfig(do_sample=True, eos_token_id=[eos, pad], pad_token_id=pad)
+    model.save_pretrained(folder)

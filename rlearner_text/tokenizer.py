@@ -1,0 +1,194 @@
+"""A tokenizer from any Hugging Face folder or hub name, light enough for a hub: no torch, about 0.1 s to load.
+
+``tokenizer.json`` is read by the ``tokenizers`` library itself. Only a folder without that file goes through transformers'
+AutoTokenizer, and costs its import (seconds, 300 MB).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import tokenizers
+
+from broker.errors import ConfigError
+from rlearner_text.chat_template import Chat, ChatTemplate, find_template
+from rlearner_text.hub import read_json, tokenizer_folder
+from rlearner_text.library import import_transformers
+
+_SHORT: Final = 16  # tokens of a text that may come again: the answers of many episodes are the same few words
+_SHORT_KEPT: Final = 4096
+_NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class _Backend(Protocol):
+    def encode(self, text: str) -> list[int]: ...
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
+    def token_id(self, token: str) -> int | None: ...
+    def size(self) -> int: ...
+    def vocabulary(self) -> dict[str, int]: ...
+
+
+class _Fast:
+    """tokenizer.json, plus the added tokens that only tokenizer_config.json knows."""
+
+    def __init__(self, file: Path, config: dict[str, Any]) -> None:
+        self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        added: dict[str, dict[str, Any]] = config.get("added_tokens_decoder") or {}
+        for _, entry in sorted(added.items(), key=lambda item: int(item[0])):
+            if self._tokenizer.token_to_id(entry["content"]) is None:
+                flags = {name: entry[name] for name in ("single_word", "lstrip", "rstrip", "normalized", "special") if name in entry}
+                self._tokenizer.add_tokens([tokenizers.AddedToken(entry["content"], **flags)])
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    def token_id(self, token: str) -> int | None:
+        found: int | None = self._tokenizer.token_to_id(token)
+        return found
+
+    def size(self) -> int:
+        return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+
+    def vocabulary(self) -> dict[str, int]:
+        return dict(self._tokenizer.get_vocab(with_added_tokens=True))
+
+
+class _Auto:
+    """transformers' AutoTokenizer, for folders without a tokenizer.json."""
+
+    def __init__(self, folder: Path, name: str, trust_remote_code: bool, key: str) -> None:
+        import_transformers()
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        except (OSError, ValueError, ImportError, KeyError) as error:
+            raise ConfigError(
+                key, name, f"it holds no tokenizer that transformers can load: {' '.join(str(error).split())[:300]}"
+            ) from None
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    def token_id(self, token: str) -> int | None:
+        found: int | None = self._tokenizer.get_vocab().get(token)
+        return found
+
+    def size(self) -> int:
+        return len(self._tokenizer)
+
+    def vocabulary(self) -> dict[str, int]:
+        return dict(self._tokenizer.get_vocab())
+
+
+class Tokenizer:
+    """Text to token ids and back, the model's chat template, and which tokens end its output.
+
+    Attributes:
+        name: the folder or hub name it was loaded from.
+        eos_token_ids: tokens at which the model's own output ends, sorted; from generation_config.json, else config.json,
+            and always the tokenizer's own eos token.
+        pad_token_id: the pad token, else the first eos token, else 0.
+        vocab_size: number of tokens the tokenizer knows; the model's embedding may be larger.
+    """
+
+    def __init__(self, folder: Path, name: str, *, trust_remote_code: bool = False, key: str = "model.path") -> None:
+        self.name, self._key = name, key
+        config = read_json(folder / "tokenizer_config.json", name, key, missing_ok=True)
+        file = folder / "tokenizer.json"
+        self._backend: _Backend = _load_fast(file, config, name, key) if file.exists() else _Auto(folder, name, trust_remote_code, key)
+        self._special = _named_tokens(config, read_json(folder / "special_tokens_map.json", name, key, missing_ok=True))
+        self._template_source = find_template(folder, config, name)
+        self.vocab_size = self._backend.size()
+        self._decode_short = lru_cache(maxsize=_SHORT_KEPT)(self._backend.decode)
+        self.eos_token_ids = self._find_eos(folder)
+        pad = self._backend.token_id(self._special.get("pad_token", ""))
+        self.pad_token_id: int = pad if pad is not None else next(iter(self.eos_token_ids), 0)
+
+    @classmethod
+    def load(cls, path: str | Path, *, trust_remote_code: bool = False, key: str = "model.path") -> Tokenizer:
+        """Load from a folder or hub name.
+
+        Args:
+            key: the setting that names it, for errors.
+
+        Raises:
+            ConfigError: nothing there, or no tokenizer in it.
+        """
+        return cls(tokenizer_folder(str(path), key), str(path), trust_remote_code=trust_remote_code, key=key)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of the text alone; nothing is added around it. Special tokens spelled out in the text are recognised."""
+        return self._backend.encode(text)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of the token ids."""
+        found = ids.tolist() if isinstance(ids, array) else [int(i) for i in ids]
+        if len(found) > _SHORT:
+            return self._backend.decode(found, skip_special_tokens)
+        return self._decode_short(tuple(found), skip_special_tokens)
+
+    def token_id(self, token: str) -> int | None:
+        """The id of one token by its exact spelling, or None."""
+        return self._backend.token_id(token)
+
+    def vocabulary(self) -> dict[str, int]:
+        """Every token by its spelling, with its id."""
+        return self._backend.vocabulary()
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate:
+        """The model's chat template.
+
+        Raises:
+            ConfigError: it has none.
+        """
+        if self._template_source is None:
+            raise ConfigError(self._key, self.name, "its tokenizer has no chat template; add a chat_template.jinja to the folder")
+        return ChatTemplate(self._template_source, self._special, self.name)
+
+    def render_chat(self, messages: Chat, *, add_generation_prompt: bool = True, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """The conversation as the model's chat template spells it."""
+        return self.chat_template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools)
+
+    def encode_chat(self, messages: Chat, *, add_generation_prompt: bool = True) -> list[int]:
+        """Token ids of the whole rendering, as transformers' ``apply_chat_template`` gives them."""
+        return self.encode(self.render_chat(messages, add_generation_prompt=add_generation_prompt))
+
+    def _find_eos(self, folder: Path) -> tuple[int, ...]:
+        generation = read_json(folder / "generation_config.json", self.name, self._key, missing_ok=True).get("eos_token_id")
+        model = read_json(folder / "config.json", self.name, self._key, missing_ok=True)
+        declared = generation if generation is not None else model.get("eos_token_id", (model.get("text_config") or {}).get("eos_token_id"))
+        ids = set(declared if isinstance(declared, list) else [] if declared is None else [declared])
+        own = self._backend.token_id(self._special.get("eos_token", ""))
+        return tuple(sorted(ids | ({own} if own is not None else set())))
+
+
+def _load_fast(file: Path, config: dict[str, Any], name: str, key: str) -> _Fast:
+    try:
+        return _Fast(file, config)
+    except Exception as error:  # noqa: BLE001 - the library raises plain Exception for a malformed file
+        raise ConfigError(key, name, f"tokenizer.json cannot be read: {error}") from None
+
+
+def _named_tokens(config: dict[str, Any], special_map: dict[str, Any]) -> dict[str, str]:
+    named: dict[str, str] = {}
+    for kind in _NAMED_TOKENS:
+        token = config.get(kind, special_map.get(kind))
+        if isinstance(token, dict):
+            token = token.get("content")
+        if isinstance(token, str):
+            named[kind] = token
+    return named

@@ -1,0 +1,142 @@
+"""How a model's chat template spells tool calls, found out by showing it one; and the calls in what the model then says.
+
+Most templates put one JSON object per call between two markers (``<tool_call>…</tool_call>``), some a list of them behind one marker,
+some nothing but the object. The keys of name and arguments differ as well. All of that is read off the template's own rendering.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+
+from broker.contract import strict
+from rlearner_text.thinking import without_thinking
+
+_NAME: Final = "probe_tool_11213"
+_ARGUMENTS: Final = {"probe_argument": "probe value 31415"}
+# Nine characters, for some templates insist on that.
+PROBE: Final[Mapping[str, Any]] = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "id": "probe0001", "function": {"name": _NAME, "arguments": _ARGUMENTS}}],
+}
+PROBE_ID: Final = "probe0001"
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call that a policy made."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+class BadCall(ValueError):
+    """What the policy said begins as a tool call and is none; the text tells it why."""
+
+
+class UnknownSpelling(ValueError):
+    """The template does not write calls as JSON."""
+
+
+@dataclass(frozen=True)
+class ToolSpelling:
+    """How calls are written.
+
+    Attributes:
+        opener: what stands before the JSON of a call, or of a list of calls, without white space at its ends; empty if nothing does.
+        name_key, arguments_key: of the object.
+        before, after: all that stands around the JSON of one call, up to the end of the turn.
+    """
+
+    opener: str
+    name_key: str
+    arguments_key: str
+    before: str = ""
+    after: str = ""
+
+    def calls(self, text: str) -> list[ToolCall]:
+        """The calls in a turn's text, special tokens included, in their order; none where it is plain words.
+
+        Raises:
+            BadCall: it looks like a call, but its JSON does not parse or has no name or arguments.
+        """
+        found: list[ToolCall] = []
+        if not self.opener:
+            return self._read(text.lstrip(), found)[0] if text.lstrip().startswith(("{", "[")) else found
+        rest = text
+        while (at := rest.find(self.opener)) >= 0:
+            found, rest = self._read(rest[at + len(self.opener) :].lstrip(), found)
+        return found
+
+    def _read(self, text: str, found: list[ToolCall]) -> tuple[list[ToolCall], str]:
+        """The calls with those at the beginning of a text added, and the text behind them."""
+        try:
+            value, end = strict.decode_prefix(text)
+        except strict.BadJson as error:
+            raise BadCall(f"the tool call is no JSON: {error}") from None
+        values = value if isinstance(value, list) else [value]
+        return found + [self._call(one) for one in values], text[end:]
+
+    def _call(self, value: object) -> ToolCall:
+        name = value.get(self.name_key) if isinstance(value, dict) else None
+        if not isinstance(value, dict) or not isinstance(name, str):
+            raise BadCall(f'the tool call has no text as "{self.name_key}"')
+        arguments = value.get(self.arguments_key, {})
+        if isinstance(arguments, str):  # some write the object as a text
+            try:
+                arguments = strict.loads(arguments)
+            except strict.BadJson:
+                arguments = None
+        if not isinstance(arguments, dict):
+            raise BadCall(f'the tool call\'s "{self.arguments_key}" is no object')
+        try:
+            msgspec.msgpack.encode(arguments)  # it may go to another process
+        except (OverflowError, RecursionError) as error:
+            raise BadCall(f'the tool call\'s "{self.arguments_key}" cannot be passed on: {error}') from None
+        return ToolCall(name, arguments)
+
+
+def probe(rendered: str, before: str) -> tuple[ToolSpelling, str]:
+    """How a template spells calls, and what it puts behind the JSON of ``PROBE``.
+
+    Args:
+        rendered: a conversation that ends with ``PROBE``, or goes on behind it.
+        before: the same conversation, as far as the first word of a turn that speaks in its place.
+
+    Raises:
+        UnknownSpelling: it shows the call not at all or not as JSON.
+    """
+    at = rendered.rfind(_NAME)
+    for start in (i for i in range(at, -1, -1) if rendered[i] == "{"):
+        try:
+            value, end = json.JSONDecoder().raw_decode(rendered, start)
+        except ValueError:
+            continue
+        keys = {key: item for key, item in value.items() if item == _NAME or _is_arguments(item)} if end > at else {}
+        names = [key for key, item in keys.items() if item == _NAME]
+        arguments = [key for key, item in keys.items() if item != _NAME]
+        if names and arguments:
+            ahead = without_thinking(rendered[_common(rendered, before.rstrip()) : start]).lstrip()
+            opener = ahead.strip()
+            behind = rendered[end:].lstrip().removeprefix("]") if opener.endswith("[") else rendered[end:]
+            return ToolSpelling(opener.removesuffix("[").rstrip(), names[0], arguments[0], ahead, rendered[end:]), behind
+    raise UnknownSpelling("it does not write tool calls as JSON objects with a name and arguments")
+
+
+def _is_arguments(value: object) -> bool:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return False
+    return value == _ARGUMENTS
+
+
+def _common(one: str, other: str) -> int:
+    """Characters that both begin with."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
