@@ -71,7 +71,7 @@ test-vllm: vllm-env
 
 # Adapters and a critic on ranks of fsdp2 and ddp, and torch.compile, which takes a minute a variant on a CPU: five minutes.
 test-options: setup
-	RL_OPTIONS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit/test_train_options.py tests/contract/test_lora_ranks.py tests/contract/test_critic_ranks.py
+	RL_OPTIONS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit/learner/test_train_options.py tests/contract/test_lora_ranks.py tests/contract/test_critic_ranks.py
 
 # Agents of other libraries, in an environment and a folder of their own: each plays and trains five steps, some ten minutes in all.
 FRAMEWORKS := .venv-frameworks/bin
@@ -93,7 +93,7 @@ chaos: setup
 	RL_CHAOS_KILLS=50 RL_CHAOS_BROKER_KILLS=20 RL_CHAOS_BUCKETS=1 RL_CHAOS_FREEZE_S=60 RL_CHAOS_SLOW_STEP_S=20 RL_CHAOS_SLOW_STEPS=24 \
 		RL_CHAOS_CLUSTER=5 RL_CHAOS_PARTITION_S=1,30,180 RL_CHAOS_CLOCKS=1 RL_CHAOS_EARLY_KILLS=10 RL_CHAOS_RIVALRIES=10 \
 		$(BIN)/python -m pytest tests/chaos tests/cluster -s
-	RL_FUZZ=100000 $(BIN)/python -m pytest tests/unit/test_fuzz.py -s
+	RL_FUZZ=100000 $(BIN)/python -m pytest tests/unit/broker/test_fuzz.py -s
 
 quickstart: setup
 	$(BIN)/rlearner up configs/quickstart.yaml

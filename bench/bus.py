@@ -21,7 +21,7 @@ import numpy as np
 import uvloop
 
 from bench.codec import trajectory
-from broker.contract import wire
+from broker.contract import codec, wire
 from broker.contract.streams import EPISODES
 from broker.jetstream.bus import Bus
 from broker.server.private_server import BrokerServer
@@ -36,7 +36,7 @@ WARM_UP_S = 1.0
 def group_of(size_bytes: int) -> wire.Group:
     """A group of eight trajectories whose encoding has about that many bytes."""
     num_tokens = 8
-    while len(wire.encode(_group(num_tokens))) < size_bytes:
+    while len(codec.encode(_group(num_tokens))) < size_bytes:
         num_tokens += 4
     return _group(num_tokens)
 
@@ -133,7 +133,7 @@ def main() -> None:
     if options.write:
         uvloop.run(write(options.write, "bench", size_bytes))
         return
-    print(f"groups of {len(wire.encode(group_of(size_bytes)))} bytes")
+    print(f"groups of {len(codec.encode(group_of(size_bytes)))} bytes")
     figures = {}
     for name, sync_always in (("cycle_per_s", False), ("cycle_per_s_sync_always", True)):
         rates = [measure(size_bytes, options.seconds, sync_always=sync_always) for _ in range(options.repeats)]

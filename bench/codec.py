@@ -16,7 +16,7 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
-from broker.contract import wire
+from broker.contract import checks, codec, wire
 
 
 def trajectory(num_tokens: int, episode: int) -> wire.Trajectory:
@@ -90,14 +90,14 @@ def main() -> None:
 
     size = options.group_size
     message = group(options.tokens, size)
-    data = wire.encode(message)
+    data = codec.encode(message)
     lists = [as_lists(one) for one in message.trajectories]
     list_encoder, list_decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(list[ListTrajectory])
     list_data = list_encoder.encode(lists)
     figures = {
-        "encode_us": median_us(lambda: wire.encode(message), size, repeats=options.repeats),
-        "decode_us": median_us(lambda: wire.decode(data, wire.Group, wire.Closed), size, repeats=options.repeats),
-        "check_us": median_us(lambda: wire.check(message), size, repeats=options.repeats),
+        "encode_us": median_us(lambda: codec.encode(message), size, repeats=options.repeats),
+        "decode_us": median_us(lambda: codec.decode(data, wire.Group, wire.Closed), size, repeats=options.repeats),
+        "check_us": median_us(lambda: checks.check(message), size, repeats=options.repeats),
         "lists_encode_us": median_us(lambda: list_encoder.encode(lists), size, repeats=options.repeats // 20),
         "lists_decode_us": median_us(lambda: list_decoder.decode(list_data), size, repeats=options.repeats // 20),
     }

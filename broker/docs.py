@@ -18,7 +18,7 @@ from typing import Any, Final
 import msgspec
 
 from broker.channel.bundle import FULL_AT, MAX_TOKEN_CHARS
-from broker.contract import checks, sizes, streams, wire
+from broker.contract import checks, codec, sizes, streams, wire
 from broker.contract.examples import EXAMPLES
 from broker.contract.streams import STREAMS, Kind, Stream
 from broker.jetstream import consumers
@@ -185,7 +185,7 @@ def _section(struct: type) -> str:
     example = EXAMPLES.get(struct)
     if example is not None:
         shown = json.dumps(_readable(example), ensure_ascii=False)
-        size = len(wire.encode(example))
+        size = len(codec.encode(example))
         parts += [f"\nExample, {size} bytes as MessagePack:\n", "```json", *textwrap.wrap(shown, 120, break_long_words=False), "```"]
     return "\n".join(parts) + "\n"
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from bench.learning.play import Hub
-from broker.contract import wire
+from broker.contract import codec, wire
 from broker.errors import UserError
 from broker.jetstream.bus import LogRecord
 from broker.settings.registry import resolve
@@ -112,8 +112,8 @@ class Arm:
         tickets, self._granted = self._granted, []
         for group in await self.hub.play([assignment(ticket) for ticket in tickets]) if tickets else []:
             self._sequence += 1
-            data = wire.encode(group)
-            self._log.append(LogRecord(self._sequence, wire.decode(data, wire.Group), "", group.ticket, data))
+            data = codec.encode(group)
+            self._log.append(LogRecord(self._sequence, codec.decode(data, wire.Group), "", group.ticket, data))
 
     def _take_in(self, entry: LogRecord) -> None:
         read = intake.read(entry, self.ledger, self._backend.vocab_size)

@@ -20,7 +20,7 @@ import numpy as np
 import yaml
 
 from bench import made_up
-from broker.contract import wire
+from broker.contract import codec, wire
 from broker.contract.streams import SAMPLES, TICKETS
 from broker.jetstream.bus import Bus, Delivery
 from broker.server.private_server import BrokerServer
@@ -100,7 +100,7 @@ async def _answer(url: str, learner: subprocess.Popen[bytes]) -> float:
             raise RuntimeError(f"the learner ended with exit code {learner.returncode}")
     finally:
         await bus.close()
-    return len(wire.encode(group)) / 1024
+    return len(codec.encode(group)) / 1024
 
 
 async def _end(bus: Bus, delivery: Delivery, group: wire.Group) -> None:

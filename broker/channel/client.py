@@ -9,7 +9,7 @@ from collections.abc import Coroutine
 from typing import Any, Final, Protocol
 
 from broker.channel.endpoint import bury
-from broker.contract import wire
+from broker.contract import codec, wire
 from broker.errors import RequestFailed, WireError
 from broker.jetstream.bus import Bus
 
@@ -51,7 +51,7 @@ class Asker:
 
     async def generate(self, address: str, request: wire.GenerateRequest, *, timeout_s: float) -> wire.GenerateReply:
         """See ``broker.channel.carriers.ChannelClient.generate``."""
-        data = wire.encode(request)
+        data = codec.encode(request)
         token = str(next(self._tokens))
         loop = asyncio.get_running_loop()
         future: asyncio.Future[bytes] = loop.create_future()
@@ -76,7 +76,7 @@ class Asker:
         """See ``broker.channel.carriers.ChannelClient.abort``; best effort."""
         try:
             async with asyncio.timeout(1.0):
-                await self._carrier.send(address, "", wire.encode(wire.AbortRequest(request_id=request_id)))
+                await self._carrier.send(address, "", codec.encode(wire.AbortRequest(request_id=request_id)))
         except (TimeoutError, RequestFailed):
             return  # a server that cannot be reached has nothing to abort
 
@@ -151,7 +151,7 @@ class Asker:
 
     def _read(self, address: str, request: wire.GenerateRequest, data: bytes) -> wire.GenerateReply:
         try:
-            reply = wire.decode(data, wire.GenerateReply)
+            reply = codec.decode(data, wire.GenerateReply)
         except WireError as error:
             bury(self._bus, self._background, str(error), data)
             raise RequestFailed(f"{address}: {error}") from None

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final
 
 from broker.channel.carriers import AbortHandler, Handler
-from broker.contract import wire
+from broker.contract import codec, wire
 from broker.contract.streams import GENERATE
 from broker.errors import RlearnerError, WireError
 from broker.jetstream.bus import Bus
@@ -52,7 +52,7 @@ class Desk:
             reply: sends the bytes of the answer back to whoever asked.
         """
         try:
-            message: wire.Message = wire.decode(data, wire.GenerateRequest, wire.AbortRequest)
+            message: wire.Message = codec.decode(data, wire.GenerateRequest, wire.AbortRequest)
         except WireError as error:
             self.refuse(str(error), data)
             self._spawn("", self._reject("", str(error), reply))
@@ -98,11 +98,11 @@ class Desk:
             log.exception("aborting %s failed", request_id)
 
     async def _reject(self, request_id: str, error: str, reply: Reply) -> None:
-        await reply(wire.encode(error_reply(self._server_id, request_id, error)))
+        await reply(codec.encode(error_reply(self._server_id, request_id, error)))
 
     async def _answer(self, request: wire.GenerateRequest, reply: Reply) -> None:
         try:
-            data = wire.encode(await self._handle(request))
+            data = codec.encode(await self._handle(request))
         except asyncio.CancelledError:
             if not self._closing:
                 raise

@@ -1,13 +1,13 @@
-"""Every message that crosses a process boundary, and the one way to encode and decode it.
+"""The messages that cross process boundaries, as typed ``msgspec`` Structs.
 
-MessagePack maps written and checked by typed ``msgspec`` Structs. Each message carries its name in the field ``type``.
-Unknown fields are refused, sizes are capped before decoding, and whatever the types cannot say (NaN, ranges, lengths
-that disagree) is refused by ``broker.contract.checks``, before encoding and after decoding. Nothing is ever pickled.
+``broker.contract.codec`` encodes and decodes them as MessagePack maps. The field ``type`` holds the name of the message. Unknown
+fields are refused, sizes are checked before decoding, and ``broker.contract.checks`` refuses what types cannot express (NaN,
+ranges, lengths that disagree), before encoding and after decoding. Nothing is ever pickled.
 
 Per-token data travels as columns: raw little-endian bytes with a dtype, not lists (1-2 against 26-158 microseconds for a
 trajectory of 2,048 tokens).
 
-Each field has one comment with its meaning and unit; ``docs/wire.md`` is generated from them by ``broker.docs``.
+Each field has one comment with its meaning and unit; ``broker.docs`` generates ``docs/wire.md`` from them.
 """
 
 from __future__ import annotations
@@ -15,16 +15,14 @@ from __future__ import annotations
 import re
 import sys
 from array import array
-from collections.abc import Callable
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from broker.contract import sizes
-from broker.contract.sizes import COUNT_FROM_BYTES, MAX_GROUP_BYTES, MAX_SMALL_BYTES, Buffer, has_too_many_items, max_items
-from broker.errors import TooLarge, WireError
+from broker.contract.sizes import MAX_GROUP_BYTES, MAX_SMALL_BYTES
 
 WIRE_VERSION: Final = 8
 MAX_PAYLOAD_BYTES: Final = sizes.MAX_PAYLOAD_BYTES
@@ -420,86 +418,3 @@ MAX_BYTES: Final[dict[type[Message], int]] = {kind: MAX_SMALL_BYTES for kind in 
     Group: MAX_GROUP_BYTES, GenerateRequest: MAX_PAYLOAD_BYTES, GenerateReply: MAX_PAYLOAD_BYTES,
     DeadLetter: (1 << 20) + MAX_SMALL_BYTES,
 }  # fmt: skip
-
-# ---------------------------------------------------------------------------------------------- encode, decode
-
-M = TypeVar("M", bound=Message)
-_ENCODER = msgspec.msgpack.Encoder()
-_DECODERS: dict[tuple[type[Message], ...], tuple[Callable[[Buffer], Any], int]] = {}  # what decodes these types, and most bytes of any
-
-
-class _Nothing(Message, frozen=True, tag=""):
-    """A type that no message has."""
-
-
-def encode(message: Message) -> bytes:
-    """Check and encode one message.
-
-    Raises:
-        TooLarge: it is larger than MAX_BYTES or ``max_items`` say.
-        WireError: it breaks a rule of ``check``, or holds what MessagePack cannot.
-    """
-    checks.check(message)
-    try:
-        data = _ENCODER.encode(message)
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise WireError(_one_line(f"{type(message).__name__}: {error}")) from None
-    limit = MAX_BYTES.get(type(message), MAX_SMALL_BYTES)
-    if len(data) > limit:
-        raise TooLarge(f"{type(message).__name__} is {len(data)} bytes, the limit is {limit}")
-    if len(data) >= COUNT_FROM_BYTES and has_too_many_items(data):
-        raise TooLarge(f"{type(message).__name__} holds more than {max_items(len(data))} values")
-    return data
-
-
-def decode(data: Buffer, *types: type[M]) -> M:
-    """Decode one message of one of the given types and check it.
-
-    Raises:
-        WireError: too large, not MessagePack, unknown field, wrong type, or a rule of ``check`` is broken.
-    """
-    decoder, limit = _DECODERS.get(types) or _decoder(types)
-    if len(data) > limit:
-        raise WireError(f"message is {len(data)} bytes, the limit is {limit}")
-    if len(data) >= COUNT_FROM_BYTES and has_too_many_items(data):
-        raise WireError(f"message holds more than {max_items(len(data))} values")
-    try:
-        message: M = decoder(data)
-    except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
-        raise WireError(_one_line(f"{'/'.join(t.__name__ for t in types)}: {error}")) from None
-    checks.check(message)
-    return message
-
-
-def _decoder(types: tuple[type[Message], ...]) -> tuple[Callable[[Buffer], Any], int]:
-    union: Any = _Nothing  # one type alone would be read without its name, too
-    for kind in types:
-        union = union | kind
-    limit = max(MAX_BYTES.get(kind, MAX_SMALL_BYTES) for kind in types)
-    _DECODERS[types] = msgspec.msgpack.Decoder(union).decode, limit
-    return _DECODERS[types]
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())[:500]
-
-
-def check(message: Message) -> None:
-    """Refuse what types cannot say: ranges, dtypes, lengths that disagree; see ``broker.contract.checks``.
-
-    Raises:
-        WireError: names the message, the field, the value and the rule.
-    """
-    checks.check(message)
-
-
-def check_trajectory(trajectory: Trajectory) -> None:
-    """The rules of one trajectory; a few microseconds for 2,048 tokens.
-
-    Raises:
-        WireError: names the field, the value and the rule.
-    """
-    checks.check_trajectory(trajectory)
-
-
-from broker.contract import checks  # noqa: E402  its tables are keyed by the classes above

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from broker.contract import wire
+from broker.contract import codec, wire
 from broker.contract.sizes import HEADER_BYTES, Buffer
 from broker.contract.streams import DEAD, EVALS, STREAMS, Kind, Stream
 from broker.errors import LostState, TooLarge
@@ -151,9 +151,9 @@ class Bus:
             WireError: the message breaks its own rules; nothing was sent.
             LostState: the broker has no such stream.
         """
-        data = await aside(_weight(message), partial(wire.encode, message))
+        data = await aside(_weight(message), partial(codec.encode, message))
         if isinstance(message, wire.Group) and wire.Parted in stream.messages and len(data) > self._parts.inline_bytes:
-            data = wire.encode(await self._parts.put(message, data))
+            data = codec.encode(await self._parts.put(message, data))
         if len(data) + HEADER_BYTES > self.link.max_payload:
             raise TooLarge(f"{type(message).__name__} is {len(data)} bytes, the broker's limit is {self.link.max_payload}")
         headers = {MESSAGE_ID: message_id or f"{self.link.inbox}.{self.link.next_token()}"}

@@ -11,7 +11,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from broker.contract import wire
+from broker.contract import codec, wire
 from broker.contract.streams import METRICS, Stream
 from broker.errors import RequestFailed, TooLarge, WireError
 from broker.jetstream.bus import Bus
@@ -34,7 +34,7 @@ async def publish_metrics(bus: Bus, metrics: wire.Metrics) -> None:
     finite = {name: value for name, value in metrics.values.items() if math.isfinite(value)}
     subject = METRICS.subject(bus.run, f"{metrics.role}.{metrics.id}")
     try:
-        await bus.link.send(subject, wire.encode(msgspec.structs.replace(metrics, values=finite)))
+        await bus.link.send(subject, codec.encode(msgspec.structs.replace(metrics, values=finite)))
     except Disconnected:
         log.debug("metrics not sent")
 
@@ -74,11 +74,11 @@ async def request(
     """
     subject = stream.subject(bus.run, key)
     try:
-        data = wire.encode(message)
+        data = codec.encode(message)
         if len(data) > bus.link.max_payload:
             raise TooLarge(f"{type(message).__name__} is {len(data)} bytes, the broker's limit is {bus.link.max_payload}")
         answer = await bus.link.call(subject, data, timeout_s=timeout_s)
-        return wire.decode(answer.data, *(reply if isinstance(reply, tuple) else (reply,)))
+        return codec.decode(answer.data, *(reply if isinstance(reply, tuple) else (reply,)))
     except NoResponders:
         raise RequestFailed(f"{subject}: nobody listens") from None
     except TimeoutError:
@@ -102,7 +102,7 @@ async def respond(bus: Bus, stream: Stream, key: str, handle: Handler) -> Subscr
         reply = await handle(message)
         if reply is not None and request.reply:
             try:
-                await bus.link.send(request.reply, wire.encode(reply))
+                await bus.link.send(request.reply, codec.encode(reply))
             except Disconnected:
                 log.debug("%s: no connection to answer on; the asker asks again", stream.name)
 

@@ -8,7 +8,7 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from broker.contract import wire
+from broker.contract import codec, wire
 from broker.contract.sizes import Buffer
 from broker.errors import WireError
 from broker.jetstream.ack_progress import Marks
@@ -127,7 +127,7 @@ def number_of(headers: dict[str, str] | None, name: str, otherwise: int) -> int:
 def decode(data: Buffer, types: tuple[type[wire.Message], ...]) -> tuple[wire.Message | None, str]:
     """The message or why it is none."""
     try:
-        return wire.decode(data, *types), ""
+        return codec.decode(data, *types), ""
     except WireError as error:
         return None, str(error)
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
 from typing import Final
 
-from broker.contract import wire
+from broker.contract import codec, wire
 from broker.contract.streams import Stream, token
 from broker.errors import ConfigError, WireError
 from broker.jetstream.api import ask, find
@@ -55,7 +55,7 @@ class KeyValue:
             WireError: what is there does not decode.
         """
         found = await self.get_bytes(key)
-        return None if found is None else (wire.decode(found[0], *self._stream.messages), found[1])
+        return None if found is None else (codec.decode(found[0], *self._stream.messages), found[1])
 
     async def get_bytes(self, key: str) -> tuple[bytes, int] | None:
         """The value as it stands there and its revision, or None."""
@@ -66,7 +66,7 @@ class KeyValue:
 
     async def put(self, key: str, message: wire.Message) -> int:
         """Set the value; its revision."""
-        revision = await self._store(key, wire.encode(message), {})
+        revision = await self._store(key, codec.encode(message), {})
         assert revision is not None
         return revision
 
@@ -81,7 +81,7 @@ class KeyValue:
 
     async def update(self, key: str, message: wire.Message, revision: int) -> int | None:
         """Compare-and-swap: the new revision, or None when the key moved on."""
-        return await self._store(key, wire.encode(message), {EXPECTED_LAST_KEY_SEQ: str(revision)})
+        return await self._store(key, codec.encode(message), {EXPECTED_LAST_KEY_SEQ: str(revision)})
 
     async def delete(self, key: str) -> None:
         """Remove the value; does nothing when there is none."""
@@ -149,7 +149,7 @@ class KeyValue:
                 told(key, None)
                 return
             try:
-                told(key, wire.decode(message.data, *self._stream.messages))
+                told(key, codec.decode(message.data, *self._stream.messages))
             except WireError as error:
                 log.warning("%s %s: %s", self._stream.name, key, error)
 
@@ -157,7 +157,7 @@ class KeyValue:
 
     async def _decoded(self, key: str, seq: int, data: bytes) -> wire.Message | None:
         try:
-            return wire.decode(data, *self._stream.messages)
+            return codec.decode(data, *self._stream.messages)
         except WireError as error:
             await self._malformed(key, seq, str(error), data)
             return None

@@ -17,7 +17,7 @@ from typing import Final
 
 import msgspec
 
-from broker.contract import wire
+from broker.contract import codec, wire
 from broker.contract.sizes import HEADER_BYTES, INLINE_BYTES, LEAST_PART_BYTES, PART_BYTES, Buffer
 from broker.contract.streams import PARTS
 from broker.errors import TooLarge, WireError
@@ -207,7 +207,7 @@ def put_together(parted: wire.Parted, data: bytearray, found: str) -> wire.Group
     """
     if found != parted.digest:
         raise WireError(f"its bytes are damaged: digest {found}; must be {parted.digest}")
-    group = wire.decode(data, wire.Group)
+    group = codec.decode(data, wire.Group)
     if (group.ticket, group.eval_step, group.domain) != (parted.ticket, parted.eval_step, parted.domain):
         raise WireError(f"it holds the group of ticket {group.ticket}, domain {group.domain}, evaluation step {group.eval_step}")
     return group

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Final
 
-from broker.contract import wire
+from broker.contract import codec, wire
 from broker.contract.streams import RERUNS
 from broker.errors import RequestFailed, UserError, WireError
 from broker.jetstream.bus import Bus
@@ -28,7 +28,7 @@ def original(letter: wire.DeadLetter) -> wire.Ticket | wire.EvalTicket | wire.Gr
         UserError: it does not decode, or it is a message that asks for nothing.
     """
     try:
-        message = wire.decode(letter.data, *wire.MESSAGES)
+        message = codec.decode(letter.data, *wire.MESSAGES)
     except WireError as error:
         raise UserError(f"its {len(letter.data)} bytes are no message, so there is nothing to do again: {error}") from None
     if not isinstance(message, (wire.Ticket, wire.EvalTicket, wire.Group)):

@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from broker.contract import wire
+from broker.contract import codec, wire
 from broker.contract.streams import DEAD
 from broker.errors import UserError, WireError
 from broker.jetstream.bus import Bus, LogRecord
@@ -95,7 +95,7 @@ def _show(record: LogRecord, *, raw: bool) -> None:
             print(f"{name:9} {getattr(letter, name)}")
     print(f"{'data':9} {len(data)} bytes")
     try:
-        print(str(wire.decode(data, *wire.MESSAGES))[:SHOWN_BYTES])
+        print(str(codec.decode(data, *wire.MESSAGES))[:SHOWN_BYTES])
     except WireError:
         try:
             print(repr(msgspec.msgpack.decode(data))[:SHOWN_BYTES])

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable
 from typing import Final
 
-from broker.contract import wire
+from broker.contract import codec, wire
 from broker.contract.streams import MEMBERS, PRESENCE
 from broker.errors import LostState
 from broker.jetstream.bus import Bus
@@ -96,7 +96,7 @@ class Announcer:
         if decides(presence) != self._put:
             self._due.set()
         try:
-            await self._bus.link.send(PRESENCE.subject(self._bus.run, f"{presence.role}.{presence.id}"), wire.encode(presence))
+            await self._bus.link.send(PRESENCE.subject(self._bus.run, f"{presence.role}.{presence.id}"), codec.encode(presence))
         except Disconnected:
             log.debug("no beat without a connection")
         else:

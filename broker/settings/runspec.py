@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from broker.contract import wire
+from broker.contract import codec, wire
 from broker.contract.streams import CONTROL, RUNS, token
 from broker.errors import ConfigError, Fenced, UserError, WireError
 from broker.jetstream.bus import Bus
@@ -248,7 +248,7 @@ def _decode(run: str, data: bytes) -> wire.RunSpec:
             f"run {run} speaks wire version {version}, this program {wire.WIRE_VERSION}; install the version that started the run"
         )
     try:
-        return wire.decode(data, wire.RunSpec)
+        return codec.decode(data, wire.RunSpec)
     except WireError as error:
         raise UserError(f"the RunSpec of run {run} does not decode: {error}") from None
 

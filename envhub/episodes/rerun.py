@@ -6,7 +6,7 @@ import asyncio
 import logging
 from typing import Final
 
-from broker.contract import wire
+from broker.contract import codec, wire
 from broker.contract.streams import RERUNS
 from broker.errors import TooLarge, WireError
 from broker.jetstream.core_messages import respond
@@ -90,7 +90,7 @@ class Reruns:
         pools, temperature = reward_pools(domain.section), domain.section.sampling.temperature
         found = group(asked, played, pools=pools, hub=self._member.id, deliveries=1, temperature=temperature)
         try:
-            size = len(wire.encode(found))
+            size = len(codec.encode(found))
         except WireError as error:
             return self._closed(asked, "too_large" if isinstance(error, TooLarge) else "malformed", str(error))
         if size > wire.MAX_PAYLOAD_BYTES:

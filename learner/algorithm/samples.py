@@ -75,7 +75,7 @@ def from_trajectory(
     """Unpack one trajectory.
 
     Args:
-        trajectory: has passed ``wire.check_trajectory``.
+        trajectory: has passed ``checks.check_trajectory``.
         advantages: (n,) one value per token; those of masked positions are ignored.
         group: ticket number.
         temperature: of the sampling.

@@ -13,7 +13,7 @@ from broker.contract.sizes import MAX_GROUP_BYTES
 from broker.errors import ConfigError
 from broker.settings.config import PRIVATE_STORE_GIB, num_greedy, takes_steps
 
-# Of the wire's encoding; tests/unit/test_capacity.py compares them with it.
+# Of the wire's encoding; tests/unit/learner/test_capacity.py compares them with it.
 TOKEN_BYTES: Final = 9  # token_ids 4, loss_mask 1, logprobs 4
 TEXT_BYTES: Final = 4  # of a token's text, which stands once more in the response, or in what step groups compare
 TURN_BYTES: Final = 128

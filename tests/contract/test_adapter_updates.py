@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -12,8 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 from waits import LONG_S, until
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
 pytest.importorskip("peft", reason="LoRA needs the extra rlearner[lora]")
 

@@ -19,7 +19,7 @@ from broker.channel import carriers
 from broker.channel.bundle import pack, unpack
 from broker.channel.carriers import ChannelClient, ChannelServer
 from broker.channel.over_zmq import ZmqClient
-from broker.contract import wire
+from broker.contract import codec, wire
 from broker.contract.streams import DEAD, GENERATE
 from broker.errors import ConfigError, RequestFailed, WireError
 from broker.jetstream.bus import Bus
@@ -273,7 +273,7 @@ async def test_a_malformed_request_is_buried_and_answered_with_an_error(serve: S
     engine = Engine()
     server = await serve(engine)
     async with asyncio.timeout(LONG_S):
-        answer = wire.decode(await send_raw(kind, bus, server.address, b"\x93garbage"), wire.GenerateReply)
+        answer = codec.decode(await send_raw(kind, bus, server.address, b"\x93garbage"), wire.GenerateReply)
     assert answer.finish_reason == "error"
     assert answer.server == "s1"
     (letter,) = await letters(bus, 1)
@@ -323,7 +323,7 @@ async def test_a_malformed_reply_fails_the_request_and_is_buried(client: Channel
 
 
 async def test_an_answer_to_another_request_fails(client: ChannelClient, kind: str, bus: Bus) -> None:
-    address, stop = await answer_raw(kind, bus, wire.encode(reply_to(request("other"))))
+    address, stop = await answer_raw(kind, bus, codec.encode(reply_to(request("other"))))
     try:
         with pytest.raises(RequestFailed, match="'other' instead of 'r1'"):
             await client.generate(address, request(), timeout_s=60)

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import test_rewardhub as reward_world
 from envhub_world import LAKE, World
-from test_isolation import UNIT, bad
+from test_isolation import KIT, bad
 
 from broker import cli
-from broker.contract import wire
+from broker.contract import codec, wire
 from broker.contract.examples import EXAMPLES
 from broker.contract.streams import DEAD, EPISODES, EVALS, EVALTICKETS, SAMPLES, TICKETS
 from broker.errors import UserError
@@ -39,7 +39,7 @@ async def positions(bus: Bus) -> list[int]:
 
 
 async def test_a_dead_ticket_is_played_again_and_nothing_is_stored(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    rewards = [{"name": f"{UNIT}/reward_functions.py:length", "weight": 2.0}]
+    rewards = [{"name": f"{KIT}/reward_functions.py:length", "weight": 2.0}]
     domains = {"bad": bad("raises", group_size=1), "lake": {**LAKE, "rewards": rewards}}
     await world.publish_spec(domains, sections={"envhub": {"max_retries": 1}, "rewardhub": {"workers": 1}})
     await world.server(version=7)
@@ -53,9 +53,9 @@ async def test_a_dead_ticket_is_played_again_and_nothing_is_stored(world: World,
                 number=number, domain=domain, task_index=1, seed=5, min_version=0, max_staleness=1, group_size=2, min_group_size=2,
                 deadline_s=60.0,
             )  # fmt: skip
-            await world.bus.dead_letter(TICKETS, seq=0, ticket=number, reason="deadline: too slow", data=wire.encode(ticket))
+            await world.bus.dead_letter(TICKETS, seq=0, ticket=number, reason="deadline: too slow", data=codec.encode(ticket))
         await world.bus.dead_letter(TICKETS, seq=0, ticket=9, reason="malformed", data=b"\xc1")
-        await world.bus.dead_letter(EVALS, seq=0, ticket=9, reason="odd", data=wire.encode(EXAMPLES[wire.Closed]))
+        await world.bus.dead_letter(EVALS, seq=0, ticket=9, reason="odd", data=codec.encode(EXAMPLES[wire.Closed]))
         before = await positions(world.bus)
 
         await retry(world, 1)
@@ -126,4 +126,4 @@ async def test_a_dead_group_is_scored_again_elsewhere_if_there_is_an_elsewhere(w
 
 
 def letter(group: wire.Group) -> wire.DeadLetter:
-    return wire.DeadLetter(stream="episodes", sequence=0, ticket=group.ticket, reason="reward_error: odd", by="a", data=wire.encode(group))
+    return wire.DeadLetter(stream="episodes", sequence=0, ticket=group.ticket, reason="reward_error: odd", by="a", data=codec.encode(group))

@@ -13,7 +13,7 @@ import pytest
 from envhub_world import KIT, LAKE, World
 from waits import until
 
-from broker.contract import wire
+from broker.contract import codec, wire
 from broker.contract.streams import DEAD, EPISODES, EVALS, EVALTICKETS, SAMPLES, TICKETS
 from broker.errors import ConfigError, UserError
 from broker.jetstream.bus import Bus
@@ -124,11 +124,11 @@ async def test_what_is_no_ticket_goes_to_the_dead_and_work_goes_on(world: World)
     await world.publish_spec({"lake": LAKE})
     await world.server()
     await world.raw(TICKETS, b"no ticket", ticket=1)
-    await world.raw(TICKETS, wire.encode(wire.DesiredState(state="running")))  # no header either: its number is its sequence
+    await world.raw(TICKETS, codec.encode(wire.DesiredState(state="running")))  # no header either: its number is its sequence
     other = wire.Ticket(
         number=3, domain="sea", task_index=0, seed=0, min_version=0, max_staleness=0, group_size=1, min_group_size=1, deadline_s=1
     )
-    await world.raw(TICKETS, wire.encode(other), ticket=3)
+    await world.raw(TICKETS, codec.encode(other), ticket=3)
     await world.raw(EVALTICKETS, b"\xc1", ticket=5)
     await world.ticket()
     async with world.hub():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -13,12 +12,9 @@ import torch
 from test_shared_weights import SHARED, apart, loaded
 from test_weights import Spawn, ready, spawn  # noqa: F401  # fixture
 from torch import Tensor
+from torch_backend_kit import backend, samples, save_model
 from waits import until
 from weights_model import content, make_tensors, probe_logprobs, probe_of
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
-
-from torch_backend_kit import backend, samples, save_model
 
 from broker.contract import wire
 from broker.jetstream.bus import Bus

@@ -11,7 +11,7 @@ import pytest
 from http_kit import Api, api
 from template_models import make_tokenizer_folder
 
-REQUESTS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "framework_requests.json").read_text())
+REQUESTS: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "kit" / "framework_requests.json").read_text())
 
 
 @pytest.fixture(scope="module")

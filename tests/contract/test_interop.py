@@ -10,7 +10,7 @@ import msgspec
 import nats
 import pytest
 
-from broker.contract import wire
+from broker.contract import codec, wire
 from broker.contract.examples import EXAMPLES
 from broker.contract.streams import DEAD, SAMPLES, TICKETS
 from broker.jetstream.bus import Bus
@@ -30,24 +30,24 @@ def expected(value: Any) -> Any:
 
 @pytest.mark.parametrize("kind", wire.MESSAGES)
 def test_plain_msgpack_reads_every_message(kind: type[wire.Message]) -> None:
-    assert msgpack.unpackb(wire.encode(EXAMPLES[kind]), strict_map_key=True) == expected(EXAMPLES[kind])
+    assert msgpack.unpackb(codec.encode(EXAMPLES[kind]), strict_map_key=True) == expected(EXAMPLES[kind])
 
 
 @pytest.mark.parametrize("kind", wire.MESSAGES)
 def test_what_plain_msgpack_writes_is_read(kind: type[wire.Message]) -> None:
     plain = expected(EXAMPLES[kind])
-    assert wire.decode(msgpack.packb(plain), kind) == EXAMPLES[kind]
+    assert codec.decode(msgpack.packb(plain), kind) == EXAMPLES[kind]
     reordered = dict(reversed(list(plain.items())))  # a map has no order; the type may come last
-    assert wire.decode(msgpack.packb(reordered), *wire.MESSAGES) == EXAMPLES[kind]
+    assert codec.decode(msgpack.packb(reordered), *wire.MESSAGES) == EXAMPLES[kind]
 
 
 def test_defaults_may_be_left_out() -> None:
     plain = {"type": "Closed", "ticket": 5, "domain": "lake", "reason": "late", "detail": "", "by": "me"}
-    assert wire.decode(msgpack.packb(plain), wire.Closed).eval_step == -1
+    assert codec.decode(msgpack.packb(plain), wire.Closed).eval_step == -1
 
 
 def test_columns_are_little_endian_bytes() -> None:
-    plain = msgpack.unpackb(wire.encode(EXAMPLES[wire.Group]))
+    plain = msgpack.unpackb(codec.encode(EXAMPLES[wire.Group]))
     trajectory = plain["trajectories"][0]
     n = len(trajectory["loss_mask"]["data"])
     assert trajectory["token_ids"]["dtype"] == "<i4"

@@ -15,11 +15,11 @@ import test_rewardhub as reward_world
 from envhub_world import LAKE, World
 from waits import LONG_S, until
 
-from broker.contract import wire
+from broker.contract import codec, wire
 from broker.contract.streams import DEAD, SAMPLES
 from broker.jetstream.bus import Bus
 
-UNIT = Path(__file__).parents[1] / "unit"
+KIT = Path(__file__).parents[1] / "kit"
 FAULTS = {
     "sleeps": "step did not return within 2 s",
     "raises": "step raised ValueError: broken in two lines (envhub_bad.py:94 in _raises)",
@@ -40,7 +40,7 @@ async def world(bus: Bus, broker_url: str, tmp_path: Path) -> AsyncIterator[Worl
 
 
 def bad(*does: str, **section: Any) -> dict[str, Any]:
-    return {"env": f"{UNIT}/envhub_bad.py:Bad", "env_args": {"does": list(does)}, "max_turns": 5, "group_size": 2, **section}
+    return {"env": f"{KIT}/envhub_bad.py:Bad", "env_args": {"does": list(does)}, "max_turns": 5, "group_size": 2, **section}
 
 
 async def letters(bus: Bus, count: int) -> dict[int, wire.DeadLetter]:
@@ -79,7 +79,7 @@ async def test_an_environment_may_do_whatever_it_likes(world: World) -> None:
     for ticket, letter in dead.items():
         assert (letter.stream, letter.by) == ("tickets", "h")
         assert letter.reason == f"env_error: {records[ticket].detail}"
-        assert wire.decode(letter.data, wire.Ticket).number == ticket
+        assert codec.decode(letter.data, wire.Ticket).number == ticket
     async with asyncio.timeout(LONG_S):
         while len(psutil.Process().children(recursive=True)) > before:  # noqa: ASYNC110 - nothing stays behind
             await asyncio.sleep(0.05)
@@ -87,7 +87,7 @@ async def test_an_environment_may_do_whatever_it_likes(world: World) -> None:
 
 async def test_a_group_goes_on_without_its_straggler_where_that_is_allowed(world: World) -> None:
     """Environments hang in one episode of each group: at the deadline it closes with the others, or without a group."""
-    env = f"{UNIT}/envhub_bad.py:Straggler"
+    env = f"{KIT}/envhub_bad.py:Straggler"
     await world.publish_spec({"slow": {"env": env, "env_args": {"folder": str(world.folder)}, "max_turns": 5, "group_size": 3}})
     await world.server()
     await world.ticket("slow", group_size=3, min_group_size=2, deadline_s=8.0)

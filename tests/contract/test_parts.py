@@ -16,7 +16,7 @@ from large_groups import MB, group
 from slow_link import slow_link
 from waits import LONG_S, until
 
-from broker.contract import wire
+from broker.contract import codec, wire
 from broker.contract.sizes import INLINE_BYTES, PART_BYTES
 from broker.contract.streams import EPISODES, EVALS, PARTS, SAMPLES
 from broker.errors import TooLarge
@@ -69,7 +69,7 @@ async def test_a_group_in_parts_arrives_as_it_was(bus: Bus) -> None:
     await bus.publish(SAMPLES, small, ticket=8)
     large, closed = await read(bus, 2)
     assert (large.message, large.error, large.ticket) == (sent, "", 7)
-    assert bytes(large.data) == wire.encode(sent)
+    assert bytes(large.data) == codec.encode(sent)
     assert closed.message == small
     assert await num_parts(bus) == COUNT
     found = await peek(bus, SAMPLES, 1)
@@ -90,7 +90,7 @@ async def test_a_queue_gives_it_and_its_ack_deletes_the_parts(bus: Bus) -> None:
     (delivery,) = await (await bus.work_queue(EPISODES, "judge")).fetch(1, 5.0)
     assert isinstance(delivery.message, wire.Parted)
     assert (await delivery.load(), delivery.error) == (sent, "")
-    assert delivery.data == wire.encode(sent)[: 1 << 20]
+    assert delivery.data == codec.encode(sent)[: 1 << 20]
     await delivery.ack()
     await until(lambda: _empty(bus))
     assert await bus.depth(EPISODES) == {}
@@ -137,7 +137,7 @@ async def test_a_record_that_lies_is_refused(bus: Bus) -> None:
     huge = msgspec.msgpack.encode(msgspec.structs.replace(honest, size=(1 << 30) + 1))
     await store(bus.link, name, subject, huge, {MESSAGE_ID: "huge"})
     whole = msgspec.structs.replace(honest, domain="gsm8k")
-    await store(bus.link, name, subject, wire.encode(whole), {MESSAGE_ID: "other"})
+    await store(bus.link, name, subject, codec.encode(whole), {MESSAGE_ID: "other"})
     _, large, other = await read(bus, 3)
     assert large.error == "Parted.size: 1073741825; 1 to 2^30"
     assert other.error.endswith("it holds the group of ticket 7, domain lake, evaluation step -1")
@@ -192,7 +192,7 @@ asyncio.run(publish())
 async def test_what_a_killed_publisher_left_behind_is_trimmed(bus: Bus, broker_url: str) -> None:
     """It dies between two parts; the ticket is delivered again, and another process publishes the group."""
     async with slow_link(broker_url, up=2 * MB) as link:
-        arguments = [sys.executable, "-c", _PUBLISH, link.url, bus.run, str(Path(__file__).parent.parent)]
+        arguments = [sys.executable, "-c", _PUBLISH, link.url, bus.run, str(Path(__file__).parents[1] / "kit")]
         victim = await asyncio.create_subprocess_exec(*arguments)
         await until(lambda: _some(bus))
         victim.kill()
@@ -260,7 +260,7 @@ async def test_the_event_loop_goes_on_while_large_groups_are_read(bus: Bus, monk
     for ticket in range(1, count + 1):
         await bus.publish(SAMPLES, group(ticket, 8 * MB if ticket % 2 else MB, pools=[]), ticket=ticket)
         await bus.publish(SAMPLES, wire.Closed(ticket=ticket, domain="lake", reason="late", detail="", by="x"), ticket=ticket)
-    decode, in_loop, aside = wire.decode, list[int](), list[int]()
+    decode, in_loop, aside = codec.decode, list[int](), list[int]()
 
     def watched(data: bytes, *types: type[wire.Message]) -> wire.Message:
         here = in_loop if threading.current_thread() is threading.main_thread() else aside

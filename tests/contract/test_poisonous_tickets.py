@@ -14,7 +14,7 @@ import pytest
 from envhub_world import World
 from waits import until
 
-from broker.contract import wire
+from broker.contract import codec, wire
 from broker.contract.streams import ATTEMPTS, DEAD, SAMPLES
 from broker.jetstream.bus import Bus
 from broker.jetstream.provision import delete_stream
@@ -24,7 +24,7 @@ from envhub.tickets.assignment import assignment
 from envhub.tickets.attempts import Attempts
 from envhub.tickets.suspicion import Judgement
 
-DEADLY = f"{Path(__file__).parents[1] / 'unit' / 'deadly_env.py'}:Deadly"
+DEADLY = f"{Path(__file__).parents[1] / 'kit' / 'deadly_env.py'}:Deadly"
 GONE = f"{this_process().rsplit('/', 2)[0]}/{os.getpid()}/1"  # a process of this machine whose number was given away again
 TICKET = wire.Ticket(
     number=7, domain="lake", task_index=6, seed=1, min_version=0, max_staleness=1, group_size=1, min_group_size=1, deadline_s=60.0
@@ -74,7 +74,7 @@ async def test_a_ticket_that_kills_hubs_is_played_alone_and_then_closed(world: W
     assert {records[number].hub for number in (1, 3, 4)} <= {"hub3", "hub4"}
     assert {len(together) for hub, together in seen if hub in ("hub3", "hub4")} == {1}, "a suspect was not played alone"
     assert [together for hub, together in seen if hub == "hub3"][-1] == {"tickets-2"}
-    assert wire.decode(letter.data, wire.Ticket).number == 2
+    assert codec.decode(letter.data, wire.Ticket).number == 2
     assert await world.bus.last_seq(SAMPLES) == 4
 
 

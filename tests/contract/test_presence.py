@@ -14,7 +14,7 @@ import pytest
 import uvloop
 from waits import LONG_S, until
 
-from broker.contract import wire
+from broker.contract import codec, wire
 from broker.contract.streams import MEMBERS, PRESENCE, SAMPLES, TICKETS
 from broker.jetstream.bus import Bus
 from broker.nats.client import Msg
@@ -47,7 +47,7 @@ async def roster(bus: Bus) -> AsyncIterator[Roster]:
 async def beat(bus: Bus, presence: wire.Presence) -> None:
     """As an Announcer does each second."""
     await bus.last_seq(SAMPLES)  # a round trip: subscriptions made before are there
-    await bus.link.send(PRESENCE.subject(bus.run, f"{presence.role}.{presence.id}"), wire.encode(presence))
+    await bus.link.send(PRESENCE.subject(bus.run, f"{presence.role}.{presence.id}"), codec.encode(presence))
 
 
 async def until_alive(roster: Roster, role: str, ids: list[str], within_s: float = LONG_S) -> None:
@@ -107,7 +107,7 @@ async def test_our_own_stall_kills_nobody(bus: Bus, roster: Roster) -> None:
 
 
 async def test_other_runs_are_not_seen(bus: Bus, roster: Roster) -> None:
-    await bus.link.send(PRESENCE.subject(f"{bus.run}x", "rollout.stranger"), wire.encode(Process("rollout", "stranger").presence))
+    await bus.link.send(PRESENCE.subject(f"{bus.run}x", "rollout.stranger"), codec.encode(Process("rollout", "stranger").presence))
     await beat(bus, Process("rollout", "r1").presence)
     await until_alive(roster, "rollout", ["r1"])
     assert roster.get("stranger") is None
@@ -185,7 +185,7 @@ async def test_what_does_not_change_is_beaten_half_as_often(bus: Bus) -> None:
     beats: list[int] = []
 
     async def count(message: Msg) -> None:
-        found = wire.decode(message.data, wire.Presence)
+        found = codec.decode(message.data, wire.Presence)
         assert isinstance(found, wire.Presence)
         beats.append(found.running)
 

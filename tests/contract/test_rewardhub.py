@@ -17,7 +17,7 @@ import pytest
 from aiohttp import web
 from waits import LONG_S, until
 
-from broker.contract import wire
+from broker.contract import codec, wire
 from broker.contract.streams import CONTROL, DEAD, EPISODES, EVALS, PARTS, SAMPLES, Stream
 from broker.jetstream.bus import Bus, LogRecord
 from broker.jetstream.core_messages import watch_metrics
@@ -211,18 +211,18 @@ async def test_a_reward_that_hangs_closes_its_ticket_and_nothing_else(bus: Bus, 
     assert all(isinstance(m, wire.Group) and [t.reward for t in m.trajectories] == [1.0, 1.0] for m in by_ticket.values())
     letter = dead.message
     assert isinstance(letter, wire.DeadLetter)
-    assert (letter.stream, letter.ticket, letter.by, letter.data) == ("episodes", 1, "h", wire.encode(bad))
+    assert (letter.stream, letter.ticket, letter.by, letter.data) == ("episodes", 1, "h", codec.encode(bad))
     assert letter.reason.startswith("reward_error: episode 1: ")
 
 
 async def test_malformed_messages_close_their_ticket_by_the_header_and_work_goes_on(bus: Bus, broker_url: str) -> None:
     await publish_spec(bus)
-    unknown_field = msgspec.msgpack.encode({**msgspec.msgpack.decode(wire.encode(group(12, "a", eval_step=5))), "extra": 1})
+    unknown_field = msgspec.msgpack.encode({**msgspec.msgpack.decode(codec.encode(group(12, "a", eval_step=5))), "extra": 1})
     await put_bytes(bus, "default", b"\xc1 not MessagePack", 11)
     await put_bytes(bus, "default", unknown_field, 12, eval_step=5)
     await put_bytes(bus, "default", b"", 0)
-    await put_bytes(bus, "default", wire.encode(group(13, "a", pools=("style",))), 13)
-    await put_bytes(bus, "default", wire.encode(group(14, "a", domain="elsewhere")), 14)
+    await put_bytes(bus, "default", codec.encode(group(13, "a", pools=("style",))), 13)
+    await put_bytes(bus, "default", codec.encode(group(14, "a", domain="elsewhere")), 14)
     await put(bus, group(15, "#### 42"))
     async with hub(broker_url, bus.run, "h"):
         found = await records(bus, SAMPLES, 4)

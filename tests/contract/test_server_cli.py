@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from broker import cli
-from broker.contract import wire
+from broker.contract import codec, wire
 from broker.contract.examples import EXAMPLES
 from broker.contract.streams import CONTROL, EPISODES, RUNS, SAMPLES, TICKETS
 from broker.errors import UserError
@@ -159,7 +159,7 @@ async def test_dead_letters_are_listed_shown_and_purged(
     assert await dead("list") == ""
     await run.dead_letter(SAMPLES, seq=17, ticket=4, reason="Group: unknown field `x`", data=b"\x81\xa1x\x01")
     await run.dead_letter(EPISODES, seq=0, ticket=0, reason="bad", data=b"\xc1\x00")
-    whole = wire.encode(EXAMPLES[wire.Ticket])
+    whole = codec.encode(EXAMPLES[wire.Ticket])
     await run.dead_letter(TICKETS, seq=1, ticket=9, reason="odd", data=whole)
     assert (await dead("list")).splitlines() == [
         f"1  samples 17, ticket 4, 4 bytes, by {run.name}: Group: unknown field `x`",

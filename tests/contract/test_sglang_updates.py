@@ -210,7 +210,7 @@ async def test_the_server_is_given_the_model_that_factors_make_of_the_base(engin
 async def test_weights_over_a_group_that_a_server_in_another_process_joins(
     model_path: str, trained: SlotModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = [sys.executable, str(Path(__file__).with_name("sglang_double.py"))]
+    command = [sys.executable, str(Path(__file__).parents[1] / "kit" / "sglang_double.py")]
     engine = SGLangEngine(config(model_path, command, weights="distributed"))
     await engine.start()
     try:

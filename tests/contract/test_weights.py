@@ -29,7 +29,7 @@ from broker.weights.sender.send import Sender
 from broker.weights.sender.transfer import Settings
 
 SETTINGS = Settings(timeout_s=2.0, connect_timeout_s=2.0)
-HERE = Path(__file__).parent
+KIT = Path(__file__).parents[1] / "kit"
 
 
 class Child:
@@ -70,13 +70,13 @@ async def spawn(broker_url: str, run_name: str, bus: Bus) -> AsyncIterator[Spawn
         process = await asyncio.create_subprocess_exec(
             *within,
             sys.executable,
-            str(HERE / script),
+            str(KIT / script),
             broker_url,
             run_name,
             server,
             json.dumps(options),
             stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent), str(HERE.parents[1])])},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(KIT), str(KIT.parents[1])])},
         )
         children.append(Child(process))
         return children[-1]

@@ -19,7 +19,6 @@ from rlearner_text.tokenizer import Tokenizer
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "unit"))
 from template_models import make_tokenizer_folder  # noqa: E402
 
 PYTHON, MODULES = os.environ.get("RL_FRAMEWORKS_PYTHON"), os.environ.get("RL_FRAMEWORKS_MODULES")

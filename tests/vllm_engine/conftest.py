@@ -21,7 +21,7 @@ from rollout.engines.vllm import engine as front
 from rollout.engines.vllm.loading import reload
 from rollout.engines.vllm.start import Opened, open_llm
 
-sys.path += [str(Path(__file__).parents[1] / "unit"), str(Path(__file__).parents[1] / "contract")]
+sys.path.append(str(Path(__file__).parents[1] / "contract"))
 
 MAX_CONTEXT = 128
 Make = Callable[..., Awaitable[front.VLLMEngine]]

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from broker.contract import wire
+from broker.contract import codec, wire
 from broker.errors import WireError
 from broker.weights import plan as plans
 from broker.weights.plan import Plan
@@ -60,7 +60,7 @@ def encode(run: str, offer: wire.WeightsOffer, plan: Plan) -> bytes:
         "version": offer.version,
         "size_bytes": plan.size_bytes,
         "file": file_name(offer),
-        "offer": base64.b64encode(wire.encode(offer)).decode(),
+        "offer": base64.b64encode(codec.encode(offer)).decode(),
         "plan": plan.text,
     }
     return json.dumps({**body, "checksum": _checksum(body)}).encode()
@@ -79,7 +79,7 @@ def decode(data: bytes) -> Manifest:
         checksum = body.pop("checksum", None)
         if checksum != _checksum(body):
             raise WireError("damaged: its checksum is another")
-        offer = wire.decode(base64.b64decode(body["offer"], validate=True), wire.WeightsOffer)
+        offer = codec.decode(base64.b64decode(body["offer"], validate=True), wire.WeightsOffer)
         manifest = Manifest(str(body["run"]), offer, plans.from_text(body["plan"]), str(body["file"]))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise WireError(f"it cannot be read: {' '.join(str(error).split())[:200]}") from None

@@ -1,0 +1,162 @@
+"""Tool calls as chat templates spell them: found out by a probe, read from what a policy says, answered by tools."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from envhub_kit import Scripted, domain
+from hypothesis import given
+from hypothesis import strategies as st
+from template_models import make_tokenizer_folder
+
+from broker.contract import checks
+from broker.errors import ConfigError
+from envhub.envs.base import Environment, Observation, Split, StepResult
+from envhub.episodes.runners import Limits, Players
+from envhub.task import Task
+from envhub.workers.calls import Calls
+from rlearner_text.incremental_tokenization import Conversation
+from rlearner_text.openai import tools
+from rlearner_text.template_rules import GrowthRules
+from rlearner_text.tokenizer import Tokenizer
+from rlearner_text.tool_calls import BadCall, ToolCall, ToolSpelling
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"to": {"type": "number"}}}}}]
+ADD_3, ADD_4 = '{"name": "add", "arguments": {"to": 3}}', '{"name": "add", "arguments": {"to": 4}}'
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    root = tmp_path_factory.mktemp("templates")
+    return {name: Tokenizer.load(make_tokenizer_folder(root / name, name)) for name in ("hermes", "bare", "listed", "plain")}
+
+
+@pytest.mark.parametrize(
+    ("family", "spelling"),
+    [
+        ("hermes", ToolSpelling("<tool_call>", "name", "arguments", "<tool_call>\n", "\n</tool_call>")),
+        ("bare", ToolSpelling("", "name", "parameters")),
+        ("listed", ToolSpelling("[TOOL_CALLS]", "name", "arguments", "[TOOL_CALLS][", "]")),
+    ],
+)
+def test_the_spelling_is_read_off_the_template(tokenizers: dict[str, Tokenizer], family: str, spelling: ToolSpelling) -> None:
+    assert tools.spelling(tokenizers[family]) == spelling
+    assert GrowthRules(tokenizers[family], tools=json.dumps(TOOLS))._spelling.opener == spelling.opener
+
+
+def test_a_template_without_tool_calls_is_refused_where_there_are_tools(tokenizers: dict[str, Tokenizer]) -> None:
+    GrowthRules(tokenizers["plain"])
+    with pytest.raises(ConfigError, match=r"model\.path.*cannot be used with tools: it does not write tool calls as JSON"):
+        GrowthRules(tokenizers["plain"], tools=json.dumps(TOOLS))
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "calls"),
+    [
+        ("hermes", "plain words", []),
+        ("hermes", f"Let me see.\n<tool_call>\n{ADD_3}\n</tool_call><|im_end|>", [3]),
+        ("hermes", f"<tool_call>{ADD_3}</tool_call>\n<tool_call>\n{ADD_4}\n</tool_call>", [3, 4]),
+        ("hermes", f"<tool_call>{ADD_3}", [3]),  # cut off behind its object: all is said
+        ("bare", ' {"name": "add", "parameters": {"to": 3}}<|im_end|>', [3]),
+        ("bare", "The object is {}.", []),
+        ("listed", f"[TOOL_CALLS][{ADD_3}, {ADD_4}]</s>", [3, 4]),
+        ("listed", '[TOOL_CALLS]{"name": "add", "arguments": "{\\"to\\": 3}"}', [3]),  # arguments as a text
+    ],
+)
+def test_calls_are_read(tokenizers: dict[str, Tokenizer], family: str, text: str, calls: list[int]) -> None:
+    rules = GrowthRules(tokenizers[family], tools=json.dumps(TOOLS))
+    assert rules.calls(text) == [ToolCall("add", {"to": number}) for number in calls]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("<tool_call>add 3</tool_call>", "the tool call is no JSON: Expecting value"),
+        (f"<tool_call>{ADD_3[:-1]}", "the tool call is no JSON: Expecting ',' delimiter"),
+        ('<tool_call>{"arguments": {}}</tool_call>', 'the tool call has no text as "name"'),
+        ("<tool_call>7</tool_call>", 'the tool call has no text as "name"'),
+        ('<tool_call>{"name": "add", "arguments": [3]}</tool_call>', 'the tool call\'s "arguments" is no object'),
+        ("<tool_call>" + "[" * 100_000, "the tool call is no JSON: "),
+        (r'<tool_call>{"name": "add", "arguments": {"to": "\ud83d"}}', "the tool call is no JSON: it holds half of a surrogate pair"),
+        ('<tool_call>{"name": "add", "arguments": {"to": NaN}}', "the tool call is no JSON: it holds NaN"),
+        ('<tool_call>{"name": "add", "arguments": {"to": 1e999}}', "the tool call is no JSON: the number 1e999 is too large"),
+        (r'<tool_call>{"name": "add", "arguments": "{\"to\": \"\\ud83d\"}"}', 'the tool call\'s "arguments" is no object'),
+        (f'<tool_call>{{"name": "add", "arguments": {{"to": {10**30}}}}}', 'the tool call\'s "arguments" cannot be passed on: '),
+    ],
+)
+def test_what_is_no_call_says_why(text: str, says: str) -> None:
+    with pytest.raises(BadCall) as caught:
+        ToolSpelling("<tool_call>", "name", "arguments").calls(text)
+    assert str(caught.value).startswith(says)
+
+
+@given(st.text())
+def test_any_text_gives_calls_or_a_bad_call(text: str) -> None:
+    for opener in ("", "<tool_call>"):
+        with contextlib.suppress(BadCall):
+            assert isinstance(ToolSpelling(opener, "name", "arguments").calls(opener + text), list)
+
+
+@pytest.mark.parametrize("family", ["hermes", "bare", "listed"])
+def test_a_conversation_with_tools_grows_into_the_whole_rendering(tokenizers: dict[str, Tokenizer], family: str) -> None:
+    tokenizer = tokenizers[family]
+    call = {"role": "assistant", "content": "", "tool_calls": [{"id": "a23456789", "function": {"name": "add", "arguments": {"to": 3}}}]}
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "What is 4 + 3?"}, call, {"role": "tool", "content": "x 7 x"}]
+    messages += [{"role": "assistant", "content": "It is 7."}, {"role": "user", "content": "Once more."}]
+    rendered = [tokenizer.render_chat(messages[:n], add_generation_prompt=n in (1, 3, 5), tools=TOOLS) for n in range(1, 6)]
+    conversation = Conversation(tokenizer, tools=json.dumps(TOOLS))
+    for turn, role in ((0, "user"), (2, "tool"), (4, "user")):
+        conversation.observe(str(messages[turn]["content"]), role)  # type: ignore[arg-type]
+        assert tokenizer.decode(conversation.token_ids, skip_special_tokens=False) == rendered[turn]
+        if turn < 4:
+            said = rendered[turn + 1].removeprefix(rendered[turn]).removesuffix(conversation.rules.end_of_turn)
+            ids = [*tokenizer.encode(said), *conversation.rules.closing]
+            conversation.sampled(ids, [-0.5] * len(ids), [1, len(ids)])
+
+
+class Calculator(Environment):
+    """Adds up what it is told by tool calls; the answer in plain words ends the episode."""
+
+    def __init__(self, args: Any) -> None:
+        super().__init__(args)
+        self._sum = 0
+
+    @classmethod
+    def tools(cls, args: Any) -> list[dict[str, Any]]:
+        return TOOLS
+
+    def reset(self, task_index: int, split: Split, seed: int) -> Observation:
+        self._sum = 0
+        return Observation("Add 3 and 4.")
+
+    def use(self, calls: Sequence[ToolCall]) -> StepResult:
+        self._sum += sum(call.arguments["to"] for call in calls)
+        return StepResult(Observation(f"sum {self._sum}"), 0.25 * len(calls), done=False)
+
+    def step(self, text: str) -> StepResult:
+        return StepResult(Observation(""), 1.0, done=True, success=text == str(self._sum))
+
+
+@pytest.mark.parametrize("isolation", ["none", "process"])
+async def test_an_episode_calls_tools_and_then_says_the_answer(tokenizers: dict[str, Tokenizer], isolation: str) -> None:
+    said = iter(
+        [f"<tool_call>{ADD_3}</tool_call>", "<tool_call>add 4", f"<think>\n<tool_call>oops</think><tool_call>{ADD_4}</tool_call>", "7"]
+    )
+    scripted = Scripted(tokenizers["hermes"], lambda _: next(said))
+    crew = Players(tokenizers["hermes"], scripted, Calls(20.0), Limits(60.0, 10.0))
+    section: dict[str, Any] = {"isolation": isolation, "max_turns": 9, "sampling": {"max_tokens": 200}, "thinking": "drop"}
+    chosen = domain(f"{Path(__file__).stem}:Calculator", **section)
+    (trajectory,) = (await crew.play(Task("c", chosen, task_index=0, split="train", seed=1, episode=0), lambda _: None)).trajectories
+    await crew.close()
+    checks.check_trajectory(trajectory)
+    assert [(turn.reward, turn.valid) for turn in trajectory.turns] == [(0.25, True), (0.0, False), (0.25, True), (1.0, True)]
+    assert (trajectory.success, trajectory.end, trajectory.reward) == (True, "terminated", 1.5)
+    shown = tokenizers["hermes"].decode(trajectory.token_ids.array().tolist(), skip_special_tokens=False)
+    answers = [part.split("\n</tool_response>")[0] for part in shown.split("<tool_response>\n")[1:]]
+    assert answers == ["sum 3", "error: the tool call is no JSON: Expecting value", "sum 7"]
+    assert '"name": "add"' in shown.split("<|im_end|>")[0]  # the template tells of the tools

@@ -1,0 +1,153 @@
+"""Presets, documentation and registries name the same algorithms, and every preset is a configuration that works."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from broker.errors import ConfigError, UserError
+from broker.settings.registry import resolve
+from broker.settings.runspec import load, validate
+from learner.algorithm.advantages import ADVANTAGES, NEEDS_GROUPS, WHOLE_BATCH
+from learner.algorithm.corrections import CORRECTIONS
+from learner.algorithm.losses import LOSSES
+from learner.config import AlgorithmSection
+
+ROOT = Path(__file__).parents[3]
+PRESETS = sorted(path.stem for path in (ROOT / "configs" / "algorithm").glob("*.yaml"))
+DOC = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
+
+
+def preset(name: str, *overrides: str) -> AlgorithmSection:
+    return AlgorithmSection.model_validate(validate(load("configs/quickstart.yaml", [f"algorithm={name}", *overrides]))["algorithm"])
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_valid_and_documented(name: str) -> None:
+    assert preset(name)
+    assert DOC.count(f"\n| `{name}` | ") == 1
+
+
+def test_every_name_of_the_registries_has_a_preset() -> None:
+    chosen = [preset(name) for name in PRESETS]
+    assert {one.adv_estimator for one in chosen} == set(ADVANTAGES)
+    assert {one.pg_variant for one in chosen} == set(LOSSES) - {"sft"}
+    assert {one.correction for one in chosen} == set(CORRECTIONS)
+
+
+def test_every_documented_preset_exists() -> None:
+    rows = [line.split("|")[1].strip(" `") for line in DOC.split("## Offline")[0].splitlines() if line.startswith("| `")]
+    assert sorted(rows) == PRESETS
+
+
+def test_the_documentation_names_everything_in_the_registries() -> None:
+    for name in (*ADVANTAGES, *LOSSES, *CORRECTIONS):
+        assert f"`{name}`" in DOC or f": {name}`" in DOC, name
+
+
+def test_a_preset_takes_the_place_of_the_section_and_later_overrides_change_it() -> None:
+    assert preset("ppo", "algorithm=gspo", "algorithm.clip_high=0.5") == AlgorithmSection(
+        adv_estimator="grpo", pg_variant="gspo", clip_low=3e-4, clip_high=0.5, loss_agg_mode="seq-mean-token-mean"
+    )
+
+
+def test_the_users_own_preset_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "configs" / "algorithm"
+    folder.mkdir(parents=True)
+    (folder / "gspo.yaml").write_text("clip_low: 0.1\n")
+    monkeypatch.chdir(tmp_path)
+    assert load("quickstart", ["algorithm=gspo"])["algorithm"] == {"clip_low": 0.1}
+
+
+@pytest.mark.parametrize("name", ["gsop", "../algorithm/gspo", "no such"])
+def test_an_unknown_preset_lists_those_there_are(name: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load("quickstart", [f"algorithm={name}"])
+    assert str(caught.value) == f"algorithm: {name!r} is not allowed; known: {', '.join(PRESETS)}"
+
+
+def test_the_tables_that_settings_are_checked_by_are_true() -> None:
+    assert {name for name in ADVANTAGES if getattr(resolve("advantages", name, ADVANTAGES), "needs_batch", False)} == WHOLE_BATCH
+    assert set(ADVANTAGES) >= NEEDS_GROUPS
+
+
+LAKE = {"env": "frozenlake", "group_size": 4, "max_turns": 4, "max_context_tokens": 256, "sampling": {"max_tokens": 4}, "deadline_s": 60}
+
+
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        ({"algorithm": {"adv_estimator": "gae"}}, "algorithm.critic.enabled: False is not allowed; true with algorithm.adv_estimator gae"),
+        ({"algorithm": {"critic": {"enabled": True}}}, "algorithm.critic.enabled: True is not allowed; false with"),
+        (
+            {"algorithm": {"adv_estimator": "gigpo"}, "domains": {"lake": {**LAKE, "max_turns": 1}}},
+            "domains.lake.max_turns: 1 is not allowed; above 1 with algorithm.adv_estimator gigpo",
+        ),
+        (
+            {"algorithm": {"adv_estimator": "gigpo"}, "domains": {"lake": {**LAKE, "context": "full"}}},
+            "domains.lake.context: 'full' is not allowed; auto or steps with algorithm.adv_estimator gigpo",
+        ),
+        (
+            {"algorithm": {"adv_estimator": "remax"}, "domains": {"lake": {**LAKE, "context": "steps"}}},
+            "domains.lake.context: 'steps' is not allowed; full with algorithm.adv_estimator remax; with steps: dr_grpo, gigpo, grpo, rloo",
+        ),
+        (
+            {"algorithm": {"format_penalty": 0.1}, "domains": {"lake": {**LAKE, "context": "steps"}}},
+            "domains.lake.context: 'steps' is not allowed; full with algorithm.format_penalty",
+        ),
+        (
+            {"algorithm": {"adv_estimator": "remax"}, "domains": {"lake": {**LAKE, "group_size_redundancy": 2}}},
+            "domains.lake.group_size_redundancy: 2 is not allowed; 0 with algorithm.adv_estimator remax",
+        ),
+        (
+            {"algorithm": {"batch_adjust": "copy"}},
+            "algorithm.batch_adjust: 'copy' is not allowed; null with algorithm.num_minibatches 1",
+        ),
+        (
+            {"algorithm": {"group_filter": "mixd_success"}},
+            "algorithm.group_filter: 'mixd_success' is not allowed; did you mean 'mixed_success'?",
+        ),
+        (
+            {"algorithm": {"whiten_advantages": True}, "train": {"streaming": "always"}},
+            "train.streaming: 'always' is not allowed; auto or never with algorithm.whiten_advantages",
+        ),
+        (
+            {"algorithm": {"adv_estimator": "reinforce++"}, "train": {"streaming": "always"}},
+            "auto or never with algorithm.adv_estimator reinforce++",
+        ),
+        ({"algorithm": {"num_epochs": 2}, "train": {"streaming": "always"}}, "auto or never with algorithm.num_epochs and num_minibatches"),
+        ({"algorithm": {"pg_variant": "starpo_s"}, "train": {"streaming": "always"}}, "auto or never with algorithm.pg_variant starpo_s"),
+        ({"model": {"dtype": "float16"}}, "model.dtype: 'float16' is not allowed; float32 or bfloat16"),
+        ({"algorithm": {"overlong_buffer": 8}}, "algorithm.overlong_length: None is not allowed; at least algorithm.overlong_buffer"),
+        ({"algorithm": {"kl_target": 0.1}}, "algorithm.kl_target: 0.1 is not allowed; null, or algorithm.kl_coef above 0"),
+        ({"algorithm": {"correction": "tis", "correction_high": 0.9}}, "algorithm.correction_high: 0.9 is not allowed; at least 1"),
+        ({"algorithm": {"correction": "icepop", "correction_low": 1.1}}, "algorithm.correction_low: 1.1 is not allowed; at most 1"),
+        ({"algorithm": {"correction": "tsi"}}, "algorithm.correction: 'tsi' is not allowed; did you mean 'tis'?"),
+        (
+            {"algorithm": {"adv_estimator": "dr_grpo"}, "domains": {"lake": {**LAKE, "group_size": 1}}},
+            "domains.lake.group_size: 1 is not allowed; at least 2 with algorithm.adv_estimator dr_grpo",
+        ),
+        (
+            {"algorithm": {"adv_estimator": "reinforce", "pg_variant": "starpo_s"}, "domains": {"lake": {**LAKE, "group_size": 1}}},
+            "at least 2 with algorithm.pg_variant starpo_s",
+        ),
+    ],
+)
+def test_senseless_combinations_are_refused_in_one_line(sections: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        validate({"domains": {"lake": LAKE}, **sections})
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_filters_need_an_engine_that_returns_the_logprobs_of_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    lake = {**LAKE, "sampling": {"max_tokens": 4, "top_p": 0.9}}
+    assert validate({"domains": {"lake": lake}})  # hf can
+    monkeypatch.setattr("learner.combinations.PROCESSED_LOGPROBS", frozenset())
+    with pytest.raises(ConfigError, match=r"domains\.lake\.sampling\.top_p: 0\.9 is not allowed; 1 with rollout\.engine hf, which cannot"):
+        validate({"domains": {"lake": lake}})
+
+
+def test_groups_of_one_are_enough_for_remax() -> None:
+    assert validate({"domains": {"lake": {**LAKE, "group_size": 1}}, "algorithm": {"adv_estimator": "remax"}})

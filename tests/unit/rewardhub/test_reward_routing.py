@@ -1,0 +1,196 @@
+"""Where a group goes and what its reward becomes, without a broker; any order of answers and failures gives the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from broker.contract import codec, wire
+from broker.contract.streams import EPISODES, EVALS, MAX_DELIVERIES, SAMPLES
+from broker.settings.config import DomainSection, Reward
+from rewardhub.rewards.base import Scored, Value
+from rewardhub.routing import Ask, Close, Forward, Scoring, refusal, sample_of
+
+REWARDS = [
+    Reward(name="math_answer", weight=2.0),
+    Reward(name="my.py:style", weight=0.5, pool="slow"),
+    Reward(name="my.py:length", weight=-1.0),
+]
+
+
+def trajectory(episode: int = 0, reward: float = 0.0, parts: dict[str, float] | None = None, success: bool = False) -> wire.Trajectory:
+    return wire.Trajectory(
+        episode=episode,
+        token_ids=wire.column([5, 6, 7], "<i4"),
+        loss_mask=wire.column([0, 1, 1], "|u1"),
+        logprobs=wire.column([0, -1, -2], "<f4"),
+        version_runs=wire.column([4, 2], "<i4"),
+        turns=[wire.Turn(start=1, end=3, reward=reward, valid=True, finish_reason="stop", server="r1")],
+        reward=reward,
+        reward_parts=parts or {},
+        success=success,
+        end="terminated",
+        response=f"answer {episode}",
+        metrics={"moves": 3.0},
+    )
+
+
+def group(pools: list[str], *trajectories: wire.Trajectory, eval_step: int = -1) -> wire.Group:
+    return wire.Group(
+        ticket=9, domain="qa", task_index=4, min_version=0, hub="e1", deliveries=1, pools=pools,
+        trajectories=list(trajectories) or [trajectory(0), trajectory(1)], prompt="question", reference="ref", eval_step=eval_step,
+    )  # fmt: skip
+
+
+def finish(scoring: Scoring, values: Mapping[tuple[int, int], Value | Scored]) -> Forward:
+    asks = scoring.start()
+    for ask in asks:
+        assert isinstance(ask, Ask)
+        actions = scoring.scored(ask, values[ask.trajectory, ask.reward])
+    (forward,) = actions
+    assert isinstance(forward, Forward)
+    assert scoring.ended
+    return forward
+
+
+def test_of_samples_that_share_an_episode_the_last_is_scored_for_all() -> None:
+    there = group(["default"], trajectory(0, 0.5), trajectory(0, 0.5), trajectory(1, 0.0))
+    forward = finish(Scoring(there, REWARDS[:1], 2), {(1, 0): 1.0, (2, 0): 0.0})
+    assert [one.reward for one in forward.group.trajectories] == [2.5, 2.5, 0.0]
+    assert [one.success for one in forward.group.trajectories] == [True, True, False]
+
+
+def test_rewards_of_this_pool_are_added_by_weight_and_the_group_goes_to_the_next() -> None:
+    forward = finish(
+        Scoring(group(["default", "slow"], trajectory(0), trajectory(1)), REWARDS, 2), {(0, 0): 1.0, (0, 2): 3.0, (1, 0): 0.0, (1, 2): 5.0}
+    )
+    assert (forward.stream, forward.key) == (EPISODES, "slow")
+    assert forward.group.pools == ["slow"]
+    first, second = forward.group.trajectories
+    assert (first.reward, first.reward_parts, first.success) == (2.0 - 3.0, {"math_answer": 1.0, "length": 3.0}, True)
+    assert (second.reward, second.reward_parts, second.success) == (-5.0, {"math_answer": 0.0, "length": 5.0}, False)
+    # The next pool adds to it and leaves success alone, which the first reward decided.
+    last = finish(Scoring(forward.group, REWARDS, 2), {(0, 1): {"short": 1.0, "calm": 2.0}, (1, 1): 4.0})
+    assert (last.stream, last.key, last.group.pools) == (SAMPLES, "", [])
+    first, second = last.group.trajectories
+    assert (first.reward, first.success) == (0.5, True)
+    assert first.reward_parts == {"math_answer": 1.0, "length": 3.0, "style/short": 1.0, "style/calm": 2.0}
+    assert (second.reward, second.reward_parts["style"], second.success) == (-3.0, 4.0, False)
+
+
+def test_notes_are_shown_and_count_nothing() -> None:
+    values: dict[tuple[int, int], Value | Scored] = {
+        (0, 0): Scored(0.5, {"compiled": 1.0}),
+        (0, 2): Scored({"a": 1.0, "b": 2.0}, {"c": 9.0}),
+    }
+    first = finish(Scoring(group(["default"], trajectory(0)), REWARDS, 2), values).group.trajectories[0]
+    assert (first.reward, first.success) == (2.0 * 0.5 - 3.0, False)
+    assert first.reward_parts == {"math_answer": 0.5, "math_answer/compiled": 1.0, "length/a": 1.0, "length/b": 2.0, "length/c": 9.0}
+
+
+def test_everything_else_about_the_group_stays() -> None:
+    before = group(["default"])
+    after = finish(Scoring(before, REWARDS[:1], 0), {(0, 0): 1.0, (1, 0): 1.0}).group
+    restored = msgspec.structs.replace(after, pools=before.pools, trajectories=before.trajectories)
+    assert restored == before
+    for old, new in zip(before.trajectories, after.trajectories, strict=True):
+        assert msgspec.structs.replace(new, reward=old.reward, reward_parts=old.reward_parts, success=old.success) == old
+    codec.encode(after)
+
+
+def test_an_environment_with_a_reward_of_its_own_decides_success() -> None:
+    mine = trajectory(0, reward=1.0, parts={"env": 1.0}, success=False)
+    scored = finish(Scoring(group(["default"], mine), REWARDS[:1], 0), {(0, 0): 1.0}).group.trajectories[0]
+    assert (scored.reward, scored.success, scored.reward_parts) == (3.0, False, {"env": 1.0, "math_answer": 1.0})
+
+
+def test_an_evaluation_ends_in_its_own_log() -> None:
+    assert finish(Scoring(group(["default"], eval_step=0), REWARDS[:1], 0), {(0, 0): 1, (1, 0): 0}).stream is EVALS
+
+
+def test_a_pool_without_rewards_passes_the_group_on() -> None:
+    (forward,) = Scoring(group(["other", "slow"]), REWARDS, 0).start()
+    assert isinstance(forward, Forward)
+    assert forward.group == group(["slow"])
+
+
+def test_a_failure_is_tried_again_a_bounded_number_of_times_and_then_closes() -> None:
+    scoring = Scoring(group(["default"], trajectory(7)), REWARDS[:1], 2)
+    assert scoring.start() == [Ask(0, 0, 0)]
+    assert scoring.failed(Ask(0, 0, 0), "slow", retry=True) == [Ask(0, 0, 1)]
+    assert scoring.failed(Ask(0, 0, 1), "slow", retry=True) == [Ask(0, 0, 2)]
+    assert scoring.failed(Ask(0, 0, 2), "slow", retry=True) == [Close("reward_error", "episode 7: slow (after 3 tries)", own=False)]
+    assert scoring.num_retries == 2
+    assert scoring.scored(Ask(0, 0, 2), 1.0) == []
+
+
+def test_what_cannot_go_better_closes_at_once() -> None:
+    scoring = Scoring(group(["default"]), REWARDS[:1], 2)
+    scoring.start()
+    assert scoring.failed(Ask(1, 0), "nan", retry=False) == [Close("reward_error", "episode 1: nan")]
+    assert scoring.failed(Ask(0, 0), "nan", retry=True) == []
+
+
+@given(st.data())
+def test_any_order_gives_the_same_group_or_exactly_one_closing(data: st.DataObject) -> None:
+    pool = data.draw(st.sampled_from(["default", "slow"]))
+    rewards = [r for r in REWARDS if r.pool in (pool, "default")] if pool == "slow" else REWARDS
+    num, max_retries = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 2))
+    before = group([pool], *(trajectory(i) for i in range(num)))
+    value = {(t, r): float(7 * t + 3 * r) for t in range(num) for r in range(len(rewards))}
+    scoring = Scoring(before, rewards, max_retries)
+    waiting, endings, failures = list(scoring.start()), [], dict.fromkeys(value, 0)
+    while waiting:
+        ask = waiting.pop(data.draw(st.integers(0, len(waiting) - 1)))
+        if not isinstance(ask, Ask):
+            endings.append(ask)
+            continue
+        if data.draw(st.booleans()):
+            waiting += scoring.scored(ask, value[ask.trajectory, ask.reward])
+        else:
+            failures[ask.trajectory, ask.reward] += 1
+            waiting += scoring.failed(ask, "x", retry=True)
+    (ending,) = endings
+    assert max(failures.values()) <= max_retries + 1
+    if isinstance(ending, Close):
+        assert max(failures.values()) == max_retries + 1
+    else:
+        undisturbed = finish(Scoring(before, rewards, 0), dict(value))
+        assert ending == undisturbed
+
+
+DOMAINS = {"qa": DomainSection(env="qa", rewards=REWARDS)}
+
+
+def test_what_is_not_even_begun() -> None:
+    assert refusal(group(["default"]), "default", DOMAINS, 1) is None
+    many = refusal(group(["default"]), "default", DOMAINS, MAX_DELIVERIES)
+    assert many is not None
+    assert many.reason == "too_many_deliveries"
+    for wrong, line in (
+        (group(["slow"]), "in the queue of pool default, but its pools are ['slow']"),
+        (group([]), "in the queue of pool default, but its pools are []"),
+        (msgspec.structs.replace(group(["default"]), domain="lake"), "domain 'lake' is not one of the run's: qa"),
+    ):
+        assert refusal(wrong, "default", DOMAINS, 1) == Close("malformed", line)
+
+
+def test_what_a_reward_sees() -> None:
+    mine = trajectory(3, 0.5, {"env": 0.5}, success=True)
+    seen = sample_of(group(["default"], mine), mine)
+    assert (seen.prompt, seen.response, seen.reference, seen.domain, seen.task_index) == ("question", "answer 3", "ref", "qa", 4)
+    assert (seen.reward, seen.reward_parts, seen.success, seen.end) == (0.5, {"env": 0.5}, True, "terminated")
+    assert (seen.num_turns, seen.num_tokens, seen.metrics) == (1, 2, {"moves": 3.0})
+    both = trajectory(3), trajectory(3)  # of step-independent samples, all of the episode's count
+    of_two = sample_of(group(["default"], *both, trajectory(4)), both[1])
+    assert (of_two.num_turns, of_two.num_tokens) == (2, 4)
+
+
+@pytest.mark.parametrize("weight", [0.0, -2.5, 1e6])
+def test_weights(weight: float) -> None:
+    scored = finish(Scoring(group(["default"], trajectory()), [Reward(name="m", weight=weight)], 0), {(0, 0): 0.25}).group.trajectories[0]
+    assert (scored.reward, scored.reward_parts) == (weight * 0.25, {"m": 0.25})
