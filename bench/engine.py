@@ -20,6 +20,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,11 @@ def make_requests(number: int, vocab_size: int, seed: int = 0) -> Requests:
     """Prompts of 16-128 random tokens and outputs of 16-128, both inclusive."""
     rng = np.random.default_rng(seed)
     return [(rng.integers(3, vocab_size, rng.integers(16, 129)).tolist(), int(rng.integers(16, 129))) for _ in range(number)]
+
+
+def measurable() -> list[str]:
+    """Return the engines with a bare form to compare with that are installed here: vllm, where it is, and hf."""
+    return [*(["vllm"] if find_spec("vllm") else []), "hf"]
 
 
 def make_model(folder: str, hidden: int, layers: int) -> int:

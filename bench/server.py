@@ -1,6 +1,8 @@
 """A rollout server, asked as environment hubs ask it, against the bare engine: the same requests, in turns.
 
-    make vllm-env && .venv-vllm/bin/python -m bench.server [--pairs 9] [--requests 64] [--engines vllm,hf] [--http]
+    python -m bench.server [--pairs 9] [--requests 64] [--engines vllm,hf] [--http]
+
+Without ``--engines`` it measures those that are installed; vllm is, after ``make vllm-env``, in .venv-vllm/bin/python.
 
 The server is the real process, joined to a run on a private nats-server and asked over ZeroMQ, or with ``--http`` by as many streams of its
 OpenAI-compatible API with a chunk for each token; this process plays the hubs. The bare engine
@@ -27,7 +29,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Final
 
-from bench.engine import Requests, make_model, make_requests
+from bench.engine import Requests, make_model, make_requests, measurable
 from bench.others import NEVER_QUIET, Others
 from bench.pairs import interval, median
 from bench.server_http import KEY, Streamed, add_tokenizer
@@ -197,7 +199,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--engines", default="vllm,hf")
+    parser.add_argument("--engines", default=",".join(measurable()), help="those that are installed, of vllm and hf")
     parser.add_argument("--http", action="store_true")
     parser.add_argument("--others", type=float, default=0.25)
     options = parser.parse_args()

@@ -1,6 +1,8 @@
 """What new weights in flight cost a server: tokens lost, how long generation stands still, how long a transfer takes.
 
-    make vllm-env && .venv-vllm/bin/python -m bench.update [--engine vllm] [--rounds 15] [--every 2] [--window 6] [--moved]
+    python -m bench.update [--engine hf] [--rounds 15] [--every 2] [--window 6] [--moved]
+
+Without ``--engine`` it measures vllm where that is installed (``make vllm-env``, then .venv-vllm/bin/python), else hf.
 
 A rollout server as its own process follows a sender of weights on a private nats-server, as a learner is one, while this process keeps
 ``--requests`` requests in flight, as hubs do: all of one length and evenly spread over it, so that any second is like any other. Windows
@@ -35,7 +37,7 @@ import numpy as np
 import torch
 import transformers
 
-from bench.engine import make_model
+from bench.engine import make_model, measurable
 from bench.others import NEVER_QUIET, Others
 from bench.pairs import by_second, interval, median
 from bench.server import Served, serving
@@ -221,7 +223,7 @@ def lost(name: str, rates: Sequence[float], others: Sequence[float]) -> dict[str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", default="vllm")
+    parser.add_argument("--engine", default=measurable()[0], help="vllm where it is installed, else hf")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--every", type=int, default=2)
     parser.add_argument("--window", type=int, default=6)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 from broker.errors import ConfigError
 from broker.settings.config import takes_steps
 from learner.algorithm.advantages import COUNT_EPISODES, NEEDS_GROUPS, WHOLE_BATCH
 from learner.algorithm.assembly import waits_for_batch
+from learner.algorithm.losses import DUAL_CLIP
 from learner.config import AlgorithmSection, RewardNormalization
-
-# Engines whose logprobs are those of the distribution that top-p, top-k and min-p leave; all others' are of the whole one.
-PROCESSED_LOGPROBS: Final = frozenset({"hf", "random"})
 
 
 def check_algorithm(config: dict[str, Any]) -> None:
@@ -26,7 +24,7 @@ def check_algorithm(config: dict[str, Any]) -> None:
     _check_streaming(config["train"]["streaming"], algorithm)
     _check_correction(algorithm)
     for name, domain in config["domains"].items():
-        _check_domain(name, domain, algorithm, config["rollout"]["engine"])
+        _check_domain(name, domain, algorithm)
     if config["model"]["dtype"] == "float16":
         raise ConfigError("model.dtype", "float16", "float32 or bfloat16: gradients underflow in float16")
 
@@ -34,6 +32,14 @@ def check_algorithm(config: dict[str, Any]) -> None:
 def _check_values(algorithm: AlgorithmSection) -> None:
     if algorithm.dual_clip is not None and algorithm.dual_clip <= 1:
         raise ConfigError("algorithm.dual_clip", algorithm.dual_clip, "above 1; 3 is usual")
+    if algorithm.dual_clip is not None and algorithm.pg_variant not in DUAL_CLIP and ":" not in algorithm.pg_variant:
+        allowed = f"null with algorithm.pg_variant {algorithm.pg_variant}; it takes effect in {', '.join(sorted(DUAL_CLIP))}"
+        raise ConfigError("algorithm.dual_clip", algorithm.dual_clip, allowed)
+    if algorithm.kl_coef and algorithm.pg_variant == "starpo_s":
+        raise ConfigError("algorithm.kl_coef", algorithm.kl_coef, "0 with algorithm.pg_variant starpo_s, which has no KL term")
+    if algorithm.mis_mask_level is not None and algorithm.correction != "mis":
+        allowed = f"null with algorithm.correction {algorithm.correction}; only mis reads it"
+        raise ConfigError("algorithm.mis_mask_level", algorithm.mis_mask_level, allowed)
     if algorithm.kl_target is not None and not algorithm.kl_coef:
         raise ConfigError("algorithm.kl_target", algorithm.kl_target, "null, or algorithm.kl_coef above 0 to start from")
     if algorithm.batch_adjust is not None and algorithm.num_minibatches == 1:
@@ -78,7 +84,7 @@ def _check_steps(key: str, algorithm: AlgorithmSection) -> None:
         raise ConfigError(f"{key}.context", "steps", "full with algorithm.format_penalty, overlong_buffer or reward_normalization")
 
 
-def _check_domain(name: str, domain: dict[str, Any], algorithm: AlgorithmSection, engine: str) -> None:
+def _check_domain(name: str, domain: dict[str, Any], algorithm: AlgorithmSection) -> None:
     key, estimator = f"domains.{name}", algorithm.adv_estimator
     if domain["group_size"] == 1:  # a group of one has no spread: nothing to compare with, and always filtered
         if estimator in NEEDS_GROUPS:
@@ -101,12 +107,3 @@ def _check_domain(name: str, domain: dict[str, Any], algorithm: AlgorithmSection
         )
     if estimator == "gigpo" and domain["max_turns"] == 1:
         raise ConfigError(f"{key}.max_turns", 1, "above 1 with algorithm.adv_estimator gigpo, which compares the steps of episodes")
-    if engine in PROCESSED_LOGPROBS or ":" in engine:
-        return
-    for option, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
-        if (value := domain["sampling"][option]) != off:
-            raise ConfigError(
-                f"{key}.sampling.{option}",
-                value,
-                f"{off:g} with rollout.engine {engine}, which cannot return the logprobs of what is left; those that can: hf",
-            )

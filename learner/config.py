@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from broker.settings.config import Device, Section
 
@@ -139,6 +139,7 @@ class AlgorithmSection(Section):
     correction_low: NonNegativeFloat = 0.5  # icepop, mis: ratios below count nothing
     correction_high: PositiveFloat = 2.0  # ratios above are cut (tis, decoupled) or count nothing (icepop, mis)
     correction_mode: Literal["truncate", "mask"] = "truncate"  # decoupled: what becomes of ratios above correction_high
+    mis_mask_level: Literal["token", "sequence", "geometric"] | None = None  # mis: whose ratio is masked by; null: correction_level
     mis_estimator: Literal["k1", "k2", "k3"] = "k1"  # k1 bounds the ratio on both sides, k2 and k3 the divergence by correction_high
     opsm_delta: NonNegativeFloat = 1e-4  # nats per token; bad sequences further than this from the policy count nothing
     prox_logp_method: Literal["recompute", "interpolate"] = "recompute"  # where the logprobs at the step's start come from
@@ -147,7 +148,9 @@ class AlgorithmSection(Section):
     batch_adjust: Literal["copy", "delete", "auto", "random_sample"] | None = (
         None  # makes minibatches equally large; null: they need not be
     )
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
+        "token-mean"  # pg_variant gspo: seq-mean-token-mean
+    )
     kl_coef: NonNegativeFloat = 0.0  # 0: no reference model is loaded
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     kl_placement: Literal["loss", "reward"] = "loss"
@@ -160,6 +163,14 @@ class AlgorithmSection(Section):
         ""  # a name of the registry in learner/algorithm/filters, or your function: groups that it does not want are replaced, too
     )
     max_replacements_per_step: NonNegativeInt = 64  # at this bound what there is gets trained
+
+    @model_validator(mode="before")
+    @classmethod
+    def _aggregate_as_the_loss_does(cls, values: Any) -> Any:
+        """GSPO averages over tokens, then over sequences (Zheng et al., arXiv 2507.18071), unless the mode is set."""
+        if isinstance(values, dict) and values.get("pg_variant") == "gspo":
+            return {"loss_agg_mode": "seq-mean-token-mean"} | values
+        return values
 
 
 def num_updates(algorithm: AlgorithmSection) -> int:

@@ -9,7 +9,8 @@ from broker.errors import ConfigError
 from broker.settings.registry import known, resolve
 from broker.settings.sections import parse
 from rollout.config import RolloutSection
-from rollout.engines import ENGINE_ARGS, ENGINES, WEIGHTLESS
+from rollout.engines import ENGINE_ARGS, ENGINES
+from rollout.engines.args import EngineArgs
 
 
 def check(config: dict[str, Any]) -> None:
@@ -20,7 +21,8 @@ def check(config: dict[str, Any]) -> None:
     """
     section = RolloutSection.model_validate(config.get("rollout") or {})
     check_engine(section)
-    if section.engine in WEIGHTLESS and section.policy == ACTOR:
+    declared = declaration(section.engine)
+    if declared is not None and not declared.follows_weights and section.policy == ACTOR:
         raise ConfigError(
             "rollout.policy", ACTOR, f"engine {section.engine} does not follow the learner's weights; name another, for example judge"
         )
@@ -34,11 +36,26 @@ def check(config: dict[str, Any]) -> None:
     if "random" in (evaluation.get("baseline"), *(evaluation.get("against") or ())):  # ``rlearner up`` starts its server, with these
         parse("eval.baseline_args", evaluation.get("baseline_args") or {}, resolve("engine_args", "random", ENGINE_ARGS))
     for name, domain in (config.get("domains") or {}).items():
+        if declared is not None and not declared.processed_logprobs:
+            _refuse_filters(name, domain.get("sampling") or {}, section.engine)
         longest = domain.get("max_context_tokens", 0)
         if longest > section.max_context_tokens:
             raise ConfigError(
                 f"domains.{name}.max_context_tokens", longest, f"at most rollout.max_context_tokens ({section.max_context_tokens})"
             )
+
+
+def declaration(engine: str) -> type[EngineArgs] | None:
+    """Return what an engine of the registry declares about itself; None for one named by path, which is taken at its word."""
+    return resolve("engine_args", engine, ENGINE_ARGS) if engine in ENGINE_ARGS else None
+
+
+def _refuse_filters(name: str, sampling: dict[str, Any], engine: str) -> None:
+    able = ", ".join(sorted(other for other in ENGINE_ARGS if (found := declaration(other)) is not None and found.processed_logprobs))
+    for option, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+        if (value := sampling.get(option, off)) != off:
+            allowed = f"{off:g} with rollout.engine {engine}, which does not return the logprobs of what is left; these do: {able}"
+            raise ConfigError(f"domains.{name}.sampling.{option}", value, allowed)
 
 
 def check_engine(section: RolloutSection) -> None:

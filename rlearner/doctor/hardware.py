@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from broker.settings.preflight import Finding
-from rlearner.doctor.needs import HOST_ENGINES, Needs
+from rlearner.doctor.needs import Needs
 
 QUERY: Final = ("index", "name", "memory.total", "memory.used", "driver_version", "compute_cap")
 SMI_TIMEOUT_S: Final = 15.0
@@ -116,14 +116,14 @@ def _weights(torch: Torch | None, needs: Needs, count: int) -> list[Finding]:
     if not count or torch is None or not torch.cuda:
         return []
     if needs.weights_by_ipc:
-        if needs.engine in HOST_ENGINES:
+        if needs.weights_to_host:
             why = f"train.weights_backend=ipc is of no use, for engine {needs.engine} takes weights in host memory; they go by gloo"
             return [Finding("gpu", "weights", "warning", why, "train.weights_backend=shared")]
         why = "train.weights_backend=ipc: CUDA IPC was not run on a GPU before this release"
         return [Finding("gpu", "weights", "warning", why, "python -m bench.gpu.ipc  # tries it here, and says what did not hold")]
     if not needs.weights_by_nccl:
         return []
-    if needs.engine in HOST_ENGINES:
+    if needs.weights_to_host:
         why = f"a learner on a GPU sends by NCCL, and engine {needs.engine} takes weights in host memory"
     elif count == 1:
         why = "learner and rollout server share the one GPU, and NCCL takes no two members on one (CUDA IPC, ipc, is there to be tried)"

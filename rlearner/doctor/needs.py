@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from rollout.checks import declaration
+
 FILES_OF_A_PROCESS: Final = 256  # open at once by any process of a run, libraries and sockets
 FILES_OF_AN_ENVIRONMENT: Final = 4  # pipes to a worker process and from it
-HOST_ENGINES: Final = frozenset({"vllm", "sglang"})  # that take new weights in host memory, from where no NCCL reads them
 HOST_WEIGHTS: Final = frozenset({"shared", "gloo"})  # values of train.weights_backend by which they go through host memory
 IPC: Final = "ipc"  # the value by which servers read them in the memory of the learner's GPU
-GPU_ENGINES: Final = frozenset({"sglang"})  # that are of no use without one
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Needs:
         weights_by_ipc: whether weights are to be read on the learner's GPU by CUDA IPC.
         num_gpus: at least so many, where the sizes say it.
         weights_by_nccl: whether a learner on a GPU would send its weights to ``engine`` by NCCL.
+        weights_to_host: whether ``engine`` takes new weights in host memory, from where NCCL reads none.
         nofile: files that the hungriest process may have open at once.
         shared_memory: whether several processes share one model, and with it /dev/shm.
         replicas: brokers that hold each message, None where the broker decides.
@@ -45,6 +46,7 @@ class Needs:
     weights_by_nccl: bool = False
     weights_by_ipc: bool = False
     engine: str = ""
+    weights_to_host: bool = False
     nofile: int = FILES_OF_A_PROCESS
     shared_memory: bool = False
     sync_always: bool = False
@@ -70,6 +72,7 @@ def needs(config: Mapping[str, Any]) -> Needs:
     ranks = int(train.get("ranks") or 1)
     device = str(train.get("device") or "auto")
     engine, command = rollout.get("engine"), engine_args.get("command") or []  # of a server that may be of another environment
+    declared = declaration(str(engine or ""))
     ports = {"rollout.http_port": rollout.get("http_port"), "train.weights_snapshot_port": train.get("weights_snapshot_port")}
     plugins = {"rollout.engine": str(engine)} if engine and not command else {}
     plugins |= {"train.backend": train["backend"]} if "backend" in train else {}
@@ -87,7 +90,7 @@ def needs(config: Mapping[str, Any]) -> Needs:
             ranks if device.startswith("cuda") else 0,
             int(device.partition(":")[2] or -1) + 1,
             parallel if parallel > 1 else 0,
-            int(engine in GPU_ENGINES and not command),
+            int(declared is not None and declared.needs_gpu and not command),
         ),
         weights_by_nccl="backend" in train
         and not device.startswith("cpu")
@@ -95,6 +98,7 @@ def needs(config: Mapping[str, Any]) -> Needs:
         and bool(engine),
         weights_by_ipc=train.get("weights_backend") == IPC,
         engine=str(engine or ""),
+        weights_to_host=declared is not None and declared.weights_memory == "host",
         nofile=FILES_OF_A_PROCESS + FILES_OF_AN_ENVIRONMENT * int((config.get("envhub") or {}).get("n") or 0),
         shared_memory=ranks > 1 or parallel > 1,
         sync_always=bool(broker.get("sync_always")),

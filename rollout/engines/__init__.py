@@ -20,5 +20,3 @@ ENGINE_ARGS: Final[dict[str, str]] = {
     "sglang": "rollout.engines.sglang.args:SGLangArgs",
     "vllm": "rollout.engines.args:VLLMArgs",
 }
-
-WEIGHTLESS: Final = frozenset({"openai"})  # serve anything but the policy that is trained

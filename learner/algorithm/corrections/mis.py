@@ -16,17 +16,18 @@ from learner.config import AlgorithmSection
 
 
 def mis(facts: Facts, algorithm: AlgorithmSection) -> Correction:
-    """``p/β`` at ``correction_level`` where it is accepted, 0 elsewhere.
+    """Return ``p/β`` at ``correction_level`` where the mask accepts it, 0 elsewhere.
 
-    With ``mis_estimator`` k1 the ratio must lie in [correction_low, correction_high]; with k2 (``(log p/β)^2 / 2``) and k3
-    (``p/β - 1 - log p/β``) the divergence of the token, or its sum (sequence) or mean (geometric) over the sequence, must not
-    exceed correction_high.
+    The mask looks at ``mis_mask_level``, by default the same level. With ``mis_estimator`` k1 the ratio there must lie in
+    [correction_low, correction_high]; with k2 (``(log p/β)^2 / 2``) and k3 (``p/β - 1 - log p/β``) the divergence of the
+    token, or its sum (sequence) or mean (geometric) over the sequence, must not exceed correction_high.
     """
-    level = algorithm.correction_level
-    ratio = exp(log_ratio(facts, level))
+    level = algorithm.mis_mask_level or algorithm.correction_level
+    weight = exp(log_ratio(facts, algorithm.correction_level))
     if algorithm.mis_estimator == "k1":
-        return keep(facts, ratio, (ratio >= algorithm.correction_low) & (ratio <= algorithm.correction_high))
-    return keep(facts, ratio, _divergence(facts, algorithm.mis_estimator, level) <= algorithm.correction_high)
+        ratio = exp(log_ratio(facts, level))
+        return keep(facts, weight, (ratio >= algorithm.correction_low) & (ratio <= algorithm.correction_high))
+    return keep(facts, weight, _divergence(facts, algorithm.mis_estimator, level) <= algorithm.correction_high)
 
 
 def _divergence(facts: Facts, estimator: str, level: str) -> Tensor:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from broker.settings.config import Section
+from rollout.engines.args import EngineArgs
 
 Flag = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$")]
 
 
-class SGLangArgs(Section):
+class SGLangArgs(EngineArgs):
     """How the SGLang server is started and how new weights reach it."""
+
+    processed_logprobs: ClassVar[bool] = True
+    weights_memory: ClassVar[Literal["device", "host"]] = "host"
+    needs_gpu: ClassVar[bool] = True
+    packages: ClassVar[tuple[str, ...]] = ("sglang",)
 
     command: list[str] | None = (
         None  # what starts it, in place of this Python and -m sglang.launch_server; it may be of another environment

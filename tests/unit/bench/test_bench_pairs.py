@@ -7,6 +7,7 @@ import time
 import psutil
 import pytest
 
+from bench.engine import measurable
 from bench.others import Others
 from bench.pairs import by_second, interval, median
 
@@ -30,3 +31,9 @@ def test_own_work_is_not_that_of_others() -> None:
     share = others.share()
     own = 0.2 / (time.monotonic() - began) / (psutil.cpu_count() or 1)
     assert 0 <= share <= 1 - own / 2  # processor time is counted in steps of 10 ms
+
+
+@pytest.mark.parametrize(("there", "engines"), [(True, ["vllm", "hf"]), (False, ["hf"])])
+def test_a_bench_measures_the_engines_that_are_installed(there: bool, engines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.engine.find_spec", lambda name: object() if there and name == "vllm" else None)
+    assert measurable() == engines

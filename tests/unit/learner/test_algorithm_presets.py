@@ -13,6 +13,7 @@ from learner.algorithm.advantages import ADVANTAGES, NEEDS_GROUPS, WHOLE_BATCH
 from learner.algorithm.corrections import CORRECTIONS
 from learner.algorithm.losses import LOSSES
 from learner.config import AlgorithmSection
+from rollout.engines.args import HFArgs
 
 ROOT = Path(__file__).parents[3]
 PRESETS = sorted(path.stem for path in (ROOT / "configs" / "algorithm").glob("*.yaml"))
@@ -120,6 +121,18 @@ LAKE = {"env": "frozenlake", "group_size": 4, "max_turns": 4, "max_context_token
         ({"algorithm": {"pg_variant": "starpo_s"}, "train": {"streaming": "always"}}, "auto or never with algorithm.pg_variant starpo_s"),
         ({"model": {"dtype": "float16"}}, "model.dtype: 'float16' is not allowed; float32 or bfloat16"),
         ({"algorithm": {"overlong_buffer": 8}}, "algorithm.overlong_length: None is not allowed; at least algorithm.overlong_buffer"),
+        (
+            {"algorithm": {"pg_variant": "cispo", "dual_clip": 3.0}},
+            "algorithm.dual_clip: 3.0 is not allowed; null with algorithm.pg_variant cispo; it takes effect in ppo, starpo, starpo_s",
+        ),
+        (
+            {"algorithm": {"pg_variant": "starpo_s", "kl_coef": 0.1}},
+            "algorithm.kl_coef: 0.1 is not allowed; 0 with algorithm.pg_variant starpo_s, which has no KL term",
+        ),
+        (
+            {"algorithm": {"correction": "tis", "mis_mask_level": "token"}},
+            "algorithm.mis_mask_level: 'token' is not allowed; null with algorithm.correction tis; only mis reads it",
+        ),
         ({"algorithm": {"kl_target": 0.1}}, "algorithm.kl_target: 0.1 is not allowed; null, or algorithm.kl_coef above 0"),
         ({"algorithm": {"correction": "tis", "correction_high": 0.9}}, "algorithm.correction_high: 0.9 is not allowed; at least 1"),
         ({"algorithm": {"correction": "icepop", "correction_low": 1.1}}, "algorithm.correction_low: 1.1 is not allowed; at most 1"),
@@ -141,13 +154,41 @@ def test_senseless_combinations_are_refused_in_one_line(sections: dict[str, obje
     assert "\n" not in str(caught.value)
 
 
-def test_filters_need_an_engine_that_returns_the_logprobs_of_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    lake = {**LAKE, "sampling": {"max_tokens": 4, "top_p": 0.9}}
-    assert validate({"domains": {"lake": lake}})  # hf can
-    monkeypatch.setattr("learner.combinations.PROCESSED_LOGPROBS", frozenset())
-    with pytest.raises(ConfigError, match=r"domains\.lake\.sampling\.top_p: 0\.9 is not allowed; 1 with rollout\.engine hf, which cannot"):
+@pytest.mark.parametrize(("option", "value", "off"), [("top_p", 0.9, "1"), ("top_k", 20, "0"), ("min_p", 0.1, "0")])
+def test_filters_need_an_engine_that_returns_the_logprobs_of_what_is_left(
+    option: str, value: float, off: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lake = {**LAKE, "sampling": {"max_tokens": 4, option: value}}
+    for engine in ("hf", "vllm", "sglang", "random"):
+        assert validate({"domains": {"lake": lake}, "rollout": {"engine": engine}})["rollout"]["engine"] == engine
+    monkeypatch.setattr(HFArgs, "processed_logprobs", False)
+    with pytest.raises(ConfigError) as caught:
         validate({"domains": {"lake": lake}})
+    assert str(caught.value) == (
+        f"domains.lake.sampling.{option}: {value} is not allowed; {off} with rollout.engine hf, "
+        "which does not return the logprobs of what is left; these do: random, sglang, vllm"
+    )
 
 
 def test_groups_of_one_are_enough_for_remax() -> None:
     assert validate({"domains": {"lake": {**LAKE, "group_size": 1}}, "algorithm": {"adv_estimator": "remax"}})
+
+
+@pytest.mark.parametrize(
+    ("section", "mode"),
+    [
+        ({}, "token-mean"),
+        ({"pg_variant": "gspo"}, "seq-mean-token-mean"),
+        ({"pg_variant": "gspo", "loss_agg_mode": "token-mean"}, "token-mean"),
+        ({"pg_variant": "cispo"}, "token-mean"),
+    ],
+)
+def test_gspo_averages_over_sequences_unless_told_otherwise(section: dict[str, str], mode: str) -> None:
+    resolved = validate({"domains": {"lake": LAKE}, "algorithm": section})["algorithm"]
+    assert resolved["loss_agg_mode"] == mode
+    assert AlgorithmSection.model_validate(resolved).loss_agg_mode == mode
+
+
+@pytest.mark.parametrize("loss", ["ppo", "starpo", "starpo_s"])
+def test_dual_clip_goes_with_the_losses_that_read_it(loss: str) -> None:
+    assert validate({"domains": {"lake": LAKE}, "algorithm": {"pg_variant": loss, "dual_clip": 3.0}})["algorithm"]["dual_clip"] == 3.0

@@ -89,6 +89,16 @@ def test_mis_by_ratio_by_hand():
         assert mis(given_facts, AlgorithmSection(correction_level=level, **bounds)).weights.tolist() == pytest.approx(values), level
 
 
+def test_mis_masks_at_one_level_and_weighs_at_another():
+    # The products 1.5 and 4 decide what stays; what stays weighs its token's own ratio.
+    given_facts = facts([3.0, 0.5, 2.0, 2.0], [0, 0, 1, 1])
+    section = AlgorithmSection(correction_level="token", mis_mask_level="sequence", correction_low=0.4, correction_high=2.1)
+    assert mis(given_facts, section).weights.tolist() == pytest.approx([3.0, 0.5, 0.0, 0.0])
+    # By k2 the sums are (log 3)^2 / 2 + (log 2)^2 / 2 = 0.84 and 0.48.
+    section = section.model_copy(update={"mis_estimator": "k2", "correction_high": 0.5})
+    assert mis(given_facts, section).weights.tolist() == pytest.approx([0.0, 0.0, 2.0, 2.0])
+
+
 def test_mis_by_divergence_by_hand():
     # Ratios e and 1: k2 = 1/2 and 0; k3 = e - 1 - 1 = 0.7182818 and 0. Sums 0.5, 0.7182818; means 0.25, 0.3591409.
     given_facts = facts([math.e, 1.0])
