@@ -172,7 +172,7 @@ def _config(hanging: int | None) -> dict[str, Any]:
             "domains.lake.isolation=process",
             f"domains.lake.env_args.hanging={hanging}",
         ]
-    config = runspec.load(str(Path(__file__).parents[1] / "configs" / "quickstart.yaml"), overrides)
+    config = runspec.load("quickstart.yaml", overrides)
     return runspec.validate(config)
 
 

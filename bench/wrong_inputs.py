@@ -211,7 +211,7 @@ def main(words: list[str]) -> int:
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
             (folder / file).write_text(text)
         (folder / "quickstart.yaml").write_text(
-            (Path(__file__).parents[1] / "configs" / "quickstart.yaml").read_text().replace("inherit: base.yaml\n", "")
+            (Path(__file__).parents[1] / "rlearner" / "configs" / "quickstart.yaml").read_text().replace("inherit: base.yaml\n", "")
         )
         first = os.getpid() * 1000
         ended = list(pool.map(lambda job: attempt(job[1], folder, first + job[0]), enumerate(commands)))

@@ -71,7 +71,7 @@ def shape_of(options: argparse.Namespace) -> common.Shape:
 
 
 def _measure(options: argparse.Namespace, device: str) -> int:
-    config = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"
+    config = Path(__file__).resolve().parents[2] / "rlearner" / "configs" / "quickstart.yaml"
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""} if options.device == "cpu" else dict(os.environ)
     ipc = _ipc(options, environment) if options.engine == "hf" else None
     with tempfile.TemporaryDirectory() as folder:

@@ -83,7 +83,9 @@ class Arm:
 def presets() -> list[str]:
     """Names of all algorithms."""
     return sorted(
-        path.name.removesuffix(".yaml") for path in (resources.files("configs") / "algorithm").iterdir() if path.name.endswith(".yaml")
+        path.name.removesuffix(".yaml")
+        for path in (resources.files("rlearner") / "configs" / "algorithm").iterdir()
+        if path.name.endswith(".yaml")
     )
 
 

@@ -61,7 +61,7 @@ def _find(path: str) -> Path:
             return candidate
     if "=" in path:
         raise UserError(f"{path!r} stands where a YAML file is expected: name that first, settings after it")
-    shipped = Path(str(resources.files("configs")))
+    shipped = _shipped()
     name = path.removeprefix("configs/")
     for candidate in (shipped / name, shipped / f"{name}.yaml"):
         if not Path(path).is_absolute() and candidate.is_file():
@@ -70,6 +70,11 @@ def _find(path: str) -> Path:
         raise UserError(f"{path}: a folder without {RUN_CONFIG}; give a YAML file, or the folder of a run")
     names = sorted(str(file.relative_to(shipped)) for file in shipped.glob("*.yaml"))
     raise UserError(f"{path}: no such file; the package brings {', '.join(names)}")
+
+
+def _shipped() -> Path:
+    """Return the folder of the configurations that come with the package, which are data of the operator's command."""
+    return Path(str(resources.files("rlearner"))) / "configs"
 
 
 def _read(path: Path, inheriting: tuple[Path, ...]) -> DictConfig:
@@ -169,7 +174,7 @@ def _preset(name: str) -> DictConfig:
     Raises:
         ConfigError: there is none; lists those that come with the package.
     """
-    folder = Path(str(resources.files("configs"))) / "algorithm"
+    folder = _shipped() / "algorithm"
     candidates = (Path("configs", "algorithm", f"{name}.yaml"), folder / f"{name}.yaml")
     path = next((path for path in candidates if _PRESET.fullmatch(name) and path.is_file()), None)
     if path is None:

@@ -11,7 +11,6 @@ import pytest
 from broker.settings.runspec import load
 from learner.warm_start import Preparation
 
-ROOT = Path(__file__).parents[3]
 SLOW = "import time\ntime.sleep(0.5)\nwhole = True\n"
 
 
@@ -22,7 +21,7 @@ def test_a_warm_start_begins_when_its_libraries_are_imported_whole(tmp_path: Pat
     imported = importlib.import_module
     monkeypatch.setattr("learner.warm_start.import_module", lambda name: imported("slow_library"))
     (tmp_path / "demos.jsonl").write_text("")
-    config = load(ROOT / "configs" / "quickstart.yaml", ["model.path=somebody/model"])
+    config = load("configs/quickstart.yaml", ["model.path=somebody/model"])
     preparation = Preparation(config, tmp_path, lambda text: None)
     monkeypatch.setattr("learner.warm_start.base_model", lambda *_: "model")
     whole: list[bool] = []
@@ -48,9 +47,7 @@ def test_a_warm_start_is_made_only_where_it_is_missing_and_needed(
 ) -> None:
     data = tmp_path / "rows.jsonl"
     data.write_text("")
-    config = load(
-        ROOT / "configs" / "quickstart.yaml", ["model.path=somebody/model", f"warm_start.steps={steps}", f"warm_start.data={data}"]
-    )
+    config = load("configs/quickstart.yaml", ["model.path=somebody/model", f"warm_start.steps={steps}", f"warm_start.data={data}"])
     preparation = Preparation(config, tmp_path, lambda text: None, make_warm_start=makes)
     monkeypatch.setattr("learner.warm_start.base_model", lambda *_: str(tmp_path / "model"))
     trained: list[str] = []
