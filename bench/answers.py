@@ -70,7 +70,7 @@ async def judge(workers: Workers, cases: Sequence[Pair], at_once: int) -> list[O
 
 
 async def measure(num_workers: int, every: int) -> dict[str, float]:
-    """Judge every so many of the cases."""
+    """Judge every n-th case."""
     with tempfile.TemporaryDirectory() as folder:
         attacks = [Pair(text.replace(CANARY, f"{folder}/made_{n}"), "#### 18", False) for n, text in enumerate(adversarial())][::every]
         equivalent = pairs()[::every]
@@ -110,7 +110,7 @@ def main() -> int:
     """Measure; 0 when nothing was voided, late, executed or judged wrongly."""
     parser = argparse.ArgumentParser(prog="python -m bench.answers", description="Adversarial and equivalent answers to math_answer.")
     parser.add_argument("--workers", type=int, default=2, help="worker processes (2)")
-    parser.add_argument("--every", type=int, default=1, help="only every so many of the cases (1)")
+    parser.add_argument("--every", type=int, default=1, help="judge every n-th case only (1)")
     options = parser.parse_args()
     result = asyncio.run(measure(options.workers, options.every))
     print(json.dumps(result))

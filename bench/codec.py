@@ -1,4 +1,4 @@
-"""What encoding and decoding one trajectory costs, all checks included, beside the same data as plain lists.
+"""The cost of encoding and decoding one trajectory, checks included, compared with plain lists.
 
     python -m bench.codec [--tokens 2048] [--group-size 8]
 

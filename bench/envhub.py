@@ -6,7 +6,7 @@
 A server answers each request with a random move after a latency of L seconds, up to a tenth more or less. The hub is a process of
 its own as users start it: tickets from a broker, the shipped FrozenLake with token context, groups to the samples log. With n
 environments and T turns an episode there can be n / (L·T) episodes a second; share is the part of it that there is, counted in turns so
-that no episode is counted by halves. Beside it bare_share: a client that sends n requests of the same kind, waits for all, and sends the
+that no episode is counted by halves. Next to it bare_share: a client that sends n requests of the same kind, waits for all, and sends the
 next n.
 mib_per_env is what the hub's memory grows by for each environment, from the smallest to the largest n, with a request of each on its way.
 

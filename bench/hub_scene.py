@@ -124,7 +124,7 @@ async def scene(folder: Path, n: int, latency_s: float, group_size: int, *, hang
         n: its slots.
         latency_s: of the server.
         group_size: of every ticket.
-        hanging: environments run in processes, so many of which hang; None: the lake as it ships, in the hub's loop.
+        hanging: environments run in processes, and this many of them hang; None: the lake as it ships, in the hub's loop.
 
     Raises:
         UserError: no broker could be started.

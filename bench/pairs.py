@@ -28,6 +28,6 @@ def interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, 
 
 
 def by_second(rates: Sequence[float], every: int) -> list[float]:
-    """What the first of every so many seconds lacks of the others behind it, as a share of what all of them could have been."""
+    """Return what the first second of each period lacks compared with the others, as a share of the whole period."""
     groups = [rates[at : at + every] for at in range(0, len(rates) - every + 1, every)]
     return [(statistics.mean(group[1:]) - group[0]) / (every * statistics.mean(group[1:])) for group in groups if any(group[1:])]

@@ -155,7 +155,7 @@ async def serving(engine: str, model: Path, folder: Path, options: argparse.Name
 async def compare(
     engine: str, model: Path, folder: Path, requests: Requests, options: argparse.Namespace
 ) -> tuple[list[float], bool, list[float]]:
-    """Ratios of the pairs, whose order changes from one to the next; whether all tokens were the same; what others took meanwhile."""
+    """Ratios of the pairs, whose order changes from one to the next; whether all tokens were the same; what others took."""
     ratios: list[float] = []
     shares: list[float] = []
     identical = True

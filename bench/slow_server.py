@@ -24,7 +24,7 @@ MANY_SLOTS: Final = 1 << 16
 
 
 class _Asked(msgspec.Struct):
-    """All that the server looks at of a request; its fields beside are skipped."""
+    """All that the server looks at of a request; its other fields are skipped."""
 
     request_id: str
 

@@ -1,9 +1,9 @@
 """An independent record of a run's tickets and samples as they cross the wire: ``python -m bench.tap --broker URL --run RUN --out FILE``.
 
-Plain subscriptions of nats-py beside the streams, MessagePack read without this project's decoders: what the learner's own books
+Plain subscriptions of nats-py next to the streams, MessagePack read without this project's decoders: what the learner's own books
 say can be held against it (``rlearner audit RUN --tap FILE``). It sees every attempt to publish. One JSON line for each message,
 numbered; lines of other events say when it could not see. A server that is cut off from its cluster passes nothing on and does not
-say so; whoever cuts it off sends SIGUSR1.
+say so; a test that cuts it off sends SIGUSR1.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class Learner:
 
 
 class Load:
-    """Keeps so many requests in flight. The first ones are short by different amounts, so that from then on as many end in any second."""
+    """Keeps requests in flight. The first ones are short by different amounts, so that from then on as many end in any second."""
 
     def __init__(self, served: Served, vocab_size: int, length: int) -> None:
         self._served, self._vocab_size, self._length = served, vocab_size, length
@@ -129,7 +129,7 @@ class Reports:
 
 
 async def window(reports: Reports, every: int, seconds: int, happens: Callable[[], None] | None) -> list[float]:
-    """Tokens a second, report by report, as many as the window has seconds. What happens does so just after every so many of the server's
+    """Tokens a second, report by report, as many as the window has seconds. Updates happen just after every n-th of the server's
     reports, a second each, before and in the window; the first one that counts holds it."""
     first = len(reports.rates) + SKIPPED  # the reports that come next cover some time before
     seen = 0

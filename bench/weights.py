@@ -8,7 +8,7 @@ host use unless told otherwise, and with ``_gloo`` behind its name by gloo, as b
 ``ratio_transfer``: one broadcast of the whole buffer / one transfer of a version that lies packed and digested, over a communicator in use
 (handshake, buckets, the receiver's digest, confirmation). ``ratio_end_to_end``: the same broadcast / all of it, as a learner and a server
 do it: copy into staging, both digests, transfer, and loading as the engine ``hf`` does, which computes from the buffer that it is given
-while the next version arrives in another. ``ratio_end_to_end_copied``: in place of that with an engine that copies, by as many threads as
+while the next version arrives in another. ``ratio_end_to_end_copied``: the same with an engine that copies, by as many threads as
 there are cores. ``ratio_to_per_tensor``: a model of many small tensors, one broadcast per tensor, out of the model and into it / all of it
 through the channel, loaded as by ``hf``.
 ``delta_bytes_ratio``: bytes of the model / bytes sent in delta mode, by gloo, when 3 % of the elements have changed, anywhere, bfloat16.

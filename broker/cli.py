@@ -72,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
     _add_operator_options(status, runs.status)
 
     control = commands.add_parser("control", help="what every process of a run follows")
-    control.add_argument("state", choices=STATES, help="what the run is to be")
+    control.add_argument("state", choices=STATES, help="the state to put the run in")
     control.add_argument("--reason", default="", help="one line that the processes log")
     _add_operator_options(control, runs.control)
 

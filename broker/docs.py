@@ -43,8 +43,8 @@ a `Parted` stands in its place, and its bytes lie in the stream `parts`, cut int
 A `Column` is a map of `dtype` (a numpy dtype string: `<i4` 32-bit integers, `<f4` 32-bit floats, both little-endian, `|u1` bytes) and
 `data` (the values' bytes, one after the other). The examples show `data` as the list of its values.
 
-The header `{wire.TICKET_HEADER}` carries the ticket's number beside messages that belong to one, so that a body that does not decode still
-closes its ticket; `{wire.EVAL_HEADER}` stands beside it on what belongs to an evaluation.
+The header `{wire.TICKET_HEADER}` carries the ticket's number of messages that belong to one, so that a body that does not decode still
+closes its ticket; `{wire.EVAL_HEADER}` marks those that belong to an evaluation.
 
 ## Writing a hub
 
@@ -56,7 +56,7 @@ closes its ticket; `{wire.EVAL_HEADER}` stands beside it on what belongs to an e
 `rl.{{run}}.presence.envhub.{{id}}`, and put it into the bucket `rl_members` every 20 s. The learner tells by it who is there.
 
 **Take tickets.** The queue of a domain is read through one durable pull consumer that all hubs share. Its name is the domain's (in the
-stream `rl_{{run}}_episodes` the pool's). Whoever comes first creates it:
+stream `rl_{{run}}_episodes` the pool's). The first process creates it:
 
 | setting | value | why |
 |---|---|---|

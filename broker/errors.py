@@ -22,7 +22,7 @@ class RlearnerError(Exception):
 
 
 class UserError(RlearnerError):
-    """The user can mend this; ``process.run`` prints the message as one line and exits with code 2."""
+    """An error that the user can fix; ``process.run`` prints the message as one line and exits with code 2."""
 
 
 class ConfigError(UserError):

@@ -25,7 +25,7 @@ class EnvhubSection(Section):
     min_tokens_per_s: PositiveFloat = 10.0  # that a loaded server still samples for one request
     max_retries: PositiveInt = 3  # of one turn on other servers, and of one episode after an error
     worker_memory_mib: PositiveInt | None = 2048  # of one environment in a worker process; None: no limit
-    max_hung_threads: PositiveInt = 256  # a hub that has lost so many threads in environments ends
+    max_hung_threads: PositiveInt = 256  # a hub that has lost this many threads in environments exits
     # tickets of a domain that fail in a row (or as many as are played at once, at least 2) before no more are taken until a trial goes well
     broken_after: PositiveInt = 5
     drain_timeout_s: PositiveFloat = 30.0

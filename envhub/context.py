@@ -1,9 +1,9 @@
-"""What the policy sees at each turn: the whole conversation, or a prompt made anew from a memory of it.
+"""What the policy sees at each turn: the whole conversation, or a prompt built from a memory of it.
 
 With ``context: full`` an episode is one conversation and one training sample. With ``context: steps`` each turn is a conversation
 of its own: what opened the episode, the last ``history_length`` turns and the present observation in one user message. Each turn is
 a sample, and all samples of an episode share its number and its total reward (Feng et al., GiGPO, arXiv 2505.10978, section 4), so
-contexts stay short however long the episode becomes. ``memory`` names a function of the user's in place of ``recent``; it may summarise.
+contexts stay short however long the episode becomes. ``memory`` names a function of the user's instead of ``recent``; it may summarise.
 """
 
 from __future__ import annotations

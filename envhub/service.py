@@ -55,7 +55,7 @@ FAREWELL_S: Final = 10.0  # for the last publishes and hand-backs
 
 
 class TooManyHung(RlearnerError):
-    """So many threads never came back from an environment that this hub ends."""
+    """Too many threads never returned from an environment, so this hub exits."""
 
 
 async def serve(options: argparse.Namespace, stop: Stop) -> None:

@@ -2,7 +2,7 @@
 
 Such a program has: a process namespace, a network, an IPC and a mount namespace of its own; a read-only root with the C library
 and Python in it and nothing else; a private ``/proc``; a ``/tmp`` of bounded size; an empty environment; an unprivileged uid
-without capabilities; a filter on system calls; limits on time, memory, processes, files and output. It ends when whoever
+without capabilities; a filter on system calls; limits on time, memory, processes, files and output. It ends when the process that
 started it does.
 
 Tests of a program's functions (``mode="asserts"``) run in a second sandbox, where stand-ins pass plain data to the program and back

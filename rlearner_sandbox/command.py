@@ -94,8 +94,8 @@ def free_uid(number: int, maps: Sequence[str]) -> int:
     return uid if all(any(first <= uid < first + count for first, _, count in one) for one in ranges) else NOBODY
 
 
-def mend(said: str, settings: Path = Path("/proc/sys")) -> str:
-    """Why bubblewrap does not work here, in one line, with the command that may mend it."""
+def advice(said: str, settings: Path = Path("/proc/sys")) -> str:
+    """Return why bubblewrap does not work here, in one line, with the command that may fix it."""
     problem = " ".join(said.split())[-300:] or "it says nothing"
     for name, bad, command in SWITCHES:
         try:

@@ -21,7 +21,7 @@ def judge(fd: int, say: Callable[[str], None], take: Callable[[], str]) -> None:
 
     Args:
         fd: of the socket to the program.
-        say: one line to whoever wants the verdict.
+        say: sends one line to the process that wants the verdict.
         take: the next text: a token that lines with verdicts begin with, names as JSON, what is executed first, the number of tests, each.
     """
     token, names, first, number = take(), json.loads(take()), take(), int(take())

@@ -40,7 +40,7 @@ class Sandbox:
 
     Args:
         limits: of each program.
-        kind: ``none`` runs programs with limits alone, as the user that we are. Whoever asks for that accepts the risk.
+        kind: ``none`` runs programs with limits alone, as the current user. Choosing it accepts the risk.
         packages: folders that programs may import from, besides the standard library.
 
     Raises:

@@ -15,7 +15,7 @@ from typing import Final
 
 from broker.errors import RlearnerError
 from broker.system.workers.limits import kill_tree
-from rlearner_sandbox.command import Limits, mend
+from rlearner_sandbox.command import Limits, advice
 from rlearner_sandbox.ended import NO_PYTHON, OUT_OF_TIME, Ended, KilledFor
 from rlearner_sandbox.usage import most_cpu_s, used_mib
 
@@ -90,7 +90,7 @@ class Talk:
         return left
 
     def stop(self, *, after_s: float = 0.0) -> None:
-        """End it, unless it ends by itself in so many seconds; that counts as an end in good order."""
+        """Kill it unless it exits within this many seconds, which counts as a normal end."""
         if not self._killed:
             self._stopped, self._deadline = True, time.monotonic() + after_s
 
@@ -183,7 +183,7 @@ class Talk:
         stdout, stderr, said = (bytes(stream) for stream in self._streams.values())
         if self._began is None:
             why = "it did not start in time" if self._killed_for else stderr.decode("utf-8", "replace")
-            raise SandboxFailed(mend(why))
+            raise SandboxFailed(advice(why))
         if exit_code == SIGKILLED and not self._killed_for:
             if self._killed:
                 exit_code = 0

@@ -17,7 +17,7 @@ def used_mib(pid: int, enough: float) -> float:
 
     Args:
         pid: of the process.
-        enough: counting pages once costs time, so it is done only if together they seem to have more than this.
+        enough: counting shared pages once takes time, and is done only if together they seem to have more than this.
     """
     pids = _tree(pid)
     resident = resident_mib(pids)

@@ -183,7 +183,7 @@ class _Server:
         """Whether a version is what it must be, bit by bit.
 
         Args:
-            address: of the learner's memory, to be opened anew.
+            address: of the learner's memory, for another process to open.
         """
         if address is not None:
             self.window = Window(address, self.plan, self.device)

@@ -2,7 +2,7 @@
 
     python -m bench.learning.compare configs/sokoban.yaml --algorithms grpo,gigpo [--seeds 3] [--every 10] [--out FOLDER] [key=value …]
 
-Each arm is one algorithm with one seed, on one core; it is measured every so many steps and at its end. A finished arm is one file
+Each arm is one algorithm with one seed, on one core; it is measured every few steps and at its end. A finished arm is one file
 in the output folder and is not repeated while its settings are the same. The presets take the place of the configuration's algorithm;
 ``key=value`` comes after them. Where one of the algorithms would have prompts of one turn each, set ``domains.<name>.context``, so that
 all have the same. The last line is one JSON object: start, and of each algorithm its seeds, end, 95 % interval, points and core-seconds.

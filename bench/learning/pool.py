@@ -28,7 +28,7 @@ def result(folder: Path, arm: Arm) -> dict[str, Any] | None:
 
 
 def run(arms: Sequence[Arm], folder: Path, warm_starts: Mapping[str, str], num_workers: int) -> None:
-    """Run what is missing, in this order, on so many processes; ``warm_starts`` by context."""
+    """Run what is missing, in this order, on ``processes`` processes; ``warm_starts`` by context."""
     todo: SimpleQueue[Arm] = SimpleQueue()
     for arm in arms:
         (folder / arm.path).parent.mkdir(parents=True, exist_ok=True)

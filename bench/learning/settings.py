@@ -31,7 +31,7 @@ STALE_STEPS: Final = 32  # the first max_staleness of them are less late, as the
 STALENESS: Final = (0, 1, 2, 4, 8, 16)
 STALENESS_IN_ORDER: Final = (0, 4, 16, 1, 8, 2)  # of running them: what matters most comes first
 
-# Where a preset's own settings are meant for another scale; the reason stands in docs/learning.md beside the figures.
+# Where a preset's own settings are meant for another scale; docs/learning.md gives the reason next to the figures.
 CHANGED: Final[dict[str, tuple[str, ...]]] = {}
 
 # The second sweep: losses on the same estimator, aggregation and learning rate.

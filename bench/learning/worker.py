@@ -15,7 +15,7 @@ from bench.learning.settings import Arm
 
 
 def main() -> int:
-    """Until standard input ends. An arm that fails leaves its traceback beside where its result would be."""
+    """Until standard input ends. An arm that fails leaves its traceback next to where its result would be."""
     torch.set_num_threads(1)
     for line in sys.stdin:
         asked = json.loads(line)

@@ -49,7 +49,7 @@ class Desk:
 
         Args:
             data: the encoded message.
-            reply: sends the bytes of the answer back to whoever asked.
+            reply: sends the bytes of the reply to the requester.
         """
         try:
             message: wire.Message = codec.decode(data, wire.GenerateRequest, wire.AbortRequest)
@@ -70,7 +70,7 @@ class Desk:
         bury(self._bus, self._burying, reason, data)
 
     async def close(self) -> None:
-        """Abort what is outstanding; whoever does not return soon is cancelled and answered with an error."""
+        """Abort outstanding requests; handlers that do not return soon are cancelled and answered with an error."""
         self._closing = True
         for request_id in filter(None, list(self._answering.values())):
             self._tell_abort(request_id)

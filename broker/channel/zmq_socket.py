@@ -1,10 +1,10 @@
 """A plain ZeroMQ socket on the running event loop: calls back with what arrives, and sends in batches.
 
 Reading: the loop watches the socket's file descriptor, which is edge-triggered. It tells that something happened, not that
-something is there, and sending may take the news off it. So whoever sent looks once more, and looking goes on until there
+something is there, and sending may take the news off it. So a sender looks once more after sending, and looking continues until there
 is nothing left. Against ``zmq.asyncio`` this saves a future, a task step and a timer for every message.
 
-Sending: a message that finds ZeroMQ's own thread asleep has to wake it, which costs more than all the rest of sending, and so it is at
+Sending: a message that finds ZeroMQ's own thread asleep has to wake it, which costs more than all the rest of sending, as at
 the other end. So messages wait for the end of the loop's turn, or for some more of them, and leave together, in one bundle for each peer.
 """
 
@@ -129,7 +129,7 @@ class LoopSocket:
         """Read messages; whether there may be more."""
         socket: Any = self._socket
         for _ in range(READ_AT_ONCE):
-            if socket.closed:  # by whoever was called back
+            if socket.closed:  # by the callback
                 return False
             try:
                 frames = socket.recv_multipart(DONTWAIT)

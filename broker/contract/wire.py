@@ -27,7 +27,7 @@ from broker.contract.sizes import MAX_GROUP_BYTES, MAX_SMALL_BYTES
 WIRE_VERSION: Final = 8
 MAX_PAYLOAD_BYTES: Final = sizes.MAX_PAYLOAD_BYTES
 ACTOR: Final = "actor"  # the policy that is trained
-EVAL_HEADER: Final = "Rl-Eval-Step"  # eval_step beside what belongs to an evaluation; absent from training
+EVAL_HEADER: Final = "Rl-Eval-Step"  # eval_step of messages that belong to an evaluation; absent from training
 TICKET_HEADER: Final = "Rl-Ticket"  # ticket number, so that a body that does not decode still closes its ticket
 NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")  # whatever becomes part of a subject or key
 
@@ -85,8 +85,8 @@ class Ticket(Message, frozen=True, tag="Ticket"):
     group_size: int  # episodes in the group
     min_group_size: int  # episodes that suffice once the deadline has passed
     deadline_s: float  # seconds from the first delivery until the group closes with what it has
-    num_greedy: int = 0  # so many of the episodes, the last ones, are sampled at temperature 0: a baseline, never trained on
-    num_redundant: int = 0  # so many of the episodes stand in for slow ones: once all but so many have finished, the rest are aborted
+    num_greedy: int = 0  # the last of the episodes, this many, are sampled at temperature 0: a baseline, never trained on
+    num_redundant: int = 0  # spare episodes: once all but this many have finished, the rest are aborted
 
 
 class EvalTicket(Message, frozen=True, tag="EvalTicket"):
@@ -136,7 +136,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     version_runs: Column  # <i4, shape (2k,): pairs (policy_version, number of sampled tokens), in token order
     turns: list[Turn]  # spans of sampled tokens, in order
     reward: float  # total reward so far; hubs add their parts to it
-    reward_parts: dict[str, float]  # what each reward gave, by name; what it noted beside, as name/note
+    reward_parts: dict[str, float]  # what each reward gave, by name; its notes as name/note
     success: bool  # whether the task was solved, as the environment or the reward defines it
     end: EpisodeEnd  # why the episode ended
     response: str = ""  # text of the last sampled turn, for rewards that read text
@@ -217,7 +217,7 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Adapter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is sent in place of a model: factors A and B of some of its weights W, which become W + B A * scale."""
+    """A low-rank adapter sent instead of a model: factors A and B of some of its weights W, which become W + B A * scale."""
 
     base: str  # hex digest of the model that they belong to, laid out by its own bucket plan
     targets: list[str]  # last names of the layers whose weights they change
@@ -284,13 +284,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     min_p: float = 0.0  # smallest probability relative to the best candidate, 0 is off
     seed: int | None = None  # same seed, same prompt, same weights: same tokens
     stop: list[str] = []  # strings that end generation; their tokens are kept
-    stop_token_ids: list[int] = []  # tokens that end generation, beside the model's own; kept
+    stop_token_ids: list[int] = []  # tokens that end generation, in addition to the model's own; kept in the output
     ignore_eos: bool = False  # whether the model's own end tokens are ordinary tokens
     frequency_penalty: float = 0.0  # taken off a token's logit for each time that it was sampled in this output
     presence_penalty: float = 0.0  # taken off a token's logit once it was sampled in this output
     logit_bias: dict[int, float] = {}  # added to the logits of tokens
     guides: list[Guide] = []  # the output keeps to one of these, and ends behind it; none: it is free
-    top_logprobs: int = 0  # the reply says which so many tokens were likeliest at each sampled one, if the engine can
+    top_logprobs: int = 0  # number of likeliest tokens to return at each sampled one, if the engine can
 
 
 class GenerateRequest(Message, frozen=True, tag="GenerateRequest"):
@@ -303,7 +303,7 @@ class GenerateRequest(Message, frozen=True, tag="GenerateRequest"):
     min_version: int = 0  # the server waits until it serves at least this version
     deadline_s: float = 60.0  # seconds after receipt at which the partial output is returned
     expected_tokens: int = 0  # expected output length, 0 unknown; the longest go first
-    prompt_top_k: int = 0  # above 0 nothing is sampled: the reply says which so many tokens were likeliest at each context position
+    prompt_top_k: int = 0  # above 0 nothing is sampled: the reply has this many likeliest tokens at each context position
 
 
 class AbortRequest(Message, frozen=True, tag="AbortRequest"):
@@ -326,7 +326,7 @@ class GenerateReply(Message, frozen=True, tag="GenerateReply"):
     error: str = ""  # one line, with finish_reason `error`
     # With prompt_top_k for each context token but the first, at temperature 1; with sampling.top_logprobs for each sampled token, under the
     # distribution that it was drawn from. Where that has fewer tokens, its last one is repeated.
-    top_ids: Column | None = None  # <i4, so many for each token
+    top_ids: Column | None = None  # <i4, top_logprobs or prompt_top_k for each token
     top_logprobs: Column | None = None  # <f4, of top_ids, in falling order
     reshaped: Column | None = None  # |u1, shape (k,): 1 where a guide, penalty or bias changed what a token was drawn from; None: nowhere
 
@@ -397,7 +397,7 @@ class Presence(Message, frozen=True, tag="Presence"):
 
 
 class RunSpec(Message, frozen=True, tag="RunSpec"):
-    """All that a process needs to join a run; whoever cannot match it is refused at joining."""
+    """All that a process needs to join a run; a process that cannot match it is refused."""
 
     run: str  # the run's name
     wire_version: int  # WIRE_VERSION of the learner

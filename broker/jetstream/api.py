@@ -47,7 +47,7 @@ async def ask(link: Link, request: str, body: dict[str, Any] | None = None) -> d
     Raises:
         ApiError: refused.
         UserError: the broker runs without JetStream.
-        Disconnected: the link was closed meanwhile.
+        Disconnected: if the link was closed while waiting.
     """
     payload = json.dumps(body).encode() if body else b""
     started, attempts = time.monotonic(), 0

@@ -92,7 +92,7 @@ class Bus:
         return cls(link, run)
 
     async def close(self) -> None:
-        """Stop the marks and disconnect; whoever still waits for the broker gets Disconnected, readers end."""
+        """Stop the in-progress marks and disconnect; pending calls raise Disconnected, readers end."""
         for task in self._queues.values():
             task.cancel()
         await self._marks.close()

@@ -1,4 +1,4 @@
-"""What crosses the broker without being stored: metrics, and request and reply. Best effort; whoever asked asks again."""
+"""Messages that cross the broker without being stored: metrics, requests and replies. Best effort; the requester retries."""
 
 from __future__ import annotations
 

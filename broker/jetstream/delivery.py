@@ -30,7 +30,7 @@ MAX_DIGITS: Final = 18  # of a number in a header; more do not fit into 64 bits
 
 
 class Delivery:
-    """One message of a work queue, ours until acknowledged; in-progress marks are sent for it meanwhile.
+    """One message of a work queue, ours until acknowledged; in-progress marks are sent until then.
 
     The marks come from a thread with a connection of its own, so that a busy event loop cannot starve them; they stop
     when the event loop has not turned for ``Bus.hang_after_s``.

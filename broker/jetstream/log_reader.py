@@ -51,7 +51,7 @@ async def follow(link: Link, stream_name: str, start: Callable[[], Awaitable[dic
                 return
         except NoStream:
             raise
-        except ApiError as error:  # for example a broker that has only just come back; whoever reads has nothing better to do than to wait
+        except ApiError as error:  # for example a broker that has only just come back; a reader can only wait
             log.warning("%s: the broker refuses to have it read: %s; asking again", stream_name, error)
             await asyncio.sleep(REFUSED_PAUSE_S)
         finally:

@@ -57,7 +57,7 @@ async def store(
     Raises:
         LostState: no stream takes that subject.
         RlearnerError: the broker refuses it for good.
-        Disconnected: the link was closed meanwhile.
+        Disconnected: if the link was closed while waiting.
     """
     with link.refusals.publish() as publish:
         return await _store(link, stream_name, subject, data, headers, make_room, publish)

@@ -1,6 +1,6 @@
 """Room that a run keeps in the broker's store for the few small messages that must be stored although it is full.
 
-The learner fills the reserve while there is room. Whoever must store something essential (a learner's epoch, the operator's word, a
+The learner fills the reserve while there is room. A process that must store something essential (a learner's epoch, the operator's word, a
 weights offer) and is refused for lack of room purges it and publishes again; purging works in a full store.
 """
 

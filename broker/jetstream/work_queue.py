@@ -213,7 +213,7 @@ class WorkQueue:
             await asyncio.sleep(0.2 if pull.ended != "404" else PAUSE_S)
 
     async def _ensure_beside(self) -> None:
-        """Make the consumer should it be gone, but go on asking it meanwhile: it may be back before the cluster can make any."""
+        """Create the consumer if it is gone, and keep requesting from it: it may be back before the cluster can create one."""
         await asyncio.sleep(0.2)
         if self._ensuring is None:
             self._ensuring = asyncio.create_task(self._ensure())

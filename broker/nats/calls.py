@@ -52,7 +52,7 @@ class Calls:
 
 
 def fail(answer: asyncio.Future[Msg], error: Exception) -> None:
-    """Let whoever awaits it get this error, unless it has come."""
+    """Fail the call with this error, unless its answer has come."""
     if not answer.done():
         answer.set_exception(error)
         answer.exception()  # counts as retrieved: who waits may be cancelled in this very moment

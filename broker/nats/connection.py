@@ -1,6 +1,6 @@
 """One connection to the broker that never gives up, and calls over it that know when their answer is lost.
 
-A call made before a disconnection and unanswered at it fails at once with ``Disconnected``; whoever made it waits for
+A call made before a disconnection and unanswered at it fails at once with ``Disconnected``; its caller waits for
 ``connected`` and repeats it. So a retry starts when the broker is back, not when some timeout has passed.
 """
 

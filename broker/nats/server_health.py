@@ -1,4 +1,4 @@
-"""When a server that is connected, but does not answer, is to be left for another one. Pure: times come in as arguments.
+"""Decides when to switch away from a server that accepts connections but stops answering. Pure: times are arguments.
 
 A server that is cut off from its cluster goes on answering some requests for half a minute: it takes itself for the leader of some
 streams until it has missed the others for long enough. So each kind of request is doubted by itself, and the answers to others say

@@ -28,7 +28,7 @@ class Traffic:
         self._client, self._written = client, 0
 
     def wrote(self, num_bytes: int) -> None:
-        """So many payload bytes were handed to the client."""
+        """Count payload bytes handed to the client."""
         self._written += num_bytes
 
     def now(self) -> tuple[int, int]:

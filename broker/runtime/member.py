@@ -50,7 +50,7 @@ class Member:
 
     Attributes:
         spec: the newest RunSpec; replaced when the learner resumes under a new epoch.
-        renewed: set when it was replaced; cleared by whoever waits for that.
+        renewed: set when it was replaced; cleared by the code that waits for that.
         running: set while the operator does not want a pause; ``await member.running.wait()`` before taking new work.
         pausing: set while the operator wants one.
         desired: what the operator wants: running, paused, draining or stopped.
@@ -107,7 +107,7 @@ class Member:
         self.renewed.set()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run beside the process until it leaves; a failure asks it to stop and is raised when it does."""
+        """Run alongside the process until it leaves; a failure requests a stop and is raised when the process stops."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)
@@ -132,7 +132,7 @@ class Member:
         """Undo all of it.
 
         Raises:
-            Exception: what a part that ran beside the process failed with.
+            Exception: what a task that ran alongside the process failed with.
         """
         tasks = list(self._tasks)
         for task in tasks:

@@ -161,7 +161,7 @@ async def join(
     """Connect, wait for the RunSpec, refuse another wire version, follow the desired state; undo all of it on exit.
 
     Without --run it waits until exactly one run on the broker is not stopped; a run that is stopped is waited for until it
-    is resumed. Ends quietly (by Stopped, which ``main`` takes for success) when ``stop`` is asked meanwhile.
+    is resumed. Ends quietly (by Stopped, which ``main`` takes for success) when a stop is requested while waiting.
 
     Args:
         connected: called once the broker has answered; the run may be waited for after that.
@@ -250,7 +250,7 @@ async def _follow_control(member: Member) -> None:
     control = await member.bus.key_value(CONTROL)
     async for message, _ in control.watch(member.bus.run):
         if isinstance(message, wire.DesiredState) and message.state != member.desired:
-            log.info("the run is to be %s", message.state)
+            log.info("the desired state of the run is now: %s", message.state)
             member.follow(message.state, message.reason)
 
 

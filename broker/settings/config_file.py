@@ -97,7 +97,7 @@ def _read(path: Path, inheriting: tuple[Path, ...]) -> DictConfig:
         raise UserError(f"{path}: expected a mapping of sections at the top")
     parents = own.pop("inherit", [])
     if not isinstance(parents, str) and not (isinstance(parents, ListConfig) or parents == []):
-        raise UserError(f"{path}: inherit: {parents} is not allowed; the name of a file beside it, or a list of such names")
+        raise UserError(f"{path}: inherit: {parents} is not allowed; the name of a file in the same folder, or a list of such names")
     names = [parents] if isinstance(parents, str) else list(parents)
     merged = OmegaConf.create({})
     for name in names:
@@ -134,7 +134,7 @@ def _check_keys(path: Path, node: yaml.Node | None, where: str) -> None:
 
 
 def _placed(value: Any, folder: str) -> Any:
-    """Plain values with the folder of their file in place of ``${here}``."""
+    """Plain values with the folder of their file substituted for ``${here}``."""
     if isinstance(value, dict):
         return {key: _placed(each, folder) for key, each in value.items()}
     if isinstance(value, list):

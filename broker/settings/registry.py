@@ -40,7 +40,7 @@ def resolve(kind: str, name: str, table: Mapping[str, str]) -> Any:
 
 
 def check_call(key: str, name: str, found: Any, parameters: Sequence[str]) -> None:
-    """Refuse what cannot be called with so many arguments.
+    """Refuse what cannot be called with these arguments.
 
     Args:
         key: the setting that names it.

@@ -166,7 +166,7 @@ async def newest_epoch(bus: Bus, run: str) -> int:
 async def publish_runspec(bus: Bus, spec: wire.RunSpec, *, above: int = 0, seen: int | None = None) -> int:
     """Write the RunSpec under the next epoch by compare-and-swap; that epoch, larger than ``above``.
 
-    Whoever held the run before is fenced by it. The ``epoch`` in ``spec`` is replaced.
+    The process that held the run before is fenced by it. The ``epoch`` in ``spec`` is replaced.
 
     Args:
         seen: newest epoch that the caller knows of; a newer one is left alone. None: take over from any.

@@ -1,4 +1,4 @@
-"""Adapters on the weight channel: small factors A and B travel, and whoever holds the model below them merges: W + B A * scale.
+"""Adapters on the weight channel: small factors A and B travel, and the receiver merges them into its base model: W + B A * scale.
 
 Both ends name the factors as peft does, plan them from the model's own weights, and merge by the same function, so a receiver comes to the
 numbers that the sender would have sent. The model below is compared once, by its digest.
@@ -88,7 +88,7 @@ def _finish(plan: Plan, digests: list[bytes], buffer: Tensor, upto: int) -> None
 
 
 class Merged(OnDemand):
-    """A whole model: weights that have factors are merged when they are asked for, each time anew; the others are the base's.
+    """A whole model: weights that have factors are merged each time they are read; the others are the base's.
 
     Attributes:
         base: the model below, the same names and shapes.

@@ -15,7 +15,7 @@ from broker.weights.memory.staging import Flat, Staged
 from broker.weights.plan import Plan
 from broker.weights.store_messages import Lines
 
-WHOLE: Final = "whole"  # in place of a size: the bucket itself comes, for its difference is no smaller
+WHOLE: Final = "whole"  # instead of a size: the bucket itself follows, because its difference is not smaller
 MAX_DIGITS: Final = 18
 
 
@@ -23,7 +23,7 @@ class Base:
     """The sender's copy of the bytes that the receivers of its last transfer hold. It takes as much memory as the model.
 
     Args:
-        full_every: of so many transfers in a row, one at least sends everything.
+        full_every: of this many transfers in a row, at least one sends everything.
     """
 
     def __init__(self, plan: Plan, full_every: int, device: str | torch.device = "cpu") -> None:

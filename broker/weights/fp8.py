@@ -9,7 +9,7 @@ UE8M0 scales of OCP's Microscaling specification). So multiplying and dividing a
 largest / 448: an element is off by at most 1/16 of itself, or 2^-10 scales where that is more; quantising what was dequantised gives the
 same bits; and a block whose largest element moves a little keeps its scale, so that few bytes change from version to version.
 
-A block with an element that is not finite, or above 448 * 2^119 (3e38), gets the scale NaN: whoever loads it computes NaN, which the
+A block with an element that is not finite, or above 448 * 2^119 (3e38), gets the scale NaN: a server that loads it computes NaN, which the
 probe finds.
 """
 
@@ -73,7 +73,7 @@ def quantise(weight: Tensor, into: Tensor, scales: Tensor, most: int = GPU_PIECE
     Args:
         weight: (rows, columns) or (n, rows, columns), floating point.
         into: float8_e4m3fn of that shape, on any device.
-        scales: float32, ``scale_shape`` of it, beside ``into``.
+        scales: float32, ``scale_shape`` of it, next to ``into``.
         most: elements at once, where a block of rows is not more.
     """
     rows, columns = weight.shape[-2:]
@@ -97,7 +97,7 @@ def dequantise(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def as_sent(name: str, weight: Tensor) -> Tensor:
-    """What a server computes with in place of this tensor, in its own dtype; itself where that is the same."""
+    """Return what a server computes with instead of this tensor, in its dtype; the tensor itself where that is the same."""
     specs = specs_of(TensorSpec(name, tuple(weight.shape), str(weight.dtype).removeprefix("torch.")))
     if len(specs) == 1:
         return weight.to(getattr(torch, specs[0].dtype)).to(weight.dtype)

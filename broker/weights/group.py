@@ -1,4 +1,4 @@
-"""Communicators made by hand, beside whatever world the process has, and the store that their members meet in.
+"""Communicators made by hand, independent of the default process group, and the store that their members meet in.
 
 Nothing here calls ``init_process_group``: the learner keeps its own default group. Every wait polls, so that it can be left at
 any time; gloo's own timeout only ends the threads left behind. Facts that shaped this file, tried on torch 2.13: a gloo operation

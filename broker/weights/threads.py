@@ -106,7 +106,7 @@ async def patiently(future: asyncio.Future[T], watch: Watch, timeout_s: float) -
     Raises:
         TransferFailed: its own, or it is stuck in a call that knows no timeout.
     """
-    future.add_done_callback(lambda done: done.cancelled() or done.exception())  # whoever leaves meanwhile has nobody to ask
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())  # a caller that left does not retrieve it
     while not future.done():
         await asyncio.wait({future}, timeout=0.5)
         silent_s = time.monotonic() - watch.beat_at

@@ -7,7 +7,7 @@
         context: steps
         max_turns: 20        # calls to the policy
 
-The program, or ``function: my_agent.py:play``, is started anew for each episode with OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in
+The program, or ``function: my_agent.py:play``, is started for each episode with OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in
 its environment, and gets its task as a line of JSON on stdin: ``{"task_index": 3, "split": "train", "seed": 7, "row": {...}}``. Whatever
 it asks of that endpoint is sampled as the run says, and recorded. Its last line on stdout is the reward, or an object with ``reward``
 and perhaps ``success``, ``response`` and ``metrics``; or its exit status is (``reward: exit``), or reward hubs give it (``reward: none``).

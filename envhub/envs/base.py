@@ -5,7 +5,7 @@ and ``step``; the config then names it by dotted path or file path. Methods may 
 timeout. Where they run is ``domains.<name>.isolation``, or else what the class says:
 
 - ``process``: in a worker process of its own, which is killed when it hangs, crashes or takes too much memory. What is not
-  known to be harmless belongs there, so it is the default.
+  known to be harmless belongs there, which makes it the default.
 - ``thread``: plain methods in a thread of the hub. For code that waits and shares much: one that hangs is left behind, but
   one that crashes, leaks or holds the interpreter's lock hurts its hub.
 - ``none``: on the hub's event loop, for code of ours whose calls take microseconds.

@@ -1,4 +1,4 @@
-"""Plays dead tickets again for the operator to look at: one at a time, beside the slots, and into no log whatever."""
+"""Runs dead tickets again for the operator to inspect: one at a time, outside the slots, without storing anything."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ class Job:
     Attributes:
         key: unique among the jobs in hand.
         max_staleness: versions that a token may lag behind before the group is late; None: never late.
-        num_redundant: once all episodes but so many have finished the group is complete.
+        num_redundant: once all episodes but this many have finished, the group is complete.
     """
 
     key: str

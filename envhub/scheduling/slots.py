@@ -281,7 +281,7 @@ class Slots:
     def _leave(self, key: str, episode: int) -> _Group | None:
         group = self._groups.get(key)
         if group is None or group.running.pop(episode, None) is None:
-            return None  # its group ended meanwhile, or it was never started
+            return None  # its group has ended, or it was never started
         self._running -= 1
         return group
 

@@ -149,7 +149,7 @@ class Generator:
                 continue
             whole = reply.finish_reason in ("stop", "length")
             if _reshaped(ask.sampling) and not whole:
-                reply, done = _without_tokens(reply), None  # a guide and penalties count from the first token on: it begins anew
+                reply, done = _without_tokens(reply), None  # a guide and penalties count from the first token on: start over
             done = _with(done, reply)
             self.tokens += len(reply.token_ids.data) // 4
             if whole:

@@ -15,7 +15,7 @@ from envhub.scheduling.slots import Slots
 
 LOOK_S: Final = 1.0  # at whether tickets can be worked on
 CROWDED_PAUSE_S: Final = 0.5  # before asking an empty queue again that had to make way
-EVAL_SHARE: Final = 2  # evaluations take at most one slot in so many
+EVAL_SHARE: Final = 2  # evaluations take at most one slot in this many
 
 
 class Turnstile:

@@ -1,7 +1,7 @@
 """Calls into environments under a timeout: on the loop, awaited where they are async, or in a thread.
 
 A thread cannot be stopped. One that hangs is left behind, counted, and replaced by another, so that a hanging
-environment costs its own episode and nobody else's turn; a hub that has lost too many ends, so that another begins anew.
+environment costs its own episode and no other turn; a hub that has lost too many threads exits, so that another can start.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class _Worker:
             result, error = None, None
             try:
                 result = function(*args)
-            except BaseException as caught:  # noqa: BLE001 - handed to whoever waits
+            except BaseException as caught:  # noqa: BLE001 - handed to the caller
                 error = caught
             try:
                 self._loop.call_soon_threadsafe(_resolve, future, result, error)

@@ -17,7 +17,7 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
     name: str
     section: dict[str, Any]
     memory_mib: int | None
-    preload: bool  # import it once and fork it, else each worker imports it anew
+    preload: bool  # import it once and fork it, else each worker imports it
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -40,7 +40,7 @@ class Bury(msgspec.Struct, frozen=True, tag=True):
     """Kill a worker with all that it started; answered by Buried."""
 
     pid: int
-    hung_up: bool  # it closed its socket, so it is about to end by itself
+    hung_up: bool  # it closed its socket, which means that it is about to exit
 
 
 class Buried(msgspec.Struct, frozen=True, tag=True):

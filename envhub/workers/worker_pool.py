@@ -148,7 +148,7 @@ class Nursery:
                 raise CallFailed(ready.detail)
             if isinstance(ready, protocol.Ready) and (ready.num_threads == 1 or not preload):
                 break
-            log.warning("environment %s starts threads when it is imported, so each worker imports it anew", self.domain.section.env)
+            log.warning("environment %s starts threads when it is imported, so each worker imports it for itself", self.domain.section.env)
             self._forget_zygote()
         assert self._zygote is not None
         return self._zygote

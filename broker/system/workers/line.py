@@ -1,6 +1,6 @@
 """What a hub and its worker processes say to each other: frames over a socket pair, one question and one answer at a time.
 
-A frame is a length, four bytes little-endian, and so many bytes; each role has its own MessagePack messages in them, never a
+A frame is a length, four bytes little-endian, and as many bytes; each role has its own MessagePack messages in them, never a
 pickle. What a worker sends is refused unread beyond a limit: it runs code of the user's.
 """
 

@@ -2,7 +2,7 @@
 
 How far packing has come and which version lies there stays in host memory (broker.weights.memory.shared). What stands there of the
 device's memory
-is a card: plain text of fixed form, so that nothing is unpickled and whoever can read it is a process of the same user on the same host.
+is a card: plain text of fixed form, so that nothing is unpickled, and readable only by processes of the same user on the same host.
 The protocol around it is the same for every device; ``broker.weights.memory.cuda`` is the real one, the tests have one over host memory.
 """
 
@@ -78,7 +78,7 @@ class Device(Protocol):
 
     def reading(self) -> AbstractContextManager[None]:
         """Around ``copy`` and what is computed of the copies, in one thread: whatever was begun before with this process's memory on the
-        device is done, and nothing waits for what others begin meanwhile."""
+        device is done, and nothing waits for what others begin later."""
         ...
 
     def copy(self, target: Tensor, source: Tensor) -> None:

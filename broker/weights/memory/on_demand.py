@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class OnDemand(Mapping[str, Tensor]):
-    """A whole model by name, some of it computed anew each time it is asked for.
+    """A whole model by name, some of it computed each time it is read.
 
     Attributes:
         base: the same names with tensors of the same shapes, for who only looks at these.

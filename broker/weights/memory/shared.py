@@ -9,7 +9,7 @@
                                                                 after each piece: is it still this version? At the end: is the
                                                                 digest of its own copy the learner's? Else nothing is loaded.
 
-The two buffers may lie on a device instead, so that servers of the same GPU, or of one beside it, copy from there (CUDA IPC): then the
+The two buffers may lie on a device instead, so that servers of the same GPU, or of a peer of it, copy from there (CUDA IPC): then the
 memfd is the page of words alone, and behind the words stands the card by which others open the device's memory
 (broker.weights.memory.devices).
 All else is the same; bytes count as packed once the device has them.
@@ -20,7 +20,7 @@ are
 waited for. One that was given up may read on while it is overwritten: it sees the other version in the words, or, should memory
 order ever hide that, another digest of its copy.
 
-Why a memfd: it has no name in any file system, so the kernel frees it with the last process that has it, whoever is killed and when; it is
+Why a memfd: it has no name in any file system, so the kernel frees it with the last process that has it, however they end; it is
 not bound by the size of /dev/shm (64 MiB in many containers); and ``/proc/PID/fd`` lets nobody in but the same user (and root) who sees
 the same processes, which is just who can be on the same host. It cannot be cut short under a reader (F_SEAL_SHRINK), and nobody but the
 learner can write it (F_SEAL_FUTURE_WRITE, Linux 5.1). A server lets go of it as soon as the learner's process has ended.
@@ -194,7 +194,7 @@ class Window:
         self._device.copy(target, source)
 
     def close(self) -> None:
-        """Let go of the memory; whoever still reads holds it for as long as that takes."""
+        """Release the memory; processes that still read it hold it until they are done."""
         self._memory = self._lent = None
 
 

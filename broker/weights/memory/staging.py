@@ -19,7 +19,7 @@ from broker.weights.memory.copying import copy_into
 from broker.weights.plan import Plan, Slot, TensorSpec, make_plan
 
 PIECE_BYTES: Final = 2 << 20  # that is copied, and digested, at a time: a tile of the digest
-LOOK_AGAIN_S: Final = 0.1  # whoever waits for packing is told; this only bounds what a missed word costs
+LOOK_AGAIN_S: Final = 0.1  # waiters are notified when packing ends; this only bounds the cost of a missed notification
 
 Words: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int64]]
 
@@ -174,7 +174,10 @@ class Staged:
         """What lay here is gone."""
         with self.lock:
             self._words[:] = 0
-            self._packed_bytes, self.digest = 0, None  # first: whoever sees the new version must not see the old one's bytes as packed
+            self._packed_bytes, self.digest = (
+                0,
+                None,
+            )  # first: a reader that sees the new version must not take the old one's bytes for packed
             self.version = version
             self._words[0] = version + 1
 
@@ -192,7 +195,7 @@ class Staged:
             self._told.notify_all()
 
     def take_digest(self, version: int) -> str | None:
-        """The digest of a version, taken while it is packed; None when packing failed or it was overwritten meanwhile."""
+        """Return the digest of a version, computed while it is packed; None if packing failed or it was overwritten."""
         digests: list[bytes] = []
         for index, (start, stop) in enumerate(self.plan.buckets):
             digest, done = BucketDigest(self.flat.bucket(index)), start
@@ -262,12 +265,12 @@ class Staging:
             raise
 
     def digest(self, version: int) -> str | None:
-        """Hex digest of a version, waiting for its packing; None when it was overwritten meanwhile or could not be packed."""
+        """Return the hex digest of a version, waiting for its packing; None if it was overwritten or could not be packed."""
         side = self._find(version)
         return side.take_digest(version) if side is not None else None
 
     def copy_out(self, version: int, into: Flat) -> bool:
-        """Copy a version that is whole into another buffer of its plan; False when it was overwritten meanwhile."""
+        """Copy a complete version into another buffer of its plan; return False if it was overwritten."""
         side = self._find(version)
         if side is None:
             return False

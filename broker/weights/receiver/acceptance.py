@@ -43,7 +43,7 @@ class Wait:
 
 
 Action = Adopt | Join | Look | Wait
-Snapshots = Literal["none", "beside", "only"]
+Snapshots = Literal["none", "fallback", "only"]
 
 
 class Acceptance:
@@ -52,7 +52,7 @@ class Acceptance:
     Args:
         plan: digest of the server's own bucket plan; those of other things that it takes are added to ``plans``.
         digest: of the weights that the server holds, None when unknown.
-        snapshots: ``beside``: looked for while the learner cannot be had; ``only``: it is never asked.
+        snapshots: ``fallback``: polled while the learner cannot be reached; ``only``: it is never asked.
     """
 
     def __init__(self, plan: str, digest: str | None, snapshots: Snapshots = "none") -> None:
@@ -100,7 +100,7 @@ class Acceptance:
     @property
     def _looks(self) -> bool:
         """Whether snapshots are worth a look: where the learner is not asked, or did not answer, or has offered nothing."""
-        return self._snapshots == "only" or (self._snapshots == "beside" and (self.newest is None or self._delay_s > FIRST_RETRY_S))
+        return self._snapshots == "only" or (self._snapshots == "fallback" and (self.newest is None or self._delay_s > FIRST_RETRY_S))
 
     def looked(self, now: float) -> None:
         """At what there is; once more a little later."""

@@ -38,7 +38,7 @@ from broker.weights.threads import Tasks, in_thread, patiently
 
 log = logging.getLogger(__name__)
 
-MAX_LOST: Final = 3  # so many times in a row what was read in the learner's memory was no use: then it is asked to send
+MAX_LOST: Final = 3  # reads of the learner's memory that fail in a row before the learner is asked to send
 
 
 class Receiver:
@@ -85,7 +85,7 @@ class Receiver:
         self._settings = settings or Settings()
         self._questions = Questions(bus, server_id, self._settings.connect_timeout_s)
         self._lookout = Lookout(snapshots, bus.run) if snapshots is not None else None
-        looking: Snapshots = "none" if snapshots is None else "only" if only_snapshots else "beside"
+        looking: Snapshots = "none" if snapshots is None else "only" if only_snapshots else "fallback"
         self._state = Acceptance(self.plan.digest, None, looking)
         quantised = dtype == fp8.NAME
         self._landing = Landing(
@@ -120,7 +120,7 @@ class Receiver:
         """weights/{version,seconds,gbytes_per_s,shared,load_seconds,failures}: served, last transfer, last load, since start.
 
         ``shared`` is 1 where the last transfer was by shared memory, 0 where it was not.
-        ``load_seconds`` is from the last byte until the engine serves; how long it stood still meanwhile is the engine's to say.
+        ``load_seconds`` is from the last byte until the engine serves; the engine reports how long it paused.
         """
         return {**self._values, **self._landing.values, "weights/failures": float(self._state.failures)}
 

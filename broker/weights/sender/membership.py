@@ -1,7 +1,7 @@
 """Who is sent which version in which communicator: decisions only, no clock, no network.
 
 Events come in as calls, actions go out as lists. One transfer runs at a time. A transfer that has started is finished even when
-a newer version comes up meanwhile, so a slow link cannot starve; whoever waits for a version that is no longer the newest is told so.
+a newer version appears, so a slow link cannot starve; members that wait for a version that is no longer the newest are told so.
 
 A server that failed in a transfer is on probation: it is served alone, in a communicator of its own, after a delay that doubles with each
 failure, and only while no other server waits. A transfer that reaches it ends the probation. Where a transfer failed and nothing tells who
@@ -36,7 +36,7 @@ class Start:
 
     @property
     def num_sent(self) -> int:
-        """Members of the communicator beside the sender."""
+        """Members of the communicator, without the sender."""
         return len(self.members) - self.num_shared
 
 
@@ -64,7 +64,7 @@ class _Running:
     members: tuple[str, ...]
     seen: set[str]  # members that were known to be there; who has just come may not be known yet
     alone: bool = False  # of a server on probation
-    asked_again: bool = False  # one of them did, for the same version: it was started anew, without its end of the communicator
+    asked_again: bool = False  # one of them did, for the same version: it was restarted, without its end of the communicator
     gone: set[str] = field(default_factory=set)  # members that went away
     gives_way: bool = False  # it was cancelled because others wait
 

@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class Offers:
-    """Stores the offers of one epoch, each in place of the one before.
+    """Stores the offers of one epoch, each replacing the one before.
 
     Args:
         epoch: of this learner.

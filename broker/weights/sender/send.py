@@ -1,6 +1,6 @@
 """The learner's end of the weight channel. Training waits for one copy and for nothing else.
 
-``offer`` copies the tensors into a staging buffer and returns. Everything else happens beside training, and beside the copy: the
+``offer`` copies the tensors into a staging buffer and returns. Everything else happens in the background of training and of the copy: the
 digest, the offer on the broker, the joins, the communicator, the broadcast. The event loop decides (broker.weights.sender.membership),
 threads do
 what blocks. Once a server has received a version from here, versions are offered as their packing begins, without a digest, and again with
@@ -50,7 +50,7 @@ IDLE_TICK_S: Final = 1.0
 
 
 class Sender:
-    """Offers versions and sends them to whoever joins.
+    """Offers versions and sends them to the servers that join.
 
     Args:
         bus: of the run; its streams exist.
@@ -59,7 +59,7 @@ class Sender:
         roster: who is there; None: a transfer waits ``gather_s`` for joins in any case.
         device: the GPU that nccl sends from; gloo sends from the CPU.
         policy: the policy whose servers are waited for.
-        delta_full_every: send only what has changed where all receivers hold the version sent last, but everything in one of so many
+        delta_full_every: send only what has changed where all receivers hold the version sent last, but everything in one of this many
             transfers at least; None: always everything.
         adapter: what the plan's tensors are the factors of; None: they are the model.
         memory: with ``settings.shared`` the device that the staging lies on, for servers that can open its memory; None: host memory.
@@ -196,7 +196,7 @@ class Sender:
                     await self._offers.publish(offer)
                 digest = await digesting
                 if digest is None:
-                    continue  # a newer one was written meanwhile, or it could not be packed
+                    continue  # a newer one was written, or it could not be packed
                 self._values["weights/digest_seconds"] = time.monotonic() - started
                 if not early:
                     self._perform(self._membership.offered(version))  # before it is stored: joins for it may come at once

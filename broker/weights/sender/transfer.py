@@ -86,7 +86,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class Received:
-    """A version that has arrived; the communicator, where there was one, is to be used again."""
+    """A version that has arrived; its communicator, if there was one, can be reused."""
 
     communicator: Communicator | None
     digest: str
@@ -146,7 +146,7 @@ def lead(
 
 
 def _own_digest(staged: Staged, watch: Watch, timeout_s: float) -> str:
-    """What the bytes came to; taken as they are packed, so it is there soon after.
+    """Return the digest of the bytes; it is computed while they are packed, so it is ready soon after.
 
     Raises:
         TransferFailed: they could not be packed, or neither they nor the digest came on for so long.
@@ -174,7 +174,7 @@ def call_off(store: Store, start: Start, communicator: Communicator | None, reas
 
 
 def meet(store: Store, session: str, rank: int, size: int, settings: Settings) -> Communicator:
-    """The communicator of a session, made anew; rank 0 sends."""
+    """Create the communicator of a session; rank 0 sends."""
     return Communicator(
         store,
         parse_session(session)[0],
@@ -227,7 +227,7 @@ def _to_blame(lines: Lines, start: Start) -> dict[str, str]:
 
 
 def _said(lines: Lines, start: Start, first: int | None = None) -> dict[str, str]:
-    """The members that said that they failed, of the ``first`` so many."""
+    """Return which of the ``first`` members reported a failure."""
     answers = {server: lines.heard(f"done/{rank}") for rank, server in enumerate(start.members[:first], 1)}
     return {server: answer for server, answer in answers.items() if answer}
 

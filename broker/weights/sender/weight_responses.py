@@ -54,7 +54,7 @@ class Replies:
         self._answer(server, self._session(reason, version, rank=0, world_size=1, error=reason))
 
     def refuse_all(self, reason: str, version: int) -> None:
-        """Whoever waits is told why not."""
+        """Tell waiting servers why not."""
         for server in list(self._open):
             self.refuse(server, reason, version)
 

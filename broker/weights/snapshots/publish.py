@@ -1,4 +1,4 @@
-"""The learner's snapshots: every so many versions, and the last, written beside training."""
+"""The learner's snapshots: every n-th version and the last, written in the background of training."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Publisher:
         into = self._copy = self._copy or Flat(plan)
         try:
             if not await in_thread(lambda: staging.copy_out(offer.version, into), "weights-snapshot"):
-                self._owed = True  # a newer one took its place meanwhile
+                self._owed = True  # a newer one has replaced it
                 return
             if await in_thread(lambda: snapshot.write(self._folder, self._run, offer, plan, into.buffer), "weights-snapshot"):
                 self._written = offer.version

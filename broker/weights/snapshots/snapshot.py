@@ -94,7 +94,7 @@ def file_name(offer: wire.WeightsOffer) -> str:
 
 
 def write(folder: Path, run: str, offer: wire.WeightsOffer, plan: Plan, buffer: Tensor) -> bool:
-    """Make a version the newest of a folder; whoever dies and whenever, what stands there is whole.
+    """Make a version the newest of a folder, atomically: a crash leaves the old or the new one whole.
 
     A newer learner's stays: False then.
 

@@ -34,7 +34,7 @@ class Source:
         timeout_s: longest wait for a web server to go on.
 
     Raises:
-        UserError: an address that is none.
+        UserError: if the address is not valid.
     """
 
     def __init__(self, where: str, key: str = "", timeout_s: float = 10.0) -> None:
@@ -43,7 +43,7 @@ class Source:
         if self._url is not None:
             try:
                 known = bool(self._url.hostname) and self._url.port != 0
-            except ValueError:  # a port that is none
+            except ValueError:  # not a port
                 known = False
             if not known or self._url.query or self._url.username:
                 raise UserError(f"snapshot {where!r} is not allowed; a folder, or http://host:port/path without user and query")

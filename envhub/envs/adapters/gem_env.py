@@ -1,7 +1,7 @@
 """Any registered GEM environment by ``gem.make`` (Liu et al. 2025, arXiv:2510.01051; https://github.com/axon-rl/gem).
 
 The task is the seed of ``reset``. GEM's games end with reward 1 when they are won; text that is no move costs a reward of theirs.
-gem-llm 0.1 pins msgspec 0.19 for its search tool while this project needs a newer one, so it is installed without its pins.
+gem-llm 0.1 pins msgspec 0.19 for its search tool while this project needs a newer one; install it without its pins.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class GemArgs(Section):
 
     id: str  # as gem.make takes it, for example game:GuessTheNumber-v0-easy
     make_args: dict[str, Any] = Field(default={})  # passed on to gem.make
-    suffix: bool = True  # add the line that the environment gives beside an observation, which asks for the next action
+    suffix: bool = True  # add the line that the environment gives with an observation, which asks for the next action
     success_reward: float = 1.0  # an episode that ends with a step of at least so much reward is a success
 
 

@@ -40,7 +40,7 @@ class OpenEnvArgs(Section):
     action: Literal["field", "json"] = "field"  # the text is one field of the action, or the whole action in JSON
     action_field: str = "message"  # which
     action_args: dict[str, Any] = Field(default={})  # further fields of every action
-    reset_args: dict[str, Any] = Field(default={})  # of every reset, beside the seed
+    reset_args: dict[str, Any] = Field(default={})  # of every reset, in addition to the seed
     observation_field: str = ""  # the field of the observation that is shown; empty: all of them in JSON
     observe: str = ""  # or a dotted path or file path to a function of (observation as a dict) that returns text
     success_reward: float = 1.0  # an episode that ends with a step of at least so much reward is a success

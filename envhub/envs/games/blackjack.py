@@ -19,7 +19,7 @@ from envhub.envs.text.answers import one_of
 
 ACTIONS: Final = {"HIT": "hit", "STAND": "stand", "STICK": "stand"}
 RANKS: Final = ("A", "2", "3", "4", "5", "6", "7", "8", "9", "10", "J", "Q", "K")
-HELD_OUT_SHARE: Final = 4  # one deal in so many is held out
+HELD_OUT_SHARE: Final = 4  # one deal in this many is held out
 NUM_EVAL: Final = 256
 DEALER_STANDS: Final = 17
 

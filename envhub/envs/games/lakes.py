@@ -20,7 +20,7 @@ Map = tuple[str, ...]
 
 LETTERS: Final = "LDRU"  # index = gymnasium's action number
 MOVES: Final = ((0, -1), (1, 0), (0, 1), (-1, 0))  # (row, column) of each
-HELD_OUT_SHARE: Final = 4  # one map in so many is held out
+HELD_OUT_SHARE: Final = 4  # one map in this many is held out
 MAX_HELD_OUT: Final = 512
 DRAWS_AT_A_TIME: Final = 16
 MAX_DRAWS: Final = 40_000

@@ -20,7 +20,7 @@ from envhub.envs.games.formula import Malformed, Units, evaluate, reach
 from envhub.envs.text.answers import tagged
 
 RANKS: Final = ("", "A", "2", "3", "4", "5", "6", "7", "8", "9", "10", "J", "Q", "K")
-HELD_OUT_SHARE: Final = 4  # one hand in so many is held out
+HELD_OUT_SHARE: Final = 4  # one hand in this many is held out
 NUM_EVAL: Final = 256
 BLANK: Final = " "  # the place of a unit that was refused
 

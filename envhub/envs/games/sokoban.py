@@ -102,13 +102,13 @@ class Sokoban(Environment):
     def check(cls, args: SokobanArgs) -> None:
         if args.path is None:
             if args.eval_path is not None:
-                raise ConfigError("eval_path", args.eval_path, "a path beside it: generated levels bring levels for evaluation")
+                raise ConfigError("eval_path", args.eval_path, "null without path: generated levels include levels for evaluation")
             levels.train_level(*args.shape, args.pulls, args.max_solution, 0, 0)
             levels.held_out_levels(*args.shape, args.pulls, args.max_solution)
             return
         for key in ("size", "boxes", "max_solution"):
             if getattr(args, key) is not None:
-                raise ConfigError(key, getattr(args, key), "nothing beside path: levels from files are what they are")
+                raise ConfigError(key, getattr(args, key), "unset with path: levels from files are not generated")
         levels.read_levels.cache_clear()  # the files may have changed since they were last looked at
         _split.cache_clear()
         if not _split(args, "train"):

@@ -19,7 +19,7 @@ from broker.errors import ConfigError, DataError
 from envhub.envs.games.sokoban_board import XSB, Level, Room, cells_of, push_distances, reachable
 from envhub.envs.games.sokoban_solver import solve
 
-HELD_OUT_SHARE: Final = 4  # one room in so many is held out
+HELD_OUT_SHARE: Final = 4  # one room in this many is held out
 MAX_HELD_OUT: Final = 512
 MAX_DRAWS: Final = 20_000
 MAX_SIDE: Final = 38  # rows and columns of a level from a file: 36 digits name those within the outer walls
@@ -78,7 +78,7 @@ def _draw(size: int, boxes: int, pulls: int, max_solution: int | None, seed: lis
             if solution is None or len(solution) > max_solution:
                 continue
         yield level
-    raise ConfigError("boxes", boxes, f"too few levels of {size}x{size} cells with so many boxes and these limits")
+    raise ConfigError("boxes", boxes, f"too few levels of {size}x{size} cells with {boxes} boxes and these limits")
 
 
 def _room(size: int, boxes: int, rng: np.random.Generator) -> Room | None:
@@ -103,7 +103,7 @@ def _play_backwards(room: Room, pulls: int, rng: np.random.Generator) -> Level |
     best, farthest = None, 0
     for choice in rng.random(pulls).tolist():
         reach = reachable(room, boxes, player)
-        possible = [  # the player stands beside the box and steps back; the box follows
+        possible = [  # the player stands next to the box and steps back; the box follows
             (box, step) for box in cells_of(boxes) for step in room.steps if reach >> box + step & 1 and reach >> box + 2 * step & 1
         ]
         if not possible:

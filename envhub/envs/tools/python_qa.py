@@ -135,7 +135,7 @@ def _number(text: str) -> float | None:
 
 @lru_cache(maxsize=4)
 def _sandbox(args: PythonArgs) -> tuple[Sandbox, threading.Semaphore]:
-    """What runs programs, and places for so many at once.
+    """The sandbox that runs programs, with a limit on how many run at once.
 
     Raises:
         UserError: there is no working sandbox here; says what to do about it.

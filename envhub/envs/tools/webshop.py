@@ -39,9 +39,9 @@ class WebShopArgs(Section):
     departments: tuple[DepartmentName, ...] = ()  # of a generated catalogue; none named: all
     product_attributes: Annotated[int, Field(ge=1, le=5)] = 3  # of a generated product
     hidden_attributes: Annotated[int, Field(ge=0)] = 1  # of them, those that its title does not tell
-    option_values: Annotated[int, Field(ge=1, le=10)] = 3  # of each of a generated product's options, as far as there are so many
+    option_values: Annotated[int, Field(ge=1, le=10)] = 3  # of each of a generated product's options, at most
     goal_attributes: Annotated[int, Field(ge=0)] = 2  # of its attributes, those that a goal asks for
-    items: str | None = None  # WebShop's items_shuffle*.json in place of a generated catalogue
+    items: str | None = None  # WebShop's items_shuffle*.json instead of a generated catalogue
     attributes: str | None = None  # its items_ins_v2*.json
     human: str | None = None  # its items_human_ins.json; None: synthetic instructions
     num_products: PositiveInt | None = None  # of the first in ``items``; None: all
@@ -72,7 +72,7 @@ class WebShop(Environment):
         if args.items is None:
             for key in ("attributes", "human", "num_products"):
                 if getattr(args, key) is not None:
-                    raise ConfigError(key, getattr(args, key), "items beside it, WebShop's products")
+                    raise ConfigError(key, getattr(args, key), "given together with items, WebShop's products")
         elif args.attributes is None:
             raise ConfigError("attributes", None, "WebShop's items_ins_v2*.json, for items is given")
         for key in ("hidden_attributes", "goal_attributes"):

@@ -100,7 +100,7 @@ def price_limit(price: float, told: str) -> float:
     """A limit above the price: the larger one of two of the next four tens, as WebShop draws it.
 
     Args:
-        told: what the draw depends on, in place of a generator.
+        told: what the draw depends on, instead of a generator.
     """
     above = [step for step in PRICE_STEPS if step > price][:4]
     if len(above) < 2:

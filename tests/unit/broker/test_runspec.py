@@ -113,7 +113,7 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         ("- a\n- b\n", "expected a mapping of sections at the top"),
         ("train:\n  steps: ${nowhere}\n", "Interpolation key 'nowhere' not found"),
         ("train: 1\ntrain: 2\n", "train is given twice"),
-        ("inherit: 3\n", r"inherit: 3 is not allowed; the name of a file beside it, or a list of such names"),
+        ("inherit: 3\n", r"inherit: 3 is not allowed; the name of a file in the same folder, or a list of such names"),
         ("inherit: {a: 1}\n", r"inherit: \{'a': 1\} is not allowed; the name of a file"),
         ("inherit: x.yaml\n", r"inherits itself through x\.yaml -> x\.yaml"),
     ],

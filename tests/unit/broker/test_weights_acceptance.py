@@ -282,7 +282,7 @@ TestInterleavings = Interleavings.TestCase
 
 
 def test_snapshots_are_looked_at_while_the_learner_cannot_be_had() -> None:
-    state = Acceptance("p", None, "beside")
+    state = Acceptance("p", None, "fallback")
     assert state.next(0.0) == Wait(FIRST_LOOK_S)
     state.offered(offer(1, 20))
     assert state.next(0.5) == Join(offer(1, 20))
@@ -317,7 +317,7 @@ def test_with_snapshots_only_the_learner_is_never_asked() -> None:
 
 
 def test_snapshots_of_no_use() -> None:
-    state = Acceptance("p", None, "beside")
+    state = Acceptance("p", None, "fallback")
     assert state.useful(offer(1, 3, plan="q")) == "epoch 1 version 3 is another model than the one here"
     state.offered(offer(2, 20))
     assert state.useful(offer(1, 20)) == ""

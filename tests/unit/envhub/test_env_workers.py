@@ -252,7 +252,7 @@ async def test_a_module_that_starts_threads_is_imported_by_each_worker(
         "threading.Thread(target=time.sleep, args=(600,), daemon=True).start()\nclass Threaded(Bad): pass\n"
     )
     assert (await play(crew, domain(f"{file}:Threaded", max_turns=5, isolation="process"))).trajectory.success
-    assert "starts threads when it is imported, so each worker imports it anew" in caplog.text
+    assert "starts threads when it is imported, so each worker imports it for itself" in caplog.text
 
 
 def test_workers_do_not_outlive_a_hub_that_is_killed(tmp_path: Path) -> None:

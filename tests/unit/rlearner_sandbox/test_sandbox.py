@@ -17,7 +17,7 @@ import pytest
 from bench.escape_scene import LIMITS, Escape, scene
 from bench.escapes import ESCAPES
 from rlearner_sandbox import Checks, Limits, NoSandbox, Sandbox, SandboxFailed, seccomp
-from rlearner_sandbox.command import FIRST_UID, NOBODY, free_uid, mend
+from rlearner_sandbox.command import FIRST_UID, NOBODY, free_uid, advice
 
 ROOT = Path(__file__).parents[3]
 BY_NAME = {escape.name: escape for escape in ESCAPES}
@@ -171,10 +171,10 @@ def test_no_process_is_nobodys_fault(sandbox: Sandbox, monkeypatch: pytest.Monke
 def test_what_mends_it(tmp_path: Path) -> None:
     (tmp_path / "kernel").mkdir()
     (tmp_path / "kernel" / "unprivileged_userns_clone").write_text("0\n")
-    assert mend("bwrap: no", tmp_path).endswith("as root run: sysctl -w kernel.unprivileged_userns_clone=1")
+    assert advice("bwrap: no", tmp_path).endswith("as root run: sysctl -w kernel.unprivileged_userns_clone=1")
     (tmp_path / "kernel" / "unprivileged_userns_clone").write_text("1\n")
-    assert "seccomp=unconfined" in mend("bwrap: no", tmp_path)
-    assert "too old" in mend("bwrap: Unknown option --size", tmp_path)
+    assert "seccomp=unconfined" in advice("bwrap: no", tmp_path)
+    assert "too old" in advice("bwrap: Unknown option --size", tmp_path)
 
 
 def test_uids() -> None:
