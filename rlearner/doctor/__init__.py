@@ -1,1 +1,1 @@
-"""``rlearner doctor``: what this machine has, what a configuration needs, and the command that mends each difference."""
+"""``rlearner doctor``: compares this machine with a configuration's needs, with a command for each gap."""
