@@ -10,7 +10,7 @@ from broker.settings.arguments import add_config
 
 def add_parser(subparsers: Any) -> None:
     """Add ``doctor [CONFIG] [key=value …]``."""
-    text = "check this machine for what a configuration needs, with a command to fix each gap; exit code 1 if something is missing"
+    text = "check this machine against a configuration and name a fix for each gap; exit code 1 if something is missing"
     parser = subparsers.add_parser("doctor", help=text, description=text)
     add_config(parser, needed=False)
     parser.add_argument("--json", action="store_true", help="one JSON object")

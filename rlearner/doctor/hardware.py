@@ -17,7 +17,7 @@ from rlearner.doctor.needs import HOST_ENGINES, Needs
 
 QUERY: Final = ("index", "name", "memory.total", "memory.used", "driver_version", "compute_cap")
 SMI_TIMEOUT_S: Final = 15.0
-# Oldest Linux driver for a CUDA major version: docs.nvidia.com/deploy/cuda-compatibility, table "minor version compatibility".
+# Oldest Linux driver by CUDA major version: docs.nvidia.com/deploy/cuda-compatibility, "minor version compatibility".
 OLDEST_DRIVER: Final = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
 MOST_USED: Final = 0.1  # share of a GPU's memory; engines take nine tenths of it by default
 

@@ -69,7 +69,7 @@ def needs(config: Mapping[str, Any]) -> Needs:
     parallel = _product(engine_args, "tensor_parallel", "data_parallel", "pipeline_parallel")
     ranks = int(train.get("ranks") or 1)
     device = str(train.get("device") or "auto")
-    engine, command = rollout.get("engine"), engine_args.get("command") or []  # of a server that may run in another environment
+    engine, command = rollout.get("engine"), engine_args.get("command") or []  # a server's own program
     ports = {"rollout.http_port": rollout.get("http_port"), "train.weights_snapshot_port": train.get("weights_snapshot_port")}
     plugins = {"rollout.engine": str(engine)} if engine and not command else {}
     plugins |= {"train.backend": train["backend"]} if "backend" in train else {}

@@ -20,7 +20,7 @@ PROJECT: Final = "rlearner"
 SOURCE: Final = Path(__file__).resolve().parents[2]
 SHOWN: Final = ("torch", "transformers", "safetensors", "tokenizers", "numpy", "nats-py", "pyzmq", "msgspec", "pydantic")
 
-# Plug-in name to the distributions of which any one is enough. Other plug-ins need the extra of the same name, if there is one.
+# Plug-in name to distributions, of which one is enough. Other plug-ins need the extra of their name, if there is one.
 TOOLS: Final[Mapping[str, tuple[str, ...]]] = {
     "hf": ("transformers",),
     "torch": ("torch",),
@@ -64,7 +64,7 @@ class Project:
 
 
 def find_project(folder: Path = SOURCE) -> Project:
-    """Read pyproject.toml if the source is available, else pip's metadata, which goes stale after an editable install."""
+    """Read pyproject.toml if there is one, else pip's metadata, which goes stale after an editable install."""
     file = folder / "pyproject.toml"
     if file.is_file():
         project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]

@@ -55,7 +55,7 @@ async def _read_log(bus: Bus) -> tuple[int, list[Stored]]:
     found: list[Stored] = []
     if first > last:
         return first, found
-    async with aclosing(bus.read_log(SAMPLES, first, wanted=lambda _: False)) as records:  # parts may be deleted before their record
+    async with aclosing(bus.read_log(SAMPLES, first, wanted=lambda _: False)) as records:  # parts may be deleted first
         while not found or found[-1].seq < last:
             try:
                 async with asyncio.timeout(SILENCE_S):

@@ -15,7 +15,7 @@ from learner.run_folder import noted_epoch
 def removed_on_failure(folder: Path) -> Iterator[None]:
     """Create a run's folder, and remove it if the block raises a UserError or leaves it empty.
 
-    Keep a folder that existed before, whose run a learner has held, or that the error message points into, at a log for example.
+    Keep a folder that existed before, whose run a learner has held, or that the error message points into.
 
     Raises:
         UserError: if the folder cannot be created.
@@ -36,7 +36,7 @@ def removed_on_failure(folder: Path) -> Iterator[None]:
 
 
 def _make(folder: Path) -> list[Path]:
-    """Create the folder and return what was created, innermost first; nothing if the folder existed, as another process may make it."""
+    """Create the folder and return what was created, innermost first; nothing if it exists, even just now."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True)

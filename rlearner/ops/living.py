@@ -16,7 +16,7 @@ from rlearner.doctor.broker_side import ask
 
 
 async def ask_broker(url: str, run: str) -> tuple[list[wire.Presence], str]:
-    """Return the run's live learners, and the broker's problem (``, which does not answer``), empty if there is none."""
+    """Return the run's live learners, and the broker's problem (``, which does not answer``), if any."""
     answers = [await asyncio.to_thread(ask, server) for server in addresses.split(url)]
     if not any(info for info, _ in answers):
         return [], f", which does not answer ({answers[0][1]})"

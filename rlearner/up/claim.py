@@ -25,7 +25,7 @@ async def refuse_elsewhere(folder: Path, run: str) -> None:
     if learners:
         one = learners[0]
         raise UserError(f"run {run} is live at {url} (learner on {one.host}, process {one.pid}); `rlearner status {folder}` shows it")
-    trained_by_up = not private_addresses(folder) and (folder / STORE / "jetstream").exists()  # versions before the address list
+    trained_by_up = not private_addresses(folder) and (folder / STORE / "jetstream").exists()  # older version
     if noted_epoch(folder) and not trained_by_up:
         last = "; if it has lost its store, add --rebase, which counts the open tickets as dead" if problem else ""
         raise UserError(
@@ -42,7 +42,7 @@ class Claim:
     """
 
     def __init__(self, folder: Path, run: str) -> None:
-        self._file: IO[bytes] = lock(folder / UP_LOCK, _held(folder, run), wait_s=0.5)  # `rlearner runs` takes it briefly
+        self._file: IO[bytes] = lock(folder / UP_LOCK, _held(folder, run), wait_s=0.5)  # `rlearner runs` may hold it
         self._write(str(os.getpid()))
 
     def note(self, url: str) -> None:

@@ -54,7 +54,7 @@ class Failures:
         self.last, self.by = text.get("failure", self.last), text.get("failed_by", self.by)
 
     def news(self, now: float, logs: Path) -> str:
-        """Return a line at the first failure, at each doubling, and every minute while none is trained, else nothing."""
+        """Return a line at the first failure, each doubling, and every minute while none is trained, else nothing."""
         reminder = self.stuck and self.total > self._said and now - self._said_at >= REMIND_EVERY_S
         if not self.total or (self.total < 2 * self._said and not reminder):
             return ""
@@ -65,7 +65,7 @@ class Failures:
         """Return the count, the last failure, and the log to read."""
         groups = "group" if self.total == 1 else "groups"
         trained = f"{self.trained} trained" if self.trained else "none trained yet"
-        role = next((role for role in ("rewardhub", "envhub") if self.by.startswith(role)), "learner")  # as `up` names its logs
+        role = next((role for role in ("rewardhub", "envhub") if self.by.startswith(role)), "learner")  # as in `up`
         return f"{self.total} {groups} failed so far, {trained}; last: {shortened(self.last) or 'unknown'}, see {logs / role}.log"
 
 

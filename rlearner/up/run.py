@@ -1,6 +1,6 @@
 """Runs ``rlearner up``: all processes of a run on one machine, shown live, stopped cleanly.
 
-It takes no part in the run: it starts the processes that a person would start by hand, and shows their metrics and presence.
+It takes no part in the run: it starts the processes as a person would by hand, and shows their metrics and presence.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ async def up(config: dict[str, Any], arguments: list[str], stop: Stop, *, force:
         rebase: continue even if the private broker's store is lost.
 
     Raises:
-        UserError: if the run cannot continue with these settings, a child rejected its input, or another ``rlearner up``
-            holds the folder.
+        UserError: if the run cannot continue with these settings, a child rejected its input, or another
+            ``rlearner up`` holds the folder.
     """
     run, folder = _where(config)
     settings = section(config, "broker", BrokerSection)
