@@ -83,7 +83,7 @@ def cpu_seconds(pids: Iterable[int]) -> dict[int, float]:
 
 @dataclass
 class Fleet:
-    """All child processes, whatever they run; one that exits with 0, 2 or 130 is not restarted."""
+    """All child processes. One that exits with 0, 2 or 130 is not restarted."""
 
     logs: Path
     env: dict[str, str]
