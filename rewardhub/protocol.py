@@ -1,4 +1,4 @@
-"""Messages between a reward hub and its processes: MessagePack in the frames of ``broker.runtime.workers``."""
+"""Messages between a reward hub and its processes, MessagePack in ``broker.runtime.workers`` frames."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The operator's command ``rlearner``. It may import ``learner`` and what both share; nothing imports it."""
+"""The operator's command ``rlearner``. May import ``learner`` and what both share; nothing imports it."""

@@ -62,11 +62,9 @@ def make_parser() -> argparse.ArgumentParser:
     start.add_argument("--take-over", action="store_true", help="take the run over from a learner that is still alive, which then exits")
     up_cli.add_force(start)
     start.add_argument(
-        "--rebase", action="store_true", help="if the broker has lost its store, continue and count the open tickets as dead"
+        "--rebase", action="store_true", help="if the broker has lost its store, count the open tickets as dead and continue"
     )
-    start.add_argument(
-        "--gpus", default="auto", metavar="LIST", help="GPUs to train on, one rank each: 0-3, or 0,2, or cpu, or auto (%(default)s)"
-    )
+    start.add_argument("--gpus", default="auto", metavar="LIST", help="GPUs, one rank each: 0-3, or 0,2, or cpu, or auto (%(default)s)")
     start.add_argument("--share-gpus", action="store_true", help="also use GPUs that other processes occupy")
     start.set_defaults(run=_start)
     check = _add_config_parser(commands, "check", "validate a configuration, try your own code once, and print the complete configuration")

@@ -1,4 +1,4 @@
-"""Registry of rewards by name; each is a class with ``Args`` and ``score``, see ``rewardhub.rewards.base``.
+"""Registry of rewards by name; the interface of their classes is in ``rewardhub.rewards.base``.
 
 A user's own function needs no entry: its dotted path or file path is its name.
 """

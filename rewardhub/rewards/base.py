@@ -42,9 +42,8 @@ class Reward(Protocol):
 
     A class of the registry with ``concurrent = True`` runs in a separate process (on each GPU with ``on_gpu = True``)
     and scores many samples at once: ``score`` is a coroutine, and ``Args`` has ``max_concurrency`` and ``timeout_s``,
-    which replaces ``rewardhub.timeout_s``. ``start``, if there is one, is awaited once before. A classmethod
-    ``check(args)``, if there is one, rejects bad arguments before anything starts, by a ``ConfigError`` with the
-    argument's name as key.
+    which replaces ``rewardhub.timeout_s``. An optional ``start`` is awaited once before. An optional classmethod
+    ``check(args)`` rejects bad arguments before anything starts, by a ``ConfigError`` with the argument's name as key.
     """
 
     Args: ClassVar[type[Section]]
@@ -73,8 +72,7 @@ class ResponseFault(Exception):
 
     The episode gets ``value``, normally the lowest of this reward, and the note; it is not retried, and its group
     stays valid. Any other exception, a timeout of the hub, or the exit of a worker process counts as the reward's own
-    failure, which is retried and then voids the group. A reward calls code that may not return through
-    ``rewardhub.bounded``.
+    failure, which is retried and then voids the group. Call code that may not return through ``rewardhub.bounded``.
 
     Args:
         note: the reason, as the name of a note with the value 1, ``too_costly`` for example.

@@ -1,12 +1,11 @@
-"""Scores responses with a language model at an OpenAI-compatible endpoint, such as ``rollout-server --http``.
+"""Scores responses with a language model at an OpenAI-compatible endpoint.
 
     rewards:
       - name: judge
         args: {base_url: "https://host/v1", model: NAME, api_key_env: JUDGE_KEY}
 
 The judge writes ``Score: N`` somewhere, with N from ``low`` to ``high``, which is scaled to 0 to 1. Without a score it
-is prompted again, ``asks_again`` times; an answer without a score never becomes a reward. Equal questions are sent
-once.
+is prompted again, ``asks_again`` times; an answer without a score never becomes a reward. Equal requests are sent once.
 """
 
 from __future__ import annotations

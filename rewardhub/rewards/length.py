@@ -1,4 +1,4 @@
-"""Penalty for long episodes, growing from 0 to -1 over the last ``cache_tokens`` before ``max_tokens``.
+"""Penalizes long episodes, from 0 to -1 over the last ``cache_tokens`` before ``max_tokens``.
 
 Yu et al., DAPO, arXiv 2503.14476, equation 13 ("soft overlong punishment"), by the tokens sampled in the episode.
 ``algorithm.overlong_buffer`` is the same at the learner, for all domains and by trajectory; use one of the two.

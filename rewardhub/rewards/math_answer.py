@@ -1,7 +1,6 @@
 """Compares mathematical answers with a reference: equal numbers and expressions in any notation.
 
-Plain numbers and equal texts are compared here; everything else by math-verify in a bounded process, so that no answer
-costs more than ``cpu_s``.
+Plain numbers and equal texts are compared here, the rest by math-verify in a bounded process (``cpu_s``).
 """
 
 from __future__ import annotations
@@ -42,8 +41,7 @@ class MathAnswer:
     """Reward: ``correct`` if the response's answer equals the reference, else ``wrong``.
 
     ``rewardhub.rewards.math_text.answer_of`` finds the answer. A reference that is not mathematics is compared as
-    text, ignoring case, markup and punctuation, with the note ``by_text``. A too costly answer is wrong, with the note
-    ``too_costly``.
+    text, ignoring case, markup and punctuation; note ``by_text``. A too costly answer is wrong; note ``too_costly``.
     """
 
     Args = MathAnswerArgs

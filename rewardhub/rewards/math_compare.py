@@ -1,7 +1,6 @@
 """Compares two answers with math-verify, in a bounded process (see ``rewardhub.bounded``).
 
-math-verify's own timeouts are off: they raise an exception in a signal handler, which its libraries swallow and C code
-never sees.
+math-verify's own timeouts are off: they raise in a signal handler, which its libraries swallow and C code never sees.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""``rlearner doctor``: compares this machine with a configuration's needs, with a command for each gap."""
+"""``rlearner doctor``: checks this machine against a configuration, with a command for each gap."""

@@ -106,13 +106,7 @@ def judge_address(url: str, asked_for: bool, info: Mapping[str, Any] | None, pro
     version = str(info.get("version", "?"))
     said = f"{url}: nats-server {version}{', cluster ' + str(info['cluster']) if info.get('cluster') else ''}"
     if not info.get("jetstream"):
-        return Finding(
-            "broker",
-            name,
-            "missing" if asked_for else "warning",
-            f"{said}, without JetStream",
-            "nats-server -js  # restart it with this option",
-        )
+        return Finding("broker", name, "missing" if asked_for else "warning", f"{said}, without JetStream", "nats-server -js  # restart it")
     numbers = tuple(int(part) for part in version.split("-")[0].split(".") if part.isdigit())
     if info.get("cluster") and numbers < OLDEST_CLUSTER:
         return Finding("broker", name, "missing", f"{said}; a cluster needs {_text(OLDEST_CLUSTER)}, older ones may lose a stream", WHEEL)

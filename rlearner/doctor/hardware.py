@@ -150,11 +150,7 @@ def _devices(gpus: Sequence[Gpu], problem: str, needs: Needs, count: int) -> lis
         taken = gpu.total_mib and gpu.used_mib > MOST_USED * gpu.total_mib
         if taken:
             said += f"; {gpu.used_mib / 1024:.1f} GiB in use by other processes"
-        mend = (
-            "nvidia-smi --query-compute-apps=pid,used_memory,name --format=csv  # stop those, or choose other GPUs with --gpus"
-            if taken
-            else ""
-        )
+        mend = "nvidia-smi --query-compute-apps=pid,used_memory,name --format=csv  # stop those, or see --gpus" if taken else ""
         result.append(Finding("gpu", f"GPU {gpu.index}", "warning" if taken else "ok", said, mend))
     return result
 

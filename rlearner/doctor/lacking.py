@@ -68,9 +68,7 @@ def of_fleet(config: dict[str, Any]) -> list[Finding]:
 
 
 def settled(config: dict[str, Any]) -> list[str]:
-    """Return overrides for what the configuration of a run on this machine leaves open.
-
-    Weights go through host memory if NCCL cannot carry them, for example to a server on the learner's GPU.
+    """Return overrides for a run on this machine: host memory for weights that NCCL cannot carry.
 
     Args:
         config: validated, of a run.

@@ -26,9 +26,7 @@ def add_parsers(subparsers: Any) -> None:
     trace = _add(subparsers, "trace", "show the path of one group from its ticket to the step that used it", "tracing:trace_run")
     trace.add_argument("group", metavar="GROUP", type=natural, help="number of the ticket")
     trace.add_argument("--json", action="store_true", help="one JSON object")
-    show = _add(
-        subparsers, "show", "show one group's trajectories, turn by turn, with reward, logprob and policy version", "showing:show_run"
-    )
+    show = _add(subparsers, "show", "show one group's trajectories by turn, with reward, logprob and version", "showing:show_run")
     show.add_argument("group", metavar="GROUP", type=natural, help="number of the ticket")
     show.add_argument("--episode", metavar="N", type=natural, default=None, help="only this episode, counted from 0")
     show.add_argument("--tokens", action="store_true", help="one line for each sampled token")
@@ -50,17 +48,14 @@ def add_parsers(subparsers: Any) -> None:
     )
     replay.add_argument("--to", dest="last", metavar="STEP", type=natural, required=True, help="last step to train")
     replay.add_argument(
-        "--out",
-        metavar="FOLDER",
-        default=None,
-        help="write configuration, metrics and last checkpoint to FOLDER (RUN-replay-N with overrides)",
+        "--out", metavar="FOLDER", default=None, help="write configuration, metrics and last checkpoint there (RUN-replay-N if overridden)"
     )
     replay.add_argument(
         "overrides",
         nargs="*",
         default=[],
         metavar="key=value",
-        help="train with other settings on the same data, for example train.lr=1e-5",
+        help="train on the same data with other settings, for example train.lr=1e-5",
     )
     replay.add_argument("--json", action="store_true", help="one JSON object")
     status = _add(subparsers, "status", "show the state of a run on one screen", "status:show_status")
@@ -76,9 +71,7 @@ def add_parsers(subparsers: Any) -> None:
         "stop": "stop every process of the run; the learner writes a checkpoint and can be started again",
     }
     for name, text in texts.items():
-        _add(subparsers, name, text, "control:set_state").add_argument(
-            "--reason", default="", help="one line for the logs of the processes"
-        )
+        _add(subparsers, name, text, "control:set_state").add_argument("--reason", default="", help="one line for the processes' logs")
 
 
 def _add(subparsers: Any, name: str, text: str, body: str, *, broker: bool = True) -> argparse.ArgumentParser:

@@ -1,4 +1,4 @@
-"""``rlearner pause``, ``resume``, ``drain`` and ``stop``: set the state that every process of a run follows."""
+"""``rlearner pause``, ``resume``, ``drain``, ``stop``: sets the state that a run's processes follow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``rlearner replay``: trains again from the archive, and prints how each step compares with the run."""
+"""``rlearner replay``: trains again from the archive, and compares each step with the run."""
 
 from __future__ import annotations
 
@@ -65,9 +65,7 @@ def _range(options: argparse.Namespace, place: Place) -> tuple[int, int]:
     rows = read_lines(place.folder / "metrics.jsonl")
     newest = max((int(row["step"]) for row in rows), default=0)
     if not 0 <= options.first < options.last <= newest:
-        raise UserError(
-            f"--from {options.first} --to {options.last}: expected 0 <= from < to <= {newest}, the last step of run {place.name}"
-        )
+        raise UserError(f"--from {options.first} --to {options.last}: expected 0 <= from < to <= {newest}, as run {place.name} has made")
     return options.first, options.last
 
 

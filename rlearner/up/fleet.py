@@ -1,7 +1,4 @@
-"""Starts, watches, restarts and stops the child processes of ``rlearner up``.
-
-Each child runs in its own session and is killed when this process exits.
-"""
+"""Runs the child processes of ``rlearner up``, each in its own session, which ends with this process."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def test_other_records_make_a_difference(copied: Path, capsys: pytest.CaptureFix
 
 def test_what_is_not_there_is_said_in_one_line(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = replay(capsys, copied, "--from", "3", "--to", "9")
-    assert (code, err) == (2, f"error: --from 3 --to 9: expected 0 <= from < to <= {STEPS}, the last step of run resume\n")
+    assert (code, err) == (2, f"error: --from 3 --to 9: expected 0 <= from < to <= {STEPS}, as run resume has made\n")
     archive.cut(copied / archive.FOLDER, 13)
     code, _, err = replay(capsys, copied, "--from", "0", "--to", "4")
     assert (code, err.count("\n")) == (2, 1)
