@@ -36,7 +36,7 @@ def removed_on_failure(folder: Path) -> Iterator[None]:
 
 
 def _make(folder: Path) -> list[Path]:
-    """Create the folder and return what was created, innermost first; nothing if it exists, even just now."""
+    """Create the folder and return what was created, innermost first; nothing if it exists."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True)
