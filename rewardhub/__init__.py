@@ -1,1 +1,1 @@
-"""The reward hub: scores the episodes of a group. May import ``broker``, ``text`` and ``sandbox``, no other role."""
+"""The reward hub, which scores episodes. May import ``broker``, ``text`` and ``sandbox``, no other role."""

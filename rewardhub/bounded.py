@@ -1,9 +1,9 @@
-"""Calls a function in a forked process that the kernel ends when one call takes too much CPU time.
+"""Calls a function in a forked process that the kernel kills if one call takes too much CPU time.
 
-A response can make a library compute for hours, also inside C code that no exception reaches. The process that runs such a library is
-forked from one that has loaded it, so a replacement takes milliseconds. CPU time is counted, not time on the clock: a machine that
-stands still does not change what a response is worth. On a crowded machine, where CPU time passes slowly, a call that has used a quarter
-of its time ends after one and a half times its limit on the clock, so that it holds up the calls after it less.
+A response can make a library compute for hours, even inside C code that no exception reaches. The process is forked
+from one that has loaded the library, so a replacement takes milliseconds. The limit counts CPU time, not wall time,
+because a stalled machine must not change a reward. On a crowded machine, where CPU time passes slowly, a call that has
+used a quarter of its CPU time is killed after one and a half times the limit in wall time, to delay later calls less.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from broker.system.workers import limits
 
 _HEADER: Final = struct.Struct("<I")
 _OK, _COSTLY, _FAILED = b"+", b"!", b"-"
-# How a call ends a process of its own accord: too much CPU time, too deep a recursion in C code, or a number that C code cannot hold.
+# Signals by which a call ends its own process: too much CPU time, too deep a recursion, a number too large for C code.
 _OWN_FAULT: Final = (signal.SIGPROF, signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE)
 
 
-_PATIENCE: Final = 1.5  # times the CPU time, on the clock, before a call that has used a share of its CPU time is ended
+_PATIENCE: Final = 1.5  # times the CPU limit in wall time, then a call that has used _SHARE of the limit is killed
 _POLL_S: Final = 0.1
 _SHARE: Final = 0.25
 
@@ -36,12 +36,12 @@ class TooCostly(Exception):
 
 
 class Bounded:
-    """A function whose calls are bounded. Not for several threads at once.
+    """A function whose calls are bounded. Not thread-safe.
 
     Args:
         function: from bytes to bytes; runs in the forked process.
         cpu_s: CPU time of one call.
-        memory_mib: what the process may take beyond what it inherits.
+        memory_mib: memory of the process beyond what it inherits.
     """
 
     def __init__(self, function: Callable[[bytes], bytes], *, cpu_s: float, memory_mib: int) -> None:
@@ -52,8 +52,8 @@ class Bounded:
         """Call the function.
 
         Raises:
-            TooCostly: the arguments are to blame.
-            RuntimeError: the function raised, or something outside ended the process.
+            TooCostly: if the call exceeds a limit.
+            RuntimeError: if the function raises, or the process is killed from outside.
         """
         if self._child is None or not self._child.alive():
             self._child = _Child(self._function, self._cpu_s, self._memory_mib)
@@ -64,7 +64,7 @@ class Bounded:
                 raise TooCostly(f"more than {self._cpu_s:g} s" if -status == signal.SIGPROF else limits.how_ended(status))
             raise RuntimeError(f"the process that computes {limits.how_ended(status)}")
         if reply[:1] == _COSTLY:
-            self._child = None  # its memory may be full of what was left half done
+            self._child = None  # its memory may hold unfinished work
             raise TooCostly(reply[1:].decode())
         if reply[:1] == _FAILED:
             raise RuntimeError(reply[1:].decode())
@@ -72,7 +72,7 @@ class Bounded:
 
 
 class _Child:
-    """The forked process and the pipes to it; ends when this object does."""
+    """The forked process and its pipes; it exits when this object is deleted."""
 
     def __init__(self, function: Callable[[bytes], bytes], cpu_s: float, memory_mib: int) -> None:
         theirs_in, self._out = os.pipe()
@@ -89,7 +89,7 @@ class _Child:
         return self._end.alive and os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
     def ask(self, data: bytes) -> bytes | None:
-        """The answer; None if the process ended instead."""
+        """Return the answer, or None if the process exited."""
         try:
             _write(self._out, data)
         except BrokenPipeError:
@@ -103,27 +103,27 @@ class _Child:
         return _read(self._in)
 
     def _used_s(self) -> float:
-        """CPU seconds of its whole life; it is not yet waited for, so it still has an entry."""
+        """Return the CPU seconds used so far; the process has an entry until it is waited for."""
         times = psutil.Process(self._pid).cpu_times()
         return float(times.user + times.system)
 
     def status(self) -> int:
-        """Its exit code, negative for a signal; waits for its end."""
+        """Wait for the process and return its exit code, negative for a signal."""
         return int(self._end() or 0)
 
 
 def _end(fd_in: int, fd_out: int, pid: int) -> int:
-    os.close(fd_out)  # an idle process ends when this closes
+    os.close(fd_out)  # an idle process exits when this closes
     os.close(fd_in)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def _serve(fd_in: int, fd_out: int, function: Callable[[bytes], bytes], cpu_s: float, memory_mib: int) -> None:
-    """The forked side; never returns."""
+    """Serve in the forked process; never returns."""
     code = 1
     try:
         kept = sorted((fd_in, fd_out))
-        # Without the sockets of the process it was forked from, which would seem open after that one has ended.
+        # Close inherited sockets, which would stay open after the parent exits.
         for low, high in zip((3, kept[0] + 1, kept[1] + 1), (*kept, os.sysconf("SC_OPEN_MAX")), strict=True):
             os.closerange(low, high)
         for number in (signal.SIGPROF, signal.SIGTERM, signal.SIGINT):
@@ -145,7 +145,7 @@ def _reply(function: Callable[[bytes], bytes], data: bytes) -> bytes:
         return _OK + function(data)
     except (MemoryError, RecursionError, TooCostly) as error:
         return _COSTLY + (str(error) or type(error).__name__).encode("utf-8", "replace")
-    except Exception as error:  # noqa: BLE001 - told to the caller, who raises it
+    except Exception as error:  # noqa: BLE001 - the caller raises it
         return _FAILED + f"{type(error).__name__}: {error}".encode("utf-8", "replace")
 
 

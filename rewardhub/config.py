@@ -1,4 +1,4 @@
-"""The section ``rewardhub``: how a hub scores; and what can be said about the rewards before anything starts."""
+"""The configuration section ``rewardhub``, and the checks of a run's rewards before it starts."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class RewardhubSection(Section):
     workers: PositiveInt = 2  # worker processes
     timeout_s: PositiveFloat = 10.0  # one score
     max_retries: PositiveInt = 2  # of one score after a timeout, a crash or an error
-    worker_memory_mib: PositiveInt | None = 4096  # of one worker process, beyond what its rewards load at first; None: no limit
-    max_groups: PositiveInt = 16  # groups in work at once
-    broken_after: PositiveInt = 5  # groups of a pool that fail in a row; then the hub takes no more of them until a trial goes well
+    worker_memory_mib: PositiveInt | None = 4096  # of one worker process, beyond what its rewards load; None: no limit
+    max_groups: PositiveInt = 16  # groups in progress at once
+    broken_after: PositiveInt = 5  # failed groups of a pool in a row; the hub then takes none until a trial succeeds
     drain_timeout_s: PositiveFloat = 30.0
 
 
 def check(config: dict[str, Any]) -> None:
-    """Refuse rewards that cannot be loaded, or that may take longer than the hub waits.
+    """Check that all rewards can be loaded, and take less time than the hub waits.
 
     Raises:
-        ConfigError: unknown name (the known ones are listed), no such file, module or function, arguments it does not take.
+        ConfigError: for an unknown name (lists the known ones), a missing file, module or function, bad arguments.
     """
     from broker.settings.runspec import domains, section
     from rewardhub.rewards import function
@@ -41,18 +41,18 @@ def check(config: dict[str, Any]) -> None:
             args = function.check(reward.name, reward.args, key)
             cpu_s = getattr(args, "cpu_s", None) if reward.name == "math_answer" else None
             if cpu_s is not None and 2 * cpu_s > waits_s:
-                allowed = f"at most half of rewardhub.timeout_s, which is {waits_s:g}: an answer must be known to cost too much before that"
+                allowed = f"at most half of rewardhub.timeout_s ({waits_s:g}), to stop a costly answer before the hub's timeout"
                 raise ConfigError(f"{key}.args.cpu_s", cpu_s, allowed)
             takes_s = getattr(args, "timeout_s", None)
             if takes_s is not None and function.concurrent(reward) is None and takes_s >= waits_s:
-                allowed = f"below rewardhub.timeout_s, which is {waits_s:g}: what is late for the hub is no score but a failure"
+                allowed = f"below rewardhub.timeout_s ({waits_s:g}), because the hub treats a late score as a failure"
                 raise ConfigError(f"{key}.args.timeout_s", takes_s, allowed)
 
 
 def scoring_s(config: dict[str, Any]) -> dict[str, float]:
-    """By domain, the longest time that reward hubs take for one of its groups, in seconds.
+    """Return the longest time that reward hubs take for one group of each domain, in seconds.
 
-    One hub at a time for each pool, busy with ``max_groups`` such groups, every try of every score at its timeout.
+    Assumes one hub for each pool, busy with ``max_groups`` such groups, and every try of every score at its timeout.
     """
     from broker.settings.runspec import domains, section
     from rewardhub.rewards import function
@@ -62,7 +62,7 @@ def scoring_s(config: dict[str, Any]) -> dict[str, float]:
     longest: dict[str, float] = {}
     for name, domain in domains(config).items():
         scores = settings.max_groups * (domain.group_size + greedy + domain.group_size_redundancy)
-        singles: Counter[str] = Counter()  # rewards that the pool's workers score, one sample at a time
+        singles: Counter[str] = Counter()  # rewards that the pool's workers compute, one sample at a time
         pools: dict[str, float] = {}
         for reward in domain.rewards:
             if (own := function.concurrent(reward)) is None:
@@ -76,9 +76,9 @@ def scoring_s(config: dict[str, Any]) -> dict[str, float]:
 
 
 def labels(rewards: Sequence[Reward]) -> list[str]:
-    """The name of each reward among the parts of a trajectory's reward: short, and no two alike.
+    """Return the name of each reward in a trajectory's reward parts: short and unique.
 
-    ``math_answer`` stays what it is, ``my/rewards.py:brevity`` becomes ``brevity``, a second one ``brevity_2``.
+    ``math_answer`` stays, ``my/rewards.py:brevity`` becomes ``brevity``, a second one ``brevity_2``.
     """
     result: list[str] = []
     for reward in rewards:
@@ -89,10 +89,10 @@ def labels(rewards: Sequence[Reward]) -> list[str]:
 
 
 def pools_of_kinds(domains: Mapping[str, DomainSection], kinds: Sequence[str]) -> list[str]:
-    """The pools of the rewards of these kinds: names of the registry, or what ``labels`` makes of a path.
+    """Return the pools with rewards of these kinds: names of the registry, or the short name of a path.
 
     Raises:
-        UserError: no domain has such a reward, or a pool holds others, too, which such a hub could not score.
+        UserError: if no domain has such a reward, or a pool also holds others, which such a hub could not score.
     """
     found = [
         (f"domains.{name}.rewards.{index}", reward.pool, reward.name.rpartition(":")[2])
@@ -106,10 +106,10 @@ def pools_of_kinds(domains: Mapping[str, DomainSection], kinds: Sequence[str]) -
     pools = list(dict.fromkeys(pool for _, pool, kind in found if kind in kinds))
     for key, pool, kind in found:
         if pool in pools and kind not in kinds:
-            raise UserError(f"--rewards {','.join(kinds)}: pool {pool} also holds {kind} ({key}); give one of them a pool of its own")
+            raise UserError(f"--rewards {','.join(kinds)}: pool {pool} also holds {kind} ({key}); give one of them a separate pool")
     return pools
 
 
 def all_pools(domains: Mapping[str, DomainSection]) -> list[str]:
-    """Every pool that the domains name, each once, in order."""
+    """Return the pools of all domains, without duplicates, in order."""
     return list(dict.fromkeys(reward.pool for domain in domains.values() for reward in domain.rewards))

@@ -1,6 +1,6 @@
-"""The process of one reward that scores many samples at once: a judge waits for its endpoint, a reward model fills its batches.
+"""The process of a reward that scores many samples at once, such as a judge or a reward model.
 
-Started by ``rewardhub.hosts``, not by hand. Requests have numbers, answers come in any order.
+Started by ``rewardhub.hosts``. Requests have numbers; answers come in any order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rewardhub.rewards.base import NoScore, ResponseFault, blamed, check_scored
 
 
 class Host:
-    """Answers requests until its hub hangs up."""
+    """Server of one reward for its hub."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -27,7 +27,7 @@ class Host:
         self._score: function.Score | None = None
 
     async def serve(self) -> None:
-        """Until the other end closes."""
+        """Answer requests until the hub closes the connection."""
         while (data := await _frame(self._reader)) is not None:
             message = protocol.call(data)
             if isinstance(message, protocol.Dropped):
@@ -58,11 +58,11 @@ class Host:
             return protocol.Done(scored.value, notes=scored.notes)
         except (RlearnerError, NoScore) as error:
             return protocol.Failed(line.clean(f"{what.name}: {error}"), retry=False)
-        except Exception as error:  # noqa: BLE001 - whatever a library raises is an answer; it must not end the others' scores
+        except Exception as error:  # noqa: BLE001 - an error of a library must not end other scores
             return protocol.Failed(f"{what.name}: {fault.told(error)}", retry=True, trace=fault.trace(error))
 
     async def _load(self, what: protocol.Load) -> None:
-        self._score = await asyncio.to_thread(function.load, what.name, what.args)  # a model takes a while; the line stays alive
+        self._score = await asyncio.to_thread(function.load, what.name, what.args)  # loading a model takes long
         start: Any = getattr(getattr(self._score, "__self__", None), "start", None)
         if start is not None:
             await start()
@@ -77,7 +77,7 @@ async def _frame(reader: asyncio.StreamReader) -> bytes | None:
 
 
 async def main(number: int) -> None:
-    """Serve on the socket with this file number."""
+    """Serve on the socket with this file descriptor."""
     limits.be_expendable()
     await Host(*await asyncio.open_unix_connection(sock=socket.socket(fileno=number))).serve()
 

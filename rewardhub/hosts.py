@@ -1,4 +1,4 @@
-"""Processes for rewards that score many samples at once, as the hub uses them: one for each reward, or one for each of its GPUs."""
+"""The hub's processes for rewards that score many samples at once: one per reward, or per GPU."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from rewardhub.workers import NoWorker, ScoreFailed, scored
 
 log = logging.getLogger(__name__)
 
-LOAD_S: Final = 900.0  # for a reward model to be read
-GRACE_S: Final = 5.0  # a reward keeps its own time; this is for one that does not
+LOAD_S: Final = 900.0  # to load a reward model
+GRACE_S: Final = 5.0  # after a reward's own timeout, if it does not keep it
 
 
 class _Gone(Exception):
-    """The process hung up; says how."""
+    """The process exited or closed the connection."""
 
 
 class Process:
-    """One process and the line to it; any number of questions at once."""
+    """One process and the connection to it, with any number of concurrent requests."""
 
     def __init__(self, child: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.child, self._writer = child, writer
@@ -52,7 +52,7 @@ class Process:
         """Start a process.
 
         Raises:
-            OSError: it cannot be started.
+            OSError: if it cannot be started.
         """
         ours, theirs = socket.socketpair()
         try:
@@ -65,15 +65,15 @@ class Process:
 
     @property
     def num_open(self) -> int:
-        """Questions without an answer yet."""
+        """Requests without an answer yet."""
         return len(self._open)
 
     async def ask(self, what: protocol.Load | protocol.Score, timeout_s: float) -> protocol.Done | protocol.Failed:
-        """One question, one answer.
+        """Send one request and return its answer.
 
         Raises:
-            TimeoutError: no answer in time. If it has said nothing whatever meanwhile, it is killed.
-            _Gone: it has ended.
+            TimeoutError: if no answer comes in time; a process that has sent nothing at all since is killed.
+            _Gone: if the process has exited.
         """
         if self.gone:
             raise _Gone(self.gone)
@@ -97,12 +97,12 @@ class Process:
         self._writer.write(line.frame(protocol.encoded(message)))
 
     def kill(self, how: str) -> None:
-        """End it and whatever it started."""
+        """Kill it and its descendants."""
         self.gone = self.gone or how
         limits.kill_tree(self.child.pid)
 
     async def close(self) -> None:
-        """End it and wait until it has."""
+        """Kill it and wait for it."""
         self.kill("was closed")
         self._listening.cancel()
         await asyncio.gather(self._listening, return_exceptions=True)
@@ -121,7 +121,7 @@ class Process:
         except (asyncio.IncompleteReadError, ConnectionError):
             how = limits.how_ended(await asyncio.to_thread(self.child.wait))
         except msgspec.DecodeError as error:
-            how = f"answered something unintelligible: {error}"
+            how = f"sent an answer that cannot be decoded: {error}"
         self.kill(how)
         for answer in self._open.values():
             if not answer.done():
@@ -130,7 +130,7 @@ class Process:
 
 @dataclass
 class _Kind:
-    """One reward: its processes, None where one is yet to be started, and how many samples it takes at once."""
+    """One reward: its processes (None: not started yet), and how many samples it takes at once."""
 
     reward: Reward
     envs: Sequence[Mapping[str, str]]
@@ -144,10 +144,10 @@ class Hosts:
     """The processes of all such rewards of a hub.
 
     Args:
-        gpus: numbers of the GPUs to use, a process of each model on each; empty: what the environment allows.
+        gpus: GPUs to use, one process of each model on each; empty: what the environment allows.
 
     Attributes:
-        num_killed: processes that ended before they should.
+        num_killed: processes that ended too early.
         num_busy: samples that are being scored.
     """
 
@@ -159,10 +159,10 @@ class Hosts:
         self.num_killed = self.num_busy = 0
 
     async def start(self, rewards: Mapping[str, Reward]) -> None:
-        """Start all processes of these rewards, which stand under their keys in the configuration.
+        """Start all processes of these rewards, given by their configuration keys.
 
         Raises:
-            UserError: a reward cannot be loaded here; names its key.
+            UserError: if a reward cannot be loaded here; names its key.
         """
         for key, reward in rewards.items():
             try:
@@ -172,11 +172,11 @@ class Hosts:
                 raise UserError(f"{key}: {error}") from None
 
     async def score(self, reward: Reward, sample: Sample) -> Scored:
-        """The reward of one sample.
+        """Return the reward of one sample.
 
         Raises:
-            ScoreFailed: there is none.
-            NoWorker: no process can be started here now.
+            ScoreFailed: if there is none.
+            NoWorker: if no process can be started here now.
         """
         kind = self._kind(reward)
         async with kind.room:
@@ -194,7 +194,7 @@ class Hosts:
         return scored(answer)
 
     async def close(self) -> None:
-        """End all of them."""
+        """Kill all of them."""
         living = [process for kind in self._kinds.values() for process in kind.processes if process is not None]
         self._buried_cpu_s = self.cpu_s()
         self._kinds.clear()
@@ -203,7 +203,7 @@ class Hosts:
             self._output.close()
 
     def cpu_s(self) -> float:
-        """CPU seconds of all of them so far."""
+        """Return the CPU seconds of all of them so far."""
         return self._buried_cpu_s + sum(_cpu_s(one.child.pid) for kind in self._kinds.values() for one in kind.processes if one)
 
     def _kind(self, reward: Reward) -> _Kind:
@@ -232,14 +232,14 @@ class Hosts:
             try:
                 process = await Process.start(self._output, kind.envs[index])
             except OSError as error:
-                raise NoWorker(f"no process can be started for {kind.reward.name}: {error}") from None
+                raise NoWorker(f"cannot start a process for {kind.reward.name}: {error}") from None
             try:
                 answer = await process.ask(protocol.Load(kind.reward.name, kind.reward.args), LOAD_S)
                 if isinstance(answer, protocol.Failed):
                     raise NoWorker(answer.detail)
             except (TimeoutError, _Gone) as error:
                 await process.close()
-                raise NoWorker(f"the process of {kind.reward.name} does not start: {error or f'nothing within {LOAD_S:g} s'}") from None
+                raise NoWorker(f"the process of {kind.reward.name} did not start: {error or f'no answer in {LOAD_S:g} s'}") from None
             except BaseException:
                 await process.close()
                 raise

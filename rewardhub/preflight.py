@@ -1,4 +1,4 @@
-"""What can be said about this role's part of a configuration on a machine, before anything starts."""
+"""Checks this role's part of a configuration on a machine before anything starts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from broker.settings.runspec import domains
 
 
 def look(config: dict[str, Any]) -> list[Finding]:
-    """The endpoint of each judge, each once: its key must be there, it itself may come later.
+    """Check the endpoint of each judge once; its API key must be set, but it need not be reachable yet.
 
     Args:
         config: validated.

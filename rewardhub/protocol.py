@@ -1,5 +1,4 @@
-"""What a reward hub and its worker processes say to each other: MessagePack, never a pickle, in the frames of
-``broker.system.workers``."""
+"""Messages between a reward hub and its processes, MessagePack in ``broker.system.workers`` frames."""
 
 from __future__ import annotations
 
@@ -11,14 +10,14 @@ from rewardhub.rewards.base import Sample
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):
-    """Make a reward ready; answered by Done or Failed."""
+    """Request to load a reward; answered by Done or Failed."""
 
     name: str
     args: dict[str, Any]
 
 
 class Score(msgspec.Struct, frozen=True, tag=True):
-    """Score one sample; answered by Done or Failed."""
+    """Request to score one sample; answered by Done or Failed."""
 
     name: str
     args: dict[str, Any]
@@ -26,7 +25,7 @@ class Score(msgspec.Struct, frozen=True, tag=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """The value: a number or the number of each part; None in answer to Load."""
+    """Reply with the value: a number or one for each part; None for Load."""
 
     value: float | dict[str, float] | None
     spent: bool = False  # the worker has used much of its memory and should be replaced
@@ -34,32 +33,32 @@ class Done(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """Why there is no value. ``retry``: another try may go better."""
+    """Reply without a value. ``retry``: whether another try may succeed."""
 
     detail: str
     retry: bool
     spent: bool = False  # as in Done
-    trace: str = ""  # of what the reward raised, for the hub's log
+    trace: str = ""  # traceback of the reward, for the hub's log
 
 
-# ------------------------------------------------------------------------ a hub and a process that scores many at once
+# ---------------------------------------------------------------------------- processes that score many samples at once
 
 
 class Asked(msgspec.Struct, frozen=True, tag=True):
-    """A question under a number."""
+    """A numbered request."""
 
     number: int
     what: Load | Score
 
 
 class Dropped(msgspec.Struct, frozen=True, tag=True):
-    """Nobody waits for that answer any more."""
+    """Cancellation of a numbered request."""
 
     number: int
 
 
 class Answered(msgspec.Struct, frozen=True):
-    """The answer to the question of that number."""
+    """The answer to a numbered request."""
 
     number: int
     what: Done | Failed
@@ -74,33 +73,33 @@ _ANSWERS: Final[msgspec.msgpack.Decoder[Done | Failed]] = msgspec.msgpack.Decode
 
 
 def encoded(message: Load | Score | Done | Failed | Asked | Dropped | Answered) -> bytes:
-    """One message."""
+    """Encode a message."""
     return _ENCODER.encode(message)
 
 
 def request(data: bytes) -> Load | Score:
-    """Decode what a hub asks."""
+    """Decode a hub's request."""
     return _REQUESTS.decode(data)
 
 
 def answer(data: bytes) -> Done | Failed:
-    """Decode what a worker answers.
+    """Decode a worker's answer.
 
     Raises:
-        msgspec.DecodeError: it is no answer.
+        msgspec.DecodeError: if it is not an answer.
     """
     return _ANSWERS.decode(data)
 
 
 def call(data: bytes) -> Asked | Dropped:
-    """Decode what a hub asks a process that scores many at once."""
+    """Decode a hub's numbered request or cancellation."""
     return _CALLS.decode(data)
 
 
 def answered(data: bytes) -> Answered:
-    """Decode what such a process answers.
+    """Decode the answer to a numbered request.
 
     Raises:
-        msgspec.DecodeError: it is no answer.
+        msgspec.DecodeError: if it is not an answer.
     """
     return _ANSWERED.decode(data)

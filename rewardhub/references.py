@@ -1,6 +1,6 @@
-"""Which references of a data set ``math_answer`` cannot read as mathematics; looked at before anything starts.
+"""Finds the references of a data set that ``math_answer`` cannot parse as mathematics.
 
-Reading runs in a process of its own, ``python -m rewardhub.references``: it loads sympy, and forks.
+Parsing runs in a separate process, ``python -m rewardhub.references``, because it loads sympy and forks.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from broker.settings.preflight import Finding
 from broker.settings.runspec import domains
 from rewardhub.rewards import math_text
 
-LOOK_S: Final = 20.0  # for the references of one reward; those that are left are named as a number
+LOOK_S: Final = 20.0  # for the references of one reward; the others are only counted
 SHOWN: Final = 5
 SHOWN_CHARS: Final = 40
 NO_ANSWER: Final = "holds no answer"
-AS_TEXT: Final = "is no mathematics that can be read, so answers are compared with it word by word"
+AS_TEXT: Final = "cannot be parsed as mathematics, so answers are compared with it as text"
 
 
 class _Asked(msgspec.Struct):
@@ -32,16 +32,16 @@ class _Asked(msgspec.Struct):
 
 
 class _Told(msgspec.Struct):
-    reasons: dict[int, str]  # by number in what was asked
+    reasons: dict[int, str]  # by index in the request
     looked_at: int
 
 
 def look(config: dict[str, Any], references: Mapping[str, Sequence[tuple[str, str]]]) -> list[Finding]:
-    """Warnings: one for each ``math_answer`` and reason, with the first rows.
+    """Return a warning for each ``math_answer`` and reason, with the first rows.
 
     Args:
         config: validated.
-        references: by domain, where each stands, and the reference.
+        references: by domain, the place and the text of each reference.
     """
     return [
         finding
@@ -66,7 +66,7 @@ def _findings(key: str, reward: Reward, references: Sequence[tuple[str, str]]) -
         more = f"; and {len(rows) - SHOWN} more" if len(rows) > SHOWN else ""
         found.append(Finding("rewards", key, "warning", f"{len(rows)} of {len(references)} references: each {reason} ({shown}{more})"))
     if left := len(doubtful) - told.looked_at:
-        found.append(Finding("rewards", key, "ok", f"{left} of {len(references)} references were not looked at: it took over {LOOK_S:g} s"))
+        found.append(Finding("rewards", key, "ok", f"{left} of {len(references)} references were not checked within {LOOK_S:g} s"))
     return found
 
 
@@ -79,7 +79,7 @@ def _read(asked: _Asked) -> _Told:
     command = [sys.executable, "-m", "rewardhub.references"]
     done = subprocess.run(command, input=msgspec.msgpack.encode(asked), capture_output=True, check=False)
     if done.returncode:
-        raise RlearnerError(f"references cannot be looked at: {done.stderr.decode(errors='replace').strip()[-500:]}")
+        raise RlearnerError(f"references cannot be checked: {done.stderr.decode(errors='replace').strip()[-500:]}")
     return msgspec.msgpack.decode(done.stdout, type=_Told)
 
 

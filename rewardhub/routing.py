@@ -1,4 +1,4 @@
-"""What a reward hub decides about a group: what to score, what to try again, where it goes next. No I/O.
+"""Decides what a reward hub does with a group: what to score, what to retry, where to send it. No I/O.
 
 Events go in (``start``, ``scored``, ``failed``), actions come out. A group ends in exactly one Forward or Close.
 """
@@ -17,12 +17,12 @@ from broker.settings.config import DomainSection, Reward
 from rewardhub.config import labels
 from rewardhub.rewards.base import Sample, Scored, Value
 
-ENV: Final = "env"  # the part of a trajectory's reward that its environment gave
+ENV: Final = "env"  # the environment's part of a trajectory's reward
 
 
 @dataclass(frozen=True)
 class Ask:
-    """Score one trajectory with one reward of its domain; ``attempt`` counts from 0."""
+    """Action: score one trajectory with one reward of its domain; ``attempt`` counts from 0."""
 
     trajectory: int
     reward: int
@@ -31,7 +31,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Forward:
-    """Publish the group as it is now: to its next pool, or to the log where it ends."""
+    """Action: publish the group to its next pool, or to its final log."""
 
     group: wire.Group
     stream: Stream
@@ -40,10 +40,10 @@ class Forward:
 
 @dataclass(frozen=True)
 class Close:
-    """End the ticket without a group, and keep the bytes for the operator.
+    """Action: close the ticket without a group, and keep the bytes for the operator.
 
     Attributes:
-        own: the group is to blame for sure; else this host may be, and another hub may have more success.
+        own: whether the group itself is at fault; else this host may be, and another hub may succeed.
     """
 
     reason: wire.ClosedReason
@@ -55,28 +55,28 @@ Action = Ask | Forward | Close
 
 
 def log_of(eval_step: int) -> Stream:
-    """The log in which a group, or the ticket of one, ends."""
+    """Return the log for a group's result."""
     return EVALS if eval_step >= 0 else SAMPLES
 
 
 def refusal(group: wire.Group, pool: str, domains: Mapping[str, DomainSection], num_delivered: int) -> Close | None:
-    """Why a group from the queue of ``pool`` is not even begun, or None."""
+    """Return why a group from the queue of ``pool`` cannot be scored, or None."""
     if num_delivered >= MAX_DELIVERIES:
         return Close("too_many_deliveries", f"the group came to reward hubs of pool {pool} for the {num_delivered}th time")
     if group.domain not in domains:
-        return Close("malformed", f"domain {group.domain!r} is not one of the run's: {', '.join(domains) or 'none'}")
+        return Close("malformed", f"domain {group.domain!r} is not a domain of the run: {', '.join(domains) or 'none'}")
     if not group.pools or group.pools[0] != pool:
         return Close("malformed", f"in the queue of pool {pool}, but its pools are {group.pools}")
     return None
 
 
 class Scoring:
-    """One group on its way through one pool.
+    """State machine of one group in one pool.
 
     Args:
-        group: as it came; its first pool is the one that scores it now.
+        group: the group as received; its first pool scores it now.
         rewards: all rewards of its domain, in order.
-        max_retries: of one score.
+        max_retries: retries of one score.
     """
 
     def __init__(self, group: wire.Group, rewards: Sequence[Reward], max_retries: int) -> None:
@@ -84,24 +84,24 @@ class Scoring:
         pool = group.pools[0]
         self._mine = [index for index, reward in enumerate(self._rewards) if reward.pool == pool]
         self._values: dict[tuple[int, int], Scored] = {}
-        # Of step-independent samples, which share their episode's number, the last one knows how it ended: it is scored for all.
+        # Step-independent samples share their episode's number; the last one has its end and is scored for all.
         self._last = {trajectory.episode: index for index, trajectory in enumerate(group.trajectories)}
         self.num_retries = 0
-        self.failed_episode = group.trajectories[0].episode  # the one that ended it, if one did
+        self.failed_episode = group.trajectories[0].episode  # the one that failed, if any
         self.ended = False
 
     @property
     def cost(self) -> float:
-        """What was paid for the scores so far, as their notes tell."""
+        """The cost of the scores so far, from their notes."""
         return sum(value.notes.get("cost", 0.0) for value in self._values.values())
 
     def start(self) -> list[Action]:
-        """Everything that is to be scored; the group itself where there is nothing."""
+        """Return all scores to compute, or the group itself if there are none."""
         asks: list[Action] = [Ask(t, r) for t in sorted(self._last.values()) for r in self._mine]
         return asks or self._forward()
 
     def scored(self, ask: Ask, value: Scored | Value) -> list[Action]:
-        """One value is there."""
+        """Apply one score."""
         if self.ended:
             return []
         self._values[ask.trajectory, ask.reward] = value if isinstance(value, Scored) else Scored(value)
@@ -109,7 +109,7 @@ class Scoring:
         return self._forward() if complete else []
 
     def failed(self, ask: Ask, detail: str, *, retry: bool) -> list[Action]:
-        """One value could not be had; it is asked for again, or the group is given up. It never becomes a zero."""
+        """Apply one failure: retry, or give the group up. A failure never becomes a reward of zero."""
         if self.ended:
             return []
         if retry and ask.attempt < self._max_retries:
@@ -139,15 +139,15 @@ class Scoring:
                 parts |= {f"{names[r]}/{part}": number for part, number in value.items()}
             else:
                 parts[names[r]] = value
-            parts |= {f"{names[r]}/{note}": number for note, number in notes.items()}  # shown, and no part of the total
-            # An environment without a reward of its own does not know what is right; the domain's first reward does.
+            parts |= {f"{names[r]}/{note}": number for note, number in notes.items()}  # not part of the total
+            # If the environment gives no reward, the domain's first reward decides about success.
             if r == 0 and ENV not in trajectory.reward_parts:
                 success = amount >= 1
         return msgspec.structs.replace(trajectory, reward=total, reward_parts=parts, success=success)
 
 
 def sample_of(group: wire.Group, trajectory: wire.Trajectory) -> Sample:
-    """What a reward sees of the episode that this trajectory ends."""
+    """Return the sample of the episode that this trajectory ends."""
     turns = [turn for one in group.trajectories if one.episode == trajectory.episode for turn in one.turns]
     return Sample(
         domain=group.domain,

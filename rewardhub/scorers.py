@@ -1,4 +1,4 @@
-"""Everything that scores in one hub: workers for rewards that take one sample at a time, processes for those that take many."""
+"""Combines a hub's workers, for rewards that take one sample at a time, with processes that take many."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rewardhub.workers import Workers
 
 
 class Scorers:
-    """Scores a sample where its reward wants it.
+    """All processes that score for a hub.
 
     Args:
-        rewards: of the hub, by their keys in the configuration.
-        num_workers: processes for those that take one sample at a time.
-        timeout_s: of one of their scores.
-        memory_mib: of one of those processes.
+        rewards: the hub's rewards by configuration key.
+        num_workers: processes for rewards that take one sample at a time.
+        timeout_s: for one score of such a process.
+        memory_mib: memory of such a process.
         gpu_numbers: GPUs for reward models.
     """
 
@@ -30,37 +30,37 @@ class Scorers:
         self._hosts = Hosts(gpu_numbers)
 
     def adopt(self, rewards: Mapping[str, Reward]) -> None:
-        """Score by these rewards from now on; what they need is started with the first sample."""
+        """Use these rewards from now on; new processes start with the first sample."""
         self._many, self._single = _divided(rewards)
         self._workers.adopt(self._single)
 
     async def start(self) -> None:
-        """Start what the rewards need; a hub of judges alone needs no workers.
+        """Start the processes that the rewards need; judges alone need no workers.
 
         Raises:
-            UserError: a reward cannot be loaded here, or no process can be started.
+            UserError: if a reward cannot be loaded here, or no process can be started.
         """
         if self._single:
             await self._workers.start()
         await self._hosts.start(self._many)
 
     async def score(self, reward: Reward, sample: Sample) -> Scored:
-        """The reward of one sample.
+        """Return the reward of one sample.
 
         Raises:
-            ScoreFailed: there is none; says why.
-            NoWorker: no process can be started here now.
+            ScoreFailed: if there is none.
+            NoWorker: if no process can be started here now.
         """
         many = function.concurrent(reward) is not None
         return await (self._hosts.score(reward, sample) if many else self._workers.score(reward, sample))
 
     async def close(self) -> None:
-        """End all processes at once."""
+        """Kill all processes."""
         await self._workers.close()
         await self._hosts.close()
 
     def cpu_s(self) -> float:
-        """CPU seconds of all processes so far."""
+        """Return the CPU seconds of all processes so far."""
         return self._workers.cpu_s() + self._hosts.cpu_s()
 
     @property
@@ -70,11 +70,11 @@ class Scorers:
 
     @property
     def num_killed(self) -> int:
-        """Processes that ended before they should."""
+        """Processes that ended too early."""
         return self._workers.num_killed + self._hosts.num_killed
 
 
 def _divided(rewards: Mapping[str, Reward]) -> tuple[dict[str, Reward], list[Reward]]:
-    """Those that take many samples at once, by key, and those that take one."""
+    """Return the rewards that take many samples at once, by key, and the others."""
     many = {key: reward for key, reward in rewards.items() if function.concurrent(reward) is not None}
     return many, [reward for key, reward in rewards.items() if key not in many]

@@ -1,4 +1,4 @@
-"""One group through its scores: what ``rewardhub.routing`` asks for is asked of the processes that score, until the group has its end."""
+"""Scores one group: executes the actions of ``rewardhub.routing`` until the group ends."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _traces: Final = Traces()  # of this process
 
 
 async def carry_out(scoring: Scoring, rewards: Sequence[Reward], scorers: Scorers) -> Forward | Close:
-    """Score everything there is to score; the first that cannot be had ends it.
+    """Compute all scores of a group; the first one that finally fails ends it.
 
     Raises:
-        NoWorker: no worker process can be started here now.
+        NoWorker: if no worker process can be started here now.
     """
     asking: set[asyncio.Task[list[Action]]] = set()
     todo = scoring.start()
@@ -43,9 +43,9 @@ async def carry_out(scoring: Scoring, rewards: Sequence[Reward], scorers: Scorer
 
 
 async def rerun(message: wire.Message, domains: Mapping[str, DomainSection], scorers: Scorers, by: str) -> wire.Message | None:
-    """Score a group again for the operator; the answer goes to nobody else, and nothing is stored."""
+    """Score a group again for the operator, and store nothing."""
     if not isinstance(message, wire.Group) or not message.pools:
-        return None  # nothing to score; the asker is told that there is no answer
+        return None  # nothing to score
     ending: Forward | Close | None = refusal(message, message.pools[0], domains, 1)
     if ending is None:
         rewards = domains[message.domain].rewards

@@ -1,7 +1,7 @@
-"""The reward hub as a process: groups in from its pools' queues, scored groups or closings out.
+"""Runs a reward hub: takes groups from its pools' queues, and publishes scored groups or closings.
 
-Delivery is at-least-once. A group is acknowledged only after what became of it is stored, so a hub that dies in between makes
-it come again, to it or to another hub; the learner counts the first record of a ticket.
+Delivery is at-least-once. A group is acknowledged only after its result is stored; if the hub dies before, the group is
+delivered again, to it or to another hub. The learner counts the first record of a ticket.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from rewardhub.workers import NoWorker
 log = logging.getLogger(__name__)
 
 TICK_S: Final = 0.25
-HAND_BACK_S: Final = 2.0  # before another hub gets a group for which no worker could be started here
+HAND_BACK_S: Final = 2.0  # before a group that cannot be scored here is delivered again
 
 
 @dataclass
 class _Job:
-    """A group in work."""
+    """A group in progress."""
 
     pool: str
     delivery: Delivery
@@ -57,22 +57,22 @@ async def serve(options: argparse.Namespace, stop: Stop) -> None:
     """Join a run and score until asked to stop; ``options`` are those of ``rewardhub.cli``.
 
     Raises:
-        UserError: no such pool, or a reward that cannot be loaded here.
+        UserError: if there is no such pool, or a reward cannot be loaded here.
     """
-    seen = gpus.select(options.gpus)  # first of all, for every process that is started here
+    seen = gpus.select(options.gpus)  # before any process is started
     numbers = gpus.parse(options.gpus) if seen == "cuda" else []
     async with join("rewardhub", options, stop) as member:
         await Hub(member, pools=options.pools, kinds=options.rewards, num_workers=options.workers, gpu_numbers=numbers).run()
 
 
 class Hub:
-    """One reward hub in one run.
+    """A reward hub of a run.
 
     Args:
-        member: of the run.
-        pools: to serve; empty: all that the run's domains name.
-        kinds: serve the pools of these kinds of rewards instead.
-        num_workers: worker processes, None: as the run says.
+        member: membership of the run.
+        pools: pools to serve; empty: all pools of the run's domains.
+        kinds: serve the pools with these kinds of rewards instead.
+        num_workers: worker processes, None: the run's setting.
         gpu_numbers: GPUs for reward models; empty: what the environment allows.
     """
 
@@ -89,7 +89,7 @@ class Hub:
         self.settings = section(self.spec.config, "rewardhub", RewardhubSection)
         self.domains = domains(self.spec.config)
         if pools and kinds:
-            raise UserError("--pools and --rewards: give one of the two")
+            raise UserError("--pools and --rewards exclude each other; give one of them")
         self._chosen = list(pools), list(kinds)
         self.pools = _serving(all_pools(self.domains), pools or pools_of_kinds(self.domains, kinds))
         self.workers = Scorers(
@@ -109,7 +109,7 @@ class Hub:
         self._feeds: dict[str, asyncio.Task[None]] = {}  # by pool
 
     def _rewards(self) -> dict[str, Reward]:
-        """Those of the pools that are served, by their keys in the configuration."""
+        """Return the rewards of the served pools by configuration key."""
         return {
             f"domains.{name}.rewards.{index}": reward
             for name, domain in self.domains.items()
@@ -129,7 +129,7 @@ class Hub:
             if self.pools:
                 await self.workers.start()
             else:
-                log.info("no domain of this run has a reward for a hub; nothing to do until one has")
+                log.info("no domain of this run has a reward for a hub; waiting until one has")
             self._state = "serving"
             reruns = await respond(self.bus, RERUNS, self.member.id, self.rerun)
             self.member.poke()
@@ -138,7 +138,7 @@ class Hub:
                 await asyncio.wait({asked, *self._feeds.values()}, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
                 for feed in self._feeds.values():
                     if feed.done():
-                        feed.result()  # a feed never ends by itself: this raises what it failed with
+                        feed.result()  # a feed ends only with an error, which this raises
                 self._follow_spec()
                 self.health.start_trials()
         finally:
@@ -167,7 +167,7 @@ class Hub:
         await self.workers.close()
 
     async def _feed(self, pool: str) -> None:
-        """Fetch groups of one pool while there is room; what had arrived is handed back when cancelled."""
+        """Fetch groups of one pool while there is room; when cancelled, hand back those that have arrived."""
         queue = await self.bus.work_queue(EPISODES, pool)
         while True:
             await self.member.running.wait()
@@ -184,7 +184,7 @@ class Hub:
 
     def _accept(self, pool: str, delivery: Delivery) -> None:
         if job := self._jobs.get(delivery.seq):
-            job.delivery = delivery  # the same group again: the newest delivery is the one to acknowledge
+            job.delivery = delivery  # delivered again: acknowledge the newest delivery
             return
         self._follow_spec()
         job = self._jobs[delivery.seq] = _Job(pool, delivery)
@@ -197,12 +197,12 @@ class Hub:
         del self._jobs[seq]
         self._room.set()
         if not task.cancelled() and (error := task.exception()) is not None:
-            # Nothing was acknowledged, so another hub gets the group when this one ends.
-            log.error("could not end a group", exc_info=error)
+            # Nothing was acknowledged, so another hub gets the group when this one exits.
+            log.error("could not finish a group", exc_info=error)
             self.member.stop.request(f"{type(error).__name__}: {error}")
 
     def _follow_spec(self) -> None:
-        """The learner resumed under a new epoch: rewards and pools may have changed; workers load what they do not know."""
+        """Follow the run's configuration, in which rewards and pools may change when the learner resumes."""
         if self.member.spec is self.spec:
             return
         self.spec = self.member.spec
@@ -214,7 +214,7 @@ class Hub:
             self._feeds.pop(pool).cancel()
         for pool in set(chosen) - set(self.pools):
             log.info("pool %s is new", pool)
-        self.pools[:] = chosen  # in place: the breakers look at it, too
+        self.pools[:] = chosen  # in place, as self.health shares the list
         self.workers.adopt(self._rewards())
         for pool in chosen:
             self.health.renew(pool)
@@ -228,7 +228,7 @@ class Hub:
             group = await job.delivery.load()
             if not isinstance(group, wire.Group):
                 await self._refuse(job)
-            elif not self.health.takes(job.pool):  # it was on its way when the pool failed once too often
+            elif not self.health.takes(job.pool):  # fetched before the pool was found broken
                 await self._hand_back(job, self.health.delay_s(job.pool), "its pool fails here")
             elif refused := refusal(group, job.pool, self.domains, job.delivery.num_delivered):
                 await self._close(job, group.ticket, group.domain, group.eval_step, refused)
@@ -267,7 +267,7 @@ class Hub:
             await self._forward(job, ending, time.monotonic() - started)
 
     def _fails(self, job: _Job, key: str, scoring: Scoring, ending: Close) -> bool:
-        """Count a group that could not be scored. Return whether it is for another hub, because this host may be to blame."""
+        """Count a failed group. Return whether to hand it to another hub, because this host may be at fault."""
         delivery = job.delivery.num_delivered
         self.trials.keep(job.pool, scoring)
         self.health.failed(job.pool, key, delivery, ending.detail)
@@ -300,20 +300,20 @@ class Hub:
         await job.delivery.ack()
 
     async def _close(self, job: _Job, ticket: int, domain: str, eval_step: int, close: Close) -> None:
-        """The bytes to the operator, the closing to the log, then the acknowledgement."""
+        """Store the bytes for the operator, publish the closing, then acknowledge."""
         delivery, detail = job.delivery, " ".join(close.detail.split())[:1000]
         log.warning("ticket %d closed: %s: %s", ticket, close.reason, detail)
         await self.bus.dead_letter(EPISODES, seq=delivery.seq, ticket=ticket, reason=f"{close.reason}: {detail}", data=delivery.data)
-        if ticket > 0:  # without a number nobody can be told; the learner's own timeout closes it
+        if ticket > 0:  # without a number the learner's timeout closes the ticket
             closed = wire.Closed(ticket=ticket, domain=domain, reason=close.reason, detail=detail, by=self.member.id, eval_step=eval_step)
             await self.bus.publish(log_of(eval_step), closed, ticket=ticket, message_id=_message_id(ticket, eval_step))
         self.tally.closed += 1
         await delivery.ack()
 
-    # -- what others see
+    # -- reporting
 
     def presence(self) -> wire.Presence:
-        """This hub, as presence tells it."""
+        """Return this hub's presence message."""
         return wire.Presence(
             role="rewardhub",
             id=self.member.id,
@@ -327,7 +327,7 @@ class Hub:
         )
 
     def metrics(self) -> dict[str, float]:
-        """This hub's numbers of the last second."""
+        """Return this hub's metrics since the last call."""
         return {
             **self.tally.report(),
             "rewardhub/running": len(self._jobs),
@@ -338,7 +338,7 @@ class Hub:
 
 
 def _message_id(ticket: int, eval_step: int) -> str:
-    """The id under which the broker drops a second ending of the same ticket; the environment hubs use the same."""
+    """Return the id by which the broker drops a second result of a ticket; environment hubs use the same."""
     return f"{'evaltickets' if eval_step >= 0 else 'tickets'}-{ticket}"
 
 

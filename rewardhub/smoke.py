@@ -1,4 +1,4 @@
-"""One trial score of each reward of the user's own, in the worker process that a hub would use; for ``rlearner check``."""
+"""Tries each of the user's own rewards once, in a worker process as in a hub; for ``rlearner check``."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from rewardhub.workers import NoWorker, ScoreFailed
 
 
 async def try_rewards(config: dict[str, Any], samples: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Score each domain's sample once by every reward of the user's own; the keys of those that were tried.
+    """Score each domain's sample once with each of the user's own rewards, and return the keys of these rewards.
 
     Args:
         config: validated.
         samples: by domain, the fields of a ``Sample``.
 
     Raises:
-        UserError: a reward failed; says how, with the user's file and line.
+        UserError: if a reward fails; names the user's file and line.
     """
     own = {
         f"domains.{name}.rewards.{index}": (reward, samples[name])

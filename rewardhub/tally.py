@@ -1,4 +1,4 @@
-"""The numbers that a reward hub reports every second."""
+"""Collects the metrics that a reward hub reports every second."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from broker.contract import wire
 
 
 class Tally:
-    """Means over the groups since the last report, and counts since the start."""
+    """Metrics: means over the groups since the last report, and counts since the start."""
 
     def __init__(self) -> None:
         self.groups = self.closed = self.handed_back = self.retries = 0
-        self.cost = 0.0  # what judges were paid, in whatever currency their prices are
+        self.cost = 0.0  # of judges, in the currency of their prices
         self._num_groups = self._num_trajectories = 0
         self._sums: dict[str, float] = defaultdict(float)
         self._seconds = 0.0
         self._since = time.monotonic()
 
     def add(self, group: wire.Group, seconds: float) -> None:
-        """One more group left, after that long."""
+        """Add one finished group and its duration."""
         self.groups += 1
         self._num_groups += 1
         self._num_trajectories += len(group.trajectories)
@@ -31,7 +31,7 @@ class Tally:
                 self._sums[f"reward/{name}"] += value
 
     def report(self) -> dict[str, float]:
-        """The numbers, and a new beginning for the means."""
+        """Return the metrics, and reset the means."""
         now = time.monotonic()
         values = {name: total / self._num_trajectories for name, total in self._sums.items()}
         if self._num_groups:

@@ -1,4 +1,4 @@
-"""A worker process: scores one sample after another until its hub hangs up. Started by ``rewardhub.workers``, not by hand."""
+"""A worker process that scores one sample at a time for its hub. Started by ``rewardhub.workers``."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from rewardhub.rewards.base import NoScore, ResponseFault, Sample, Scored, blame
 
 
 class Worker:
-    """The rewards of one process, made when first asked for."""
+    """The rewards of one process, loaded at their first use."""
 
     def __init__(self, memory_mib: int | None = None) -> None:
         self._memory_mib = memory_mib
-        self._allowance: limits.Allowance | None = None  # from the first score on: what rewards load before is theirs
+        self._allowance: limits.Allowance | None = None  # counts from the first score; what rewards load before is free
         self._rewards: dict[str, function.Score] = {}
-        self._loop = asyncio.Runner()  # one loop for its whole life, so that a coroutine's clients stay usable
+        self._loop = asyncio.Runner()  # one loop for all calls, so that a coroutine's clients stay usable
 
     def close(self) -> None:
-        """End the loop of its coroutines."""
+        """Close the event loop."""
         self._loop.close()
 
     def answer(self, request: protocol.Load | protocol.Score) -> protocol.Done | protocol.Failed:
-        """Do what the hub asks; whatever goes wrong in a reward becomes an answer."""
+        """Handle a request; any failure of a reward becomes an answer."""
         try:
             reward = self._reward(request.name, request.args)
             if isinstance(request, protocol.Load):
@@ -45,7 +45,7 @@ class Worker:
             return protocol.Failed(line.clean(str(error)), retry=False)
         except NoScore as error:
             return protocol.Failed(line.clean(f"{request.name}: {error}"), retry=False)
-        except BaseException as error:  # noqa: BLE001 - code of the user's may raise anything, and it must not end the hub
+        except BaseException as error:  # noqa: BLE001 - user code may raise anything
             spent = isinstance(error, MemoryError) or (self._allowance is not None and self._allowance.spent())
             return protocol.Failed(f"{request.name}: {fault.told(error)}", retry=True, spent=spent, trace=fault.trace(error))
 
@@ -70,7 +70,7 @@ async def _wait(value: Awaitable[object]) -> object:
 
 
 def serve(connection: socket.socket, memory_mib: int | None) -> None:
-    """Answer requests until the other end closes."""
+    """Answer requests until the hub closes the connection."""
     limits.be_expendable()
     worker = Worker(memory_mib)
     with connection, connection.makefile("rb") as stream, closing(worker):
@@ -78,7 +78,7 @@ def serve(connection: socket.socket, memory_mib: int | None) -> None:
             try:
                 reply = worker.answer(protocol.request(data))
             except msgspec.DecodeError as error:
-                reply = protocol.Failed(f"the hub asked something unintelligible: {error}", retry=True)
+                reply = protocol.Failed(f"the hub's request cannot be decoded: {error}", retry=True)
             if not line.write(connection, protocol.encoded(reply)):
                 return
 

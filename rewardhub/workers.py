@@ -1,4 +1,4 @@
-"""Worker processes that may be killed: a reward that hangs or crashes costs one process, which is replaced."""
+"""A pool of worker processes that are replaced when a reward hangs, crashes or takes too much memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WATCH_EVERY_S: Final = 0.5
 
 
 class ScoreFailed(RlearnerError):
-    """No score. ``retry``: another try may go better. ``trace``: what the reward raised, for the log."""
+    """There is no score. ``retry``: another try may succeed. ``trace``: the reward's traceback, for the log."""
 
     def __init__(self, detail: str, *, retry: bool, trace: str = "") -> None:
         super().__init__(detail)
@@ -35,20 +35,20 @@ class ScoreFailed(RlearnerError):
 
 
 class NoWorker(RlearnerError):
-    """No worker process can be started on this machine now, or none loads the reward; no group is to blame."""
+    """No worker process can start here now, or it cannot load the reward; the group is not at fault."""
 
 
 class _Died(RlearnerError):
-    """The worker hung up or said something unintelligible."""
+    """The worker exited, or sent something that cannot be decoded."""
 
 
 class Worker:
-    """One child process and the line to it.
+    """One child process and the connection to it.
 
     Attributes:
-        base_mib: what it and its children took when its rewards had been loaded.
-        killed_for: why it was killed, empty when it was not.
-        loaded: the rewards that it was made ready for.
+        base_mib: memory of it and its children after its rewards were loaded.
+        killed_for: why it was killed, empty if it was not.
+        loaded: the rewards that it has loaded.
     """
 
     def __init__(self, child: subprocess.Popen[bytes], speech: line.Line) -> None:
@@ -61,7 +61,7 @@ class Worker:
         """Start a process.
 
         Raises:
-            OSError: it cannot be started.
+            OSError: if it cannot be started.
         """
         ours, theirs = socket.socketpair()
         try:
@@ -73,11 +73,11 @@ class Worker:
         return cls(child, await line.Line.open(ours))
 
     async def ask(self, request: protocol.Load | protocol.Score, timeout_s: float) -> protocol.Done | protocol.Failed:
-        """One question, one answer.
+        """Send one request and return its answer. After an exception the worker is unusable.
 
         Raises:
-            TimeoutError: no answer in time; the worker is of no use any more.
-            _Died: neither is this one.
+            TimeoutError: if no answer comes in time.
+            _Died: if the worker exits, or its answer cannot be decoded.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -85,7 +85,7 @@ class Worker:
         except line.HungUp:
             raise _Died(f"the worker process {self.killed_for or await self._how()}") from None
         except (line.Unintelligible, msgspec.DecodeError) as error:
-            raise _Died(f"the worker process answered something unintelligible: {error}") from None
+            raise _Died(f"the worker process sent an answer that cannot be decoded: {error}") from None
 
     async def _how(self) -> str:
         try:
@@ -94,16 +94,16 @@ class Worker:
             return "closed its socket"
 
     def weigh(self, memory_mib: int) -> None:
-        """Kill it if it and what it started take more than ``memory_mib`` beyond what it started with."""
+        """Kill it if it and its descendants take more than ``memory_mib`` beyond ``base_mib``."""
         used = limits.resident_mib(limits.tree(self.child.pid)) - self.base_mib
         if used > memory_mib and self.child.poll() is None:
             self.killed_for = limits.too_much(used, memory_mib)
             limits.kill_tree(self.child.pid)
 
     async def kill(self) -> None:
-        """End it and whatever it started."""
+        """Kill it and its descendants."""
         self._line.close()
-        limits.kill_tree(self.child.pid)  # it leads a session of its own
+        limits.kill_tree(self.child.pid)  # it leads its own session
         await asyncio.to_thread(self.child.wait)
 
 
@@ -111,17 +111,17 @@ class Workers:
     """A fixed number of workers, each scoring one sample at a time.
 
     Args:
-        num_workers: processes.
+        num_workers: number of processes.
         timeout_s: for one score; a worker that takes longer is killed.
-        rewards: made ready in every worker before it serves.
-        memory_mib: what a worker may take beyond what its rewards load, None: no limit.
+        rewards: loaded in every worker before it serves.
+        memory_mib: memory of a worker beyond what its rewards load, None: no limit.
     """
 
     def __init__(self, num_workers: int, timeout_s: float, rewards: Sequence[Reward], *, memory_mib: int | None = None) -> None:
         self._timeout_s, self._rewards, self._memory_mib = timeout_s, list(rewards), memory_mib
         self._output: Output | None = None
         self._watching: asyncio.Task[None] | None = None
-        self._free: asyncio.LifoQueue[Worker | None] = asyncio.LifoQueue()  # None: a worker that is yet to be started
+        self._free: asyncio.LifoQueue[Worker | None] = asyncio.LifoQueue()  # None: not started yet
         for _ in range(num_workers):
             self._free.put_nowait(None)
         self._living: set[Worker] = set()
@@ -130,15 +130,15 @@ class Workers:
         self.num_busy = 0
 
     def adopt(self, rewards: Sequence[Reward]) -> None:
-        """Make workers ready for these rewards from now on; each is replaced before its next score."""
+        """Use these rewards from now on; each worker is replaced before its next score."""
         if list(rewards) != self._rewards:
             self._rewards = list(rewards)
 
     async def start(self) -> None:
-        """Start all of them.
+        """Start all workers.
 
         Raises:
-            UserError: a reward cannot be loaded here, or no process can be started.
+            UserError: if a reward cannot be loaded here, or no process can be started.
         """
         places = [self._free.get_nowait() for _ in range(self._free.qsize())]
         started = await asyncio.gather(*(self._start_one() for _ in places), return_exceptions=True)
@@ -151,21 +151,21 @@ class Workers:
                 raise error
 
     async def score(self, reward: Reward, sample: Sample) -> Scored:
-        """The reward of one sample, from the next free worker.
+        """Return the reward of one sample, from the next free worker.
 
         Raises:
-            ScoreFailed: the reward raised, took too long, crashed its process, or answered something that is no number.
-            NoWorker: no process can be started here now.
+            ScoreFailed: if the reward raises, takes too long, crashes its process, or does not return numbers.
+            NoWorker: if no process can be started here now.
         """
         worker = await self._free.get()
         self.num_busy += 1
         try:
             if worker is not None and worker.loaded is not self._rewards:
-                await self._bury(worker)  # it was started for other rewards, and loading one takes longer than a score may
+                await self._bury(worker)  # loading other rewards may take longer than a score
                 worker = None
             worker = worker or await self._start_one()
             healthy = worker
-            worker = None  # until it has answered
+            worker = None  # until it answers
             try:
                 answer = await healthy.ask(protocol.Score(reward.name, reward.args, sample), self._timeout_s)
             except TimeoutError:
@@ -177,7 +177,7 @@ class Workers:
                 await self._bury(healthy)
                 raise ScoreFailed(f"{reward.name}: {error}", retry=True) from None
             except asyncio.CancelledError:
-                await self._bury(healthy)  # it is still at work on what nobody wants
+                await self._bury(healthy)  # it still computes
                 raise
             if answer.spent:
                 await self._bury(healthy)
@@ -189,7 +189,7 @@ class Workers:
         return scored(answer)
 
     async def close(self) -> None:
-        """End all of them at once."""
+        """Kill all workers."""
         if self._watching is not None:
             self._watching.cancel()
         await asyncio.gather(*(self._bury(worker) for worker in list(self._living)))
@@ -197,7 +197,7 @@ class Workers:
             self._output.close()
 
     def cpu_s(self) -> float:
-        """CPU seconds of all workers so far, those that are gone included."""
+        """Return the CPU seconds of all workers so far, including those that have exited."""
         return self._buried_cpu_s + sum(_cpu_s(worker.child.pid) for worker in self._living)
 
     async def _watch(self, memory_mib: int) -> None:
@@ -214,7 +214,7 @@ class Workers:
         try:
             worker = await Worker.start(self._output, self._memory_mib)
         except OSError as error:
-            raise NoWorker(f"no worker process can be started: {error}") from None
+            raise NoWorker(f"cannot start a worker process: {error}") from None
         self._living.add(worker)
         rewards = self._rewards
         try:
@@ -224,7 +224,7 @@ class Workers:
                     raise NoWorker(answer.detail)
         except (TimeoutError, _Died) as error:
             await self._bury(worker)
-            raise NoWorker(f"a worker process does not start: {error or f'nothing within {START_S:g} s'}") from None
+            raise NoWorker(f"a worker process did not start: {error or f'no answer in {START_S:g} s'}") from None
         except BaseException:
             await self._bury(worker)
             raise
@@ -238,15 +238,15 @@ class Workers:
 
 
 def scored(answer: protocol.Done | protocol.Failed) -> Scored:
-    """What a worker answered.
+    """Return the score in a worker's answer.
 
     Raises:
-        ScoreFailed: there is no value.
+        ScoreFailed: if there is no value.
     """
     if isinstance(answer, protocol.Failed):
         raise ScoreFailed(answer.detail, retry=answer.retry, trace=answer.trace)
     if answer.value is None:
-        raise ScoreFailed("the worker process answered without a value", retry=True)
+        raise ScoreFailed("the worker process sent an answer without a value", retry=True)
     return Scored(answer.value, answer.notes)
 
 

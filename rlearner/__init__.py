@@ -1,1 +1,1 @@
-"""The command ``rlearner``: everything that people ask of a run. It may import ``learner`` and what both share; nothing imports it."""
+"""The operator's command ``rlearner``. May import ``learner`` and what both share; nothing imports it."""

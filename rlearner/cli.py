@@ -1,4 +1,4 @@
-"""The command ``rlearner``. Nothing heavy is imported before a command needs it."""
+"""The command ``rlearner``. Commands import their heavy dependencies only when they run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; its exit code."""
+    """Run the command and return its exit code."""
 
     def run() -> int:
         options = _parse(list(sys.argv[1:] if argv is None else argv))
@@ -44,7 +44,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The options of every command."""
+    """Return the parser of all commands."""
     parser = Parser(prog="rlearner", description="Reinforcement learning for language models, on message queues.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     up_cli.add_parser(commands)
@@ -56,25 +56,25 @@ def make_parser() -> argparse.ArgumentParser:
         help="address of the broker (RL_BROKER, %(default)s)",
     )
     start.add_argument(
-        "--connect-deadline", metavar="SECONDS", type=positive, default=None, help="give up when no broker answers in time (never)"
+        "--connect-deadline", metavar="SECONDS", type=positive, default=None, help="give up if no broker answers in time (never)"
     )
     logs.add_options(start)
-    start.add_argument("--take-over", action="store_true", help="start although another learner of the run is alive, and end that one")
+    start.add_argument("--take-over", action="store_true", help="take the run over from a learner that is still alive, which then exits")
     up_cli.add_force(start)
-    start.add_argument("--rebase", action="store_true", help="go on with the open tickets counted dead where the broker has lost its store")
     start.add_argument(
-        "--gpus", default="auto", metavar="LIST", help="train on these, a rank on each: 0-3, or 0,2, or cpu, or auto (%(default)s)"
+        "--rebase", action="store_true", help="if the broker has lost its store, count the open tickets as dead and continue"
     )
-    start.add_argument("--share-gpus", action="store_true", help="take GPUs that other processes use, too")
+    start.add_argument("--gpus", default="auto", metavar="LIST", help="GPUs, one rank each: 0-3, or 0,2, or cpu, or auto (%(default)s)")
+    start.add_argument("--share-gpus", action="store_true", help="also use GPUs that other processes occupy")
     start.set_defaults(run=_start)
-    check = _add_config_parser(commands, "check", "validate a configuration, try code of your own once, and print the configuration whole")
-    check.add_argument("--no-trial", action="store_true", help="do not play and score a trial episode with code of your own")
+    check = _add_config_parser(commands, "check", "validate a configuration, try your own code once, and print the complete configuration")
+    check.add_argument("--no-trial", action="store_true", help="do not run and score a trial episode with your own code")
     check.set_defaults(run=_check)
     doctor_cli.add_parser(commands)
     pipelines_cli.add_parsers(commands)
     eval_cli.add_parser(commands)
     ops_cli.add_parsers(commands)
-    completion = commands.add_parser("completion", help="print what makes a shell complete these commands")
+    completion = commands.add_parser("completion", help="print the shell code that completes these commands")
     completion.add_argument("shell", nargs="?", default="bash", choices=["bash", "zsh", "fish"], help="which shell (%(default)s)")
     completion.set_defaults(run=_complete)
     return complete(parser, EXAMPLES)
@@ -146,11 +146,11 @@ def _check(options: argparse.Namespace) -> int:
         if not options.no_trial:
             asyncio.run(try_own_code(checked))
         found, notes = of_fleet(checked), [timeouts.note(checked), *capacity.notes(checked)]
-    run_folder(name_run(checked, options.config))  # refuses a place where no folder can be
+    run_folder(name_run(checked, options.config))  # fails where no folder can be created
     print(to_yaml(checked), end="")
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
-    for finding in found:  # no error: the processes may run on other machines
+    for finding in found:  # not an error: the processes may run on other machines
         print(f"{'missing here' if finding.status == 'missing' else 'warning'}: {line(finding)}", file=sys.stderr)
     return 0
 

@@ -1,4 +1,4 @@
-"""Examples that the help of each ``rlearner`` command ends with."""
+"""Examples for the end of each ``rlearner`` command's help."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ EXAMPLES: Final = {
     "rlearner": ["rlearner up configs/quickstart.yaml", "rlearner status runs/quick", "rlearner runs"],
     "rlearner up": [
         "rlearner up configs/quickstart.yaml run.name=quick train.steps=50",
-        "rlearner up runs/quick train.steps=100     # goes on with that run and its settings",
+        "rlearner up runs/quick train.steps=100     # continues that run with its settings",
     ],
     "rlearner start": [
         "rlearner start configs/quickstart.yaml run.name=quick --broker nats://127.0.0.1:4222",
@@ -16,7 +16,7 @@ EXAMPLES: Final = {
     ],
     "rlearner check": ["rlearner check configs/quickstart.yaml train.max_staleness=2", "rlearner check runs/quick train.steps=100"],
     "rlearner doctor": ["rlearner doctor", "rlearner doctor configs/code.yaml --json"],
-    "rlearner completion": ['rlearner completion zsh     # to be evaluated: eval "$(rlearner completion)" in ~/.bashrc'],
+    "rlearner completion": ['rlearner completion zsh     # use it: eval "$(rlearner completion)" in ~/.bashrc'],
     "rlearner sft": ["rlearner sft configs/sft.yaml model.path=Qwen/Qwen3-0.6B data.train=conversations.jsonl"],
     "rlearner dpo": ["rlearner dpo configs/dpo.yaml model.path=Qwen/Qwen3-0.6B data.train=pairs.jsonl"],
     "rlearner distill": ["rlearner distill configs/distill.yaml model.path=Qwen/Qwen3-0.6B data.train=prompts.jsonl"],

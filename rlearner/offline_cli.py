@@ -1,4 +1,4 @@
-"""``rlearner sft``, ``rlearner dpo`` and ``rlearner distill``: offline training from a configuration."""
+"""The commands ``rlearner sft``, ``dpo`` and ``distill``: offline training from a configuration."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from broker.settings.arguments import add_config
 HELP: Final = {
     "sft": "fine-tune a model on conversations",
     "dpo": "train a model on pairs of a chosen and a rejected answer",
-    "distill": "train a model towards the distributions of a teacher",
+    "distill": "train a model to match the token distributions of a teacher",
 }
 
 
 def add_parsers(subparsers: Any) -> None:
-    """Add the commands to the subparsers of ``rlearner``."""
+    """Add ``sft``, ``dpo`` and ``distill``."""
     for name, text in HELP.items():
         parser = subparsers.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         add_config(parser, file=name, setting="train.lr=1e-5")
@@ -33,10 +33,10 @@ def add_parsers(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train; the exit code.
+    """Train and return the exit code.
 
     Raises:
-        UserError: bad input.
+        UserError: if the configuration or the data cannot be used.
     """
     from broker.settings.runspec import load
     from broker.system import logs
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         result = train(options.pipeline, config, getattr(options, "broker", ""))
     except KeyboardInterrupt:
-        print(f"stopped; {again} goes on from the newest checkpoint in {folder}", file=sys.stderr)
+        print(f"stopped; {again} continues from the newest checkpoint in {folder}", file=sys.stderr)
         return 130
     logging.getLogger(__name__).debug("done in %.1f s", result.seconds)
     values = "  ".join(f"{name} {value:.4g}" for name, value in result.values.items() if name.startswith("eval/"))

@@ -1,6 +1,6 @@
-"""Rewards by name; each is a class with ``Args`` and ``score``, see ``rewardhub.rewards.base``.
+"""Registry of rewards by name; the interface of their classes is in ``rewardhub.rewards.base``.
 
-A function of the user's own needs no entry: its dotted path or file path is its name.
+A user's own function needs no entry: its dotted path or file path is its name.
 """
 
 from __future__ import annotations

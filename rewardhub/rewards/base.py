@@ -1,4 +1,4 @@
-"""What a reward sees and what it may answer."""
+"""The interface of rewards: the sample that a reward gets, and the values that it may return."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Value = float | dict[str, float]  # a number, or the number of each part; parts 
 
 
 class Scored(msgspec.Struct, frozen=True):
-    """A reward, and numbers that are shown beside it and count nothing."""
+    """A reward with notes: numbers that are shown but not part of it."""
 
     value: Value
     notes: dict[str, float] = {}  # by name; shown as ``<reward>/<name>``
@@ -27,10 +27,10 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     task_index: int  # which task of the domain
     prompt: str  # the question as text
     response: str  # text of the last sampled turn
-    reference: str  # the reference answer, empty where the domain has none
-    reward: float  # total reward so far: of the environment and of pools visited before
-    reward_parts: dict[str, float]  # what each gave, by name
-    success: bool  # whether the environment holds it for solved
+    reference: str  # the reference answer, empty if the domain has none
+    reward: float  # total reward so far, from the environment and earlier pools
+    reward_parts: dict[str, float]  # the parts of it, by name
+    success: bool  # whether the environment counts it as solved
     end: str  # why the episode ended: terminated, truncated, timeout, length
     num_turns: int  # turns the policy took in the episode
     num_tokens: int  # tokens the policy sampled in them
@@ -38,12 +38,12 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reward(Protocol):
-    """A reward of the registry. One instance lives in each worker process and scores one sample after another.
+    """A reward of the registry. Each worker process has one instance, which scores one sample at a time.
 
-    A class of the registry with ``concurrent = True`` has one process of its own instead (one on each GPU with ``on_gpu = True``) and
-    scores many samples at once: ``score`` is a coroutine, and ``Args`` tell ``max_concurrency`` and ``timeout_s``, which replaces
-    ``rewardhub.timeout_s``. ``start``, if there is one, is awaited once before. A classmethod ``check(args)``, if there is one, refuses
-    arguments that cannot work before anything starts: by a ``ConfigError`` with the argument's name as key.
+    A class of the registry with ``concurrent = True`` runs in a separate process (on each GPU with ``on_gpu = True``)
+    and scores many samples at once: ``score`` is a coroutine, and ``Args`` has ``max_concurrency`` and ``timeout_s``,
+    which replaces ``rewardhub.timeout_s``. An optional ``start`` is awaited once before. An optional classmethod
+    ``check(args)`` rejects bad arguments before anything starts, by a ``ConfigError`` with the argument's name as key.
     """
 
     Args: ClassVar[type[Section]]
@@ -51,10 +51,10 @@ class Reward(Protocol):
     def __init__(self, args: Section) -> None: ...
 
     def score(self, sample: Sample) -> Value | Scored | Awaitable[Value | Scored]:
-        """The reward; may be a coroutine. Runs in a process that is killed when it takes longer than ``rewardhub.timeout_s``.
+        """Return the reward; may be a coroutine. The process is killed if it takes longer than ``rewardhub.timeout_s``.
 
         Raises:
-            ResponseFault: the response is to blame; any other exception is the reward's own failure.
+            ResponseFault: if the response is at fault; any other exception is the reward's own failure.
         """
         ...
 
@@ -64,18 +64,18 @@ NAME_CHARS: Final = 100
 
 
 class NoScore(ValueError):
-    """There is no score, and another try would not change that; says why. Never a reward of zero."""
+    """There is no score, and another try would not change that. Never a reward of zero."""
 
 
 class ResponseFault(Exception):
-    """The response is to blame that it cannot be scored as others are. This, and nothing else, tells the hub whose fault a failure is.
+    """The response itself is the reason why it cannot be scored normally.
 
-    The episode gets ``value``, normally the lowest of this reward, and the note: it is not retried, and its group is not void. Every other
-    exception, a timeout of the hub and the end of a worker process are the reward's own failures, which are retried and then void the
-    group. A reward that gives responses to code that may not return calls it through ``rewardhub.bounded``.
+    The episode gets ``value``, normally the lowest of this reward, and the note; it is not retried, and its group
+    stays valid. Any other exception, a timeout of the hub, or the exit of a worker process counts as the reward's own
+    failure, which is retried and then voids the group. Call code that may not return through ``rewardhub.bounded``.
 
     Args:
-        note: why, as the name of a note with the value 1, ``too_costly`` for example.
+        note: the reason, as the name of a note with the value 1, ``too_costly`` for example.
         value: the reward of the episode.
     """
 
@@ -85,14 +85,14 @@ class ResponseFault(Exception):
 
 
 class InvalidValue(NoScore):
-    """A reward answered something that is no finite number."""
+    """A reward returned something that is not a finite number."""
 
 
 def check_scored(value: object) -> Scored:
-    """What a reward answered, as plain floats.
+    """Return a reward's result as plain floats.
 
     Raises:
-        InvalidValue: see ``check_value``; the notes must be finite numbers with names, too.
+        InvalidValue: as in ``check_value``; also if the notes are not finite numbers by name.
     """
     if isinstance(value, Scored):
         return Scored(check_value(value.value), _numbers(value.notes, "note") if value.notes else {})
@@ -100,19 +100,19 @@ def check_scored(value: object) -> Scored:
 
 
 def blamed(fault: ResponseFault) -> Scored:
-    """What a response gets that is to blame.
+    """Return the reward of a response that is at fault.
 
     Raises:
-        InvalidValue: as ``check_scored``.
+        InvalidValue: as in ``check_scored``.
     """
     return check_scored(Scored(fault.value, {fault.note: 1.0}))
 
 
 def check_value(value: object) -> Value:
-    """The value as plain floats.
+    """Return the value as plain floats.
 
     Raises:
-        InvalidValue: neither a finite number nor a mapping of names to finite numbers; says what it was.
+        InvalidValue: if it is neither a finite number nor a mapping of names to finite numbers.
     """
     if isinstance(value, Mapping):
         return _numbers(value, "part")
@@ -128,7 +128,7 @@ def _numbers(value: Mapping[Any, object], what: str) -> dict[str, float]:
 
 
 def _number(value: object, what: str) -> float:
-    # numpy's and torch's scalars count, texts do not although float() would read them.
+    # Scalars of numpy and torch are numbers; strings are not, although float() parses them.
     if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
         raise InvalidValue(f"{what} must be a number, got {_show(value)}")
     try:

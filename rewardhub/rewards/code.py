@@ -1,10 +1,10 @@
-"""Programs against tests, run in a sandbox: the last fenced block of the response is the program.
+"""Runs the program in the last fenced block of a response against tests, in a sandbox.
 
     rewards: [{name: code, args: {timeout_s: 20, cpu_s: 4}}]
-    python -m rewardhub.rewards.code train.jsonl --tests tests      # are all rows' tests well formed?
+    python -m rewardhub.rewards.code train.jsonl --tests tests      # are the tests of all rows well formed?
 
-The forms of the tests stand in ``rewardhub.rewards.code_tests``; asserts and test files take a second process beside the program's.
-Keep ``timeout_s`` below ``rewardhub.timeout_s``: the hub takes a score that is late for a failure of its own.
+``rewardhub.rewards.code_tests`` describes the forms of tests; asserts and test files take a second process.
+``timeout_s`` must be below ``rewardhub.timeout_s``, because the hub treats a late score as a failure.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rlearner_sandbox.command import Limits
 log = logging.getLogger(__name__)
 
 FENCE: Final = "```"
-LONGEST_RESPONSE: Final = 1 << 20  # characters from the end that are looked at
+LONGEST_RESPONSE: Final = 1 << 20  # characters that are searched, from the end
 OUTCOMES: Final = ("compiled", "timeout", "memory", "crashed")
 
 
@@ -35,24 +35,24 @@ class CodeArgs(Section):
     """Arguments of the reward ``code``."""
 
     sandbox: Literal["bubblewrap", "none"] = "bubblewrap"  # none: programs of the policy run unprotected, as the hub's own user
-    all_or_nothing: bool = False  # 1 when every test passes, else 0; otherwise the share that passes
-    timeout_s: PositiveFloat = 8.0  # by the clock, all tests of one response
-    cpu_s: PositiveInt = 4  # processor time of one program, with each pair anew
-    memory_mib: Annotated[int, Field(ge=32)] = 1024  # of a program with all its processes; as much again of its tests
+    all_or_nothing: bool = False  # 1 if every test passes, else 0; otherwise the share that passes
+    timeout_s: PositiveFloat = 8.0  # wall time of all tests of one response
+    cpu_s: PositiveInt = 4  # processor time of one program, for each pair
+    memory_mib: Annotated[int, Field(ge=32)] = 1024  # of a program with all its processes; the same for its tests
     processes: PositiveInt = 32  # and threads
     open_files: Annotated[int, Field(ge=8)] = 64
     output_kib: PositiveInt = 1024
     file_mib: PositiveInt = 64  # of one file, and of all together
-    packages: tuple[str, ...] = ()  # folders that programs may import from, besides the standard library
+    packages: tuple[str, ...] = ()  # folders that programs may import from, in addition to the standard library
 
 
 class Code:
-    """The share of tests that pass, with notes that say how it went.
+    """Reward: the share of tests that pass.
 
-    ``compiled``, ``timeout``, ``memory`` and ``crashed`` are 1 where that was so for any test, else 0.
+    The notes ``compiled``, ``timeout``, ``memory`` and ``crashed`` are 1 if that happened in any test, else 0.
 
     Raises:
-        NoSandbox: bubblewrap is missing or does not work here; says what to do about it.
+        NoSandbox: if bubblewrap is missing or does not work here; names a fix.
     """
 
     Args = CodeArgs
@@ -69,11 +69,11 @@ class Code:
         self._last: tuple[str | None, Pairs | Calls | Statements] = (None, Pairs((), ()))
 
     def score(self, sample: Sample) -> Scored:
-        """The reward of one response.
+        """Return the reward of one response.
 
         Raises:
-            InvalidValue: the reference holds no tests; a fault of the data. Names domain and task.
-            SandboxFailed: the sandbox did not work this time.
+            InvalidValue: if the reference holds no valid tests, a fault of the data; names domain and task.
+            SandboxFailed: if the sandbox did not work this time.
         """
         if sample.reference != self._last[0]:  # the episodes of a group share their reference
             try:
@@ -87,7 +87,7 @@ class Code:
         return self._scored(*(self._pairs(program, tests) if isinstance(tests, Pairs) else self._in_one(program, tests)))
 
     def _in_one(self, program: str, tests: Calls | Statements) -> tuple[float, list[Ended]]:
-        """All tests of functions: the program is loaded once."""
+        """Run all tests of functions with one process of the program."""
         if isinstance(tests, Statements):
             ended = self._sandbox.run(program, mode="asserts", tests=Checks(tests.first, tests.each))
             return sum(index in ended.answers for index in range(len(tests.each))) / len(tests.each), [ended]
@@ -96,7 +96,7 @@ class Code:
         return right / len(tests.results), [ended]
 
     def _pairs(self, program: str, tests: Pairs) -> tuple[float, list[Ended]]:
-        """A process for each pair, until the time is up or the outcome is settled."""
+        """Run one process for each pair, until the time is up or the outcome is certain."""
         until = time.monotonic() + self._args.timeout_s
         runs: list[Ended] = []
         right = 0
@@ -120,7 +120,7 @@ class Code:
 
 
 def last_block(response: str) -> str | None:
-    """The text in the last fenced block that is closed, None where there is none."""
+    """Return the text in the last closed fenced block, or None."""
     found: str | None = None
     fence, lines = "", list[str]()
     for line in response[-LONGEST_RESPONSE:].splitlines():
@@ -136,7 +136,7 @@ def last_block(response: str) -> str | None:
 
 
 def same_output(got: str, expected: str) -> bool:
-    """Line by line, without regard to blanks at their ends and to empty lines at the end."""
+    """Compare outputs by line, ignoring trailing blanks and trailing empty lines."""
     return [line.rstrip() for line in got.rstrip().splitlines()] == [line.rstrip() for line in expected.rstrip().splitlines()]
 
 
@@ -147,12 +147,12 @@ def _same_value(answer: str | None, expected: Any) -> bool:
         value = json.loads(answer)
     except (ValueError, RecursionError):
         return False
-    # Some data sets put each result into a list of its own.
+    # Some data sets wrap each result in a list.
     return bool(value == expected or (isinstance(expected, list) and len(expected) == 1 and value == expected[0]))
 
 
 def main() -> int:
-    """Look through a JSONL file; 0 when all tests are well formed."""
+    """Check the tests in a JSONL file; return 0 if all are well formed."""
     options = argparse.ArgumentParser(prog="python -m rewardhub.rewards.code", description="Check the tests in a JSONL file.")
     options.add_argument("file", help="JSONL")
     options.add_argument("--tests", default="tests", metavar="COLUMN", help="the column with the tests (tests)")

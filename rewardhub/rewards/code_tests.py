@@ -1,15 +1,15 @@
-"""The reference of the reward ``code``: what a program has to do, in one of these forms.
+"""Parses the reference of the reward ``code``: tests in one of these forms.
 
 | form | the reference is |
 |---|---|
 | asserts | a JSON list of Python statements: ``["assert add(1, 2) == 3", "assert add(0, 0) == 0"]`` |
-| pairs | ``{"inputs": [...], "outputs": [...]}``, what goes to stdin and must come out at stdout, a text or a list of lines each; or a JSON list of ``{"input": ..., "output": ...}`` |
+| pairs | ``{"inputs": [...], "outputs": [...]}``, the texts for stdin and the expected stdout, each a text or a list of lines; or a JSON list of ``{"input": ..., "output": ...}`` |
 | calls | ``{"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}``: arguments and result of a function, or of a method of ``class Solution`` |
-| test file | Python source. Its functions ``test_*`` and the methods ``test*`` of its classes ``Test*`` and of unittest's are a test each; a file without any is one test, and must run something. The program's names are there already, and ``import solution`` works. |
+| test file | Python source. Each function ``test_*`` and each method ``test*`` of its classes ``Test*`` and of unittest's is a test; a file without any is one test, and must run something. The program's names are predefined, and ``import solution`` works. |
 
-No form runs a test in the program's process. Asserts and test files run in a second sandbox, where the program's functions, classes and
-objects are stand-ins (docs/rewards.md says what they can do); names that tests bind, Python's builtins and the modules of its library are
-never the program's.
+No form runs a test in the program's process. Asserts and test files run in a second sandbox, where the program's
+functions, classes and objects are proxies (see docs/rewards.md); names that tests bind, Python's builtins and the
+modules of its library are never the program's.
 """  # noqa: E501 - a table
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ MAX_TESTS: Final = 10_000
 
 
 class BadTests(ValueError):
-    """The reference holds no tests; says why."""
+    """The reference holds no valid tests."""
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Texts for stdin, and what must come out at stdout."""
+    """Texts for stdin, and the expected stdout."""
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -38,7 +38,7 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Calls:
-    """Arguments of a function in JSON, and its results."""
+    """A function's arguments in JSON, and its expected results."""
 
     function: str
     arguments: tuple[str, ...]
@@ -47,7 +47,7 @@ class Calls:
 
 @dataclass(frozen=True)
 class Statements:
-    """Python that raises where a program is wrong, executed apart from it; ``first`` before all of it."""
+    """Python statements that raise if the program is wrong, executed in another process; ``first`` runs before them."""
 
     first: str
     each: tuple[str, ...]
@@ -57,10 +57,10 @@ Tests = Pairs | Calls | Statements
 
 
 def parse(reference: str) -> Tests:
-    """The tests in a reference.
+    """Return the tests in a reference.
 
     Raises:
-        BadTests: it has none of the forms, or no tests.
+        BadTests: if it has none of the forms, or no tests.
     """
     text = reference.strip()
     if not text:
@@ -79,17 +79,17 @@ def parse(reference: str) -> Tests:
 
 
 def _checked(tests: Tests) -> Tests:
-    """The same tests.
+    """Return the same tests.
 
     Raises:
-        BadTests: any program would pass them, or could tamper with them.
+        BadTests: if any program would pass them, or could tamper with them.
     """
     if isinstance(tests, Statements):
         names = names_of((tests.first, *tests.each))
         if names.unsafe:
-            raise BadTests(f"they use {names.unsafe[0]}: what a program returns would run among its tests")
+            raise BadTests(f"they use {names.unsafe[0]}, so a program's results would run inside its tests")
         if not names.program and not names.imports and MODULE not in tests.first + "".join(tests.each):
-            raise BadTests("they use nothing of the program; builtins and the modules of Python's library are never the program's")
+            raise BadTests("they use no name of the program; builtins and modules of Python's library are never the program's")
     return tests
 
 
@@ -113,10 +113,10 @@ def _mapping(value: dict[str, Any]) -> Pairs | Calls:
     if name is None:
         return Pairs(tuple(map(_stream, inputs)), tuple(map(_stream, outputs)))
     if not isinstance(name, str) or not name.isidentifier():
-        raise BadTests(f"fn_name {name!r} is no name of a function")
+        raise BadTests(f"fn_name {name!r} is not a function name")
     for item in inputs:
         if not isinstance(item, list):
-            raise BadTests(f"inputs of a function are lists of arguments, got {item!r:.80}")
+            raise BadTests(f"the inputs of a function must be lists of arguments, got {item!r:.80}")
     return Calls(name, tuple(map(json.dumps, inputs)), tuple(outputs))
 
 
@@ -124,7 +124,7 @@ def _stream(value: object) -> str:
     if isinstance(value, list) and all(isinstance(line, str) for line in value):
         return "\n".join(value)
     if not isinstance(value, str):
-        raise BadTests(f"an input or output is a text or a list of lines, got {value!r:.80}")
+        raise BadTests(f"an input or output must be a text or a list of lines, got {value!r:.80}")
     return value
 
 
@@ -132,7 +132,7 @@ def _python(text: str, what: str) -> ast.Module:
     try:
         return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise BadTests(f"{what} is no Python: {error}: {text!r:.80}") from None
+        raise BadTests(f"{what} is not valid Python: {error}: {text!r:.80}") from None
 
 
 def _file(text: str) -> Statements:
@@ -156,7 +156,7 @@ def _file(text: str) -> Statements:
 
 
 def _lineage(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> list[ast.ClassDef]:
-    """A class and those of the same file that it derives from."""
+    """Return a class and its base classes in the same file."""
     found = [node]
     for one in found:
         names = (base.id for base in one.bases if isinstance(base, ast.Name))
@@ -187,7 +187,7 @@ def _is_guard(node: ast.stmt) -> bool:
 
 
 _SILENT: Final = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.Pass)
-# One test each; a test that skips itself has failed.
+# One test each; a skipped test counts as failed.
 _UNITTEST: Final = (
     "import unittest\n_outcome = unittest.TestResult()\nunittest.TestSuite([{name}({method!r})]).run(_outcome)\n"
     "assert _outcome.testsRun == 1 and _outcome.wasSuccessful() and not _outcome.skipped, _outcome.errors + _outcome.failures"

@@ -1,8 +1,8 @@
-"""Whether the response has a form: a regular expression that it must match.
+"""Checks whether a response matches a regular expression.
 
     rewards: [{name: format, weight: 0.1, args: {pattern: "<think>.*</think>\\s*<answer>.*</answer>"}}]
 
-An expression may take very long on some text; the worker process is then killed like that of any reward.
+If matching takes too long on some text, the worker process is killed, as for any reward.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ def _pattern(value: str) -> str:
     try:
         re.compile(value)
     except re.error as error:
-        raise ValueError(f"it is no regular expression: {error}") from None
+        raise ValueError(f"expected a regular expression: {error}") from None
     return value
 
 
 class FormatArgs(Section):
     """Arguments of the reward ``format``."""
 
-    pattern: Annotated[str, AfterValidator(_pattern)]  # as Python's re has them; a dot matches line ends, too
-    where: Literal["all", "start", "anywhere"] = "all"  # what must match: the whole response without blanks around it, its start, any part
+    pattern: Annotated[str, AfterValidator(_pattern)]  # in the syntax of Python's re; a dot also matches line ends
+    where: Literal["all", "start", "anywhere"] = "all"  # what must match in the stripped response
     correct: float = 1.0  # reward of a response that matches
     wrong: float = 0.0  # reward of any other
 
 
 class Format:
-    """``correct`` when the response matches, else ``wrong``."""
+    """Reward: ``correct`` if the response matches, else ``wrong``."""
 
     Args = FormatArgs
 
@@ -44,5 +44,5 @@ class Format:
         self._match = {"all": expression.fullmatch, "start": expression.match, "anywhere": expression.search}[args.where]
 
     def score(self, sample: Sample) -> float:
-        """The reward of one response."""
+        """Return the reward of one response."""
         return self._args.correct if self._match(sample.response.strip()) else self._args.wrong

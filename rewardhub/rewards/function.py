@@ -1,4 +1,4 @@
-"""From a reward's name to something that scores: a class of the registry, or a function of the user's own.
+"""Loads a reward by its name: a class of the registry, or a user's own function.
 
 A function is called as ``function(sample, **args)`` with a ``rewardhub.rewards.base.Sample``, and returns a number or a mapping
 of part names to numbers; it may be a coroutine function.
@@ -24,12 +24,12 @@ Score = Callable[[Sample], object]
 
 @dataclass(frozen=True)
 class Concurrent:
-    """How a reward that scores many samples at once wants to be run.
+    """How to run a reward that scores many samples at once.
 
     Attributes:
-        at_once: samples in one process.
-        timeout_s: of one score.
-        on_gpu: a process for each GPU.
+        at_once: samples at once in one process.
+        timeout_s: time limit of one score.
+        on_gpu: whether to start a process for each GPU.
     """
 
     at_once: int
@@ -38,10 +38,10 @@ class Concurrent:
 
 
 def load(name: str, args: Mapping[str, Any], key: str = "rewards") -> Score:
-    """A callable that scores one sample, ready to use.
+    """Return a callable that scores one sample.
 
     Raises:
-        ConfigError: as ``check``.
+        ConfigError: as in ``check``.
     """
     found = _resolve(name, key)
     if inspect.isclass(found):
@@ -53,10 +53,10 @@ def load(name: str, args: Mapping[str, Any], key: str = "rewards") -> Score:
 
 
 def check(name: str, args: Mapping[str, Any], key: str = "rewards") -> Any:
-    """Refuse a reward that cannot be loaded, without making it; its validated ``Args``, None for a function.
+    """Check that a reward can be loaded, without loading it, and return its validated ``Args``, None for a function.
 
     Raises:
-        ConfigError: an unknown name (the known ones are listed), no such module, file or function, or arguments it does not take.
+        ConfigError: for an unknown name (lists the known ones), a missing module, file or function, or bad arguments.
     """
     found = _resolve(name, key)
     if not inspect.isclass(found):
@@ -72,10 +72,10 @@ def check(name: str, args: Mapping[str, Any], key: str = "rewards") -> Any:
 
 
 def concurrent(reward: Reward) -> Concurrent | None:
-    """How to run it, None for one that scores one sample at a time: those of the user's own all do, and are not imported here.
+    """Return how to run a reward that scores many samples at once, None for others, such as a user's own.
 
     Raises:
-        ConfigError: as ``check``.
+        ConfigError: as in ``check``.
     """
     if reward.name not in REWARDS:
         return None
@@ -108,10 +108,10 @@ def _class_args(found: Any, name: str, args: Mapping[str, Any], key: str) -> Any
 def _check_call(function: Any, args: Mapping[str, Any], key: str) -> None:
     try:
         signature = inspect.signature(function)
-    except ValueError:  # some callables written in C tell nothing
+    except ValueError:  # some callables written in C have no signature
         return
     try:
         signature.bind(None, **args)
     except TypeError as error:
         shown = f"{getattr(function, '__name__', 'it')}{signature}"
-        raise ConfigError(f"{key}.args", dict(args), f"{shown} is called with a sample and these, but {error}") from None
+        raise ConfigError(f"{key}.args", dict(args), f"{shown} is called with a sample and these arguments, but {error}") from None

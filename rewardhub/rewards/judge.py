@@ -1,11 +1,11 @@
-"""A language model as the judge of a response, asked over any OpenAI-compatible endpoint; ``rollout-server --http`` is one.
+"""Scores responses with a language model at an OpenAI-compatible endpoint.
 
     rewards:
       - name: judge
         args: {base_url: "https://host/v1", model: NAME, api_key_env: JUDGE_KEY}
 
-The judge says ``Score: N`` somewhere, N from ``low`` to ``high``; the reward is that as a share from 0 to 1. Where it does not, it is
-told so and asked again ``asks_again`` times; an answer without a score never becomes a reward. Equal questions are asked once.
+The judge writes ``Score: N`` somewhere, with N from ``low`` to ``high``, which is scaled to 0 to 1. Without a score it
+is prompted again, ``asks_again`` times; an answer without a score never becomes a reward. Equal requests are sent once.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ NUMBER: Final = r"(?i)score\W{0,5}(-?\d+(?:\.\d+)?)"
 
 def _has_response(value: str) -> str:
     if "{response}" not in value:
-        raise ValueError("it must hold {response}; known besides: {prompt}, {reference}, {low}, {high}")
+        raise ValueError("it must hold {response}; also allowed: {prompt}, {reference}, {low}, {high}")
     return value
 
 
@@ -55,9 +55,9 @@ def _pattern(value: str) -> str:
     try:
         groups = re.compile(value).groups
     except re.error as error:
-        raise ValueError(f"it is no regular expression: {error}") from None
+        raise ValueError(f"expected a regular expression: {error}") from None
     if groups != 1:
-        raise ValueError(f"it must have one group, the number; it has {groups}")
+        raise ValueError(f"expected one group, the number, got {groups}")
     return value
 
 
@@ -65,25 +65,25 @@ class JudgeArgs(Section):
     """Arguments of the reward ``judge``."""
 
     base_url: HttpUrl  # for example http://127.0.0.1:8000/v1
-    model: str | None = None  # needed where the endpoint lists more than one
+    model: str | None = None  # required if the endpoint lists more than one
     api_key_env: str = "OPENAI_API_KEY"  # the environment variable with the key; it is never logged
     system_prompt: str = ""
     template: Annotated[str, AfterValidator(_has_response)] = TEMPLATE
     score_pattern: Annotated[str, AfterValidator(_pattern)] = NUMBER  # the last match counts; its group is the number
     low: float = 0.0
     high: float = 10.0
-    asks_again: NonNegativeInt = 2  # where the answer holds no score, or one out of range
-    max_chars: PositiveInt = 100_000  # of the response that are shown, from its end; the note ``truncated`` tells where it was longer
+    asks_again: NonNegativeInt = 2  # if the answer holds no score, or one out of range
+    max_chars: PositiveInt = 100_000  # sent of the response's end; the note ``truncated`` is 1 if it is longer
     temperature: NonNegativeFloat = 0.0
     max_tokens: PositiveInt = 1024
-    max_tokens_field: str = "max_tokens"  # or max_completion_tokens, where the endpoint insists
-    extra_body: dict[str, Any] = Field(default_factory=dict)  # fields that win over those sent; null takes one out
-    max_concurrency: PositiveInt = 16  # questions at once
-    timeout_s: PositiveFloat = 180.0  # one score, tries and pauses included
+    max_tokens_field: str = "max_tokens"  # or max_completion_tokens, if the endpoint requires it
+    extra_body: dict[str, Any] = Field(default_factory=dict)  # fields that override those sent; null removes one
+    max_concurrency: PositiveInt = 16  # requests at once
+    timeout_s: PositiveFloat = 180.0  # one score, retries and pauses included
     try_timeout_s: PositiveFloat = 60.0  # one try
     retries: NonNegativeInt = 4  # after 408, 409, 429, 5xx and broken connections
-    backoff_s: PositiveFloat = 0.5  # before the first of them; it doubles
-    cache: NonNegativeInt = 10_000  # answers kept
+    backoff_s: PositiveFloat = 0.5  # before the first retry, doubled for each further one
+    cache: NonNegativeInt = 10_000  # cached answers
     price_in: NonNegativeFloat = 0.0  # of a million tokens sent, in any currency, for the note ``cost``
     price_out: NonNegativeFloat = 0.0  # of a million tokens received
 
@@ -96,7 +96,7 @@ class JudgeArgs(Section):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the judge said: a score from low to high, and the tokens that it took."""
+    """The judge's score, from low to high, and the tokens used for it."""
 
     score: float
     tokens_in: int
@@ -105,10 +105,10 @@ class Verdict:
 
 
 class Judge:
-    """The judge's score as a share from 0 to 1.
+    """Reward: the judge's score, scaled to 0 to 1.
 
-    Notes: ``tokens_in``, ``tokens_out`` and ``cost`` of this score (0 where it was cached), ``cached``, ``asked`` (questions that it took)
-    and ``truncated``.
+    Notes: ``tokens_in``, ``tokens_out`` and ``cost`` of this score (0 if cached), ``cached``, ``asked`` (number of
+    requests) and ``truncated``.
     """
 
     Args = JudgeArgs
@@ -121,10 +121,10 @@ class Judge:
         self._model = args.model or ""
 
     async def start(self) -> None:
-        """Look whether the endpoint takes the key, and open the connections.
+        """Check the API key, choose the model, and open the connections. The endpoint need not be reachable yet.
 
         Raises:
-            UserError: it does not, or it serves several models and none is named. One that cannot be reached yet may come.
+            UserError: if the endpoint rejects the key, or serves several models and none is named.
         """
         from rlearner_text.openai.client import Endpoint, Refused
 
@@ -137,22 +137,22 @@ class Judge:
                 raise UserError(self._refused(error)) from None
             listed = None  # not every endpoint lists its models
         except RuntimeError as error:
-            log.warning("judge: %s; it is asked when there is something to judge", _clean(error))
+            log.warning("judge: %s; trying again at the first response", _clean(error))
             listed = [{"id": args.model}] if args.model else [{"id": ""}]
         finally:
             await first.close()
         names = [str(one.get("id")) for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
         if not self._model and len(names) != 1:
-            raise UserError(f"{args.base_url} serves {', '.join(names) or 'no model that it lists'}; name one as args.model")
+            raise UserError(f"{args.base_url} serves {', '.join(names) or 'no model that it lists'}; set args.model")
         self._model = self._model or names[0]
         self._endpoint = Endpoint(args.base_url, key, timeout_s=args.try_timeout_s, retries=args.retries, base_s=args.backoff_s)
 
     async def score(self, sample: Sample) -> Scored:
-        """The reward of one response.
+        """Return the reward of one response.
 
         Raises:
-            NoScore: the endpoint refuses, or the judge gives no score; names domain and task.
-            RuntimeError: no answer within the tries, or in time.
+            NoScore: if the endpoint refuses, or the judge gives no score; names domain and task.
+            RuntimeError: if no answer comes within the retries or in time.
         """
         messages, truncated = self._messages(sample)
         key = hashlib.sha256(json.dumps(messages).encode()).hexdigest()
@@ -184,7 +184,7 @@ class Judge:
         task.add_done_callback(lambda done: self._forget(key, done))
 
     def _forget(self, key: str, done: asyncio.Task[Verdict]) -> None:
-        """What failed at once, and the oldest answers beyond what is kept."""
+        """Drop an answer that failed, and the oldest ones beyond the cache's size."""
         if done.cancelled() or done.exception() is not None:
             self._known.pop(key, None)
         while len(self._known) > self._args.cache and next(iter(self._known.values())).done():
@@ -200,18 +200,18 @@ class Judge:
             "low": f"{args.low:g}",
             "high": f"{args.high:g}",
         }
-        # In one go: what a policy writes is never looked at for slots.
+        # One substitution: slots in the policy's text are never replaced.
         asked = SLOTS.sub(lambda found: slots[found[1]], args.template)
         system = [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
         return [*system, {"role": "user", "content": asked}], truncated
 
     async def _ask(self, messages: list[dict[str, str]]) -> Verdict:
-        """The verdict, after as many questions as it takes."""
+        """Return the verdict within the time limit."""
         try:
             async with asyncio.timeout(self._args.timeout_s):
                 return await self._converse(list(messages))
         except TimeoutError:
-            raise RuntimeError(f"{self._args.base_url} gave no score within {self._args.timeout_s:g} s") from None
+            raise RuntimeError(f"{self._args.base_url} sent no score within {self._args.timeout_s:g} s") from None
 
     async def _converse(self, messages: list[dict[str, str]]) -> Verdict:
         from rlearner_text.openai.client import Refused
@@ -260,7 +260,7 @@ def _clean(error: Exception) -> str:
 
 
 def _content(reply: dict[str, Any]) -> str:
-    """The text of the first choice; empty where the answer has none."""
+    """Return the text of the first choice, or an empty one."""
     try:
         content = reply["choices"][0]["message"]["content"]
     except (KeyError, IndexError, TypeError):

@@ -1,7 +1,7 @@
-"""A penalty for what is too long, which grows softly: from 0 to -1 over the last ``cache_tokens`` before ``max_tokens``.
+"""Penalizes long episodes, from 0 to -1 over the last ``cache_tokens`` before ``max_tokens``.
 
-Yu et al., DAPO, arXiv 2503.14476, equation 13 ("soft overlong punishment"), by the tokens that the policy sampled in the episode.
-``algorithm.overlong_buffer`` is the same at the learner, for every domain alike and by trajectory; use one of the two.
+Yu et al., DAPO, arXiv 2503.14476, equation 13 ("soft overlong punishment"), by the tokens sampled in the episode.
+``algorithm.overlong_buffer`` is the same at the learner, for all domains and by trajectory; use one of the two.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from rewardhub.rewards.base import Sample
 class LengthArgs(Section):
     """Arguments of the reward ``length``."""
 
-    max_tokens: PositiveInt  # from here on the penalty is full
-    cache_tokens: PositiveInt  # over so many tokens before, it grows
+    max_tokens: PositiveInt  # from here on the penalty is -1
+    cache_tokens: PositiveInt  # number of tokens before that, over which it grows
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.cache_tokens > self.max_tokens:
-            raise ValueError(f"cache_tokens is {self.cache_tokens}; at most max_tokens, which is {self.max_tokens}")
+            raise ValueError(f"expected cache_tokens up to max_tokens ({self.max_tokens}), got {self.cache_tokens}")
         return self
 
 
 class Length:
-    """0 for what is short enough, -1 for what is too long."""
+    """Reward: 0 for a short episode, -1 for one that is too long."""
 
     Args = LengthArgs
 
@@ -36,6 +36,6 @@ class Length:
         self._args = args
 
     def score(self, sample: Sample) -> float:
-        """The reward of one episode, in [-1, 0]."""
+        """Return the reward of one episode, in [-1, 0]."""
         over = sample.num_tokens - (self._args.max_tokens - self._args.cache_tokens)
         return -min(max(over, 0) / self._args.cache_tokens, 1.0)

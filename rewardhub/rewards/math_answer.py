@@ -1,6 +1,6 @@
-"""Mathematical answers against a reference, by math-verify: equal numbers and expressions count, however they are written.
+"""Compares mathematical answers with a reference: equal numbers and expressions in any notation.
 
-Plain numbers and equal texts are compared here; everything else in a process that is bounded, so that no answer costs more than ``cpu_s``.
+Plain numbers and equal texts are compared here, the rest by math-verify in a bounded process (``cpu_s``).
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ Kind = Literal["formula", "text"]
 class MathAnswerArgs(Section):
     """Arguments of the reward ``math_answer``."""
 
-    answer_after: str = "####"  # what follows the last occurrence is the answer, in reference and response; empty: nowhere
+    answer_after: str = "####"  # marks the answer in reference and response, by its last occurrence; empty: no marker
     correct: float = 1.0  # reward of an equal answer
-    wrong: float = 0.0  # reward of any other, and of none
-    float_rounding: Annotated[int, Field(ge=0, le=30)] = 6  # decimals that must agree where one of two numbers is a decimal fraction
+    wrong: float = 0.0  # reward of any other, or of no answer
+    float_rounding: Annotated[int, Field(ge=0, le=30)] = 6  # decimals that must agree if one number has a decimal point
     numeric_precision: Annotated[int, Field(ge=1, le=100)] = 15  # significant digits of numeric comparisons of formulas
     strict: bool = True  # names of variables matter, and a set is not a tuple
     allow_set_relation_comp: bool = False  # an inequality in the response may equal an interval in the reference
-    cpu_s: PositiveFloat = 1.0  # CPU seconds of one answer, parsing and all comparisons together; then it is wrong, with a note
+    cpu_s: PositiveFloat = 1.0  # CPU seconds to parse and compare one answer; beyond, it is wrong, with a note
 
 
 class MathAnswer:
-    """``correct`` when the response's answer equals the reference, else ``wrong``.
+    """Reward: ``correct`` if the response's answer equals the reference, else ``wrong``.
 
-    Where the answer stands: see ``rewardhub.rewards.math_text.answer_of``. A reference that is not mathematics must be given word by word,
-    but for case, markup and punctuation; the note ``by_text`` is then 1. An answer that would cost too much is wrong; note ``too_costly``.
+    ``rewardhub.rewards.math_text.answer_of`` finds the answer. A reference that is not mathematics is compared as
+    text, ignoring case, markup and punctuation; note ``by_text``. A too costly answer is wrong; note ``too_costly``.
     """
 
     Args = MathAnswerArgs
@@ -55,11 +55,11 @@ class MathAnswer:
         self._verdict = lru_cache(maxsize=REMEMBERED)(self._compare)
 
     def score(self, sample: Sample) -> float | Scored:
-        """The reward of one response.
+        """Return the reward of one response.
 
         Raises:
-            ResponseFault: the answer takes too much to compare.
-            NoScore: the reference is empty; that is a fault of the data, not of the policy.
+            ResponseFault: if the answer is too costly to compare.
+            NoScore: if the reference is empty, a fault of the data.
         """
         gold = math_text.answer_of(sample.reference, self._args.answer_after)
         found = math_text.answer_of(sample.response, self._args.answer_after)
@@ -74,7 +74,7 @@ class MathAnswer:
         return self._args.correct if verdict == "equal" else self._args.wrong
 
     def _kind(self, gold: Answer) -> Kind:
-        """How a reference is compared: one that cannot be read in time counts as words."""
+        """Return how a reference is compared: as text if it cannot be parsed in time."""
         if gold.bare and math_text.number(gold.text) is not None:
             return "formula"
         try:
@@ -87,7 +87,7 @@ class MathAnswer:
             one, other = math_text.number(gold.text), math_text.number(found.text)
             if one is not None and other is not None:
                 return "equal" if math_text.same_number(one, other, self._args.float_rounding) else "different"
-            if gold.text.split() == found.text.split():  # true however large
+            if gold.text.split() == found.text.split():  # regardless of size
                 return "equal"
         try:
             return self._ask(gold, found).decode()

@@ -1,6 +1,6 @@
-"""Whether two answers are equal, by math-verify. Runs in a process that is bounded: see ``rewardhub.bounded``.
+"""Compares two answers with math-verify, in a bounded process (see ``rewardhub.bounded``).
 
-math-verify's own timeouts raise a signal's exception, which its libraries swallow and which C code never sees; here they are off.
+math-verify's own timeouts are off: they raise in a signal handler, which its libraries swallow and C code never sees.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rewardhub.rewards.math_text import Answer
 
 Verdict = Literal["equal", "different", "too_costly"]
 SMALL: Final = 1e-3
-# Pairs that use most of what parsing and comparing use: a forked process then starts with imports done and caches filled.
+# Pairs that use most of the parser and the comparison, so that forked processes inherit imports and filled caches.
 WARM_UP: Final = (
     (r"$\frac{1}{2}$", "0.5"),
     (r"$(1,2]$", r"$(1,3]$"),
@@ -38,7 +38,7 @@ WARM_UP: Final = (
 
 
 class Options(msgspec.Struct, frozen=True):
-    """How exactly answers are compared; the names are math-verify's."""
+    """Options of the comparison, by math-verify's names."""
 
     float_rounding: int
     numeric_precision: int
@@ -47,7 +47,7 @@ class Options(msgspec.Struct, frozen=True):
 
 
 class Question(msgspec.Struct, frozen=True):
-    """Does ``found`` equal ``gold``? Without ``found``: can ``gold`` be read as mathematics?"""
+    """Request: does ``found`` equal ``gold``? Without ``found``: can ``gold`` be parsed as mathematics?"""
 
     gold: Answer
     found: Answer | None
@@ -59,10 +59,10 @@ _QUESTIONS: Final = msgspec.msgpack.Decoder(Question)
 
 @lru_cache(maxsize=1)
 def prepare() -> None:
-    """Import and use what takes long the first time, so that forked processes have it.
+    """Import and use math-verify once, so that forked processes start fast.
 
     Raises:
-        ImportError: math-verify is not installed.
+        ImportError: if math-verify is not installed.
     """
     import math_verify
 
@@ -74,10 +74,10 @@ def prepare() -> None:
 
 
 def answer(data: bytes) -> bytes:
-    """Answer a question: a verdict; without ``found``, ``formula`` or ``text``.
+    """Return the verdict on an encoded ``Question``; without ``found``, ``formula`` or ``text``.
 
     Raises:
-        TooCostly: judged so before computing.
+        TooCostly: if an answer is found too costly before computing.
     """
     question = _QUESTIONS.decode(data)
     if question.found is None:
@@ -91,10 +91,10 @@ def _gold(gold: Answer) -> tuple[Any, ...]:
 
 
 def parse(answer: Answer, *, reference: bool = False) -> list[Any]:
-    """What math-verify reads: sympy expressions, and the text that each was read from.
+    """Return the sympy expressions in an answer, and the texts that they were parsed from.
 
     Raises:
-        TooCostly: too long or too deeply nested.
+        TooCostly: if the answer is too long or too deeply nested.
     """
     import math_verify
     from math_verify import ExprExtractionConfig, LatexExtractionConfig
@@ -132,7 +132,7 @@ def _number(value: Any, decimal: bool) -> list[Any]:
 
 
 def _complex(found: Any) -> Any:
-    """With the imaginary unit where math-verify leaves a symbol of that name."""
+    """Replace the symbol ``i``, as math-verify leaves it, by the imaginary unit."""
     import sympy
 
     unit = sympy.Symbol("i", real=False)
@@ -148,7 +148,7 @@ def _expressions(found: Any) -> list[Any]:
 def _compare(gold: tuple[Any, ...], found: list[Any], options: Options) -> Verdict:
     import math_verify
 
-    if any(one == other for one in gold for other in found):  # of the same shape: true however large
+    if any(one == other for one in gold for other in found):  # of the same shape, regardless of size
         return "equal"
     if any(costly(one) for one in _expressions(gold) + _expressions(found)):
         return "too_costly"
@@ -158,7 +158,7 @@ def _compare(gold: tuple[Any, ...], found: list[Any], options: Options) -> Verdi
 
 
 def _near(gold: Any, found: Any, digits: int) -> bool:
-    """False for a small number and one that differs from it by more than a share: math-verify takes all small numbers for zero."""
+    """Return False for a small number and one that differs relatively; math-verify rounds small numbers to zero."""
     import sympy
 
     if not all(isinstance(one, sympy.Expr) and one.is_number for one in (gold, found)):

@@ -1,4 +1,4 @@
-"""Whether a parsed expression is too large to compute with, judged by its shape before anything is evaluated. Pure."""
+"""Decides from an expression's shape whether it is too costly to compute with. Pure."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import re
 from typing import Any, Final
 
 MAX_CHARS: Final = 2000  # of one formula
-MAX_NESTING: Final = 20  # brackets within brackets, in the text
+MAX_NESTING: Final = 20  # nested brackets, in the text
 MAX_DIGIT_RUN: Final = 1000  # digits of one number, in the text
 MAX_NODES: Final = 600
 MAX_DEPTH: Final = 40
-MAX_DIGITS: Final = 20_000  # of a number that an evaluation would write out
-MAX_TERMS: Final = 2000  # of a sum that expanding products and powers would write out
-MAX_FUNCTIONS: Final = 12  # applications of sin, log, exp and the like: what simplification tries grows fast with their number
-MAX_FUNCTION_DEPTH: Final = 6  # of these within each other
+MAX_DIGITS: Final = 20_000  # of a number that an evaluation would produce
+MAX_TERMS: Final = 2000  # of a sum that expanding products and powers would produce
+MAX_FUNCTIONS: Final = 12  # applications of sin, log, exp and others; simplification tries many combinations of them
+MAX_FUNCTION_DEPTH: Final = 6  # of nested functions
 _FUNCTIONS: Final = re.compile(r"\\(?:arc|a)?(?:sin|cos|tan|cot|sec|csc|log|ln|exp|lg)")
 _OPEN, _CLOSE = "([{", ")]}"
 
 
 def costly_text(text: str) -> bool:
-    """Whether not even parsing a formula is worth a try."""
+    """Return whether a formula is too costly to parse."""
     depth = digits = 0
     for char in text:
         depth += (char in _OPEN) - (char in _CLOSE)
@@ -31,9 +31,9 @@ def costly_text(text: str) -> bool:
 
 
 def costly(expression: Any) -> bool:
-    """Whether evaluating, expanding or simplifying a sympy expression, or comparing with it, may take very long.
+    """Return whether evaluating, expanding, simplifying or comparing a sympy expression may take very long.
 
-    False is no promise: the time that computing takes is bounded as well.
+    False is not a guarantee, so computing is bounded as well.
     """
     import sympy
 
@@ -57,12 +57,12 @@ def _children(node: Any) -> list[Any]:
 
 
 def _digits(node: Any) -> float:
-    """An upper bound of the decimal digits of any number that evaluating the expression writes out; symbols count as small."""
+    """Return an upper bound of the digits of any number that an evaluation produces; symbols count as small."""
     return max(0.0, _log10(node), *(_digits(child) for child in _children(node)))
 
 
 def _log10(node: Any) -> float:
-    """About log10 of the absolute value of the expression, at least 0; infinity where it is beyond any use."""
+    """Return about log10 of the absolute value of the expression, at least 0; infinity if it is too large."""
     import sympy
 
     if isinstance(node, sympy.Rational):
@@ -95,7 +95,7 @@ def _magnitude(log10: float) -> float:
 
 
 def _terms(node: Any) -> float:
-    """How many terms a sum has after expanding; at least 1."""
+    """Return how many terms an expression has after expanding, at least 1."""
     import sympy
 
     children = [_terms(child) for child in _children(node)]

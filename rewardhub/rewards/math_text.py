@@ -1,4 +1,4 @@
-"""Where a text's answer stands, and how it is read: as a number, as a formula, or as words. Pure, and linear in the text."""
+"""Finds the answer in a text, and reads it as a number, a formula or words. Pure, in linear time."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Final
 
 import msgspec
 
-LONGEST_ANSWER: Final = 4000  # characters from the end that are looked at: an answer stands there
-LONGEST_NUMBER: Final = 60  # characters of what is read without the parser
-LONGEST_LINE: Final = 200  # of a response that is nothing but a formula
-MANY_WORDS: Final = 5  # more make prose, in which the answer is searched for
+LONGEST_ANSWER: Final = 4000  # characters that are searched, from the end
+LONGEST_NUMBER: Final = 60  # characters of a number that is read without the parser
+LONGEST_LINE: Final = 200  # characters of a response that is only a formula
+MANY_WORDS: Final = 5  # a text with more words is prose, in which the answer is searched for
 BOXED: Final = re.compile(r"\\(?:boxed|fbox)\s*\{")
-# Grouped by commas ("36,000", "36{,}000"), thin spaces or blanks; a tuple or a set never is one number.
+# Digits grouped by commas ("36,000", "36{,}000"), thin spaces or blanks; a tuple or a set is never one number.
 _NUMBER: Final = re.compile(
     r"(?P<sign>[-+−]?)\s*(?:\\?[$€£¥])?\s*(?P<sign2>-?)"
     r"(?P<whole>\d{1,3}(?:(?:,|\{,\}|\\[,!; ]|[   ])\d{3})+|\d+)?(?P<part>\.\d+)?(?P<power>[eE][-+]?\d{1,2})?\.?"
@@ -42,18 +42,18 @@ _SAID: Final = re.compile(r"\banswer(?:\s+is)?\s*[:=]?\s*(.+)$", re.IGNORECASE)
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What is compared."""
+    """An answer to compare."""
 
     text: str
-    bare: bool  # nothing but the answer; else prose, in which it is searched for
+    bare: bool  # only the answer; else prose, in which it is searched for
 
 
 def answer_of(text: str, marker: str) -> Answer:
-    """The answer of a response or reference.
+    """Return the answer of a response or reference.
 
-    What follows the last marker: its first line, or a box after it. Without a marker, all boxes: different ones are a set, unless they
-    stand in formulas of their own with prose in between, which is left to math-verify: it takes the last. Without boxes, a single line
-    that is nothing but a formula, else the whole text.
+    After the last marker: the first line, or a box. Without a marker, all boxes: different ones form a set, unless
+    they are in separate formulas with prose in between; then math-verify takes the last. Without boxes, a single line
+    that is only a formula, else the whole text.
     """
     text = text[-LONGEST_ANSWER:]
     _, found, after = text.rpartition(marker) if marker else ("", "", text)
@@ -70,7 +70,7 @@ def answer_of(text: str, marker: str) -> Answer:
 
 
 def boxed(text: str) -> list[str]:
-    """What the outermost boxes hold, in order, with the percent sign that follows one; those that never close are left out."""
+    """Return the contents of the outermost closed boxes in order, each with a percent sign that follows it."""
     return [content for content, _, _ in _boxes(text)]
 
 
@@ -81,7 +81,7 @@ def _belong_together(text: str) -> bool:
 
 
 def _boxes(text: str) -> list[tuple[str, int, int]]:
-    """Each outermost box: what it holds, where it starts and where it ends."""
+    """Return content, start and end of each outermost box."""
     found, position = [], 0
     while (start := BOXED.search(text, position)) is not None:
         depth, position = 1, start.end()
@@ -101,7 +101,7 @@ def _boxes(text: str) -> list[tuple[str, int, int]]:
 
 
 def undressed(text: str) -> str:
-    """A line without Markdown and without the full stop at its end; the ``*`` between factors stays."""
+    """Return a line without Markdown and a final full stop; a ``*`` between factors stays."""
     text = text.strip()
     while (plain := _EMPHASIS.sub(r"\2", text)) != text:
         text = plain
@@ -110,7 +110,7 @@ def undressed(text: str) -> str:
 
 
 def number(text: str) -> tuple[Fraction, bool] | None:
-    """A plain decimal number and whether it has a decimal point; None for everything else."""
+    """Return a plain decimal number and whether it has a decimal point; None for any other text."""
     text = text.strip().removeprefix("$").removesuffix("$") if text.count("$") == 2 else text.strip()
     if len(text) > LONGEST_NUMBER or (found := _NUMBER.fullmatch(text.strip())) is None or not (found["whole"] or found["part"]):
         return None
@@ -120,27 +120,27 @@ def number(text: str) -> tuple[Fraction, bool] | None:
 
 
 def same_number(gold: tuple[Fraction, bool], found: tuple[Fraction, bool], digits: int) -> bool:
-    """Whether two numbers are equal: rounded to this many decimals if one of them has a decimal point, else exactly."""
+    """Return whether two numbers are equal: rounded to ``digits`` decimals if one has a decimal point, else exactly."""
     if gold[1] or found[1]:
-        # Rounding makes zero of every small number, so the difference must be small for the reference, too.
+        # Rounding turns small numbers into zero, so the difference must also be small relative to the reference.
         near = abs(gold[0] - found[0]) <= abs(gold[0]) * relative(digits)
         return near and round(gold[0], digits) == round(found[0], digits)
     return gold[0] == found[0]
 
 
 def relative(digits: int) -> Fraction:
-    """The share of a reference that an answer may differ by where numbers are rounded to this many decimals."""
+    """Return the relative difference from the reference that is allowed with ``digits`` decimals."""
     return Fraction(10) ** (2 - digits)
 
 
 def has_unit(text: str) -> bool:
-    """Whether the text is a number with a unit or a few words after it."""
+    """Return whether the text is a number followed by a unit or a few words."""
     found = _NUMBER_WITH_UNIT.fullmatch(text)
     return found is not None and (found["word"] or "") not in _FUNCTIONS
 
 
 def is_formula(text: str) -> bool:
-    """Whether the text can be read as a formula: any words in it are names of functions or short products of variables."""
+    """Return whether the text can be a formula: its words are function names or short products of variables."""
     if not text or costly_word(text):
         return False
     plain = _COMMAND.sub(" ", _TEXT_COMMAND.sub(" ", text))
@@ -151,22 +151,22 @@ def is_formula(text: str) -> bool:
         return False
     if "\\" in text or len(text) == 1:
         return True
-    # "no" and "left": letters alone are words unless they are one variable.
+    # "no", "left": letters alone are words unless they are one variable.
     return re.fullmatch(r"[A-Za-z\s.,'!?]*", text) is None and not any(len(word) == 3 and word not in _FUNCTIONS for word in words)
 
 
 def costly_word(text: str) -> bool:
-    """Whether the text holds characters that no formula has."""
+    """Return whether the text holds control characters, which no formula has."""
     return any(ord(char) < 32 and char not in "\t\n\r" for char in text)
 
 
 def is_prose(text: str) -> bool:
-    """Whether the text is long enough for an answer to be searched for in it."""
+    """Return whether the text is long enough to search it for an answer."""
     return len(text.split()) > MANY_WORDS
 
 
 def readable(text: str) -> str:
-    """A formula in the spelling that the parser of LaTeX understands: powers in braces, functions as commands, a free-standing i."""
+    """Return a formula as LaTeX for the parser: powers in braces, functions as commands, a separate i."""
     if "\\" not in text:
         text = _POWER.sub(lambda found: "^{" + (found[2] or found[1]) + "}", text).replace("**", "^")
         text = _BARE_FUNCTION.sub(r"\\\1 ", text)
@@ -177,18 +177,18 @@ def readable(text: str) -> str:
 
 
 def imaginary(text: str) -> str:
-    """The text with the imaginary unit apart from its factor, as the parser wants it."""
+    """Return the text with the imaginary unit separated from its factor, for the parser."""
     return _IMAGINARY.sub(" i", text)
 
 
 def words(text: str) -> str:
-    """The text as words: without case, markup, blanks and punctuation at the ends."""
+    """Return the text as words: without case, markup, extra blanks and punctuation at the ends."""
     text = _TEXT_COMMAND.sub(r"\1", text).replace("$", "").replace("\\", "")
     return " ".join(undressed(text).casefold().split()).strip(" .,;:!?\"'()")
 
 
 def said(answer: Answer) -> set[str]:
-    """The words that may be meant by an answer: all of it, its last line, or what follows "answer is" there."""
+    """Return the texts that an answer may mean: all of it, its last line, or the text after "answer is" there."""
     found = {words(answer.text)}
     if not answer.bare and (lines := [line for line in answer.text.splitlines() if line.strip()]):
         last = undressed(lines[-1])

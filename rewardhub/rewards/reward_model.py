@@ -1,9 +1,9 @@
-"""A reward model: a Hugging Face sequence classifier, or a language model with a value head, read with its own chat template.
+"""Scores responses with a Hugging Face sequence classifier, or a language model with a value head.
 
     rewards: [{name: reward_model, args: {path: Skywork/Skywork-Reward-V2-Qwen3-0.6B, scale: 0.1}}]
 
-It sees the question as the user's message and the response as the assistant's. Scores wait for each other: whatever has come while the
-last batch was computed is the next one. ``rewardhub --gpus 0-1`` gives each of its processes a GPU.
+The model's chat template gets the question as the user's message and the response as the assistant's. Samples that
+arrive while a batch is computed form the next one. ``rewardhub --gpus 0-1`` gives each process a GPU.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ class RewardModelArgs(Section):
     """Arguments of the reward ``reward_model``."""
 
     path: str  # folder or hub name
-    head: Literal["auto", "classifier", "value"] = "auto"  # auto: as the architectures in its config.json say
-    label: NonNegativeInt = 0  # of a classifier of several classes: whose logit, or probability with softmax
+    head: Literal["auto", "classifier", "value"] = "auto"  # auto: by the architectures in its config.json
+    label: NonNegativeInt = 0  # the class of a classifier whose logit, or probability with softmax, is used
     activation: Literal["none", "sigmoid", "softmax"] = "none"
     scale: float = 1.0  # the reward is scale * output + offset, within clip
     offset: float = 0.0
     clip: Annotated[list[float], Field(min_length=2, max_length=2)] | None = None  # [lowest, highest]
     system_prompt: str = ""
-    template: str = "{prompt}\n{response}"  # where the model has no chat template
-    max_length: PositiveInt = 4096  # tokens; of longer texts the end is read, and the note ``truncated`` says so
+    template: str = "{prompt}\n{response}"  # if the model has no chat template
+    max_length: PositiveInt = 4096  # tokens; longer texts lose their beginning, with the note ``truncated``
     batch_size: PositiveInt = 16
-    device: Device = "auto"  # cuda where there is one
+    device: Device = "auto"  # auto: cuda if there is a GPU
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16 on a GPU, else float32
     num_threads: PositiveInt = 1  # on a CPU
     trust_remote_code: bool = False
@@ -43,18 +43,18 @@ class RewardModelArgs(Section):
 
     @property
     def max_concurrency(self) -> int:
-        """Samples at once in one process: the batch that is computed, and the next."""
+        """Samples at once in one process: the current batch and the next."""
         return 2 * self.batch_size
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.clip is not None and not self.clip[0] < self.clip[1]:
-            raise ValueError(f"clip is {self.clip}; write [lowest, highest]")
+            raise ValueError(f"expected clip as [lowest, highest], got {self.clip}")
         return self
 
 
 class RewardModel:
-    """The model's output for question and response. Notes: ``truncated`` is 1 where the text did not fit."""
+    """Reward: the model's output for question and response. The note ``truncated`` is 1 if the text did not fit."""
 
     Args = RewardModelArgs
     concurrent: ClassVar[bool] = True
@@ -68,7 +68,7 @@ class RewardModel:
 
     @classmethod
     def check(cls, args: RewardModelArgs) -> None:
-        """A folder that is named must hold a model; what a hub has is seen when it is loaded."""
+        """Check that a local folder holds a model; a model of the hub is checked when loaded."""
         from rlearner_text.hub import check_model, is_local
 
         if is_local(args.path):
@@ -81,10 +81,10 @@ class RewardModel:
         return ScoringModel(args)
 
     async def score(self, sample: Sample) -> Scored:
-        """The reward of one response.
+        """Return the reward of one response.
 
         Raises:
-            NoScore: the model's output is not finite.
+            NoScore: if the model's output is not finite.
         """
         ids, truncated = self._model.tokens(sample.prompt, sample.response)
         done: asyncio.Future[float] = asyncio.get_running_loop().create_future()
@@ -100,7 +100,7 @@ class RewardModel:
         return Scored(value, {"truncated": float(truncated)})
 
     async def _work(self) -> None:
-        """One batch after another, in a thread, until nothing waits."""
+        """Compute batches in a thread until no sample waits."""
         try:
             while self._waiting:
                 batch = [entry for entry in self._waiting[: self._args.batch_size] if not entry[1].done()]
@@ -114,7 +114,7 @@ class RewardModel:
             return
         try:
             outputs: list[Any] = list(await asyncio.to_thread(self._model.outputs, [ids for ids, _ in batch]))
-        except Exception as error:  # noqa: BLE001 - whatever torch raises (no memory, for example) belongs to those who wait
+        except Exception as error:  # noqa: BLE001 - an error of torch fails the waiting samples
             outputs = [error] * len(batch)
         for (_, done), output in zip(batch, outputs, strict=True):
             if done.done():

@@ -1,4 +1,4 @@
-"""The torch side of the reward ``reward_model``: texts to tokens, batches of tokens to one number each."""
+"""The model of the reward ``reward_model`` in torch: tokenization and batched outputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlearner_text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from rewardhub.rewards.reward_model import RewardModelArgs
 
-# A value head is one linear layer from the last hidden state to a number; what the libraries that train such models call it.
+# Names of the value head, a linear layer from the last hidden state to a number, in libraries that train such models.
 HEADS: Final = ("v_head.summary", "value_head.summary", "v_head", "value_head", "score")
 _KEY: Final = "rewards.args.path"
 
@@ -25,7 +25,7 @@ class ScoringModel:
     """One model on one device.
 
     Raises:
-        ConfigError: there is no such model, or it has no head that gives one number.
+        ConfigError: if there is no such model, or it has no head with one output.
     """
 
     def __init__(self, args: RewardModelArgs) -> None:
@@ -61,7 +61,7 @@ class ScoringModel:
             )
 
     def tokens(self, prompt: str, response: str) -> tuple[list[int], bool]:
-        """Token ids of question and response, and whether the beginning had to be left out."""
+        """Return the token ids of question and response, and whether the beginning was cut off."""
         args = self._args
         if self._converses:
             system = [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
@@ -74,7 +74,7 @@ class ScoringModel:
 
     @torch.inference_mode()
     def outputs(self, batch: Sequence[Sequence[int]]) -> list[float]:
-        """The number for each row of token ids; rows are padded on the right."""
+        """Return one number for each row of token ids; rows are padded on the right."""
         longest = max(map(len, batch))
         ids = torch.tensor([[*row, *[self._pad] * (longest - len(row))] for row in batch], device=self._device)
         lengths = torch.tensor([len(row) for row in batch], device=self._device)
@@ -102,15 +102,15 @@ def _has_chat_template(tokenizer: Tokenizer) -> bool:
 
 
 def _value_head(path: str, dtype: torch.dtype) -> torch.nn.Linear:
-    """The linear layer that the model's safetensors hold beside its body.
+    """Return the value head in the model's safetensors.
 
     Raises:
-        ConfigError: there is none that gives one number.
+        ConfigError: if there is no head with one output.
     """
     found: dict[str, torch.Tensor] = {}
     for file in sorted(tokenizer_folder(path).glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - it is no mapping
+            for name in tensors.keys():  # noqa: SIM118 - it is not a mapping
                 if any(name in (f"{head}.weight", f"{head}.bias") for head in HEADS):
                     found[name] = tensors.get_tensor(name)
     weights = {name: tensor for name, tensor in found.items() if name.endswith(".weight") and tensor.ndim == 2 and tensor.shape[0] == 1}

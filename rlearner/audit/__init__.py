@@ -1,1 +1,1 @@
-"""``rlearner audit``: every ticket in exactly one final state, every trained group exactly once, nothing too old, every gap named."""
+"""``rlearner audit``: checks that every ticket has one final state, and no group is lost or too old."""

@@ -1,4 +1,4 @@
-"""What an audit found."""
+"""The report of an audit."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-SHOWN: Final = 8  # ranges named in one line
+SHOWN: Final = 8  # ranges in one line
 
 
 @dataclass
 class Report:
-    """Grows while the checks run.
+    """Results of the checks, filled while they run.
 
     Attributes:
-        counts: tickets by what became of them, from the ledger file's own lines.
-        lost: tickets that were granted, or had a record, and neither have an end nor a record that could give them one.
-        lost_records: records that nobody can tell the ticket of.
+        counts: tickets by state, from the lines of the ledger file.
+        lost: tickets that were issued or had a record, but have neither a final state nor a record that could give one.
+        lost_records: lost records of unknown tickets.
         trained_twice: tickets that were trained more than once.
         not_archived: records that the learner consumed while ``samples.keep`` was off, after it had been on.
-        problems: one line each; the audit fails when there is one.
-        notes: what was compared with what, and what could not be.
+        problems: one line each; the audit fails if there is one.
+        notes: what was compared, and what could not be.
     """
 
     counts: dict[str, int] = field(default_factory=dict)
@@ -39,12 +39,12 @@ class Report:
         self.problems.append(problem)
 
     def fail_all(self, what: str, numbers: Iterable[int]) -> None:
-        """One line for all of them, none when there are none; ``{}`` in ``what`` becomes their numbers."""
+        """Add one problem for all ``numbers``, if there are any; ``{}`` in ``what`` becomes their ranges."""
         if found := set(numbers):
             self.fail(what.format(ranges(found)))
 
     def to_json(self) -> dict[str, Any]:
-        """The published keys, and the lines for people."""
+        """Return the counts, problems and notes by their published keys."""
         names = ("tickets", "trained", "filtered", "dropped", "dead", "open")
         figures: dict[str, Any] = {name: self.counts.get(name, 0) for name in names}
         figures |= {"lost": len(self.lost) + self.lost_records, "trained_twice": len(self.trained_twice)}
@@ -52,7 +52,7 @@ class Report:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """``1-3, 7`` for {1, 2, 3, 7}; the first few of them."""
+    """Return ``1-3, 7`` for {1, 2, 3, 7}, at most ``SHOWN`` ranges."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
         if runs and number == runs[-1][1] + 1:

@@ -1,4 +1,4 @@
-"""One audit, from a run's folder to a report."""
+"""Runs an audit, from a run's folder to a report."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from rlearner.audit.tally import Tally
 
 @dataclass(frozen=True)
 class Books:
-    """What the learner itself wrote, read in such an order that one at work is not taken for one that contradicts itself.
+    """The learner's own files, read in an order in which a running learner shows no contradiction.
 
     Attributes:
         rows: metrics.jsonl, read before the ledger file, which is written first.
-        checkpoints: by step, the ledger of each; read before the ledger file, too.
+        checkpoints: the ledger of each checkpoint by step, also read before the ledger file.
         lines: the ledger file.
         problems: what could not be read.
     """
@@ -36,10 +36,10 @@ class Books:
 
 
 def read_books(folder: Path) -> Books:
-    """Before the log, the archive and the tap, for those hold whatever the learner has consumed.
+    """Read the learner's files; before the log, the archive and the tap, which hold all that it consumed.
 
     Raises:
-        UserError: the run has no ledger file, or one of an earlier version.
+        UserError: if the run has no ledger file, or one of an earlier version.
     """
     path = folder / ledger_segments.FOLDER
     if not ledger_segments.found(path):
@@ -49,7 +49,7 @@ def read_books(folder: Path) -> Books:
     read = ledger_segments.Lines(path)
     lines = list(read)
     if read.problem:
-        problems.append(f"{read.problem}; the lines behind it were not read")
+        problems.append(f"{read.problem}; later lines were not read")
     return Books(folder, rows, checkpoints, lines, problems)
 
 
@@ -59,11 +59,11 @@ def reconcile(
     log: tuple[int, Sequence[Stored]] | None = None,
     tap: Sequence[Mapping[str, Any]] | None = None,
 ) -> Report:
-    """All that a run left behind, held against each other.
+    """Compare everything that a run has left.
 
     Args:
-        log: the broker's samples log, if it can be reached: the first sequence kept, and what is there.
-        tap: lines of an independent record of the wire.
+        log: the broker's samples log, if it can be reached: the first sequence kept, and the records.
+        tap: lines of an independent recording of the messages.
     """
     report = Report(problems=list(books.problems))
     tally = Tally(books.lines, report, books.checkpoints)
@@ -80,20 +80,20 @@ def reconcile(
 
 
 def _rows(books: Books, version: int) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl: those of the first reading, and what has come since of the steps that the ledger file has."""
+    """Return the lines of metrics.jsonl: those read first, and newer ones of steps that the ledger file has."""
     known = {row["step"] for row in books.rows}
     later = [row for row in read_lines(books.folder / "metrics.jsonl") if row["step"] <= version and row["step"] not in known]
     return books.rows + later
 
 
 def _checkpoints(folder: Path, problems: list[str]) -> dict[int, dict[str, Any]]:
-    """By step, the ledger of every checkpoint kept."""
+    """Return the ledger of every kept checkpoint by step."""
     states: dict[int, dict[str, Any]] = {}
     for path in checkpoint.found(folder):
         try:
             states[checkpoint.read(path).step] = checkpoint.read(path).ledger
         except UserError as error:
-            if path.exists():  # else it was one too many just now
+            if path.exists():  # else the learner has just deleted it
                 problems.append(str(error))
     return states
 

@@ -1,4 +1,4 @@
-"""The ledger file against what others hold: metrics.jsonl, the broker's log, the archive of records."""
+"""Compares the ledger file with metrics.jsonl, the broker's log, and the archive of records."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ COUNTED: Final = ("issued", *FINAL, "open")
 
 @dataclass(frozen=True)
 class Stored:
-    """What the audit looks at of a record that the broker or the archive holds."""
+    """The audited part of a record in the broker or the archive."""
 
     seq: int
     ticket: int  # from the message, else from its header
-    digest: str  # empty: unknown, of a group in parts that were not fetched
+    digest: str  # empty: unknown, for a group in parts that were not fetched
     is_group: bool
     oldest: int = -1
     newest: int = -1
@@ -30,7 +30,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Held:
-    """Sequences of consumed records that a source holds, lacks, and was not meant to hold."""
+    """Sequences of consumed records that a source holds, lacks, and need not hold."""
 
     seqs: Set[int]
     missing: Set[int]
@@ -38,7 +38,7 @@ class Held:
 
 
 def stored(record: LogRecord) -> Stored:
-    """A record, without its data."""
+    """Return a record without its data."""
     message = record.message
     if isinstance(message, wire.Parted):
         return Stored(record.seq, message.ticket, "", is_group=True)
@@ -48,14 +48,14 @@ def stored(record: LogRecord) -> Stored:
 
 
 def check_metrics(rows: Sequence[Mapping[str, Any]], tally: Tally, report: Report) -> None:
-    """Each step's line in metrics.jsonl with the ledger file's."""
+    """Compare each step's line in metrics.jsonl with the ledger file."""
     steps = [int(row["step"]) for row in rows]
     if len(set(steps)) != len(steps):
         report.fail_all("metrics.jsonl has more than one line for steps {}", {step for step in steps if steps.count(step) > 1})
     first, version = min(tally.boundaries, default=0), tally.version
     wanted = {step for step in tally.boundaries if first < step < version}
     report.fail_all("metrics.jsonl has no line for steps {}", wanted - set(steps))
-    report.fail_all("metrics.jsonl has lines for steps {} that the ledger file has not", set(steps) - tally.boundaries.keys())
+    report.fail_all("metrics.jsonl has lines for steps {} that the ledger file does not have", set(steps) - tally.boundaries.keys())
     trained: dict[int, list[Line]] = {}
     for line in (one for lines in tally.ended.values() for one in lines if one.step):
         trained.setdefault(line.step, []).append(line)
@@ -82,12 +82,12 @@ def check_source(
     first: int | None = None,
     left_out: Iterable[tuple[int, int]] = (),
 ) -> Held:
-    """The records of the log, or of its archive, with the ledger file.
+    """Compare the records of the log, or of its archive, with the ledger file.
 
     Args:
-        name: of the source, for people.
-        first: sequence that it should begin with, None: with whatever it begins.
-        left_out: (first, last) sequence of stretches that it was not meant to hold.
+        name: name of the source in messages.
+        first: sequence that it should begin with, None: any.
+        left_out: (first, last) sequences of ranges that it need not hold.
     """
     seen: dict[int, Stored] = {}
     beyond = 0
@@ -112,7 +112,7 @@ def check_source(
 
 
 def check_lost(sources: Sequence[Held], tally: Tally, report: Report) -> None:
-    """Count as lost what no source holds: records of unknown tickets, and tickets that still wait for theirs to be trained."""
+    """Count as lost what no source holds: records of unknown tickets, and open tickets whose record is missing."""
     held = {seq for source in sources for seq in source.seqs}
     for seq in {seq for source in sources for seq in source.missing} - held:
         if seq in tally.records:
@@ -139,5 +139,5 @@ def _compare(record: Stored, tally: Tally, report: Report, name: str) -> None:
         if end.state != "trained" or end.seq != record.seq:
             continue
         if not record.is_group:
-            report.fail(f"{name}: record {record.seq} of ticket {record.ticket} is no group, but was trained in step {end.step}")
+            report.fail(f"{name}: record {record.seq} of ticket {record.ticket} is not a group, but was trained in step {end.step}")
         check_staleness(report, end, record.oldest, record.newest, tally.max_staleness(end.step), name)

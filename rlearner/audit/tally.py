@@ -1,4 +1,4 @@
-"""The ledger file read once from front to back, and whether it agrees with itself."""
+"""Reads the ledger file once, and checks that it agrees with itself and the checkpoints."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ SUMS: Final = ("issued", *FINAL, "open", "duplicate", "unknown")
 
 
 class Tally:
-    """What the lines say.
+    """State accumulated from the lines.
 
     Attributes:
-        issued: by ticket, its first line.
-        arrived: by ticket, the record of its group.
+        issued: first line of each ticket.
+        arrived: by ticket, the line of its group's record.
         ended: by ticket, every line that gave it a final state.
-        records: by sequence, every line of a record that was consumed.
+        records: by sequence, every line of a consumed record.
         boundaries: by step, the last line that ended it.
-        counts: by step, those of every line that ended it; each life that begins there opens the credit again.
-        position: sequence of the newest record consumed.
-        open: tickets that were issued and have not ended.
+        counts: by step, the counts of every line that ended it; each learner that starts there opens the credit again.
+        position: sequence of the newest consumed record.
+        open: tickets that were issued and have no final state.
     """
 
     def __init__(self, lines: Iterable[Line], report: Report, checkpoints: Mapping[int, Mapping[str, Any]] | None = None) -> None:
@@ -36,7 +36,7 @@ class Tally:
         self.counts: dict[int, list[Mapping[str, int]]] = {}
         self._report, self._checkpoints = report, checkpoints or {}
         self.open: set[int] = set()
-        self._held: dict[int, Line] = {}  # by ticket, of those: the record of its group
+        self._held: dict[int, Line] = {}  # by open ticket, the line of its group's record
         self._sums: Counter[str] = Counter()
         self._reasons: Counter[str] = Counter()
         self._rules: Mapping[str, Any] = {}
@@ -44,9 +44,9 @@ class Tally:
         self._matched: set[int] = set()
         self._shortfall = 0
         self._first_step = 0
-        self._shortened = False  # fewer steps than before: the groups of a step under way then stay where they are
+        self._shortened = False  # fewer steps than before: groups of an unfinished step then stay open
         self._in_force: list[tuple[int, int]] = []  # (groups_per_step, max_staleness) since the last boundary
-        self._limits: dict[int, list[tuple[int, int]]] = {}  # by step, all that were in force while it was made
+        self._limits: dict[int, list[tuple[int, int]]] = {}  # by step, all in force while it was made
         for line in lines:
             self._apply(line)
         self.position = max(self.records, default=0)
@@ -58,7 +58,7 @@ class Tally:
 
     @property
     def trained(self) -> dict[int, Line]:
-        """By ticket, the first line that trained it."""
+        """Return the first line that trained each ticket."""
         found: dict[int, Line] = {}
         for number, lines in self.ended.items():
             for line in lines:
@@ -72,7 +72,7 @@ class Tally:
         return bool(self._rules) and self.version >= self._rules["steps"]
 
     def max_staleness(self, step: int) -> int:
-        """The loosest bound that ``step`` ran under, -1 where the file does not say."""
+        """Return the loosest staleness bound of ``step``, -1 if unknown."""
         return max((staleness for _, staleness in self._limits.get(step, ())), default=-1)
 
     # ------------------------------------------------------------------------------------------------ reading
@@ -85,7 +85,7 @@ class Tally:
         before, self._rules = self._rules, line.rules or self._rules
         if line.state == "unrecorded":
             self._first_step = line.step
-            fail(f"the ledger file begins at step {line.step}: what became of tickets 1-{line.counts.get('issued', 0)} is not recorded")
+            fail(f"the ledger file begins at step {line.step}: the states of tickets 1-{line.counts.get('issued', 0)} are not recorded")
         elif line.state == "boundary":
             self._boundary(line)
         elif line.state == "lost":
@@ -117,14 +117,14 @@ class Tally:
                 self._reasons[line.reason] += line.state == "dead"
 
     def _summary(self, line: Line) -> None:
-        """The first line of a file, with the lines of the files before it."""
+        """Compare the first line of a file with the files before it."""
         end = self._previous or Line(state="boundary")
         if self._previous is None:
             self._rules = line.rules
         dead = {reason: count for reason, count in self._reasons.items() if count}
         same = {
-            "where it begins": (line.step, line.seq, line.counts) == (end.step, end.seq, end.counts),
-            "the groups that wait": line.held == tuple(self._held.values()),
+            "the start": (line.step, line.seq, line.counts) == (end.step, end.seq, end.counts),
+            "the waiting groups": line.held == tuple(self._held.values()),
             "why tickets died": (line.reasons or {}) == dead,
             "the rules": line.rules == self._rules,
         }
@@ -152,9 +152,9 @@ class Tally:
             self._compare(line, state)
 
     def _compare(self, line: Line, state: Mapping[str, Any]) -> None:
-        """A checkpoint with the lines up to its step."""
+        """Compare a checkpoint with the lines up to its step."""
         if (state["position"], state["issued"]) != (line.seq, line.counts.get("issued")):
-            return  # credit was opened again behind it: an earlier or later boundary of the same step is meant
+            return  # it belongs to another boundary of the same step, as a later start opened the credit again
         self._matched.add(line.step)
         fail = self._report.fail
         for name in FINAL:
@@ -164,7 +164,7 @@ class Tally:
         live = {int(number) for number in state["live"]}
         here = self.open
         self._report.fail_all(f"checkpoint {line.step} holds tickets {{}} that the ledger file has ended", live - here)
-        self._report.fail_all(f"checkpoint {line.step} has ended tickets {{}} that the ledger file has not", here - live)
+        self._report.fail_all(f"checkpoint {line.step} has ended tickets {{}} that the ledger file has open", here - live)
         queued = {int(entry["number"]): int(entry["seq"]) for entry in state["taken"] + state["queue"]}
         arrived = {number: group.seq for number, group in self._held.items()}
         if queued != arrived and live == here:
@@ -173,12 +173,12 @@ class Tally:
     # ----------------------------------------------------------------------------------------------- checking
 
     def check(self) -> None:
-        """All that the file says about itself; once all steps are made, no ticket may be open."""
+        """Check the whole file; once all steps are made, no ticket may be open."""
         self._check_tickets()
         self._check_records()
         self._check_steps()
         for step in self._checkpoints.keys() - self._matched:
-            self._report.fail(f"checkpoint {step} fits no boundary of the ledger file")
+            self._report.fail(f"checkpoint {step} matches no boundary of the ledger file")
         lost = {number for number, lines in self.ended.items() if lines[0].reason == LOST}
         if lost:
             self._report.notes.append(f"rebase: the broker had lost its store; tickets {ranges(lost)} were counted dead")
@@ -228,11 +228,11 @@ class Tally:
                 self._report.fail(f"step {step} was made of {made_of[step]} groups, train.groups_per_step is {end.groups_per_step}")
 
     def _check_step(self, step: int, trained: list[Line], credit: int) -> None:
-        """One step.
+        """Check one step.
 
         Args:
             trained: the lines of the groups that it trained.
-            credit: tickets that may be open behind it.
+            credit: tickets that may be open after it.
         """
         report, end = self._report, self.boundaries[step]
         for line in trained:
@@ -245,13 +245,9 @@ class Tally:
 
 
 def check_staleness(report: Report, line: Line, oldest: int, newest: int, bound: int, source: str) -> None:
-    """A trained group's tokens, as one source gives their versions (-1: it sampled none)."""
-    version = line.step - 1  # that was being trained
+    """Check a trained group's token versions, as one source gives them (-1: it sampled none)."""
+    version = line.step - 1  # the version that was trained
     if oldest >= 0 and bound >= 0 and version - oldest > bound:
-        report.fail(
-            f"ticket {line.ticket}, trained in step {line.step}: {source} says that a token is of version {oldest}, the bound is {bound}"
-        )
+        report.fail(f"ticket {line.ticket}, trained in step {line.step}: {source} has a token of version {oldest}, the bound is {bound}")
     if newest > version:
-        report.fail(
-            f"ticket {line.ticket}, trained in step {line.step}: {source} says that a token is of version {newest}, newer than that"
-        )
+        report.fail(f"ticket {line.ticket}, trained in step {line.step}: {source} has a token of version {newest}, newer than that")

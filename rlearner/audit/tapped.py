@@ -1,7 +1,7 @@
-"""The ledger file against a tap: what someone else saw of a run's tickets and samples on the wire (``bench/tap.py``).
+"""Compares the ledger file with a tap, an independent recording of messages (``bench/tap.py``).
 
-A tap sees every attempt to publish, those that the broker drops as repetitions among them, and it has no sequences. So it says what
-there was, not how often it was stored: what was consumed must have been seen at least as often, and what was seen must have ended.
+A tap sees every attempt to publish, including those that the broker drops as duplicates, and it has no sequences.
+So what was consumed must have been seen at least as often, and what was seen must have a final state.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from rlearner.audit.tally import Tally, check_staleness
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a tap; half a line at the end is none.
+    """Return the lines of a tap, without an incomplete last one.
 
     Raises:
-        UserError: the file cannot be read, or a line is no tap's.
+        UserError: if the file cannot be read, or a line is not a tap's.
     """
     try:
         rows = path.read_text(encoding="utf-8").split("\n")[:-1]
@@ -34,21 +34,21 @@ def read(path: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError as error:
             raise DataError(str(path), number, str(error)) from None
         if not isinstance(line, dict) or not isinstance(line.get("n"), int) or not isinstance(line.get("event"), str):
-            raise DataError(str(path), number, "a tap's line has `n` and `event`")
+            raise DataError(str(path), number, "expected a tap's line, with `n` and `event`")
         lines.append(line)
     return lines
 
 
 def check_tap(lines: Sequence[Mapping[str, Any]], tally: Tally, report: Report, *, done: bool) -> None:
-    """Compare.
+    """Compare a tap with the ledger file.
 
     Args:
-        done: the run has made all its steps: whatever was seen must have ended.
+        done: the run has made all its steps, so every ticket seen must have a final state.
     """
     numbers = Counter(int(line["n"]) for line in lines)
     newest = max(numbers, default=0)
     report.fail_all("tap: its own lines {} are missing", set(range(1, newest + 1)) - numbers.keys())
-    report.fail_all("tap: its own lines {} are there twice", {number for number, times in numbers.items() if times > 1})
+    report.fail_all("tap: its own lines {} appear twice", {number for number, times in numbers.items() if times > 1})
     blind = sorted({str(line["event"]) for line in lines if line["event"] not in ("open", "ticket", "sample", "close")})
     tickets = [line for line in lines if line["event"] == "ticket"]
     samples = [line for line in lines if line["event"] == "sample"]
@@ -57,7 +57,7 @@ def check_tap(lines: Sequence[Mapping[str, Any]], tally: Tally, report: Report, 
     _check_samples(samples, tally, report, done=done, whole=whole)
     report.notes.append(
         f"tap: {len({line['ticket'] for line in tickets})} tickets and {len(samples)} records seen"
-        + (f"; it was blind for a while ({', '.join(blind)}), so what it has not seen proves nothing" if blind else "")
+        + (f"; it was interrupted ({', '.join(blind)}), so missing messages prove nothing" if blind else "")
     )
 
 
@@ -73,9 +73,9 @@ def _check_tickets(seen: Sequence[Mapping[str, Any]], tally: Tally, report: Repo
     lost = strangers if done else {number for number in strangers if number <= newest}
     report.lost |= lost
     report.fail_all("tap: tickets {} went out, but the ledger file has not issued them", lost)
-    skipped = {number for number, line in tally.issued.items() if not line.domain}  # by a rebase: an earlier life knew what stood on them
+    skipped = {number for number, line in tally.issued.items() if not line.domain}  # by a rebase
     if whole:
-        # the newest may wait to be published when the learner was killed
+        # the newest may not have been published when the learner was killed
         unseen = {number for number in tally.issued.keys() - contents.keys() if number in tally.ended or number < max(contents, default=0)}
         report.fail_all("tap: tickets {} never went out", unseen - skipped)
     for number, line in sorted(contents.items()):
@@ -90,7 +90,7 @@ def _check_tickets(seen: Sequence[Mapping[str, Any]], tally: Tally, report: Repo
                 issued.min_version,
             )
         ):
-            report.fail(f"tap: ticket {number} went out with other contents than the ledger file has")
+            report.fail(f"tap: ticket {number} went out with contents that differ from the ledger file")
 
 
 def _check_samples(seen: Sequence[Mapping[str, Any]], tally: Tally, report: Report, *, done: bool, whole: bool) -> None:

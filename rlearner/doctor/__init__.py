@@ -1,1 +1,1 @@
-"""``rlearner doctor``: what this machine has, what a configuration needs, and the command that mends each difference."""
+"""``rlearner doctor``: checks this machine against a configuration, with a command for each gap."""

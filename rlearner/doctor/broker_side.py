@@ -1,4 +1,4 @@
-"""The broker: which nats-server would be started, what answers at the address, which ports are free."""
+"""Checks of the broker: the nats-server that would start, the broker address, the ports."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Version = tuple[int, ...]
 
 
 def server_findings(needs: Needs) -> list[Finding]:
-    """The nats-server that ``rlearner up`` and ``broker serve`` would start, by the search that they do themselves."""
+    """Check the nats-server that ``rlearner up`` and ``broker serve`` would start, found as they find it."""
     try:
         path = find_binary(sync_always=needs.sync_always)
         version = binary_version(path)
@@ -39,10 +39,10 @@ def server_findings(needs: Needs) -> list[Finding]:
 
 
 def judge_server(path: str, version: Version, clustered: tuple[str, Version] | None, needs: Needs) -> list[Finding]:
-    """What a server of that version can and cannot do.
+    """Return what a server of that version can do.
 
     Args:
-        clustered: path and version of the one that a cluster would be made of, None where no server here is new enough.
+        clustered: path and version of the server for a cluster, None if no server here is new enough.
     """
     said = f"{_text(version)} at {path}"
     if version < OLDEST_SYNC_ALWAYS:
@@ -51,11 +51,11 @@ def judge_server(path: str, version: Version, clustered: tuple[str, Version] | N
     if clustered is None:
         why = f"no nats-server here is {_text(OLDEST_CLUSTER)} or newer; older ones may lose a stream"
         return [*here, Finding("broker", "cluster", "missing" if needs.replicas == 3 else "absent", why, WHEEL)]
-    return [*here, Finding("broker", "cluster", "ok", f"{_text(clustered[1])} at {clustered[0]} is good for one")]
+    return [*here, Finding("broker", "cluster", "ok", f"{_text(clustered[1])} at {clustered[0]} can form one")]
 
 
 def address_findings(needs: Needs, environ: Mapping[str, str] = os.environ) -> list[Finding]:
-    """Who answers where processes would look for a broker."""
+    """Check which broker answers at the address that processes would use."""
     named = environ.get("RL_BROKER") or ""
     url = named or DEFAULT
     try:
@@ -63,7 +63,7 @@ def address_findings(needs: Needs, environ: Mapping[str, str] = os.environ) -> l
     except BrokerUnreachable as error:
         return [Finding("broker", "broker address", "missing", f"RL_BROKER: {error}", f"export RL_BROKER={DEFAULT}")]
     problem = ""
-    for server in servers:  # of a cluster the first that answers
+    for server in servers:  # the first of a cluster that answers
         info, problem = ask(server)
         if info is not None:
             return [judge_address(without_passwords(server), bool(named), info, "", needs)]
@@ -71,7 +71,7 @@ def address_findings(needs: Needs, environ: Mapping[str, str] = os.environ) -> l
 
 
 def ask(url: str) -> tuple[dict[str, Any] | None, str]:
-    """What a NATS server says of itself as soon as one connects (``INFO {…}``), or why there is none. Nothing is sent."""
+    """Return the ``INFO {…}`` that a NATS server sends to a new connection, or why there is none. Sends nothing."""
     parts = urlsplit(url)
     try:
         with socket.create_connection((parts.hostname or "127.0.0.1", parts.port or 4222), timeout=ANSWER_WITHIN_S) as talk:
@@ -83,16 +83,16 @@ def ask(url: str) -> tuple[dict[str, Any] | None, str]:
         found = json.loads(rest) if word == "INFO" else None
     except ValueError:
         found = None
-    return (found, "") if isinstance(found, dict) else (None, "something that is no NATS server listens there")
+    return (found, "") if isinstance(found, dict) else (None, "the process that listens there is no NATS server")
 
 
 def judge_address(url: str, asked_for: bool, info: Mapping[str, Any] | None, problem: str, needs: Needs, *, port: int = 4222) -> Finding:
-    """One line about an address.
+    """Return the finding about an address.
 
     Args:
         asked_for: whether RL_BROKER names it.
-        info: the server's INFO, None where none came for the reason ``problem``.
-        port: on which one could be started.
+        info: the server's INFO, None if none came; ``problem`` is the reason.
+        port: the port to start a broker on.
     """
     name = "broker address"
     if info is None:
@@ -102,13 +102,11 @@ def judge_address(url: str, asked_for: bool, info: Mapping[str, Any] | None, pro
             )
         if "no NATS server" in problem:
             return Finding("broker", name, "warning", f"{url}: {problem}", "broker serve --port 4322 and RL_BROKER=nats://127.0.0.1:4322")
-        return Finding("broker", name, "absent", f"nobody at {url}; rlearner up starts its own", f"broker serve --port {port}")
+        return Finding("broker", name, "absent", f"no broker at {url}; rlearner up starts its own", f"broker serve --port {port}")
     version = str(info.get("version", "?"))
     said = f"{url}: nats-server {version}{', cluster ' + str(info['cluster']) if info.get('cluster') else ''}"
     if not info.get("jetstream"):
-        return Finding(
-            "broker", name, "missing" if asked_for else "warning", f"{said}, without JetStream", "nats-server -js  # restart it so"
-        )
+        return Finding("broker", name, "missing" if asked_for else "warning", f"{said}, without JetStream", "nats-server -js  # restart it")
     numbers = tuple(int(part) for part in version.split("-")[0].split(".") if part.isdigit())
     if info.get("cluster") and numbers < OLDEST_CLUSTER:
         return Finding("broker", name, "missing", f"{said}; a cluster needs {_text(OLDEST_CLUSTER)}, older ones may lose a stream", WHEEL)
@@ -118,7 +116,7 @@ def judge_address(url: str, asked_for: bool, info: Mapping[str, Any] | None, pro
 
 
 def port_findings(needs: Needs) -> list[Finding]:
-    """Ports that the configuration names, tried as who opens them would."""
+    """Check that the ports of the configuration are free, by opening them."""
     result = []
     for key, port in needs.ports.items():
         try:
@@ -132,11 +130,11 @@ def port_findings(needs: Needs) -> list[Finding]:
 
 
 def store_finding(folder: Path) -> Finding | None:
-    """Whether the folder of the runs can be written; None when it can."""
+    """Return a finding if the folder of the runs cannot be written, else None."""
     folder = nearest(folder)
     if os.access(folder, os.W_OK):
         return None
-    return Finding("machine", "run.dir", "missing", f"{folder} cannot be written", "run.dir=FOLDER  # one that you may write")
+    return Finding("machine", "run.dir", "missing", f"{folder} cannot be written", "run.dir=FOLDER  # a folder that you may write to")
 
 
 def _text(version: Version) -> str:

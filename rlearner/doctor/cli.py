@@ -10,7 +10,7 @@ from broker.settings.arguments import add_config
 
 def add_parser(subparsers: Any) -> None:
     """Add ``doctor [CONFIG] [key=value …]``."""
-    text = "what this machine has and what a configuration lacks, with the command that mends it; exit code 1 when something is missing"
+    text = "check this machine against a configuration and name a fix for each gap; exit code 1 if something is missing"
     parser = subparsers.add_parser("doctor", help=text, description=text)
     add_config(parser, needed=False)
     parser.add_argument("--json", action="store_true", help="one JSON object")
@@ -18,10 +18,10 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Look, print, and say whether the configuration can run.
+    """Print all findings and return the exit code.
 
     Raises:
-        UserError: the configuration itself is wrong.
+        UserError: if the configuration itself is wrong.
     """
     from rlearner.doctor.examine import examine
     from rlearner.doctor.findings import as_json, exit_code, table

@@ -1,4 +1,4 @@
-"""Looks at everything, side by side, and puts the findings in order."""
+"""Runs all checks of the doctor in parallel, and sorts their findings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from broker.settings.runspec import load, validate
 from rlearner.doctor import broker_side, lacking, machine, packages, sandbox
 from rlearner.doctor.needs import Needs, needs
 
-LACKING: Final = "not installed"  # how errors of plug-ins name a package that is not there
+LACKING: Final = "not installed"  # in the error of a plug-in whose package is missing
 AREAS: Final = (
     "configuration",
     "python",
@@ -34,17 +34,17 @@ OLDEST_PYTHON: Final = (3, 11)
 
 
 def examine(path: str | None, overrides: Sequence[str] = ()) -> list[Finding]:
-    """Everything about this machine, judged by a configuration where one is given.
+    """Return all findings about this machine, judged by a configuration if one is given.
 
     Raises:
-        UserError: the file cannot be read, or holds something that is not allowed.
+        UserError: if the file cannot be read, or holds something that is not allowed.
     """
     config = load(path, overrides) if path is not None else None
     if path is None and overrides:
-        raise UserError(f"{overrides[0]!r} stands without a CONFIG that it could change")
+        raise UserError(f"{overrides[0]!r}: an override needs a CONFIG to change")
     resolved = filled(config) if config is not None else None
     wanted = needs(resolved) if resolved is not None else Needs()
-    with ThreadPoolExecutor(max_workers=4) as pool:  # most of it is waiting for small programs
+    with ThreadPoolExecutor(max_workers=4) as pool:  # they mostly wait for small programs
         running = [pool.submit(work) for work in _looks(resolved or {}, wanted)]
         checked = [configuration(path, resolved)] if path is not None and resolved is not None else []
         findings = [*checked, *(finding for each in running for finding in each.result())]
@@ -52,10 +52,10 @@ def examine(path: str | None, overrides: Sequence[str] = ()) -> list[Finding]:
 
 
 def filled(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration with its defaults, checked section by section; what goes across them is left to ``configuration``.
+    """Return the configuration with its defaults, checked by section; ``configuration`` checks across sections.
 
     Raises:
-        ConfigError: the first bad key.
+        ConfigError: for the first bad key.
     """
     if _offline(config):
         from learner.offline import config as offline
@@ -65,10 +65,10 @@ def filled(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def configuration(path: str, config: dict[str, Any]) -> Finding:
-    """Whether the processes' own checks let it pass; a package that one of them lacks is missing, anything else is bad input.
+    """Run the processes' own checks on a configuration. A package that they lack is a finding, anything else an error.
 
     Raises:
-        UserError: what is wrong.
+        UserError: if the configuration is wrong.
     """
     try:
         if _offline(config):
@@ -108,7 +108,7 @@ def _machine(wanted: Needs) -> list[Finding]:
 
 
 def python(version: tuple[int, ...] = sys.version_info[:3]) -> list[Finding]:
-    """The interpreter and the project itself."""
+    """Check the interpreter and the project itself."""
     text = ".".join(map(str, version))
     if version < OLDEST_PYTHON:
         return [Finding("python", "Python", "missing", f"{text} at {sys.executable}", "make setup PYTHON=python3.11")]

@@ -1,4 +1,4 @@
-"""What the doctor says: one line a thing, and what that means for the exit code; pure."""
+"""Formats the doctor's findings, and derives the exit code. Pure."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ RUNS, LACKS = 0, 1
 
 
 def exit_code(findings: Sequence[Finding]) -> int:
-    """1 when something needed is missing, else 0."""
+    """Return 1 if something needed is missing, else 0."""
     return LACKS if any(finding.status == "missing" for finding in findings) else RUNS
 
 
 def table(findings: Sequence[Finding], subject: str) -> str:
-    """Plain text for people; the commands stand below the line that they mend.
+    """Return the findings as text, each with the command that fixes it on the next line.
 
     Args:
-        subject: what the last line speaks of: a configuration's name, or ``this machine``.
+        subject: what the verdict is about: a configuration's name, or ``this machine``.
     """
     lines: list[str] = []
     wide = max((len(finding.name) for finding in findings), default=0)
@@ -36,7 +36,7 @@ def table(findings: Sequence[Finding], subject: str) -> str:
 
 
 def verdict(findings: Sequence[Finding], subject: str) -> str:
-    """The last line."""
+    """Return the last line."""
     missing = [finding.name for finding in findings if finding.status == "missing"]
     warnings = sum(finding.status == "warning" for finding in findings)
     said = f"{subject} lacks {len(missing)}: {', '.join(missing)}" if missing else f"{subject} can run"
@@ -44,7 +44,7 @@ def verdict(findings: Sequence[Finding], subject: str) -> str:
 
 
 def as_json(findings: Sequence[Finding], subject: str) -> str:
-    """One object: ``can_run``, ``missing``, ``findings``."""
+    """Return one JSON object: ``can_run``, ``missing``, ``findings``."""
     found = {
         "subject": subject,
         "can_run": exit_code(findings) == RUNS,

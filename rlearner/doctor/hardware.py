@@ -1,4 +1,4 @@
-"""GPUs, driver, and whether the torch that is installed can use them. Neither torch nor CUDA is loaded."""
+"""Checks of GPUs, driver and CUDA against the installed torch, without loading torch or CUDA."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from rlearner.doctor.needs import Needs
 
 QUERY: Final = ("index", "name", "memory.total", "memory.used", "driver_version", "compute_cap")
 SMI_TIMEOUT_S: Final = 15.0
-# Least driver on Linux for a CUDA major version: docs.nvidia.com/deploy/cuda-compatibility, table "minor version compatibility".
+# Oldest Linux driver by CUDA major version: docs.nvidia.com/deploy/cuda-compatibility, "minor version compatibility".
 OLDEST_DRIVER: Final = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
 MOST_USED: Final = 0.1  # share of a GPU's memory; engines take nine tenths of it by default
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU as nvidia-smi tells of it; memory in MiB."""
+    """One GPU as reported by nvidia-smi; memory in MiB."""
 
     index: int
     name: str
@@ -36,7 +36,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Torch:
-    """The torch that is installed: its version, the CUDA that it is built for (empty: none), and NCCL's version (empty: none)."""
+    """The installed torch: its version, the CUDA it is built for (empty: none), and NCCL's version (empty: none)."""
 
     version: str
     cuda: str
@@ -44,7 +44,7 @@ class Torch:
 
 
 def parse_smi(text: str) -> list[Gpu]:
-    """What ``nvidia-smi --query-gpu=… --format=csv,noheader,nounits`` printed; lines that are no GPU are left out."""
+    """Parse the output of ``nvidia-smi --query-gpu=… --format=csv,noheader,nounits``; skip lines without a GPU."""
     gpus = []
     for line in text.splitlines():
         fields = [field.strip() for field in line.split(",")]
@@ -55,7 +55,7 @@ def parse_smi(text: str) -> list[Gpu]:
 
 
 def parse_torch(source: str) -> Torch:
-    """From the text of ``torch/version.py``."""
+    """Parse the text of ``torch/version.py``."""
 
     def value(name: str) -> str:
         found = re.search(rf"^{name}\b[^=]*=\s*'([^']*)'", source, re.MULTILINE)
@@ -65,7 +65,7 @@ def parse_torch(source: str) -> Torch:
 
 
 def find_gpus() -> tuple[list[Gpu], str]:
-    """The GPUs, and why they could not be asked for; empty where there is simply none."""
+    """Return the GPUs, and why they could not be queried; empty if there is just none."""
     smi = shutil.which("nvidia-smi")
     if smi is None:
         return [], ""
@@ -83,7 +83,7 @@ def find_gpus() -> tuple[list[Gpu], str]:
 
 
 def find_torch() -> Torch | None:
-    """The installed torch, by its files alone; None where there is none."""
+    """Return the installed torch, read from its files, or None."""
     spec = find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -100,11 +100,11 @@ def _nccl() -> str:
 
 
 def gpu_findings(gpus: Sequence[Gpu], problem: str, torch: Torch | None, needs: Needs, num_devices: int | None = None) -> list[Finding]:
-    """What there is, whether torch can use it, and whether it is enough.
+    """Return which GPUs there are, whether torch can use them, and whether they suffice.
 
     Args:
         problem: why nvidia-smi did not answer.
-        num_devices: GPUs that the rollout server would find, which also asks the driver; None: as many as ``gpus``.
+        num_devices: GPUs that the rollout server would find, which also queries the driver; None: as many as ``gpus``.
     """
     count = max(len(gpus), num_devices or 0)
     cuda = [_cuda(gpus, torch, needs, count)] if torch else []
@@ -112,21 +112,21 @@ def gpu_findings(gpus: Sequence[Gpu], problem: str, torch: Torch | None, needs: 
 
 
 def _weights(torch: Torch | None, needs: Needs, count: int) -> list[Finding]:
-    """Whether weights can reach the rollout server by NCCL or CUDA IPC, where the learner would send them so."""
+    """Check NCCL or CUDA IPC if the learner would send weights to the rollout server that way."""
     if not count or torch is None or not torch.cuda:
         return []
     if needs.weights_by_ipc:
         if needs.weights_to_host:
-            why = f"train.weights_backend=ipc is of no use, for engine {needs.engine} takes weights in host memory; they go by gloo"
+            why = f"train.weights_backend=ipc has no effect: engine {needs.engine} takes weights in host memory, so they go by gloo"
             return [Finding("gpu", "weights", "warning", why, "train.weights_backend=shared")]
         why = "train.weights_backend=ipc: CUDA IPC was not run on a GPU before this release"
-        return [Finding("gpu", "weights", "warning", why, "python -m bench.gpu.ipc  # tries it here, and says what did not hold")]
+        return [Finding("gpu", "weights", "warning", why, "python -m bench.gpu.ipc  # tests it here")]
     if not needs.weights_by_nccl:
         return []
     if needs.weights_to_host:
-        why = f"a learner on a GPU sends by NCCL, and engine {needs.engine} takes weights in host memory"
+        why = f"a learner on a GPU sends by NCCL, but engine {needs.engine} takes weights in host memory"
     elif count == 1:
-        why = "learner and rollout server share the one GPU, and NCCL takes no two members on one (CUDA IPC, ipc, is there to be tried)"
+        why = "learner and rollout server share one GPU, which NCCL does not support (CUDA IPC, ipc, is an alternative)"
     else:
         return []
     return [Finding("gpu", "weights", "missing", why, "train.weights_backend=shared")]
@@ -135,7 +135,7 @@ def _weights(torch: Torch | None, needs: Needs, count: int) -> list[Finding]:
 def _devices(gpus: Sequence[Gpu], problem: str, needs: Needs, count: int) -> list[Finding]:
     if problem:
         return [
-            Finding("gpu", "driver", "missing" if needs.cuda else "warning", problem, "nvidia-smi  # must list the GPUs; mend the driver")
+            Finding("gpu", "driver", "missing" if needs.cuda else "warning", problem, "nvidia-smi  # must list the GPUs; fix the driver")
         ]
     if not count:
         wanted = "missing" if needs.num_gpus or needs.cuda else "absent"
@@ -144,13 +144,13 @@ def _devices(gpus: Sequence[Gpu], problem: str, needs: Needs, count: int) -> lis
     result = []
     if count < needs.num_gpus:
         mend = f"rlearner start … train.ranks={count}  # or smaller sizes in rollout.engine_args"
-        result.append(Finding("gpu", "GPUs", "missing", f"{count}, the configuration needs {needs.num_gpus}", mend))
+        result.append(Finding("gpu", "GPUs", "missing", f"{count}, but the configuration needs {needs.num_gpus}", mend))
     for gpu in gpus:
         said = f"{gpu.name}, {gpu.total_mib / 1024:.0f} GiB, driver {gpu.driver}, compute capability {gpu.capability}"
         taken = gpu.total_mib and gpu.used_mib > MOST_USED * gpu.total_mib
         if taken:
-            said += f"; {gpu.used_mib / 1024:.1f} GiB are taken by other processes"
-        mend = "nvidia-smi --query-compute-apps=pid,used_memory,name --format=csv  # end those, or take others with --gpus" if taken else ""
+            said += f"; {gpu.used_mib / 1024:.1f} GiB in use by other processes"
+        mend = "nvidia-smi --query-compute-apps=pid,used_memory,name --format=csv  # stop those, or see --gpus" if taken else ""
         result.append(Finding("gpu", f"GPU {gpu.index}", "warning" if taken else "ok", said, mend))
     return result
 
@@ -178,8 +178,8 @@ def _cuda(gpus: Sequence[Gpu], torch: Torch, needs: Needs, count: int) -> Findin
 
 def _nccl_findings(torch: Torch | None, count: int) -> list[Finding]:
     if torch is None or not torch.cuda:
-        return [Finding("gpu", "NCCL", "absent", "none with this torch; weights travel by gloo")]
-    return [Finding("gpu", "NCCL", "ok", torch.nccl + ("" if count > 1 else "; needs two GPUs to be of use"))]
+        return [Finding("gpu", "NCCL", "absent", "not in this torch; weights go by gloo")]
+    return [Finding("gpu", "NCCL", "ok", torch.nccl + ("" if count > 1 else "; used only with two GPUs or more"))]
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""What a configuration needs of this machine's software: the doctor shows it, and who is about to start asks it first."""
+"""Checks what a configuration needs on this machine, for the doctor and before a start."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from rlearner.doctor import broker_side, hardware, packages, sandbox
 from rlearner.doctor.needs import Needs, needs
 from rlearner.doctor.references import reference_findings
 
-# What each role says of its own part; by name, as roles do not import each other.
+# Each role's own checks, by name, as roles do not import each other.
 ROLES: Final = ("rollout.preflight:look", "envhub.preflight:look", "rewardhub.preflight:look")
-OTHERS: Final = ("rollout.", "domains.")  # settings whose packages other processes need than the learner
+OTHERS: Final = ("rollout.", "domains.")  # settings whose packages the learner does not need
 
 Look = Callable[[], list[Finding]]
 
 
 def looks(config: dict[str, Any], wanted: Needs) -> list[Look]:
-    """Packages, programs, and what each role says of its own part, each to be called in a thread.
+    """Return the checks of packages, programs and each role's own part, to call in threads.
 
     Args:
         config: validated.
@@ -42,18 +42,18 @@ def _role(name: str, config: dict[str, Any]) -> Look:
 
 
 def tools(project: packages.Project, wanted: Needs) -> list[Finding]:
-    """Packages of engines, trainers and extras, those that are asked for among them."""
+    """Check the packages of engines, trainers and extras."""
     plugins = {**wanted.plugins, **({"a data file": "parquet"} if wanted.parquet else {})}
     return packages.tool_findings(project, plugins, gpus=bool(existing()))
 
 
 def gpus(wanted: Needs) -> list[Finding]:
-    """GPUs, driver and CUDA, and how weights would travel between them."""
+    """Check GPUs, driver and CUDA, and how weights would travel between GPUs."""
     return hardware.gpu_findings(*hardware.find_gpus(), hardware.find_torch(), wanted, len(existing()))
 
 
 def of_fleet(config: dict[str, Any]) -> list[Finding]:
-    """What a whole run on this machine would end for, or stumble over.
+    """Return what would stop or disturb a complete run on this machine.
 
     Args:
         config: validated, of a run.
@@ -68,8 +68,7 @@ def of_fleet(config: dict[str, Any]) -> list[Finding]:
 
 
 def settled(config: dict[str, Any]) -> list[str]:
-    """Overrides by which a whole run on this machine settles what its configuration leaves open: weights go through host memory where NCCL
-    cannot carry them, for instance to a server on the learner's own GPU.
+    """Return overrides for a run on this machine: host memory for weights that NCCL cannot carry.
 
     Args:
         config: validated, of a run.
@@ -80,7 +79,7 @@ def settled(config: dict[str, Any]) -> list[str]:
 
 
 def of_learner(config: dict[str, Any]) -> list[Finding]:
-    """What the learner, or offline training, would end for.
+    """Return what would stop the learner or offline training.
 
     Args:
         config: validated.
@@ -92,10 +91,10 @@ def of_learner(config: dict[str, Any]) -> list[Finding]:
 
 
 def refuse(findings: Sequence[Finding]) -> None:
-    """Do not start without what is missing.
+    """Fail if something is missing.
 
     Raises:
-        NotInstalled: something is; the first, with the command that mends it.
+        NotInstalled: for the first missing thing, with the command that fixes it.
     """
     for finding in findings:
         if finding.status == "missing":
@@ -103,7 +102,7 @@ def refuse(findings: Sequence[Finding]) -> None:
 
 
 def refuse_fleet(config: dict[str, Any]) -> None:
-    """Before a whole run is started here: refuse what is missing, say what may go wrong.
+    """Fail if something is missing for a complete run here, and print warnings.
 
     Raises:
         NotInstalled: see ``refuse``.
@@ -115,5 +114,5 @@ def refuse_fleet(config: dict[str, Any]) -> None:
 
 
 def line(finding: Finding) -> str:
-    """In one line; what stands behind the arrow, a command or a setting, mends it."""
+    """Format a finding in one line, with the command or setting that fixes it after the arrow."""
     return f"{finding.name}: {finding.found}{f' -> {finding.mend}' if finding.mend else ''}"

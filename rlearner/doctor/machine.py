@@ -1,4 +1,4 @@
-"""Processors, memory, files, disk: numbers from the kernel, judged by what a configuration needs."""
+"""Checks of processors, memory, open files and disk against a configuration's needs."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ ADAM_BYTES: Final = 12  # float32 master weight and two moments of one parameter
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the kernel tells.
+    """Resources of this machine, from the kernel.
 
     Attributes:
         nofile: soft and hard limit of open files.
-        disk_free, shm_bytes: bytes free below the runs' folder, and the size of /dev/shm; None where it cannot be told.
-        disk_of: the folder that was looked at: the nearest that exists.
+        disk_free, shm_bytes: bytes free in the runs' folder, and the size of /dev/shm; None if unknown.
+        disk_of: the folder that was measured: the nearest that exists.
     """
 
     cores: int
@@ -39,7 +39,7 @@ class Machine:
 
 
 def look(run_dir: str) -> Machine:
-    """This machine."""
+    """Measure this machine."""
     import psutil
 
     memory, folder = psutil.virtual_memory(), nearest(Path(run_dir).absolute())
@@ -55,7 +55,7 @@ def look(run_dir: str) -> Machine:
 
 
 def nearest(folder: Path) -> Path:
-    """The folder itself, or the first above it that is there; one that may not be looked into is not."""
+    """Return the folder itself, or its first visible parent."""
     return next(path for path in (folder, *folder.parents) if os.path.exists(path))
 
 
@@ -74,7 +74,7 @@ def _size(path: str) -> int | None:
 
 
 def model_bytes(path: str | None) -> tuple[int, int]:
-    """Bytes of a local model's weights and of one parameter; (0, 4) where that is not known without a download."""
+    """Return the bytes of a local model's weights and of one parameter; (0, 4) if a download would be needed."""
     folder = Path(path).expanduser() if path else None
     if folder is None or not folder.is_dir():
         return 0, 4
@@ -88,7 +88,7 @@ def model_bytes(path: str | None) -> tuple[int, int]:
 
 
 def machine_findings(machine: Machine, needs: Needs, weights: tuple[int, int] = (0, 4)) -> list[Finding]:
-    """Judge the numbers.
+    """Return the findings about a machine.
 
     Args:
         weights: see ``model_bytes``.
@@ -126,22 +126,22 @@ def _enough(limit: int, needed: int) -> bool:
 def _disk(machine: Machine, needs: Needs, weights: tuple[int, int]) -> Finding:
     name = "disk"
     if machine.disk_free is None:
-        return Finding("machine", name, "warning", f"{machine.disk_of} does not tell its free space", f"df -h {machine.disk_of}")
+        return Finding("machine", name, "warning", f"{machine.disk_of}: the free space is unknown", f"df -h {machine.disk_of}")
     size, width = weights
-    trained = 0 if "lora" in needs.plugins.values() else size // width  # adapters are next to nothing beside the model
+    trained = 0 if "lora" in needs.plugins.values() else size // width  # adapters are tiny compared with the model
     needed = SPARE_BYTES + needs.checkpoints * (size + trained * ADAM_BYTES)
     said = f"{machine.disk_free / GIB:.1f} GiB free in {machine.disk_of}"
     if machine.disk_free >= needed:
         return Finding("machine", name, "ok", said)
-    mend = f"df -h {machine.disk_of}  # make room there, or choose another disk with run.dir=FOLDER"
+    mend = f"df -h {machine.disk_of}  # free space there, or choose another disk with run.dir=FOLDER"
     if size and machine.disk_free < needed - SPARE_BYTES:
-        checkpoints = f"{needs.checkpoints} checkpoints with their optimizer need about {needed / GIB:.1f}"
+        checkpoints = f"{needs.checkpoints} checkpoints with their optimizer need about {needed / GIB:.1f} GiB"
         return Finding("machine", name, "missing", f"{said}; {checkpoints}", mend)
-    return Finding("machine", name, "warning", f"{said}; a run wants about {needed / GIB:.1f}", mend)
+    return Finding("machine", name, "warning", f"{said}; a run needs about {needed / GIB:.1f} GiB", mend)
 
 
 def _shm(size: int | None, needs: Needs) -> Finding:
-    mend = "mount -o remount,size=8G /dev/shm  # as root; a container is started with --shm-size=8g"
+    mend = "mount -o remount,size=8G /dev/shm  # as root; start a container with --shm-size=8g"
     if size is None:
         return Finding(
             "machine", "/dev/shm", "warning" if needs.shared_memory else "absent", "not there", mend if needs.shared_memory else ""
@@ -149,4 +149,4 @@ def _shm(size: int | None, needs: Needs) -> Finding:
     said = f"{size / GIB:.2f} GiB"
     if size >= SHM_BYTES or not needs.shared_memory:
         return Finding("machine", "/dev/shm", "ok", said)
-    return Finding("machine", "/dev/shm", "warning", f"{said}; processes that share a model over NCCL or gloo may want more", mend)
+    return Finding("machine", "/dev/shm", "warning", f"{said}; processes that share a model over NCCL or gloo may need more", mend)

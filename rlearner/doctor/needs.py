@@ -1,4 +1,4 @@
-"""What a configuration asks of the machine; pure, nothing is looked at."""
+"""Derives what a configuration needs from the machine. Pure."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from typing import Any, Final
 
 from rollout.checks import declaration
 
-FILES_OF_A_PROCESS: Final = 256  # open at once by any process of a run, libraries and sockets
-FILES_OF_AN_ENVIRONMENT: Final = 4  # pipes to a worker process and from it
-HOST_WEIGHTS: Final = frozenset({"shared", "gloo"})  # values of train.weights_backend by which they go through host memory
-IPC: Final = "ipc"  # the value by which servers read them in the memory of the learner's GPU
+FILES_OF_A_PROCESS: Final = 256  # open at once in any process of a run, libraries and sockets included
+FILES_OF_AN_ENVIRONMENT: Final = 4  # pipes to and from a worker process
+HOST_WEIGHTS: Final = frozenset({"shared", "gloo"})  # values of train.weights_backend that use host memory
+IPC: Final = "ipc"  # the value with which servers read weights from the learner's GPU
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What must be there for a run.
+    """Requirements of a configuration.
 
     Attributes:
-        plugins: engine, backend, trackers and environments by where the configuration names them: key to name.
-        programs: that are started by name: key of the setting to the program.
-        parquet: whether a data file is one.
-        sandbox: whether a reward runs programs in one.
-        cuda: whether a GPU is asked for in so many words.
-        weights_by_ipc: whether weights are to be read on the learner's GPU by CUDA IPC.
-        num_gpus: at least so many, where the sizes say it.
+        plugins: engine, backend, trackers and environments: configuration key to name.
+        programs: programs started by name: configuration key to program.
+        parquet: whether a data file is Parquet.
+        sandbox: whether a reward runs programs in the sandbox.
+        cuda: whether a GPU is requested explicitly.
+        weights_by_ipc: whether servers read weights on the learner's GPU by CUDA IPC.
+        num_gpus: the least number of GPUs that the sizes imply.
         weights_by_nccl: whether a learner on a GPU would send its weights to ``engine`` by NCCL.
-        weights_to_host: whether ``engine`` takes new weights in host memory, from where NCCL reads none.
-        nofile: files that the hungriest process may have open at once.
-        shared_memory: whether several processes share one model, and with it /dev/shm.
-        replicas: brokers that hold each message, None where the broker decides.
-        ports: key of the setting to the port that must be free on ``bind``.
-        run_dir: where runs are kept.
-        checkpoints: how many are on disk at the same time.
-        model_path: folder or hub name, None for one made here.
+        weights_to_host: whether ``engine`` takes new weights in host memory, which NCCL cannot read.
+        nofile: files that one process may have open at once.
+        shared_memory: whether several processes share one model, and so /dev/shm.
+        replicas: brokers that hold each message, None if the broker decides.
+        ports: configuration key to the port that must be free on ``bind``.
+        run_dir: folder of the runs.
+        checkpoints: checkpoints on disk at the same time.
+        model_path: folder or hub name, None for a model that the run makes.
     """
 
     plugins: Mapping[str, str] = field(default_factory=dict)
@@ -59,10 +59,10 @@ class Needs:
 
 
 def needs(config: Mapping[str, Any]) -> Needs:
-    """What a resolved configuration needs.
+    """Return what a configuration needs.
 
     Args:
-        config: every section with its defaults filled in; of a run, or of offline training, which lacks most of them.
+        config: sections with defaults filled in; of a run, or of offline training, which lacks most of them.
     """
     rollout, train = config.get("rollout") or {}, config.get("train") or {}
     broker, checkpoint = config.get("broker") or {}, config.get("checkpoint") or {}
@@ -71,7 +71,7 @@ def needs(config: Mapping[str, Any]) -> Needs:
     parallel = _product(engine_args, "tensor_parallel", "data_parallel", "pipeline_parallel")
     ranks = int(train.get("ranks") or 1)
     device = str(train.get("device") or "auto")
-    engine, command = rollout.get("engine"), engine_args.get("command") or []  # of a server that may be of another environment
+    engine, command = rollout.get("engine"), engine_args.get("command") or []  # a server's own program
     declared = declaration(str(engine or ""))
     ports = {"rollout.http_port": rollout.get("http_port"), "train.weights_snapshot_port": train.get("weights_snapshot_port")}
     plugins = {"rollout.engine": str(engine)} if engine and not command else {}

@@ -1,4 +1,4 @@
-"""Python packages: which are installed, which extra brings which, and what a configuration's plug-ins need. Imports none of them."""
+"""Checks which Python packages are installed and which a configuration needs, without importing them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROJECT: Final = "rlearner"
 SOURCE: Final = Path(__file__).resolve().parents[2]
 SHOWN: Final = ("torch", "transformers", "safetensors", "tokenizers", "numpy", "nats-py", "pyzmq", "msgspec", "pydantic")
 
-# A plug-in's name to the distributions that bring it, any of which will do. Others need the extra of their own name, if there is one.
+# Plug-in name to distributions, of which one is enough. Other plug-ins need the extra of their name, if there is one.
 TOOLS: Final[Mapping[str, tuple[str, ...]]] = {
     **{name: packages for name in ENGINES if (packages := getattr(declaration(name), "packages", ()))},
     "torch": ("torch",),
@@ -31,7 +31,7 @@ TOOLS: Final[Mapping[str, tuple[str, ...]]] = {
     "lora": ("peft",),
     "gem": ("gem-llm",),
 }
-WITHOUT_GPU: Final[Mapping[str, str]] = {"vllm": "make vllm-env  # vLLM's CPU build, in an environment of its own"}
+WITHOUT_GPU: Final[Mapping[str, str]] = {"vllm": "make vllm-env  # vLLM's CPU build, in a separate environment"}
 AFTER: Final[Mapping[str, str]] = {"gem": "pip install --no-deps gem-llm"}  # its own requirements contradict ours
 AREAS: Final[Mapping[str, tuple[str, ...]]] = {
     "engines": tuple(name for name in ENGINES if name in TOOLS),
@@ -44,12 +44,12 @@ Installed = Callable[[str], str | None]
 
 @dataclass(frozen=True)
 class Project:
-    """What the project asks of Python's packages.
+    """Package requirements of the project.
 
     Attributes:
         base: requirements without which nothing runs.
-        extras: the optional ones by the name of their extra.
-        folder: of the source, None where the project was installed without it.
+        extras: optional requirements by extra.
+        folder: the source folder, None if the project was installed without it.
     """
 
     base: tuple[Requirement, ...]
@@ -57,7 +57,7 @@ class Project:
     folder: Path | None
 
     def install(self, extra: str) -> str:
-        """The command that installs an extra; an empty one stands for what is needed always."""
+        """Return the command that installs an extra; an empty name stands for the base requirements."""
         wanted = f"[{extra}]" if extra else ""
         pip = f"{sys.executable} -m pip install"
         if self.folder is None:
@@ -67,7 +67,7 @@ class Project:
 
 
 def find_project(folder: Path = SOURCE) -> Project:
-    """From pyproject.toml where the source is at hand, for what pip noted down at an editable install grows old; else from that."""
+    """Read pyproject.toml if there is one, else pip's metadata, which goes stale after an editable install."""
     file = folder / "pyproject.toml"
     if file.is_file():
         project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
@@ -83,7 +83,7 @@ def find_project(folder: Path = SOURCE) -> Project:
 
 
 def parsed(lines: Sequence[str]) -> tuple[Requirement, ...]:
-    """Requirements as pip reads them; what is none is left out."""
+    """Parse requirements as pip does; skip invalid ones."""
     found = []
     for line in lines:
         try:
@@ -99,7 +99,7 @@ def _extras_of(requirement: Requirement) -> list[str]:
 
 
 def installed(name: str) -> str | None:
-    """A distribution's version, None where it is not there."""
+    """Return a distribution's version, None if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -107,7 +107,7 @@ def installed(name: str) -> str | None:
 
 
 def base_findings(project: Project, found: Installed = installed) -> list[Finding]:
-    """What everything needs: all that is missing or too old, and the versions of the few that matter."""
+    """Return base packages that are missing or too old, and the versions of the important ones."""
     result = []
     for requirement in project.base:
         status, said = _judge(requirement, found)
@@ -117,10 +117,10 @@ def base_findings(project: Project, found: Installed = installed) -> list[Findin
 
 
 def tool_findings(project: Project, plugins: Mapping[str, str], found: Installed = installed, *, gpus: bool = True) -> list[Finding]:
-    """Engines, trainers and every extra; those that ``plugins`` (setting to name) asks for must be there.
+    """Check engines, trainers and all extras; those that ``plugins`` (setting to name) names are required.
 
     Args:
-        gpus: whether this machine has any, for some packages are others without.
+        gpus: whether this machine has GPUs; without, some packages differ.
     """
     wanted = {canonicalize_name(name): key for key, name in plugins.items()}
     result = [
@@ -138,7 +138,7 @@ def tool_findings(project: Project, plugins: Mapping[str, str], found: Installed
 
 
 def _tool(area: str, name: str, project: Project, asked_by: str, found: Installed, *, gpus: bool = True) -> Finding:
-    """One plug-in's packages. ``asked_by``: the setting that names it, empty when none does."""
+    """Check one plug-in's packages. ``asked_by``: the setting that names it, or empty."""
     extra = next((one for one in project.extras if canonicalize_name(one) == canonicalize_name(name)), None)
     requirements = project.extras.get(extra, ()) if extra else ()
     alternatives = TOOLS.get(name, ())
@@ -155,17 +155,17 @@ def _tool(area: str, name: str, project: Project, asked_by: str, found: Installe
     if name in AFTER:
         mend += f" && {sys.executable} -m {AFTER[name]}"
     if asked_by:
-        return Finding(area, name, "missing", f"{what}; {asked_by} asks for it", mend)
+        return Finding(area, name, "missing", f"{what}; required by {asked_by}", mend)
     return Finding(area, name, "absent", what, mend)
 
 
 def program_findings(programs: Mapping[str, str], which: Callable[[str], str | None] = shutil.which) -> list[Finding]:
-    """Programs that settings name (setting to program)."""
+    """Check the programs that settings name (setting to program)."""
     found = {key: which(program) for key, program in programs.items()}
     return [
         Finding("engines", key, "ok", path)
         if (path := found[key])
-        else Finding("engines", key, "missing", f"no program {program!r}", f"{key}=[…]")
+        else Finding("engines", key, "missing", f"program {program!r} not found", f"{key}=[…]")
         for key, program in programs.items()
     ]
 
@@ -175,5 +175,5 @@ def _judge(requirement: Requirement, found: Installed) -> tuple[Status, str]:
     if at is None:
         return "missing", "not installed"
     if requirement.specifier and not requirement.specifier.contains(at, prereleases=True):
-        return "missing", f"{at} is there, {requirement.specifier} is needed"
+        return "missing", f"{at} is installed, {requirement.specifier} is required"
     return "ok", at

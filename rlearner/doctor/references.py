@@ -1,4 +1,4 @@
-"""The reference answers of a run's data, as its rewards read them; the roles do it, by name, as they own that code."""
+"""Checks the reference answers of a run's data, by the code of the roles that read them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ READ: Final = "rewardhub.references:look"
 
 
 def reference_findings(config: dict[str, Any]) -> list[Finding]:
-    """References that can only be compared as words, or not at all.
+    """Return findings about references that can only be compared as text, or not at all.
 
     Args:
         config: validated, of a run.

@@ -1,4 +1,4 @@
-"""Whether programs that nobody trusts can be run here, by the probe that reward hubs do when they start."""
+"""Checks whether untrusted programs can run here, with the probe that reward hubs run at their start."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from broker.settings.preflight import Finding
 from rlearner.doctor.needs import Needs
 from rlearner_sandbox import Sandbox
 
-_COMMAND: Final = re.compile(r"(?:run|with|needed): (.+)$")  # how its problems name the command
+_COMMAND: Final = re.compile(r"(?:run|with|needed): (.+)$")  # the command in the probe's error
 
 
 def sandbox_findings(needs: Needs, probe: Callable[[], None] | None = None) -> list[Finding]:
-    """Bubblewrap, tried with an empty program, and user namespaces."""
+    """Check bubblewrap with an empty program, and user namespaces."""
     try:
         (probe or _probe)()
     except UserError as error:
@@ -30,22 +30,22 @@ def sandbox_findings(needs: Needs, probe: Callable[[], None] | None = None) -> l
 
 
 def judge(problem: str, version: str, needs: Needs) -> Finding:
-    """The probe's outcome; ``problem`` is empty when a program ran."""
+    """Return the finding about the probe; ``problem`` is empty if a program ran."""
     if not problem:
         return Finding("sandbox", "bubblewrap", "ok", f"{version or 'bubblewrap'}, a program ran in it")
     command = (
         found[1] if (found := _COMMAND.search(problem)) else "rewards: [{name: code, args: {sandbox: none}}]  # programs run unprotected"
     )
     if needs.sandbox:
-        return Finding("sandbox", "bubblewrap", "missing", f"{problem}; a reward named code asks for it", command)
+        return Finding("sandbox", "bubblewrap", "missing", f"{problem}; required by a reward named code", command)
     return Finding("sandbox", "bubblewrap", "absent", problem, command)
 
 
 def namespaces(settings: Path, root: bool) -> Finding:
-    """User namespaces, which bubblewrap needs for everyone but root; what it says decides, this only tells."""
+    """Report user namespaces, which bubblewrap needs except for root; for information, as the probe decides."""
     most, allowed = _read(settings / "user/max_user_namespaces"), _read(settings / "kernel/unprivileged_userns_clone")
     if most in ("", "0") or allowed == "0":
-        return Finding("sandbox", "user namespaces", "absent", "switched off" + ("; root needs none" if root else ""))
+        return Finding("sandbox", "user namespaces", "absent", "disabled" + ("; root needs none" if root else ""))
     return Finding("sandbox", "user namespaces", "ok", f"at most {most}" + ("; root needs none" if root else ""))
 
 

@@ -1,4 +1,4 @@
-"""Tries the user's own environments and rewards once, before anything starts; the roles do it, by name, as they own that code."""
+"""Tries the user's own environments and rewards once, by the code of the roles that run them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ SCORES: Final = "rewardhub.smoke:try_rewards"
 
 
 async def try_own_code(config: dict[str, Any]) -> None:
-    """Play one episode and score it once, in worker processes, without a model.
+    """Run one episode and score it once, in worker processes, without a model.
 
     Args:
         config: validated, of a run.
 
     Raises:
-        UserError: the user's code failed; says how, with file and line.
+        UserError: if the user's code fails; names file and line.
     """
     samples = await resolve("trial", EPISODES, {})(config)
     await resolve("trial", SCORES, {})(config, samples)

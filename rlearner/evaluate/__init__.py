@@ -1,1 +1,1 @@
-"""``rlearner eval``: measure a model on held-out tasks, without training."""
+"""``rlearner eval``: measures a model on held-out tasks, without training."""

@@ -17,18 +17,19 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "eval",
         help="measure a model on the held-out tasks of a configuration",
-        description="Measure a model on the held-out tasks of a configuration, through the processes that a run would use. Tasks and seeds "
-        "are those that a run of it measures itself on; eval.tasks, eval.group_size and eval.temperature say how many and how.",
+        description="Measure a model on the held-out tasks of a configuration, with the processes that a run would use. "
+        "Tasks and seeds are those of the evaluations in such a run; eval.tasks, eval.group_size and eval.temperature "
+        "set how many and how.",
     )
     parser.add_argument("model", metavar="MODEL", help="folder or hub name, for example a checkpoint of a run")
     add_config(parser, setting="eval.tasks=512")
     parser.add_argument("--gpus", default="auto", metavar="LIST", help="GPUs for generation: 4-7, or 0,2, or cpu, or auto (%(default)s)")
-    parser.add_argument("--json", action="store_true", help="one JSON object in place of text")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     parser.set_defaults(run=run)
 
 
 def named_apart(config: dict[str, Any], path: str) -> dict[str, Any]:
-    """The config with a ``run.name``; never that of a run that was trained, whose settings and streams are in the folder of that name."""
+    """Return the config with a ``run.name`` that differs from that of a trained run, whose folder must not change."""
     from learner.prepare import name_run
     from learner.run_folder import noted_epoch
 
@@ -41,7 +42,7 @@ def named_apart(config: dict[str, Any], path: str) -> dict[str, Any]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run it; the exit code."""
+    """Run the command and return its exit code."""
 
     async def body(stop: Stop) -> None:
         from broker.settings.runspec import load, validate

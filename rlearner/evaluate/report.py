@@ -1,4 +1,4 @@
-"""What an evaluation came to, as one JSON object and as text. Pure."""
+"""Formats the result of an evaluation, as one JSON object and as text. Pure."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from learner.evaluation.evaluation import Evaluation
 
 
 def result_of(evaluation: Evaluation, model: str, seconds: float) -> dict[str, Any]:
-    """success_rate with its 95 % interval, avg@k and pass@k, mean reward, and the same by domain.
+    """Return success_rate with its 95 % interval, avg@k and pass@k, mean reward, and the same by domain.
 
-    Tasks whose ticket was closed are counted in ``closed`` by reason, and in nothing else.
+    Tasks whose ticket was closed are only counted, by reason, in ``closed``.
     """
     return {
         "model": model,
@@ -39,7 +39,7 @@ def _measured(evaluation: Evaluation, domain: str | None) -> dict[str, Any]:
 
 
 def report(result: dict[str, Any], folder: Path) -> str:
-    """The same for people."""
+    """Return the result as text."""
     lines = [
         f"{result['model']}: {result['tasks']} tasks, {result['episodes']} episodes in {result['seconds']:.0f} s",
         _line("all", result),

@@ -1,6 +1,6 @@
-"""A fleet without a learner: a server for the model, a hub, a reward hub, and this process, which asks and counts.
+"""Runs ``rlearner eval``: a rollout server, an environment hub and a reward hub, without a learner.
 
-The model is served as a policy of its own, whose weights nobody changes; tickets, tasks and seeds are those of an evaluation in a run.
+The model is a separate policy with fixed weights; tickets, tasks and seeds are those of an evaluation in a run.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from rlearner_text.config import check_model_path
 
 POLICY: Final = "evaluated"
 LOOK_EVERY_S: Final = 0.25
-SAY_EVERY: Final = 0.1  # share of the tasks, where there is no terminal
+SAY_EVERY: Final = 0.1  # share of the tasks, without a terminal
 
 
 async def evaluate(config: dict[str, Any], model: str, stop: Stop, *, gpus: str, as_json: bool) -> None:
-    """Measure, print what came out, and leave it in ``runs/<name>/result.json``.
+    """Measure, print the result, and write it to ``runs/<name>/result.json``.
 
     Args:
         config: validated, with ``run.name`` set.
@@ -51,7 +51,7 @@ async def evaluate(config: dict[str, Any], model: str, stop: Stop, *, gpus: str,
         gpus: for the server, as ``rollout-server --gpus`` takes them.
 
     Raises:
-        UserError: there is no such model, a process refused its input or died, or no task could be measured.
+        UserError: if there is no such model, a process rejected its input or died, or no task could be measured.
     """
     logging.getLogger().setLevel("WARNING")
     path = await asyncio.to_thread(_found, model)
@@ -80,7 +80,7 @@ async def evaluate(config: dict[str, Any], model: str, stop: Stop, *, gpus: str,
 
 
 def _found(model: str) -> str:
-    """The model as processes in other folders find it."""
+    """Return the model's absolute folder, or its hub name."""
     check_model_path(model, "MODEL")
     folder = Path(model).expanduser()
     return str(folder.absolute()) if folder.is_dir() else model
@@ -90,7 +90,7 @@ def _found(model: str) -> str:
 async def _joined(
     config: dict[str, Any], model: str, url: str, fleet: Fleet, gpus: str, folder: Path, stop: Stop
 ) -> AsyncIterator[tuple[Bus, Evaluator, Evaluations]]:
-    """Everything started and asked for; answers are read until the context is left."""
+    """Start all processes and issue the tickets; results are read until the context exits."""
     async with AsyncExitStack() as stack:
         run = config["run"]["name"]
         bus = await Bus.connect(url, run, name="eval", deadline_s=30.0)
@@ -126,7 +126,7 @@ async def _end(tasks: list[asyncio.Task[None]]) -> None:
 
 
 async def measured(fleet: Fleet, evaluator: Evaluator, asked: Evaluation, stop: Stop, *, quiet: bool) -> None:
-    """Until every task is measured and its episodes are kept, a child cannot run, or a stop is asked for; shows how far it is."""
+    """Show progress until all tasks are measured and kept, a child cannot run, or a stop is requested."""
     total, said = len(asked.waiting), 0.0
     bar = Progress(disable=quiet or not sys.stdout.isatty())
     with bar:

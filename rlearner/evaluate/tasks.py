@@ -1,4 +1,4 @@
-"""How many tasks ``rlearner eval`` measures."""
+"""Finds how many tasks ``rlearner eval`` measures."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ NUM_EVAL_TASKS: Final = "envhub.config:num_eval_tasks"  # the envhub makes the t
 
 
 def fitted(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a validated configuration with ``eval.tasks`` filled in, also where its run would not evaluate.
+    """Return a validated configuration with ``eval.tasks`` filled in, even if its run would not evaluate.
 
     Raises:
-        ConfigError: a domain has no held-out tasks, or fewer than were asked for.
+        ConfigError: if a domain has no held-out tasks, or fewer than requested.
     """
     return {**config, "eval": {**config["eval"], "tasks": resolve("num_eval_tasks", NUM_EVAL_TASKS, {})(config)}}

@@ -1,1 +1,1 @@
-"""What the operator of a run asks for: audit, trace, status, pause, resume, drain, stop."""
+"""Commands for existing runs: audit, trace, show, replay, status, runs, pause, resume, drain, stop."""

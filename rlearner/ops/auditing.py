@@ -1,4 +1,4 @@
-"""``rlearner audit``: collects what there is, prints what was found."""
+"""``rlearner audit``: reads the run's folder, the samples log and the tap, and prints the report."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from rlearner.audit.run import read_books, reconcile
 from rlearner.audit.sources import Stored, stored
 
 TRIES: Final = 3
-SILENCE_S: Final = 5.0  # after which nothing more comes: the newest records of the log may have been deleted
+SILENCE_S: Final = 5.0  # then stop reading: the newest records of the log may have been deleted
 
 
 async def audit_run(options: argparse.Namespace) -> int:
-    """Audit; the exit code."""
+    """Audit the run and return the exit code."""
     place = find(options.run_name, options.dir)
     async with connected(options, place.name, place.folder) as (bus, why):
         books = read_books(place.folder)
@@ -37,15 +37,15 @@ async def audit_run(options: argparse.Namespace) -> int:
 
 
 async def read_log(bus: Bus) -> tuple[int, list[Stored]]:
-    """The first sequence that the samples log keeps, and what it holds now.
+    """Return the first sequence that the samples log keeps, and its records.
 
     Raises:
-        LostState: the broker has lost its store.
+        LostState: if the broker has lost its store.
     """
     for _ in range(TRIES - 1):
         try:
             return await _read_log(bus)
-        except LostState:  # a learner at work has trimmed it meanwhile
+        except LostState:  # a running learner has trimmed the log
             continue
     return await _read_log(bus)
 
@@ -55,7 +55,7 @@ async def _read_log(bus: Bus) -> tuple[int, list[Stored]]:
     found: list[Stored] = []
     if first > last:
         return first, found
-    async with aclosing(bus.read_log(SAMPLES, first, wanted=lambda _: False)) as records:  # parts may be gone before their record
+    async with aclosing(bus.read_log(SAMPLES, first, wanted=lambda _: False)) as records:  # parts may be deleted first
         while not found or found[-1].seq < last:
             try:
                 async with asyncio.timeout(SILENCE_S):

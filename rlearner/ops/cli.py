@@ -1,4 +1,4 @@
-"""Arguments of the operator's commands. Imports nothing heavy."""
+"""Arguments of the commands for a run that exists. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ Body = Callable[[argparse.Namespace], Coroutine[Any, Any, int]]
 def add_parsers(subparsers: Any) -> None:
     """Add ``audit``, ``trace``, ``show``, ``replay``, ``status``, ``draw``, ``runs``, ``pause``, ``resume``, ``drain``, ``stop``."""
     audit = _add(
-        subparsers, "audit", "reconcile tickets, log, checkpoints and metrics; exit code 1 when they do not agree", "auditing:audit_run"
+        subparsers, "audit", "compare tickets, samples log, checkpoints and metrics; exit code 1 if they disagree", "auditing:audit_run"
     )
     audit.add_argument("--json", action="store_true", help="one JSON object")
-    audit.add_argument("--tap", metavar="FILE", default=None, help="what `python -m bench.tap` saw of the run on the wire")
-    trace = _add(subparsers, "trace", "one group's way from its ticket to the step that used it", "tracing:trace_run")
+    audit.add_argument("--tap", metavar="FILE", default=None, help="also compare the messages that `python -m bench.tap` recorded")
+    trace = _add(subparsers, "trace", "show the path of one group from its ticket to the step that used it", "tracing:trace_run")
     trace.add_argument("group", metavar="GROUP", type=natural, help="number of the ticket")
     trace.add_argument("--json", action="store_true", help="one JSON object")
-    show = _add(subparsers, "show", "one group's trajectories, turn by turn, with reward, logprob and version", "showing:show_run")
+    show = _add(subparsers, "show", "show one group's trajectories by turn, with reward, logprob and version", "showing:show_run")
     show.add_argument("group", metavar="GROUP", type=natural, help="number of the ticket")
-    show.add_argument("--episode", metavar="N", type=natural, default=None, help="only this one, from 0")
-    show.add_argument("--tokens", action="store_true", help="a line for each sampled token")
+    show.add_argument("--episode", metavar="N", type=natural, default=None, help="only this episode, counted from 0")
+    show.add_argument("--tokens", action="store_true", help="one line for each sampled token")
     show.add_argument("--json", action="store_true", help="one JSON object, with every sampled token")
     replay = _add(
         subparsers,
         "replay",
-        "train again from the archive of a run (samples.keep) and compare; exit code 1 when anything differs",
+        "train again from the archive of a run (samples.keep) and compare; exit code 1 if anything differs",
         "replaying:replay_run",
         broker=False,
     )
@@ -44,32 +44,34 @@ def add_parsers(subparsers: Any) -> None:
         metavar="STEP",
         type=natural,
         required=True,
-        help="begin at the checkpoint of this step, which must still exist; 0: at the beginning",
+        help="start from the checkpoint of this step, which must still exist; 0: from the beginning",
     )
-    replay.add_argument("--to", dest="last", metavar="STEP", type=natural, required=True, help="last step to make")
+    replay.add_argument("--to", dest="last", metavar="STEP", type=natural, required=True, help="last step to train")
     replay.add_argument(
-        "--out", metavar="FOLDER", default=None, help="leave configuration, metrics and last checkpoint there (RUN-replay-N if overridden)"
+        "--out", metavar="FOLDER", default=None, help="write configuration, metrics and last checkpoint there (RUN-replay-N if overridden)"
     )
     replay.add_argument(
-        "overrides", nargs="*", default=[], metavar="key=value", help="train otherwise on the very same data, for example train.lr=1e-5"
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="key=value",
+        help="train on the same data with other settings, for example train.lr=1e-5",
     )
     replay.add_argument("--json", action="store_true", help="one JSON object")
-    status = _add(subparsers, "status", "one screen of truth about a run", "status:show_status")
+    status = _add(subparsers, "status", "show the state of a run on one screen", "status:show_status")
     status.add_argument("--json", action="store_true", help="one JSON object")
-    _add(
-        subparsers, "draw", "reward.png, before.gif and after.gif, which `rlearner up` leaves, of any run", "drawing:draw_run", broker=False
-    )
-    runs = subparsers.add_parser("runs", help=(text := "every run below a folder: state, steps, size, age"), description=text)
+    _add(subparsers, "draw", "draw reward.png, before.gif and after.gif of a run, as `rlearner up` does", "drawing:draw_run", broker=False)
+    runs = subparsers.add_parser("runs", help=(text := "list the runs in a folder: state, steps, size, last change"), description=text)
     add_runs_options(runs)
     runs.set_defaults(run=lambda options: _run("listing:list_runs", options))
     texts = {
         "pause": "take no new work until `rlearner resume`",
-        "resume": "go on after a pause",
-        "drain": "start nothing new, finish what is under way, leave a checkpoint",
-        "stop": "end every process of the run; the learner leaves a checkpoint and can be started again",
+        "resume": "continue after a pause",
+        "drain": "start no new work, finish work in progress, write a checkpoint",
+        "stop": "stop every process of the run; the learner writes a checkpoint and can be started again",
     }
     for name, text in texts.items():
-        _add(subparsers, name, text, "control:set_state").add_argument("--reason", default="", help="one line that the processes log")
+        _add(subparsers, name, text, "control:set_state").add_argument("--reason", default="", help="one line for the processes' logs")
 
 
 def _add(subparsers: Any, name: str, text: str, body: str, *, broker: bool = True) -> argparse.ArgumentParser:
@@ -83,7 +85,7 @@ def _add(subparsers: Any, name: str, text: str, body: str, *, broker: bool = Tru
 
 def _run(body: str, options: argparse.Namespace) -> int:
     async def work(stop: Stop) -> int:
-        logging.getLogger().setLevel("ERROR")  # what matters is printed
+        logging.getLogger().setLevel("ERROR")  # the commands print their results
         module, attribute = body.split(":")
         operation: Body = getattr(import_module(f"rlearner.ops.{module}"), attribute)
         return await unless_stopped(stop, operation(options))

@@ -1,4 +1,4 @@
-"""``rlearner pause|resume|drain|stop``: what every process of the run follows."""
+"""``rlearner pause``, ``resume``, ``drain``, ``stop``: sets the state that a run's processes follow."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STATES: Final = {"pause": "paused", "resume": "running", "drain": "draining", "s
 
 
 async def set_state(options: argparse.Namespace) -> int:
-    """Put the state where every process sees it; the exit code."""
+    """Publish the desired state and return the exit code."""
     run, url = _target(options)
     arguments = ["control", STATES[options.command], "--run", run, "--broker", url, "--reason", options.reason]
     await broker_cli.operate(broker_cli.parser().parse_args([*arguments, "--connect-deadline", str(options.connect_deadline)]))
@@ -32,22 +32,22 @@ async def set_state(options: argparse.Namespace) -> int:
 
 
 def drain_lines(run: str, present: Sequence[wire.Presence]) -> list[str]:
-    """What each process of a run that drains does: who ends, and who stays and why."""
+    """Return what each process of a draining run does: which exit, and which stay and why."""
     lines = []
     for one in present:
         match one.role:
             case "learner":
-                does = "leaves a checkpoint of the last completed step, then ends"
+                does = "writes a checkpoint of the last completed step, then exits"
             case "envhub":
-                does = f"starts nothing new, finishes what runs ({one.running} of {one.slots} slots), then ends"
+                does = f"starts no new episodes, finishes the running ones ({one.running} of {one.slots} slots), then exits"
             case _:
-                does = f"stays, for hubs that still finish need it and the run may go on; `rlearner stop {run}` ends it"
+                does = f"stays, because hubs still need it and the run may continue; `rlearner stop {run}` stops it"
         lines.append(f"  {one.role} {one.id}: {does}")
-    return lines or ["  no process is there"]
+    return lines or ["  no process is running"]
 
 
 def _target(options: argparse.Namespace) -> tuple[str, str]:
-    """Name and broker of the run; it need not have a folder on this machine."""
+    """Return name and broker of the run, which need not have a folder on this machine."""
     try:
         place = find(options.run_name, options.dir)
     except UserError:

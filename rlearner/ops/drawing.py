@@ -1,4 +1,4 @@
-"""``rlearner draw``: the pictures that ``rlearner up`` leaves, of any run."""
+"""``rlearner draw``: draws the pictures that ``rlearner up`` draws at its end, for any run."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from learner.run_folder import find
 
 
 async def draw_run(options: argparse.Namespace) -> int:
-    """Draw what a run's folder holds; the exit code.
+    """Draw the pictures of a run and return the exit code.
 
     Raises:
-        UserError: no step was made yet.
+        UserError: if the run has made no step yet.
     """
     from rlearner.up.artifacts import draw_rewards, render_before_and_after
 
     place = find(options.run_name, options.dir)
     lines = read_lines(place.folder / "metrics.jsonl")
     if not lines:
-        raise UserError(f"run {place.name} has made no step yet: there is nothing to draw")
+        raise UserError(f"run {place.name} has made no step yet, so there is nothing to draw")
     made = [draw_rewards(place.name, lines, place.folder / "reward.png"), *await asyncio.to_thread(render_before_and_after, place.folder)]
     print("\n".join(str(path) for path in made if path))
     return 0

@@ -1,4 +1,4 @@
-"""The command that goes on with a run; every ending prints it."""
+"""Finds and prints the command that continues a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from learner.run_folder import noted_epoch, noted_holder, private_addresses
 
 @contextmanager
 def said_at_the_end(config: dict[str, Any], broker: str) -> Iterator[None]:
-    """Print the command however the block ends, unless it has failed while another learner had the run, or nobody yet."""
+    """Print the command when the block ends, unless it fails while another learner, or none, holds the run."""
     folder = Path(config["run"]["dir"]) / config["run"]["name"]
     refused = False
     try:
@@ -31,11 +31,11 @@ def said_at_the_end(config: dict[str, Any], broker: str) -> Iterator[None]:
 
 
 def going_on(config: dict[str, Any], broker: str = "") -> str:
-    """One line with the command, or nothing for a run that no learner has held yet.
+    """Return one line with the command, or nothing for a run that no learner has held yet.
 
     Args:
         config: validated, with ``run.name``.
-        broker: of a learner that was started by hand.
+        broker: address given to a learner that was started by hand.
     """
     folder = Path(config["run"]["dir"]) / config["run"]["name"]
     if not noted_epoch(folder):

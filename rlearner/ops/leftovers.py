@@ -1,4 +1,4 @@
-"""A start that fails before it holds the run leaves nothing behind."""
+"""Removes the folder of a run whose start failed before a learner held it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from learner.run_folder import noted_epoch
 
 @contextmanager
 def removed_on_failure(folder: Path) -> Iterator[None]:
-    """Make a run's folder, and remove it when the block ends with a UserError, or leaves it empty.
+    """Create a run's folder, and remove it if the block raises a UserError or leaves it empty.
 
-    Not a folder that was there, nor one whose run a learner has held, nor where the message points at a file in it, such as a log.
+    Keep a folder that existed before, whose run a learner has held, or that the error message points into.
 
     Raises:
-        UserError: it cannot be made.
+        UserError: if the folder cannot be created.
     """
     made = _make(folder)
     try:
@@ -36,7 +36,7 @@ def removed_on_failure(folder: Path) -> Iterator[None]:
 
 
 def _make(folder: Path) -> list[Path]:
-    """The folders that this made, the innermost first; none where the run's own was there: of two processes one has made it."""
+    """Create the folder and return what was created, innermost first; nothing if it exists."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""``rlearner runs``: every run below a folder, and what can be deleted of those that have ended."""
+"""``rlearner runs``: lists the runs in a folder, and prunes those that have ended."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from learner.run_folder import STORE, UP_LOCK, current_address, is_held, moved_f
 from rlearner.ops.living import ask_broker
 
 FINISHED, STOPPED, UNKNOWN, EVALUATION = "finished", "stopped", "broker away", "evaluation"
-LEFT = ("demos.log", "*.new")  # of a run that has ended, besides the store of one that is finished
+LEFT = ("demos.log", "*.new")  # files that an ended run no longer needs; a finished one does not need its store either
 
 
 @dataclass(frozen=True)
 class Run:
-    """One row.
+    """One row of the list.
 
     Attributes:
         state: training, starting, finished, stopped, ``broker away`` (its broker does not answer, so it may train), evaluation, unreadable.
-        step: done, of ``steps``.
-        size_bytes: on disk.
-        changed: when a step was last made, or the settings were written; seconds since 1970.
+        step: steps made, of ``steps``.
+        size_bytes: size on disk.
+        changed: when the last step was made or the settings were written; seconds since 1970.
     """
 
     name: str
@@ -47,32 +47,32 @@ class Run:
 
 
 async def list_runs(options: argparse.Namespace) -> int:
-    """Print them, or prune; the exit code."""
+    """Print the runs, or prune them, and return the exit code."""
     runs = await asyncio.gather(*(look(folder) for folder in _folders(options.folder)))
     if options.prune:
         _prune(runs, sure=options.yes)
     elif options.json:
         print(json.dumps({"runs": [asdict(run) for run in runs]}))
     elif not runs:
-        print(f"no run below {options.folder}")
+        print(f"no runs in {options.folder}")
     else:
         _table(runs)
     return 0
 
 
 def _folders(root: str) -> list[Path]:
-    """Of the runs below a folder.
+    """Return the folders of the runs in a folder.
 
     Raises:
-        UserError: there is no such folder.
+        UserError: if there is no such folder.
     """
     if not Path(root).is_dir():
-        raise UserError(f"{root}: no such folder; name the one that runs are kept in")
+        raise UserError(f"{root}: no such folder; name the folder that holds the runs")
     return sorted(path.parent for path in Path(root).glob("*/config.yaml"))
 
 
 async def look(folder: Path) -> Run:
-    """What a run's folder and, where one answers, its broker say."""
+    """Return the row of a run, from its folder and, if it answers, its broker."""
     file, metrics = folder / "config.yaml", folder / "metrics.jsonl"
     rows = read_lines(metrics)
     step = int(rows[-1]["step"]) if rows else 0
@@ -100,7 +100,7 @@ async def _state(folder: Path, run: str, *, finished: bool) -> str:
 
 
 def _size(path: Path) -> int:
-    """Bytes on disk, of a file or of all below a folder; what is deleted while it is counted is left out."""
+    """Return the bytes on disk of a file or a folder, without files that are deleted while counting."""
     total = 0
     for each in [path, *path.rglob("*")]:
         with suppress(FileNotFoundError):
@@ -118,13 +118,13 @@ def _table(runs: list[Run]) -> None:
 
 
 def size_text(size_bytes: int) -> str:
-    """In MiB, or GiB."""
+    """Format a size in MiB or GiB."""
     mib = size_bytes / 2**20
     return f"{mib:.1f} MiB" if mib < 1024 else f"{mib / 1024:.1f} GiB"
 
 
 def age(seconds: float) -> str:
-    """In one unit."""
+    """Format a duration in one unit."""
     for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"
@@ -135,7 +135,7 @@ def age(seconds: float) -> str:
 
 
 def removable(run: Run) -> list[Path]:
-    """What can go, of a run that has ended; nothing that training, an audit or a replay needs."""
+    """Return what can be deleted of a run that has ended: nothing that training, an audit or a replay needs."""
     if run.state not in (FINISHED, STOPPED, EVALUATION):
         return []
     folder = Path(run.folder)
@@ -145,10 +145,10 @@ def removable(run: Run) -> list[Path]:
 
 
 def _prune(runs: list[Run], *, sure: bool) -> None:
-    """Delete it, and say what.
+    """Print what can be deleted, and delete it.
 
     Raises:
-        UserError: nobody has confirmed it.
+        UserError: if there is no terminal to confirm it, and no ``--yes``.
     """
     sizes = {run.folder: {path: _size(path) for path in removable(run)} for run in runs}
     for path, size_bytes in ((path, size) for each in sizes.values() for path, size in each.items()):
@@ -157,15 +157,15 @@ def _prune(runs: list[Run], *, sure: bool) -> None:
     if not any(sizes.values()):
         print("nothing to delete")
         return
-    print(f"{total} in all; a finished run without its broker's store goes on only with --rebase")
+    print(f"{total} in all; without its broker's store a finished run can be continued only with --rebase")
     if not sure and not sys.stdin.isatty():
-        raise UserError("--prune: add --yes, or run it in a terminal, where it asks")
+        raise UserError("--prune: needs a confirmation; add --yes, or run it in a terminal")
     if not sure and input("delete this? [y/N] ").strip().lower() not in ("y", "yes"):
         print("nothing was deleted")
         return
     for run in runs:
         if paths := sizes[run.folder]:
-            with lock(Path(run.folder) / UP_LOCK, f"run {run.name} was started meanwhile; nothing of it was deleted"):
+            with lock(Path(run.folder) / UP_LOCK, f"run {run.name} was started in the meantime; its files were not deleted"):
                 for path in paths:
                     _delete(path)
     print(f"deleted {total}")

@@ -1,4 +1,4 @@
-"""Whether a run is live: asks a broker for the run's learner, quickly."""
+"""Asks a broker whether a run has a live learner."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlearner.doctor.broker_side import ask
 
 
 async def ask_broker(url: str, run: str) -> tuple[list[wire.Presence], str]:
-    """The run's learners that are heard there, and what is wrong with that broker (``, which does not answer``), empty if nothing is."""
+    """Return the run's live learners, and the broker's problem (``, which does not answer``), if any."""
     answers = [await asyncio.to_thread(ask, server) for server in addresses.split(url)]
     if not any(info for info, _ in answers):
         return [], f", which does not answer ({answers[0][1]})"
@@ -25,7 +25,7 @@ async def ask_broker(url: str, run: str) -> tuple[list[wire.Presence], str]:
     except BrokerUnreachable as error:
         return [], f", where {error}"
     try:
-        problem = "" if run in await find_runs(bus) else ", which does not know it any more"
+        problem = "" if run in await find_runs(bus) else ", which no longer knows the run"
         return [one for one in await census(bus, run) if one.role == "learner"], problem
     finally:
         await bus.close()

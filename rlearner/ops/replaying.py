@@ -1,4 +1,4 @@
-"""``rlearner replay``: trains again from the archive, prints how each step compares with the run."""
+"""``rlearner replay``: trains again from the archive, and compares each step with the run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHOWN: Final = ("actor/pg_loss", "actor/entropy", "actor/ppo_kl", "actor/grad_no
 
 
 async def replay_run(options: argparse.Namespace) -> int:
-    """Replay; the exit code."""
+    """Replay the run and return the exit code."""
     place = find(options.run_name, options.dir)
     first, last = _range(options, place)
     config, changed = _wanted(options, place)
@@ -65,12 +65,12 @@ def _range(options: argparse.Namespace, place: Place) -> tuple[int, int]:
     rows = read_lines(place.folder / "metrics.jsonl")
     newest = max((int(row["step"]) for row in rows), default=0)
     if not 0 <= options.first < options.last <= newest:
-        raise UserError(f"--from {options.first} --to {options.last}: from 0 on, ascending, and run {place.name} has made steps 1-{newest}")
+        raise UserError(f"--from {options.first} --to {options.last}: expected 0 <= from < to <= {newest}, as run {place.name} has made")
     return options.first, options.last
 
 
 def _wanted(options: argparse.Namespace, place: Place) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The configuration to train with, and what the user changed in it."""
+    """Return the configuration to train with, and the user's changes."""
     if not options.overrides:
         return place.config, {}
     wanted = validate(load(str(place.folder / "config.yaml"), options.overrides))

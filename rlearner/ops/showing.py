@@ -1,4 +1,4 @@
-"""``rlearner show``: the trajectories of one group as text, turn by turn, with reward, logprob and policy version."""
+"""``rlearner show``: prints one group's trajectories by turn, with reward, logprob and policy version."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ NO_RECORD: Final = ("duplicate", "unknown")
 
 
 async def show_run(options: argparse.Namespace) -> int:
-    """Print one group; the exit code."""
+    """Print one group and return the exit code."""
     place = find(options.run_name, options.dir)
     own = lines_of(place, options.group)
     record = await _record(options, place, next((line.seq for line in reversed(own) if line.seq and line.state not in NO_RECORD), 0))
     found = ticket_of(own)
     if not isinstance(record.message, wire.Group):
         told = describe(record)
-        raise UserError(f"ticket {options.group} brought no group: {told.get('reason', 'malformed')}, {told.get('detail') or 'no details'}")
+        raise UserError(f"ticket {options.group} has no group: {told.get('reason', 'malformed')}, {told.get('detail') or 'no details'}")
     tokenizer, found["tokenizer"] = load_tokenizer(place.config, place.folder)
     found["trajectories"] = [trajectory_of(one, tokenizer) for one in _chosen(record.message, options.episode)]
     print(json.dumps(found, ensure_ascii=False) if options.json else "\n".join(text_of(found, options.tokens)))
@@ -39,10 +39,10 @@ async def show_run(options: argparse.Namespace) -> int:
 
 
 async def _record(options: argparse.Namespace, place: Place, seq: int) -> LogRecord:
-    """The record that ended the ticket: the archive's, else the one in the broker's log.
+    """Return the record that closed the ticket, from the archive or the broker's log.
 
     Raises:
-        UserError: neither has it.
+        UserError: if neither has it.
     """
     if not seq:
         raise UserError(f"ticket {options.group} of run {place.name} has no record yet")
@@ -58,7 +58,7 @@ async def _record(options: argparse.Namespace, place: Place, seq: int) -> LogRec
 
 
 def _chosen(group: wire.Group, episode: int | None) -> list[wire.Trajectory]:
-    """Those of one episode, or all; an episode of step-independent samples has several."""
+    """Return the trajectories of one episode, or all; an episode of step-independent samples has several."""
     there = sorted({trajectory.episode for trajectory in group.trajectories})
     if episode is not None and episode not in there:
         raise ConfigError("--episode", episode, f"one of {', '.join(map(str, there))}")
@@ -66,9 +66,9 @@ def _chosen(group: wire.Group, episode: int | None) -> list[wire.Trajectory]:
 
 
 def trajectory_of(trajectory: wire.Trajectory, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """One trajectory, cut into what was seen and what was sampled, the latter also where the policy version changes.
+    """Return one trajectory as observed and sampled pieces; the latter are also cut where the policy version changes.
 
-    The reward of a turn stands on its last token; what reward hubs gave stands on the last token of all that holds the last response.
+    A turn's reward is on its last token; the reward of reward hubs is on the last token of the last turn.
     """
     ids, logprobs = trajectory.token_ids.array(), trajectory.logprobs.array()
     rewards = np.zeros(len(ids))
@@ -106,11 +106,11 @@ def trajectory_of(trajectory: wire.Trajectory, tokenizer: Tokenizer | None) -> d
 
 
 def text_of(found: dict[str, Any], tokens: bool) -> Iterator[str]:
-    """The lines for people.
+    """Yield the lines of the text output.
 
     Args:
-        found: as ``rlearner show --json`` gives it.
-        tokens: with one line for each sampled token.
+        found: the output of ``rlearner show --json``.
+        tokens: whether to add one line for each sampled token.
     """
     step = f", trained in step {found['step']}" if found.get("step") else ""
     asked = f"; {found['domain']}, task {found['task_index']}" if "domain" in found else ""

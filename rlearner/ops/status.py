@@ -1,4 +1,4 @@
-"""``rlearner status``: one screen of truth, from the broker and from the run's folder."""
+"""``rlearner status``: shows the state of a run, from the broker and from the run's folder."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from learner.run_folder import STARTING, UNKNOWN, connected, find
 
 SHOWN: Final = ("reward/mean", "env/success_rate", "staleness/max", "perf/tokens_per_s", "trainer/idle_ratio", "rollouter/idle_ratio")
 TICKETS: Final = ("issued", "trained", "filtered", "dropped", "dead", "open", "duplicate")
-COLUMN: Final = 15  # where the second one begins
+COLUMN: Final = 15  # start of the second column
 PROCESS: Final = (
     "role",
     "id",
@@ -48,7 +48,7 @@ PROCESS: Final = (
 
 
 async def show_status(options: argparse.Namespace) -> int:
-    """Print it; the exit code."""
+    """Print the status and return the exit code."""
     place = find(options.run_name, options.dir)
     found: dict[str, Any] = {"run": place.name, "folder": str(place.folder), **on_disk(place.folder, place.config)}
     async with connected(options, place.name, place.folder) as (bus, why):
@@ -62,7 +62,7 @@ async def show_status(options: argparse.Namespace) -> int:
 
 
 def on_disk(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What the run's folder says: steps, newest figures, checkpoints, tickets."""
+    """Return the status in the run's folder: steps, newest metrics, checkpoints, tickets."""
     rows = read_lines(folder / "metrics.jsonl")
     last = rows[-1] if rows else {}
     lines, problem = ledger_segments.newest(folder / ledger_segments.FOLDER)
@@ -94,7 +94,7 @@ def _step_of(path: Path) -> int | str:
 
 
 async def on_broker(bus: Bus) -> dict[str, Any]:
-    """What the broker says: the state asked for, who is there, what is in the streams, the weights on offer."""
+    """Return the status in the broker: desired state, processes, queue depths, offered weights."""
     spec = await (await bus.key_value(RUNS)).get(bus.run)
     desired = await (await bus.key_value(CONTROL)).get(bus.run)
     heard = await census(bus, bus.run)
@@ -121,7 +121,7 @@ async def on_broker(bus: Bus) -> dict[str, Any]:
 
 
 async def _offered(bus: Bus) -> dict[str, Any] | None:
-    """The newest weights on offer, None where nothing ever was."""
+    """Return the newest weights offer, None if there never was one."""
     try:
         if not await bus.last_seq(WEIGHTS):
             return None
@@ -135,7 +135,7 @@ async def _offered(bus: Bus) -> dict[str, Any] | None:
 
 
 def text_of(found: Mapping[str, Any], now: float) -> list[str]:
-    """One screen for people."""
+    """Return the lines of the text output."""
     ago = f", {_age(now - found['step_at'])} ago" if found["step_at"] else ""
     lines = [*absence(found), f"run {found['run']}: step {found['step']} of {found['steps']}{ago}"]
     if found["broker"] is None:
@@ -166,18 +166,18 @@ def text_of(found: Mapping[str, Any], now: float) -> list[str]:
         if one["said"] and not any(text[:100] in one["said"] for text in found["warnings"]):
             lines.append(f"  {'':13}{one['said']}")
     if not found["processes"]:
-        lines.append("  nobody is there")
+        lines.append("  no process is running")
     return lines
 
 
 def wrapped(lines: list[str], width: int) -> list[str]:
-    """Lines of at most so many characters where words allow it; what does not fit goes below the second column."""
+    """Wrap lines at ``width`` characters where words allow it; continuation lines start at the second column."""
     breaking = textwrap.TextWrapper(width, subsequent_indent=" " * COLUMN, break_long_words=False, break_on_hyphens=False)
     return [part for line in lines for part in (breaking.wrap(line) if len(line) > width else [line])]
 
 
 def absence(found: Mapping[str, Any]) -> list[str]:
-    """One line where no learner is at work: that there is none, and how to start it."""
+    """Return one line if no learner is running: that there is none, and how to start it."""
     config = shlex.quote(os.path.relpath(Path(found["folder"], "config.yaml")))
     if found["broker"] is None and found["broker_error"].startswith(STARTING):
         return []
@@ -187,11 +187,11 @@ def absence(found: Mapping[str, Any]) -> list[str]:
         again = f"`rlearner start {config} --broker URL`"
         return [f"no learner is running; {again} starts the run again, with --rebase if the broker has lost its store"]
     if found["broker"] is None:
-        return [f"no learner was found, for its broker was not: `rlearner up {config}` starts the run again where it stopped"]
+        return [f"no learner was found, because its broker was not: `rlearner up {config}` continues the run where it stopped"]
     if found["learner"] == "running":
         return []
     if found["learner"] == "silent":
-        return [f"the learner has not been heard for {CENSUS_S:g} s: it is very busy, or died less than {MEMBERS.ttl_s:g} s ago"]
+        return [f"the learner has sent nothing for {CENSUS_S:g} s: it is very busy, or died less than {MEMBERS.ttl_s:g} s ago"]
     return [f"no learner is running; start it again: rlearner start {config} --broker {found['broker']}"]
 
 

@@ -1,4 +1,4 @@
-"""A trace for people, line by line."""
+"""Formats a trace as text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def text_of(found: Mapping[str, Any]) -> list[str]:
-    """The lines of one trace, as ``rlearner trace --json`` gives it."""
+    """Return the lines of one trace, given the output of ``rlearner trace --json``."""
     lines = [f"ticket {found['ticket']}: {found['state']}" + (f", {found['reason']}" if "reason" in found else "")]
     if "domain" in found:
         lines.append(f"  asked for   {found['domain']}, task {found['task_index']}, no token older than version {found['min_version']}")

@@ -1,4 +1,7 @@
-"""``rlearner trace``: one ticket's way, from the ledger file, the archive or the broker's log, and metrics.jsonl."""
+"""``rlearner trace``: shows the path of one ticket.
+
+It reads the ledger file, the archive or the broker's log, and metrics.jsonl.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from rlearner.ops.trace_text import text_of
 
 
 async def trace_run(options: argparse.Namespace) -> int:
-    """Print one ticket's way; the exit code."""
+    """Print the path of one ticket and return the exit code."""
     place = find(options.run_name, options.dir)
     own = lines_of(place, options.group)
     seq = next((line.seq for line in reversed(own) if line.seq and line.state not in ("duplicate", "unknown")), 0)
@@ -35,7 +38,7 @@ async def trace_run(options: argparse.Namespace) -> int:
 
 
 async def _record(options: argparse.Namespace, run: str, folder: Path, seq: int) -> tuple[LogRecord | None, str, str]:
-    """The record that ended the ticket, when the broker stored it, and where it was found."""
+    """Return the record that closed the ticket, when the broker stored it, and where it was found."""
     if not seq:
         return None, "", "no record yet"
     frame = archive.find(folder / archive.FOLDER, seq)
@@ -54,16 +57,16 @@ async def _peek(bus: Bus, seq: int) -> tuple[LogRecord, str] | None:
 
 
 def _step_time(folder: Path, step: int) -> str:
-    """When the step's line was written, as ISO 8601 in UTC."""
+    """Return when the step's line was written, as ISO 8601 in UTC."""
     times = [float(row["time"]) for row in read_lines(folder / "metrics.jsonl") if row["step"] == step and "time" in row]
     return datetime.fromtimestamp(times[0], UTC).isoformat(timespec="milliseconds") if times else ""
 
 
 def lines_of(place: Place, ticket: int) -> list[ledger_file.Line]:
-    """All lines of one ticket, at least one.
+    """Return all lines of one ticket, at least one.
 
     Raises:
-        UserError: there is no such ticket.
+        UserError: if there is no such ticket.
     """
     own, newest = [], 0
     for line in ledger_segments.Lines(place.folder / ledger_segments.FOLDER):
@@ -71,16 +74,12 @@ def lines_of(place: Place, ticket: int) -> list[ledger_file.Line]:
         if line.ticket == ticket:
             own.append(line)
     if not own:
-        raise UserError(f"run {place.name} has no ticket {ticket}; there are 1-{newest}")
+        raise UserError(f"run {place.name} has no ticket {ticket}; its tickets are 1-{newest}")
     return own
 
 
 def ticket_of(lines: list[ledger_file.Line]) -> dict[str, Any]:
-    """What the ledger file knows of one ticket.
-
-    Args:
-        lines: its own, at least one.
-    """
+    """Return the ledger file's content about one ticket, given its lines, at least one."""
     found: dict[str, Any] = {
         "ticket": lines[0].ticket,
         "state": "open",
@@ -98,12 +97,12 @@ def ticket_of(lines: list[ledger_file.Line]) -> dict[str, Any]:
 
 
 def describe(record: LogRecord) -> dict[str, Any]:
-    """What the record itself says."""
+    """Return the content of the record itself."""
     message = record.message
     if isinstance(message, wire.Closed):
         return {"closed_by": message.by, "reason": message.reason, "detail": message.detail}
     if not isinstance(message, wire.Group):
-        return {"detail": f"{len(record.data)} bytes that do not decode: {record.error}"}
+        return {"detail": f"{len(record.data)} bytes that cannot be decoded: {record.error}"}
     return {
         "hub": message.hub,
         "deliveries": message.deliveries,
@@ -127,7 +126,7 @@ def _trajectory(trajectory: wire.Trajectory) -> dict[str, Any]:
 
 
 def spans(trajectory: wire.Trajectory) -> list[dict[str, Any]]:
-    """Each turn's span of sampled tokens, cut where the policy version changes; ``end`` is one past the last token."""
+    """Return the spans of sampled tokens by turn, cut where the policy version changes; ``end`` is exclusive."""
     runs = [(int(version), int(count)) for version, count in trajectory.version_runs.array().reshape(-1, 2) if count > 0]
     found: list[dict[str, Any]] = []
     for turn in trajectory.turns:

@@ -1,4 +1,4 @@
-"""A replayed step against what the run wrote of it. Every number must be the same bit for bit; clocks are not looked at."""
+"""Compares a replayed step with the run's records, bit for bit; only times are ignored."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ CLOCKS = ("time", "perf")
 
 
 def differences(found: Mapping[str, float], row: Mapping[str, Any] | None) -> list[str]:
-    """One line for each number that differs, none when all are the same.
+    """Return one line for each number that differs.
 
     Args:
-        found: what the replay computed.
-        row: the run's line of the step, None where it has none.
+        found: the replay's numbers.
+        row: the run's line of the step, None if it has none.
     """
     if row is None:
         return ["metrics.jsonl has no line"]
@@ -31,7 +31,7 @@ def differences(found: Mapping[str, float], row: Mapping[str, Any] | None) -> li
 
 
 def composition(lines: Iterable[Line]) -> dict[int, list[int]]:
-    """By step, the tickets that it was made of, in the order in which they were taken."""
+    """Return the tickets of each step, in the order in which they were taken."""
     steps: dict[int, list[int]] = {}
     for line in lines:
         if line.step and line.state in ("trained", "filtered"):
@@ -40,7 +40,7 @@ def composition(lines: Iterable[Line]) -> dict[int, list[int]]:
 
 
 def tensors_digest(path: Path) -> str:
-    """Of every tensor in a checkpoint: weights, optimizer, schedule, RNG; 16 hex digits."""
+    """Return the digest of all tensors in a checkpoint (weights, optimizer, schedule, RNG) as 16 hex digits."""
     whole = hashlib.sha256()
     for file in sorted(path.rglob("*.safetensors")):
         whole.update(str(file.relative_to(path)).encode() + b"\0")
@@ -51,14 +51,14 @@ def tensors_digest(path: Path) -> str:
 
 
 def _text(values: Mapping[str, Any], name: str) -> str:
-    return repr(values[name]) if name in values else "not there"
+    return repr(values[name]) if name in values else "missing"
 
 
 class Check:
-    """Holds replayed steps against what the run wrote.
+    """Comparison of replayed steps with the run.
 
     Args:
-        folder: of the run.
+        folder: the run's folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -73,10 +73,10 @@ class Check:
         return not any(step["differences"] for step in self.steps)
 
     def step(self, made: Replayed, written: Path | None) -> str:
-        """Compare one; a line that says how it went.
+        """Compare one step, and return a line with the result.
 
         Args:
-            written: the replay's checkpoint of it, where the run kept one.
+            written: the replay's checkpoint of the step, if the run kept one.
         """
         found = differences(made.values, self._rows.get(made.step))
         wanted = self._made_of.get(made.step)
@@ -92,10 +92,10 @@ class Check:
         return f"step {made.step}: " + (f"differs: {'; '.join(found)}" if found else f"identical: {text}")
 
     def beside(self, made: Replayed, names: Sequence[str]) -> str:
-        """A line that shows some numbers of a counterfactual step beside the run's; the groups must be the same.
+        """Return a line with some numbers of a counterfactual step next to the run's.
 
         Raises:
-            RuntimeError: they are not.
+            RuntimeError: if the steps were made of different groups.
         """
         if made.tickets != self._made_of.get(made.step):
             raise RuntimeError(f"step {made.step} was made of tickets {made.tickets}, the run's of {self._made_of.get(made.step)}")
@@ -114,7 +114,7 @@ class Check:
         }
 
     def summary(self) -> str:
-        """One line."""
+        """Return one line about all steps."""
         first = next((step for step in self.steps if step["differences"]), None)
         if first is not None:
             return f"DIFFERENT: first at step {first['step']}: {first['differences'][0]}"

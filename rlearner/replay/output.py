@@ -1,4 +1,4 @@
-"""The run folder that a replay leaves: configuration, metrics, and the checkpoint of its last step."""
+"""Writes the run folder of a replay: configuration, metrics, and the checkpoint of its last step."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from learner.prepare import write_config
 from learner.reporting.metrics import MetricsFile
 from rlearner.replay.run import Replayed
 
-OF_THE_RUN: Final = ("ticket/", "off_policy/")  # what the recorded run granted, not what the replay did
+OF_THE_RUN: Final = ("ticket/", "off_policy/")  # about the recorded run, not the replay
 
 
 def free_folder(folder: Path) -> Path:
-    """``<run>-replay-1`` beside the run's folder, or the next number that is free."""
+    """Return ``<run>-replay-1`` next to the run's folder, or the next free number."""
     number = 1
     while (found := folder.with_name(f"{folder.name}-replay-{number}")).exists():
         number += 1
@@ -23,19 +23,19 @@ def free_folder(folder: Path) -> Path:
 
 
 class Output:
-    """Open for writing.
+    """Output folder of a replay.
 
     Args:
-        folder: must not exist, or be empty.
-        config: validated; what is trained with.
+        folder: must be empty or not exist.
+        config: validated; the configuration to train with.
 
     Raises:
-        UserError: there is something in it, or its name is no run's.
+        UserError: if the folder is not empty, or its name cannot be a run's.
     """
 
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise UserError(f"--out {folder}: is there already")
+            raise UserError(f"--out {folder}: already exists; name an empty or a new folder")
         self.folder = folder.absolute()
         run = {**config["run"], "name": token(self.folder.name, "--out"), "dir": str(self.folder.parent)}
         write_config(self.folder, {**config, "run": run})
@@ -46,7 +46,7 @@ class Output:
         return self.folder / "checkpoints"
 
     def write(self, made: Replayed) -> None:
-        """A step's line."""
+        """Write a step's line."""
         values = {name: value for name, value in made.values.items() if not name.startswith(OF_THE_RUN)}
         self._metrics.write({"step": made.step, "policy_version": made.step, **values})
 

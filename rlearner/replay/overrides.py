@@ -1,4 +1,4 @@
-"""What a counterfactual may change: how the model is trained, never on what. Pure."""
+"""Checks the overrides of a counterfactual: how the model is trained, not on which data. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from broker.errors import ConfigError
 
-# Settings of these two sections that decide which tickets go out, which records count, or when the run ends.
+# FIXED: settings of these sections that decide which tickets go out, which records count, or when the run ends.
 SECTIONS: Final = ("algorithm", "train")
 FIXED: Final = (
     "train.steps",
@@ -20,28 +20,28 @@ FIXED: Final = (
     "algorithm.filter_zero_variance",
     "algorithm.max_replacements_per_step",
 )
-GREEDY: Final = "remax"  # the one estimator that asks for episodes of its own
+GREEDY: Final = "remax"  # the only estimator that needs extra episodes
 
 
 def changes(recorded: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that differ, by dotted key.
+    """Return the settings that differ, by dotted key.
 
     Args:
         recorded: the run's configuration, validated.
         wanted: the same with the user's overrides, validated.
 
     Raises:
-        ConfigError: one of them would change which data is consumed, or means nothing to a replay.
+        ConfigError: if one of them would change which data is consumed, or has no meaning in a replay.
     """
     before, after = _flat(recorded), _flat(wanted)
     found = {key: after.get(key) for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)}
     for key, value in found.items():
         if key in FIXED or key.partition(".")[0] not in SECTIONS:
             raise ConfigError(
-                key, value, f"a replay trains on the very same data; it may change algorithm.* and train.* but {', '.join(FIXED)}"
+                key, value, f"a replay trains on the same data; it may change algorithm.* and train.* except {', '.join(FIXED)}"
             )
         if key == "algorithm.adv_estimator" and GREEDY in (value, before.get(key)):
-            raise ConfigError(key, value, f"{GREEDY} asks for greedy episodes, and the records of the run are of {before[key]}")
+            raise ConfigError(key, value, f"{GREEDY} needs greedy episodes, and the run was recorded with {before[key]}")
     return found
 
 

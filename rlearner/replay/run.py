@@ -1,4 +1,4 @@
-"""One pass over the archive."""
+"""Trains on the records of the archive, step by step."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from rlearner.replay.start import Start
 
 @dataclass(frozen=True)
 class Replayed:
-    """One step.
+    """A replayed step.
 
     Attributes:
         step: steps completed.
-        tickets: that it was made of, in order.
-        values: its numbers, by their published names.
+        tickets: the tickets of the step, in order.
+        values: metrics by name.
     """
 
     step: int
@@ -38,11 +38,11 @@ class Replayed:
 
 
 class Replay:
-    """A model and a ledger on their way through the archive.
+    """A model and a ledger that consume the archive.
 
     Args:
-        folder: of the run.
-        config: validated; what is trained with.
+        folder: the run's folder.
+        config: validated; the configuration to train with.
         start: where to begin.
     """
 
@@ -55,10 +55,10 @@ class Replay:
         return self._start.ledger
 
     async def steps(self, until: int) -> AsyncGenerator[Replayed, None]:
-        """Each step up to ``until``, once it is made; meanwhile the model stands between two steps.
+        """Yield each step up to ``until`` after it is made, while the model is between two steps.
 
         Raises:
-            UserError: the archive lacks a record.
+            UserError: if the archive lacks a record.
         """
         start = self._start
         records = self._records(self.ledger.state.position + 1)
@@ -75,7 +75,7 @@ class Replay:
                     consumer.perform(actions)
                     continue
                 made = await consumer.complete()
-                assert made is not None, "nobody abandons a replay"
+                assert made is not None, "a replay abandons no step"
                 values = finite(made.trained.values) | count_tickets(self.ledger)
                 yield Replayed(self.ledger.state.version, [entry.number for entry in made.taken], values)
                 consumer.perform(made.actions)
@@ -83,12 +83,12 @@ class Replay:
             await asyncio.to_thread(self.training.close)
 
     async def save(self, folder: Path) -> Path:
-        """Write a checkpoint of the step that was just made into ``folder``."""
+        """Write a checkpoint of the newest step into ``folder``, and return its path."""
         backend, ledger = self.training.backend, self.ledger.dump()
         return await self.training.call(partial(checkpoint.write, folder, backend, ledger, 0))
 
     def _arrived(self) -> dict[int, wire.Group]:
-        """The groups that had arrived and were not trained at the start."""
+        """Return the groups that had arrived but were not trained at the start."""
         groups: dict[int, wire.Group] = {}
         frames = {frame.seq: frame for frame in archive.pick(self._folder / archive.FOLDER, [one.seq for one in self.ledger.arrived])}
         for entry in self.ledger.arrived:
@@ -99,10 +99,10 @@ class Replay:
         return groups
 
     def _records(self, first: int) -> Iterator[LogRecord]:
-        """Every record from ``first`` on.
+        """Yield every record from ``first`` on.
 
         Raises:
-            UserError: one of them is not there.
+            UserError: if one of them is missing.
         """
         following = first
         for frame in archive.frames(self._folder / archive.FOLDER, first):
@@ -116,4 +116,4 @@ class Replay:
 
     def _missing(self, seq: int) -> UserError:
         step = self.ledger.state.version + 1
-        return UserError(f"{self._folder / archive.FOLDER}: record {seq} is not there, and step {step} needs it")
+        return UserError(f"{self._folder / archive.FOLDER}: record {seq} is missing, and step {step} needs it")

@@ -1,4 +1,4 @@
-"""Where a replay begins: weights, ledger, and the rules that the run went by from there on."""
+"""Finds where a replay begins: weights, checkpoint, and ledger with its rules."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ from rlearner_text.config import ModelSection
 
 @dataclass
 class Start:
-    """Attributes:
-    first_path: the weights that the run began with.
-    resumed: the checkpoint to go on from; None: from the beginning.
-    ledger: at that point.
+    """Starting point of a replay.
+
+    Attributes:
+        first_path: the run's initial weights.
+        resumed: the checkpoint to continue from; None: from the beginning.
+        ledger: its state at that point.
     """
 
     first_path: str
@@ -38,16 +40,16 @@ class Start:
 
 
 def find_start(folder: Path, config: Mapping[str, Any], step: int) -> Start:
-    """Return the checkpoint of ``step``, or for 0 the beginning of the run.
+    """Return the start at ``step``, or for 0 at the beginning of the run.
 
     Args:
-        config: of the run.
+        config: the run's configuration.
 
     Raises:
-        UserError: the run kept no records, has no checkpoint of that step, or what it began with is gone.
+        UserError: if the run kept no records, has no checkpoint of that step, or its initial weights or rules are gone.
     """
     if not archive.files(folder / archive.FOLDER):
-        raise UserError(f"{folder / archive.FOLDER}: no records to replay; the run must be made with samples.keep=true")
+        raise UserError(f"{folder / archive.FOLDER}: no records to replay; a run keeps them with samples.keep=true")
     kept = {one.step: one for one in map(checkpoint.read, checkpoint.found(folder / "checkpoints"))}
     if step and step not in kept:
         raise UserError(f"--from {step}: no checkpoint of step {step} is kept; {_starts(folder, config, sorted(kept))}")
@@ -56,7 +58,7 @@ def find_start(folder: Path, config: Mapping[str, Any], step: int) -> Start:
 
 
 def _starts(folder: Path, config: Mapping[str, Any], kept: Sequence[int]) -> str:
-    """Where the run can be replayed from, in words."""
+    """Return a text about where the run can be replayed from."""
     try:
         _first_rules(folder / archive.FOLDER)
         first_weights(folder, config)
@@ -68,10 +70,10 @@ def _starts(folder: Path, config: Mapping[str, Any], kept: Sequence[int]) -> str
 
 
 def first_weights(folder: Path, config: Mapping[str, Any]) -> str:
-    """Folder or hub name of the weights that a run began with.
+    """Return folder or hub name of a run's initial weights.
 
     Raises:
-        UserError: they were made in the run's folder, and are no longer there.
+        UserError: if they were made in the run's folder, and are no longer there.
     """
     model, warm = section(dict(config), "model", ModelSection), section(dict(config), "warm_start", WarmStartSection)
     if model.path is not None and not warm.steps:
@@ -79,12 +81,12 @@ def first_weights(folder: Path, config: Mapping[str, Any]) -> str:
         return str(local.absolute()) if local.is_dir() else model.path
     own = folder / ("warm_start" if warm.steps else "model")
     if not (own / "config.json").is_file():
-        raise UserError(f"{own}: the weights that the run began with are not there")
+        raise UserError(f"{own}: the initial weights of the run are missing")
     return str(own)
 
 
 def _first_rules(samples: Path) -> Rules:
-    """The rules that the run began with: its first record.
+    """Return the run's initial rules, from its first record.
 
     Raises:
         UserError: if the archive does not begin with it.
@@ -93,5 +95,5 @@ def _first_rules(samples: Path) -> Rules:
     message = frame.record().message if frame else None
     found = rules_change(message).record if isinstance(message, wire.RulesChange) else None
     if not isinstance(found, Changed):
-        raise UserError(f"{samples}: record 1, which sets the run's rules, is not there")
+        raise UserError(f"{samples}: record 1, which sets the run's rules, is missing")
     return found.rules

@@ -1,1 +1,1 @@
-"""``rlearner up``: a whole run on one machine, as separate processes."""
+"""``rlearner up``: a complete run on one machine, as separate processes."""

@@ -1,4 +1,4 @@
-"""What a run leaves for the eye: reward.png, a GIF of an episode before and after training, and what to do next."""
+"""Draws what ``rlearner up`` leaves: reward.png, GIFs before and after training, and a summary."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Row = dict[str, Any]
 
 
 def finish(folder: Path, seconds: float, cpu_s: dict[str, float], resume: str) -> None:
-    """Draw what can be drawn from a run's folder, and say what happened and what to do next.
+    """Draw the pictures of a run's folder, and print what happened and what to do next.
 
     Args:
-        resume: how to go on with the run.
+        resume: the command that continues the run.
     """
     failed = failures_of(folder)
     lines = read_lines(folder / "metrics.jsonl")
@@ -32,7 +32,7 @@ def finish(folder: Path, seconds: float, cpu_s: dict[str, float], resume: str) -
 
 
 def failures_of(folder: Path) -> list[str]:
-    """One line that counts the groups of the run that came to nothing, none when all went well."""
+    """Return one line that counts the run's failed groups, or nothing if none failed."""
     _, dead = ledger_file.tally(ledger_segments.newest(folder / ledger_segments.FOLDER)[0])
     failed = {reason: count for reason, count in dead.items() if reason not in NO_FAULT}
     return [f"failed groups: {by_reason(failed)}; see {folder / 'logs'}, or rlearner trace {folder} TICKET"] if failed else []
@@ -47,14 +47,14 @@ def summary(
     failed: list[str],
     resume: str,
 ) -> list[str]:
-    """The closing words.
+    """Return the lines printed at the end.
 
     Args:
         made: the pictures.
-        seconds: from the start of the broker on.
+        seconds: since the start of the broker.
         cpu_s: processor seconds by process.
-        failed: what ``failures_of`` says.
-        resume: how to go on.
+        failed: the result of ``failures_of``.
+        resume: the command that continues the run.
     """
     last = lines[-1]
     measured = [(line.get("eval/step", line["step"]), line["eval/success_rate"]) for line in lines if "eval/success_rate" in line]
@@ -76,16 +76,16 @@ def summary(
 
 
 def baselines(lines: list[Row]) -> dict[str, float]:
-    """Success of the policies measured beside the actor, by name: lines hold ``eval/<policy>/success_rate``."""
+    """Return the success rates of the other evaluated policies, ``eval/<policy>/success_rate``, by policy."""
     named = [(name.split("/"), value) for line in lines for name, value in line.items()]
     return {parts[1]: value for parts, value in named if len(parts) == 3 and parts[0] == "eval" and parts[2] == "success_rate"}
 
 
 def draw_rewards(run: str, lines: list[Row], out: Path) -> Path | None:
-    """Reward above, success rates below, against the optimizer step; with several domains a thin curve for each.
+    """Draw reward above and success rates below, by optimizer step; with several domains a thin curve for each.
 
     Returns:
-        ``out``, None when there is nothing to draw.
+        ``out``, or None if there is nothing to draw.
     """
     if not lines:
         return None
@@ -123,14 +123,14 @@ def draw_rewards(run: str, lines: list[Row], out: Path) -> Path | None:
 
 
 def curve(lines: list[Row], name: str) -> tuple[list[int], list[float]]:
-    """Steps and values of one figure, without the lines that lack it; an evaluation stands at the step that it measured."""
+    """Return steps and values of one metric, where it has any; an evaluation counts at the step that it measured."""
     own = [line for line in lines if name in line]
     key = "eval/step" if name.startswith("eval/") else "step"
     return [int(line[key] if key in line else line["step"]) for line in own], [line[name] for line in own]
 
 
 def domains_of(lines: list[Row]) -> list[str]:
-    """Names of the domains that were trained on, sorted."""
+    """Return the names of the trained domains, sorted."""
     return sorted({parts[1] for line in lines for key in line if (parts := key.split("/"))[0] == "reward" and parts[2:] == ["mean"]})
 
 
@@ -140,7 +140,7 @@ def _plot(axes: Any, points: tuple[list[int], list[float]], label: str, **style:
 
 
 def pick_task(before: list[Row], after: list[Row]) -> tuple[Row, Row] | None:
-    """The same task before and after: one that was failed and then solved where there is one, else the first both have."""
+    """Return the same task before and after, preferably one that was failed at first and solved later."""
     later = {(row["domain"], row["task_index"]): row for row in after if row.get("frames")}
     pairs = [(row, later[key]) for row in before if row.get("frames") and (key := (row["domain"], row["task_index"])) in later]
     learned = [(first, last) for first, last in pairs if not first["success"][0] and last["success"][0]]
@@ -149,7 +149,7 @@ def pick_task(before: list[Row], after: list[Row]) -> tuple[Row, Row] | None:
 
 
 def render_before_and_after(folder: Path) -> list[Path]:
-    """``before.gif`` and ``after.gif`` by ``envhub render``; none for environments without pictures."""
+    """Render ``before.gif`` and ``after.gif`` with ``envhub render``; neither for environments without pictures."""
     evaluations = sorted((folder / "evals").glob("actor-step-*.jsonl"))
     pair = pick_task(read_lines(evaluations[0]), read_lines(evaluations[-1])) if len(evaluations) > 1 else None
     if pair is None:

@@ -1,4 +1,4 @@
-"""What the live view knows: folded from metrics and presence messages. Pure, no I/O, no terminal."""
+"""The state behind the live view, folded from metrics and presence messages. No I/O."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SPARKS = "▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: list[float], width: int = 30) -> str:
-    """The newest values as blocks, scaled between their minimum and maximum."""
+    """Return the newest values as block characters, scaled between their minimum and maximum."""
     shown = [v for v in values[-width:] if math.isfinite(v)]
     if not shown:
         return ""
@@ -24,7 +24,7 @@ def sparkline(values: list[float], width: int = 30) -> str:
 
 
 def duration(seconds: float) -> str:
-    """65 becomes 1:05."""
+    """Format seconds: 65 becomes ``1:05``."""
     whole = max(0, round(seconds))
     hours, rest = divmod(whole, 3600)
     minutes, secs = divmod(rest, 60)
@@ -33,7 +33,7 @@ def duration(seconds: float) -> str:
 
 @dataclass
 class Board:
-    """The run as the operator sees it."""
+    """State of a run as the operator sees it."""
 
     run: str
     total_steps: int
@@ -48,13 +48,13 @@ class Board:
     live: dict[str, wire.Metrics] = field(default_factory=dict)  # newest metrics of each process
     failures: Failures = field(default_factory=Failures)
     signals: Signals = field(default_factory=Signals)
-    news: list[str] = field(default_factory=list)  # lines about learning that were not shown yet
+    news: list[str] = field(default_factory=list)  # lines not shown yet
     _said: dict[str, Reminders] = field(default_factory=dict)
     first_step_at: tuple[float, int] | None = None  # (monotonic seconds, step)
     last_step_at: float = 0.0
 
     def take(self, metrics: wire.Metrics, now: float) -> bool:
-        """Fold one message in; true when it is a new step."""
+        """Apply one message, and return whether it completes a step."""
         self.live[f"{metrics.role}.{metrics.id}"] = metrics
         if metrics.role != "learner":
             return False
@@ -79,7 +79,7 @@ class Board:
         return True
 
     def see(self, present: Iterable[wire.Presence], now: float = 0.0) -> list[str]:
-        """Replace what is known of who is alive. Return lines about those who stopped taking work, or take it again."""
+        """Replace the processes that are alive. Return lines about those that stopped or resumed taking work."""
         before, self.processes = self.processes, {f"{p.role}.{p.id}": p for p in present}
         lines = []
         for key, presence in self.processes.items():
@@ -92,7 +92,7 @@ class Board:
         return lines
 
     def _hear(self, key: str, presence: wire.Presence, before: str, now: float) -> None:
-        """Note what a process logged for those who read lines: the first at once, of many ever fewer."""
+        """Queue a line that a process logged: the first at once, repeated ones at growing intervals."""
         reminders = self._said.setdefault(key, Reminders())
         if not presence.said:
             reminders.over()
@@ -100,26 +100,26 @@ class Board:
             self.news.append(f"{presence.role} {presence.id}: {presence.said}")
 
     def said(self) -> list[str]:
-        """The newest warning or error of each process that is not shown otherwise."""
+        """Return the newest warning or error of each process that is not already shown as a signal."""
         return [f"{one.role} {one.id}: {one.said}" for one in self.processes.values() if one.said and not self._is_known(one.said)]
 
     def _is_known(self, said: str) -> bool:
-        """Whether this is a warning about learning, which the learner logs, too."""
+        """Return whether this is a warning about learning, which the learner logs as well."""
         return any(text[:100] in said for text in self.signals.active.values())
 
     def problems(self) -> list[str]:
-        """Why processes take no work, one line each."""
+        """Return why processes take no work, one line each."""
         return [f"{presence.role} {presence.id}: {presence.problem}" for presence in self.processes.values() if presence.problem]
 
     def eta_s(self) -> float | None:
-        """Seconds until the last step at the pace so far, None before two steps."""
+        """Return the seconds until the last step at the pace so far, None before two steps."""
         if self.first_step_at is None or self.step <= self.first_step_at[1]:
             return None
         began, first = self.first_step_at
         return (self.last_step_at - began) / (self.step - first) * (self.total_steps - self.step)
 
     def plain(self) -> str:
-        """One log line for outputs that are no terminal."""
+        """Return one log line, for output that is not a terminal."""
         get = self.line.get
         parts = [
             f"step {self.step}/{self.total_steps}",

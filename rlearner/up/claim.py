@@ -1,4 +1,4 @@
-"""Whether ``rlearner up`` may have a run: one at a time, and only where no other broker holds the run's streams."""
+"""Decides whether ``rlearner up`` may run: once per run, and not if another broker holds its streams."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rlearner.ops.living import ask_broker
 
 
 async def refuse_elsewhere(folder: Path, run: str) -> None:
-    """Ask the broker that the run was last trained with, if that is not a private one of this folder. Writes nothing.
+    """Ask the broker that the run last used, unless it is a private one of this folder. Writes nothing.
 
     Raises:
-        UserError: a learner trains the run there, or only that broker can have the run's streams.
+        UserError: if a learner trains the run there, or only that broker can hold the run's streams.
     """
     url = moved_from(folder, "")
     if not url:
@@ -25,28 +25,28 @@ async def refuse_elsewhere(folder: Path, run: str) -> None:
     if learners:
         one = learners[0]
         raise UserError(f"run {run} is live at {url} (learner on {one.host}, process {one.pid}); `rlearner status {folder}` shows it")
-    trained_by_up = not private_addresses(folder) and (folder / STORE / "jetstream").exists()  # by a version that kept no list of addresses
+    trained_by_up = not private_addresses(folder) and (folder / STORE / "jetstream").exists()  # older version
     if noted_epoch(folder) and not trained_by_up:
-        last = "; if that has lost its store, --rebase goes on with the open tickets counted dead" if problem else ""
+        last = "; if it has lost its store, add --rebase, which counts the open tickets as dead" if problem else ""
         raise UserError(
             f"run {run} was last trained with the broker at {url}{problem}: "
-            f"go on with `rlearner start {folder} --broker {url}` and the other processes by hand{last}"
+            f"continue with `rlearner start {folder} --broker {url}` and start the other processes by hand{last}"
         )
 
 
 class Claim:
-    """A run's folder, held by this ``rlearner up`` until it is closed or the process ends, however it ends.
+    """Lock on a run's folder, held by this ``rlearner up`` until it is closed or the process exits.
 
     Raises:
-        UserError: another one holds it.
+        UserError: if another ``rlearner up`` holds it.
     """
 
     def __init__(self, folder: Path, run: str) -> None:
-        self._file: IO[bytes] = lock(folder / UP_LOCK, _held(folder, run), wait_s=0.5)  # `rlearner runs` looks at it for a moment
+        self._file: IO[bytes] = lock(folder / UP_LOCK, _held(folder, run), wait_s=0.5)  # `rlearner runs` may hold it
         self._write(str(os.getpid()))
 
     def note(self, url: str) -> None:
-        """Remember the address of the private broker: what is noted there is not another broker's run."""
+        """Write the private broker's address to the lock file."""
         self._write(url)
 
     def _write(self, line: str) -> None:
@@ -61,7 +61,7 @@ class Claim:
 
 
 def _held(folder: Path, run: str) -> str:
-    """What is said where another ``rlearner up`` holds the folder."""
+    """Return the message for a folder that another ``rlearner up`` holds."""
     file = folder / UP_LOCK
     lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
     pid = next((line for line in reversed(lines) if line.isdecimal()), "unknown")

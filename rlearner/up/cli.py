@@ -12,22 +12,22 @@ from broker.settings.arguments import add_config
 
 def add_parser(subparsers: Any) -> None:
     """Add ``up CONFIG [key=value …]``."""
-    text = "start a whole single-machine fleet, show it live, stop it cleanly"
+    text = "start all processes of a run on this machine, show progress, stop them cleanly"
     parser = subparsers.add_parser("up", help=text, description=text)
     add_config(parser)
     add_force(parser)
-    parser.add_argument("--rebase", action="store_true", help="go on with the open tickets counted dead where the broker's store is lost")
+    parser.add_argument("--rebase", action="store_true", help="if the broker's store is lost, count the open tickets as dead and continue")
     parser.set_defaults(run=run)
 
 
 def add_force(parser: argparse.ArgumentParser) -> None:
-    """--force, of ``up`` and of ``start``."""
-    text = "go on with a run although its model comes from elsewhere now (of the same shapes and tokenizer), or none of its domains is left"
+    """Add ``--force``, shared by ``up`` and ``start``."""
+    text = "continue a run even if model.path has changed (same shapes and tokenizer), or none of its domains is left"
     parser.add_argument("--force", action="store_true", help=text)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run it; the exit code."""
+    """Run the command and return its exit code."""
 
     async def body(stop: Stop) -> int:
         from broker.settings.runspec import load, validate

@@ -1,4 +1,4 @@
-"""Groups that came to nothing: what the live view says of them, and when it says it again. Pure."""
+"""Counts failed groups, and decides when the live view reports them. Pure."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from typing import Final
 CLOSED: Final = "ticket/closed_"
 NO_FAULT: Final = ("late", "lost")  # closed by the learner's own pace, or by the operator's rebase
 REMIND_EVERY_S: Final = 60.0  # while nothing is trained
-MAX_CHARS: Final = 400  # of what went wrong; its end says where
+MAX_CHARS: Final = 400  # of an error message, whose end names the place
 END_CHARS: Final = 120
 
 
 @dataclass
 class Failures:
-    """Folded from the learner's metrics.
+    """Failed groups, from the learner's metrics.
 
     Attributes:
-        counts: groups by reason.
-        trained: groups.
-        last: reason and detail of the newest.
-        by: id of the process that gave it up.
+        counts: failed groups by reason.
+        trained: number of trained groups.
+        last: reason and detail of the newest failure.
+        by: id of the process that gave up the group.
     """
 
     counts: dict[str, int] = field(default_factory=dict)
     trained: int = 0
     last: str = ""
     by: str = ""
-    trained_then: int = 0  # when the newest came
+    trained_then: int = 0  # at the newest failure
     _said: int = 0
     _said_at: float = 0.0
 
@@ -39,11 +39,11 @@ class Failures:
 
     @property
     def stuck(self) -> bool:
-        """Whether nothing was trained since the newest failure."""
+        """Whether no group was trained since the newest failure."""
         return self.total > 0 and self.trained <= self.trained_then
 
     def take(self, values: Mapping[str, float], text: Mapping[str, str]) -> None:
-        """Fold one message of the learner's in."""
+        """Apply one metrics message of the learner."""
         before, trained = self.total, int(values.get("ticket/trained", self.trained))
         for name, value in values.items():
             if name.startswith(CLOSED) and name not in (f"{CLOSED}{reason}" for reason in NO_FAULT):
@@ -54,7 +54,7 @@ class Failures:
         self.last, self.by = text.get("failure", self.last), text.get("failed_by", self.by)
 
     def news(self, now: float, logs: Path) -> str:
-        """What is to be said now, mostly nothing: the first, at twice as many, and every minute in which none is trained."""
+        """Return a line at the first failure, each doubling, and every minute while none is trained, else nothing."""
         reminder = self.stuck and self.total > self._said and now - self._said_at >= REMIND_EVERY_S
         if not self.total or (self.total < 2 * self._said and not reminder):
             return ""
@@ -62,19 +62,19 @@ class Failures:
         return self.line(logs)
 
     def line(self, logs: Path) -> str:
-        """How many, what the last one was, and which log says more."""
+        """Return the count, the last failure, and the log to read."""
         groups = "group" if self.total == 1 else "groups"
         trained = f"{self.trained} trained" if self.trained else "none trained yet"
-        role = next((role for role in ("rewardhub", "envhub") if self.by.startswith(role)), "learner")  # `up` names them so
+        role = next((role for role in ("rewardhub", "envhub") if self.by.startswith(role)), "learner")  # as in `up`
         return f"{self.total} {groups} failed so far, {trained}; last: {shortened(self.last) or 'unknown'}, see {logs / role}.log"
 
 
 def shortened(text: str) -> str:
-    """Without its middle, if it is long."""
+    """Return the text, without its middle if it is long."""
     return text if len(text) <= MAX_CHARS else f"{text[: MAX_CHARS - END_CHARS]} … {text[-END_CHARS:]}"
 
 
 def by_reason(counts: Mapping[str, int]) -> str:
-    """``35 (reward_error 33, env_error 2)``, the most frequent first."""
+    """Return ``35 (reward_error 33, env_error 2)``, the most frequent first."""
     most = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     return f"{sum(counts.values())} ({', '.join(f'{reason} {count}' for reason, count in most)})"

@@ -1,4 +1,4 @@
-"""What ``rlearner up`` says while its processes end: whom it waits for, what they do, and how long it still waits."""
+"""Shows which processes ``rlearner up`` waits for at its end, what they do, and for how long."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ DOING: Final = {
     "rewardhub": "ending its scores",
     "rollout-server": "ending its requests",
 }
-SILENT_S: Final = 1.0  # a fleet that ends in less is not worth a line
+SILENT_S: Final = 1.0  # a fleet that ends sooner needs no line
 
 
 def line(waiting: Sequence[str], left_s: float) -> str:
-    """``waiting for learner (writing the last checkpoint): 27 s``.
+    """Return ``waiting for learner (writing the last checkpoint): 27 s``.
 
     Args:
-        waiting: names of the children that have not ended.
-        left_s: seconds until they are told to end at once.
+        waiting: names of the children that are still running.
+        left_s: seconds until they must stop at once.
     """
     named = ", ".join(f"{name} ({DOING[name]})" if name in DOING else name for name in waiting)
-    return f"waiting for {named}: {max(left_s, 0.0):.0f} s" + ("" if left_s > 0 else ", now they must end at once")
+    return f"waiting for {named}: {max(left_s, 0.0):.0f} s" + ("" if left_s > 0 else ", stopping them now")
 
 
 class Farewell:
-    """Shows it: on a terminal one line that counts down, elsewhere a line at growing intervals."""
+    """Display of the shutdown: one countdown line on a terminal, elsewhere lines at growing intervals."""
 
     def __init__(self, out: TextIO | None = None) -> None:
         self._out = out or sys.stderr
@@ -39,7 +39,7 @@ class Farewell:
         self._shown, self._waiting, self._reminders = "", tuple[str, ...](), Reminders()
 
     def __call__(self, waiting: Sequence[str], left_s: float) -> None:
-        """Called every moment while these have not ended."""
+        """Show the children that are still running; called often."""
         now = time.monotonic()
         if now - self._began < SILENT_S:
             return
@@ -53,7 +53,7 @@ class Farewell:
             self._write(line(waiting, left_s) + "\n")
 
     def close(self) -> None:
-        """Leave an empty line on a terminal."""
+        """Clear the line on a terminal."""
         if self._shown:
             self._rewrite("")
 
@@ -63,6 +63,6 @@ class Farewell:
             self._write(f"\r\x1b[K{text}")
 
     def _write(self, text: str) -> None:
-        with suppress(OSError):  # a terminal that was closed must not keep the fleet from ending
+        with suppress(OSError):  # a closed terminal must not keep the fleet from ending
             self._out.write(text)
             self._out.flush()

@@ -1,4 +1,4 @@
-"""The child processes of ``rlearner up``: start, watch, restart, stop. Each runs in a session of its own and dies with us."""
+"""Runs the child processes of ``rlearner up``, each in its own session, which ends with this process."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from broker.errors import UserError
 from broker.system.children import spawn
 from broker.system.entry import EXIT_STOPPED, EXIT_USER_ERROR
 
-RESTART_AFTER_S = 1.0  # doubled at every restart that did not live for a minute
+RESTART_AFTER_S = 1.0  # doubled at every restart that did not last a minute
 RESTART_AT_MOST_S = 30.0
-SAMPLE_EVERY_S = 1.0  # processor time
-GIVE_UP_AFTER = 6  # quick deaths in a row
-ENDED_WELL = (0, EXIT_STOPPED)  # done, or asked to stop
+SAMPLE_EVERY_S = 1.0  # of processor time
+GIVE_UP_AFTER = 6  # quick exits in a row
+ENDED_WELL = (0, EXIT_STOPPED)  # done, or stopped on request
 
 
 @dataclass
@@ -38,8 +38,8 @@ class Child:
     started: float = 0.0
     restarts: int = 0
     not_before: float = 0.0
-    exit_code: int | None = None  # of a child that ended for good
-    cpu: dict[int, float] = field(default_factory=dict)  # pid -> processor seconds of it and the children it waited for
+    exit_code: int | None = None  # of a child that is not restarted
+    cpu: dict[int, float] = field(default_factory=dict)  # pid -> processor seconds, with the children it waited for
 
     @property
     def pid(self) -> int:
@@ -50,16 +50,16 @@ class Child:
         return self.process is not None and self.process.poll() is None
 
     def last_lines(self, count: int = 5) -> list[str]:
-        """The end of its log."""
+        """Return the last lines of its log."""
         with contextlib.suppress(OSError):
             return self.log.read_text(errors="replace").splitlines()[-count:]
         return []
 
 
 def cpu_seconds(pids: Iterable[int]) -> dict[int, float]:
-    """User and system time of each of these processes that is there, with its living descendants and all that they have waited for.
+    """Return user and system time by pid, with running descendants and all children that they waited for.
 
-    Looks once at every process of the machine, which takes milliseconds.
+    Lists every process of the machine once, which takes milliseconds.
     """
     children: dict[int, list[psutil.Process]] = defaultdict(list)
     for process in psutil.process_iter():
@@ -80,15 +80,15 @@ def cpu_seconds(pids: Iterable[int]) -> dict[int, float]:
 
 @dataclass
 class Fleet:
-    """All children. Nothing here knows what they do; a child that ends with 0, 2 or 130 ended for good."""
+    """All child processes. One that exits with 0, 2 or 130 is not restarted."""
 
     logs: Path
     env: dict[str, str]
     children: list[Child] = field(default_factory=list)
-    sampled: float = 0.0  # when the processor time was
+    sampled: float = 0.0  # when the processor time was taken
 
     def add(self, name: str, module: str, args: Sequence[str]) -> Child:
-        """Start one child, its output going to ``<logs>/<name>.log``."""
+        """Start one child with its output in ``<logs>/<name>.log``."""
         child = Child(name, module, list(args), self.logs / f"{name}.log")
         self.children.append(child)
         self._start(child)
@@ -101,7 +101,7 @@ class Fleet:
         child.started = time.monotonic()
 
     def watch(self) -> list[str]:
-        """Restart what died; one line for each thing that happened."""
+        """Restart children that died, and return one line for each event."""
         events = []
         now = time.monotonic()
         self._sample(now)
@@ -129,7 +129,7 @@ class Fleet:
         return events
 
     def _sample(self, now: float) -> None:
-        """Take note of the processor time used so far; what a process used after the last sample is not counted."""
+        """Record the processor time used so far; what a process uses after its last sample is not counted."""
         if now - self.sampled < SAMPLE_EVERY_S:
             return
         self.sampled = now
@@ -144,10 +144,10 @@ class Fleet:
         patience_s: float = 20.0,
         show: Callable[[Sequence[str], float], None] = lambda waiting, left_s: None,
     ) -> None:
-        """Ask all to drain, the named ones before the others; then insist: SIGTERM, SIGTERM again, SIGKILL.
+        """Stop all children, those in ``first`` before the others: SIGTERM, SIGTERM again, SIGKILL.
 
         Args:
-            show: told every moment who has not ended yet, and after how many seconds they are told to end at once.
+            show: called often with the names still running, and the seconds until they must stop at once.
         """
         leading = [c for c in self.children if c.name in first]
         for batch in (leading, self.children):
@@ -162,17 +162,17 @@ class Fleet:
                     time.sleep(0.05)
 
     def kill(self) -> None:
-        """End all at once; what they have begun ends with them."""
+        """Kill all children at once."""
         for child in self.children:
             if child.running:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(child.pid, signal.SIGKILL)
 
     def raise_for_failures(self) -> None:
-        """The line of a child that refused its input; failing that, where to look for what broke the one that died too often.
+        """Raise the error of a child that cannot run.
 
         Raises:
-            UserError: there is such a child.
+            UserError: if a child rejected its input (its own message), or died too often (its log).
         """
         for child in self.children:
             errors = [line.removeprefix("error: ") for line in child.last_lines() if line.startswith("error: ")]

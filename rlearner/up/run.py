@@ -1,6 +1,6 @@
-"""``rlearner up``: a whole single-machine fleet as separate processes, shown live, stopped cleanly.
+"""Runs ``rlearner up``: all processes of a run on one machine, shown live, stopped cleanly.
 
-It takes no part in the run: it starts what a person would start by hand, listens to metrics and presence, and draws.
+It takes no part in the run: it starts the processes as a person would by hand, and shows their metrics and presence.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ LEARNER_PATIENCE_S = 30.0  # for its last checkpoint
 
 
 async def is_completed(config: dict[str, Any]) -> bool:
-    """Whether all steps of the run are made, which is said then; to be asked before anything is written.
+    """Return whether the run has made all its steps, and print so. Call it before anything is written.
 
     Raises:
-        UserError: the run is live, has made more steps than that, or only another broker has its streams.
+        UserError: if the run is live, has made more steps than that, or only another broker has its streams.
     """
-    run_folder(config)  # refuses what can be none
+    run_folder(config)  # fails where no folder can be created
     run, folder = _where(config)
     made, steps = newest(folder / "checkpoints"), section(config, "train", TrainSection).steps
     if made is not None and made.step == steps:
@@ -62,7 +62,7 @@ async def is_completed(config: dict[str, Any]) -> bool:
 
 
 def _where(config: dict[str, Any]) -> tuple[str, Path]:
-    """The run's name, and its folder as the user would write it."""
+    """Return the run's name, and its folder as the user would write it."""
     return config["run"]["name"], Path(config["run"]["dir"]) / config["run"]["name"]
 
 
@@ -71,13 +71,13 @@ async def up(config: dict[str, Any], arguments: list[str], stop: Stop, *, force:
 
     Args:
         config: the validated configuration, with ``run.name`` set.
-        arguments: what ``rlearner start`` gets: the file and the overrides.
+        arguments: for ``rlearner start``: the file and the overrides.
         force: see ``learner/continuing.py``.
-        rebase: go on where the private broker's store is lost.
+        rebase: continue even if the private broker's store is lost.
 
     Raises:
-        UserError: a run cannot go on with these settings, or a child ended with exit code 2; its own line. Or another ``rlearner up``
-            holds the folder.
+        UserError: if the run cannot continue with these settings, a child rejected its input, or another
+            ``rlearner up`` holds the folder.
     """
     run, folder = _where(config)
     settings = section(config, "broker", BrokerSection)
@@ -128,7 +128,7 @@ async def _up(config: dict[str, Any], run: str, folder: Path, arguments: list[st
 
 
 async def _show(config: dict[str, Any], broker: BrokerServer, fleet: Fleet, learner: Child, stop: Stop) -> None:
-    """Draw until the learner ends, a child refuses to run, or a signal comes."""
+    """Show the run until the learner exits, a child cannot run, or a signal arrives."""
     console = Console()
     board = Board(config["run"]["name"], section(config, "train", TrainSection).steps)
     events: list[str] = []
@@ -174,7 +174,7 @@ async def _show(config: dict[str, Any], broker: BrokerServer, fleet: Fleet, lear
 
 
 def _ended(fleet: Fleet, learner: Child) -> bool:
-    """The learner is done, or a child said that its input is bad, or died too often."""
+    """Return whether the learner is done, or a child rejected its input or died too often."""
     return learner.exit_code is not None or any(child.exit_code not in (None, *ENDED_WELL) for child in fleet.children)
 
 

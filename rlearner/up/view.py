@@ -1,4 +1,4 @@
-"""The live view of ``rlearner up``: one screen drawn with rich from a Board."""
+"""Draws the live view of ``rlearner up`` with rich from a ``Board``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STATE_COLOUR = {"serving": "green", "starting": "yellow", "draining": "yellow", 
 
 
 def screen(board: Board, events: list[str], logs: Path) -> RenderableType:
-    """The whole screen. ``logs``: where those of the processes are."""
+    """Return the whole screen. ``logs``: the folder of the processes' logs."""
     return Panel(
         Group(progress(board), *trouble(board, logs), figures(board), health(board), *(Text(line, style="dim") for line in events[-4:])),
         title=f"rlearner  {board.run}",
@@ -28,7 +28,7 @@ def screen(board: Board, events: list[str], logs: Path) -> RenderableType:
 
 
 def progress(board: Board) -> RenderableType:
-    """Progress bar with step and time to go; before the first step, the phase."""
+    """Return a progress bar with step and remaining time; before the first step, the phase."""
     row = Table.grid(padding=(0, 1), expand=True)
     row.add_column(ratio=1)
     row.add_column(justify="right", no_wrap=True)
@@ -39,9 +39,9 @@ def progress(board: Board) -> RenderableType:
 
 
 def trouble(board: Board, logs: Path) -> list[RenderableType]:
-    """Hubs that take no work, groups that failed, why nothing may be learned, what processes warn of.
+    """Return the lines about hubs that take no work, failed groups, learning signals, and logged warnings.
 
-    Failed groups are red until something is trained after the newest.
+    Failed groups are red until a group is trained after the newest failure.
     """
     lines = [Text(line, style="bold red") for line in board.problems()]
     if board.failures.total:
@@ -51,7 +51,7 @@ def trouble(board: Board, logs: Path) -> list[RenderableType]:
 
 
 def figures(board: Board) -> RenderableType:
-    """Reward, success, staleness, idle shares, throughput, queues."""
+    """Return a table of reward, success, staleness, idle shares, throughput, queues."""
     get = board.line.get
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
@@ -71,7 +71,7 @@ def figures(board: Board) -> RenderableType:
 
 
 def health(board: Board) -> RenderableType:
-    """One row a process; on a narrow screen what it serves is cut short, never its name or its state."""
+    """Return one row for each process; a narrow screen cuts what it serves, never its name or state."""
     rows = [_row(presence) for presence in sorted(board.processes.values(), key=lambda p: (p.role, p.id))]
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for number, title in enumerate(("process", "state", "pid", "version", "running", "waiting")):

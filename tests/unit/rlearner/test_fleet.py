@@ -133,10 +133,7 @@ def test_processor_time_counts_a_process_its_living_children_and_those_it_waited
 
 def test_who_is_waited_for_and_for_how_long() -> None:
     assert line(["learner"], 27.4) == "waiting for learner (writing the last checkpoint): 27 s"
-    assert (
-        line(["envhub", "rollout-random"], 0.0)
-        == "waiting for envhub (ending its episodes), rollout-random: 0 s, now they must end at once"
-    )
+    assert line(["envhub", "rollout-random"], 0.0) == "waiting for envhub (ending its episodes), rollout-random: 0 s, stopping them now"
 
 
 def test_stopping_tells_who_has_not_ended_and_counts_down(modules: Path) -> None:

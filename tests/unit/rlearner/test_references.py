@@ -10,7 +10,7 @@ import pytest
 from rlearner.cli import main
 from rlearner.doctor.references import reference_findings
 
-AS_TEXT = "is no mathematics that can be read, so answers are compared with it word by word"
+AS_TEXT = "cannot be parsed as mathematics, so answers are compared with it as text"
 
 
 def write(folder: Path, answers: list[str], *, rewards: str = "[{name: math_answer}]", name: str = "rows.jsonl") -> tuple[Path, Path]:

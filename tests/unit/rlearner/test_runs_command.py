@@ -67,7 +67,7 @@ def test_prune_deletes_what_can_go_and_nothing_else(root: Path, capsys: pytest.C
     before, gone = there(), {"done/demos.log", "done/epoch.new", "done/broker/jetstream/1.blk", "half/demos.log", "half/epoch.new"}
     gone |= {"measured/demos.log", "measured/epoch.new", "measured/broker/jetstream/1.blk"}
     assert main(["runs", str(root), "--prune"]) == 2
-    assert capsys.readouterr().err == "error: --prune: add --yes, or run it in a terminal, where it asks\n"
+    assert capsys.readouterr().err == "error: --prune: needs a confirmation; add --yes, or run it in a terminal\n"
     assert there() == before
     with Claim(root / "half", "half"):  # at work
         before |= {"half/.lock"}
@@ -83,7 +83,7 @@ def test_prune_deletes_what_can_go_and_nothing_else(root: Path, capsys: pytest.C
 
 def test_a_folder_that_is_none_and_figures_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runs", str(tmp_path / "no")]) == 2
-    assert capsys.readouterr().err == f"error: {tmp_path / 'no'}: no such folder; name the one that runs are kept in\n"
+    assert capsys.readouterr().err == f"error: {tmp_path / 'no'}: no such folder; name the folder that holds the runs\n"
     assert [size_text(n) for n in (0, 3 << 19, 5 << 29)] == ["0.0 MiB", "1.5 MiB", "2.5 GiB"]
     assert [age(n) for n in (3, 119, 600, 7200, 400_000)] == ["3 s", "119 s", "10 min", "2 h", "5 days"]
 
@@ -94,7 +94,7 @@ def test_draw_makes_the_pictures_of_a_run_started_by_hand(root: Path, capsys: py
     assert (root / "half" / "reward.png").read_bytes().startswith(b"\x89PNG")
     (root / "half" / "metrics.jsonl").write_text("")
     assert main(["draw", "half", "--dir", str(root)]) == 2
-    assert capsys.readouterr().err == "error: run half has made no step yet: there is nothing to draw\n"
+    assert capsys.readouterr().err == "error: run half has made no step yet, so there is nothing to draw\n"
 
 
 def test_an_evaluation_gets_a_folder_of_its_own(root: Path) -> None:

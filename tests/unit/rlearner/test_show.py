@@ -120,8 +120,8 @@ async def test_a_group_of_an_archived_run(show: Show, tmp_path: Path) -> None:
 
 async def test_what_cannot_be_shown_is_one_line(show: Show) -> None:
     for arguments, error, told in (
-        (("99",), UserError, "has no ticket 99; there are 1-"),
-        (("4",), UserError, "ticket 4 brought no group: env_error, it broke"),
+        (("99",), UserError, "has no ticket 99; its tickets are 1-"),
+        (("4",), UserError, "ticket 4 has no group: env_error, it broke"),
         (("2", "--episode", "7"), ConfigError, "one of 0, 1"),
     ):
         with pytest.raises(error, match=told):

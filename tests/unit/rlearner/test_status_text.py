@@ -24,4 +24,4 @@ def test_a_finished_run_is_not_said_to_be_started_again() -> None:
     """Its private broker has ended with it."""
     finished = {"folder": "/runs/a", "step": 40, "steps": 40, "broker": None, "broker_error": "no broker answered"}
     assert absence(finished) == ["no learner is running: all 40 steps are done"]
-    assert absence({**finished, "step": 39})[0].endswith("starts the run again where it stopped")
+    assert absence({**finished, "step": 39})[0].endswith("continues the run where it stopped")

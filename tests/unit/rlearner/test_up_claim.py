@@ -52,8 +52,8 @@ def test_a_run_of_another_broker_that_does_not_answer(tmp_path: Path, capsys: py
             claim.note("nats://127.0.0.1:10")
     assert refused(folder, capsys) == (
         f"error: run a was last trained with the broker at {DEAD}, which does not answer (Connection refused): "
-        f"go on with `rlearner start {folder} --broker {DEAD}` and the other processes by hand; "
-        "if that has lost its store, --rebase goes on with the open tickets counted dead\n"
+        f"continue with `rlearner start {folder} --broker {DEAD}` and start the other processes by hand; "
+        "if it has lost its store, add --rebase, which counts the open tickets as dead\n"
     )
 
 

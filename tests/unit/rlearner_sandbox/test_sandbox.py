@@ -17,7 +17,7 @@ import pytest
 from bench.escape_scene import LIMITS, Escape, scene
 from bench.escapes import ESCAPES
 from rlearner_sandbox import Checks, Limits, NoSandbox, Sandbox, SandboxFailed, seccomp
-from rlearner_sandbox.command import FIRST_UID, NOBODY, free_uid, advice
+from rlearner_sandbox.command import FIRST_UID, NOBODY, advice, free_uid
 
 ROOT = Path(__file__).parents[3]
 BY_NAME = {escape.name: escape for escape in ESCAPES}
