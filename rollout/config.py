@@ -1,4 +1,4 @@
-"""The section ``rollout``: which engine, how it samples and takes new weights."""
+"""The configuration section ``rollout``: engine, capacity and weight updates."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ ACTOR: Final = "actor"
 class RolloutSection(Section):
     """Settings of a generation server."""
 
-    engine: str = "hf"  # a name of the registry in rollout/engines
+    engine: str = "hf"  # a name in the registry of rollout/engines, or MODULE:CLASS
     engine_args: dict[str, Any] = Field(default_factory=dict)
-    policy: str = ACTOR  # whose policy these servers offer; only the actor's weights follow the learner's
-    model_path: str | None = None  # weights of another policy than the actor; None: those that the run started from
+    policy: str = ACTOR  # policy that these servers offer; only the actor follows the learner's weights
+    model_path: str | None = None  # weights of a policy other than the actor; None: those that the run started from
     max_running: PositiveInt = 64  # requests in one decode batch
     max_context_tokens: PositiveInt = 4096  # prompt and output together
-    prefill_tokens: PositiveInt = 4096  # context tokens of one pass
+    prefill_tokens: PositiveInt = 4096  # context tokens in one forward pass
     prefix_cache: bool = True
     update_mode: Literal["keep", "recompute", "abort"] = "keep"  # what happens to requests in flight at new weights
-    http_port: Annotated[int, Field(ge=0, le=65535)] | None = None  # OpenAI-compatible HTTP API there; 0 any free port, null none
-    snapshot: str | None = None  # folder or http address to start from while the learner cannot be had: train.weights_snapshot_every
-    snapshot_only: bool = False  # never ask the learner for weights: take those alone that are written
-    num_threads: NonNegativeInt = 0  # torch threads, 0 leaves the default
+    http_port: Annotated[int, Field(ge=0, le=65535)] | None = None  # OpenAI-compatible HTTP API; 0: any free port, null: off
+    snapshot: str | None = None  # folder or HTTP address to start from while the learner is unavailable: train.weights_snapshot_every
+    snapshot_only: bool = False  # never request weights from the learner, only read snapshots
+    num_threads: NonNegativeInt = 0  # torch threads; 0: torch's default
     drain_timeout_s: PositiveFloat = 30.0
 
 
 def check(config: dict[str, Any]) -> None:
-    """What the section alone cannot say: the engine exists and takes its arguments, and every domain's context fits.
+    """Check the section against its engine and the domains: the engine accepts its arguments, every domain's context fits.
 
     Raises:
-        ConfigError: names the key, its value and what is allowed.
+        ConfigError: if a value is not allowed; names the key, its value and what is allowed.
     """
     section = RolloutSection.model_validate(config.get("rollout") or {})
     check_engine(section)
@@ -53,7 +53,7 @@ def check(config: dict[str, Any]) -> None:
     if section.snapshot_only and section.snapshot is None:
         raise ConfigError("rollout.snapshot_only", True, "false without rollout.snapshot")
     evaluation = config.get("eval") or {}
-    if "random" in (evaluation.get("baseline"), *(evaluation.get("against") or ())):  # ``rlearner up`` starts its server, with these
+    if "random" in (evaluation.get("baseline"), *(evaluation.get("against") or ())):  # ``rlearner up`` starts a server with these
         parse("eval.baseline_args", evaluation.get("baseline_args") or {}, resolve("engine_args", "random", ENGINE_ARGS))
     for name, domain in (config.get("domains") or {}).items():
         longest = domain.get("max_context_tokens", 0)
@@ -64,10 +64,10 @@ def check(config: dict[str, Any]) -> None:
 
 
 def check_engine(section: RolloutSection) -> None:
-    """The engine is known and its arguments are ones it takes; nothing heavy is imported for those of the registry.
+    """Check the engine's name and arguments without importing the heavy libraries of registered engines.
 
     Raises:
-        ConfigError: otherwise.
+        ConfigError: if the engine is unknown or does not accept its arguments.
     """
     check_engine_name(section.engine)
     if section.engine in ENGINE_ARGS:
@@ -75,10 +75,10 @@ def check_engine(section: RolloutSection) -> None:
 
 
 def check_engine_name(name: str) -> None:
-    """Someone has an engine of that name; a dotted path or a file is taken at its word.
+    """Check that an engine of this name exists; a name with a colon (MODULE:CLASS or a file) is not checked.
 
     Raises:
-        ConfigError: nobody has.
+        ConfigError: if the name is unknown.
     """
     if name not in known("engines", ENGINES) and ":" not in name:
         try:

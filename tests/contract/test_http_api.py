@@ -220,7 +220,7 @@ async def test_a_judge_asks_it(served: Api, monkeypatch: pytest.MonkeyPatch) -> 
 async def test_a_port_that_is_taken(served: Api, model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(keys.VARIABLE, "long-enough-to-be-a-key")
     port = int(served.address.split(":")[2].removesuffix("/v1"))
-    with pytest.raises(ConfigError, match=rf"^rollout\.http_port: {port} is not allowed; it cannot be had \(.*in use.*\)"):
+    with pytest.raises(ConfigError, match=rf"^rollout\.http_port: {port} is not allowed; the port is not available \(.*in use.*\)"):
         await take_http(
             served.service.handle,
             Served("actor", model_path, 64, lambda: "serving", lambda: 0),
