@@ -106,7 +106,7 @@ class Answering:
         return replace(output, top_ids=ids, top_logprobs=values)
 
     async def _score(self, request: wire.GenerateRequest) -> Output:
-        """Score a context, and enforce abort and deadline here: an engine has no partial output to end a scoring request with."""
+        """Score a context; enforce abort and deadline here, as engines have no partial output of such a request."""
         if request.request_id in self._scoring:
             return Output(error=f"request_id {request.request_id!r} is already running or waiting")
         work = self._scoring[request.request_id] = asyncio.ensure_future(self._engine.generate(request))

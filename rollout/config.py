@@ -27,15 +27,15 @@ class RolloutSection(Section):
     prefill_tokens: PositiveInt = 4096  # context tokens in one forward pass
     prefix_cache: bool = True
     update_mode: Literal["keep", "recompute", "abort"] = "keep"  # what happens to requests in flight at new weights
-    http_port: Annotated[int, Field(ge=0, le=65535)] | None = None  # OpenAI-compatible HTTP API; 0: any free port, null: off
-    snapshot: str | None = None  # folder or HTTP address to start from while the learner is unavailable: train.weights_snapshot_every
+    http_port: Annotated[int, Field(ge=0, le=65535)] | None = None  # OpenAI-compatible API; 0: any free port
+    snapshot: str | None = None  # train.weights_snapshot_every: folder or URL to start from without the learner
     snapshot_only: bool = False  # never request weights from the learner, only read snapshots
     num_threads: NonNegativeInt = 0  # torch threads; 0: torch's default
     drain_timeout_s: PositiveFloat = 30.0
 
 
 def check(config: dict[str, Any]) -> None:
-    """Check the section against its engine and the domains: the engine accepts its arguments, every domain's context fits.
+    """Check that the engine accepts its arguments and that every domain's context fits.
 
     Raises:
         ConfigError: if a value is not allowed; names the key, its value and what is allowed.
@@ -53,7 +53,7 @@ def check(config: dict[str, Any]) -> None:
     if section.snapshot_only and section.snapshot is None:
         raise ConfigError("rollout.snapshot_only", True, "false without rollout.snapshot")
     evaluation = config.get("eval") or {}
-    if "random" in (evaluation.get("baseline"), *(evaluation.get("against") or ())):  # ``rlearner up`` starts a server with these
+    if "random" in (evaluation.get("baseline"), *(evaluation.get("against") or ())):  # ``rlearner up`` serves it
         parse("eval.baseline_args", evaluation.get("baseline_args") or {}, resolve("engine_args", "random", ENGINE_ARGS))
     for name, domain in (config.get("domains") or {}).items():
         longest = domain.get("max_context_tokens", 0)

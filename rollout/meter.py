@@ -16,7 +16,7 @@ class Meter:
         now: seconds on any monotonic clock.
 
     Attributes:
-        speed: recent peak of generated tokens per second, initially 0; decays only while there is work, by half in five minutes.
+        speed: recent peak of generated tokens per second, initially 0; halves in five minutes of work.
         idle_ratio: share of the last interval without work, -1 before the first reading.
     """
 

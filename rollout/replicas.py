@@ -1,7 +1,7 @@
 """Starts and supervises one rollout server for each share of GPUs, if there are more than one engine uses.
 
-Each is an ordinary server with its own presence and weights; hubs choose among them. One that crashes is restarted alone. If one rejects
-its input, all end.
+Each is an ordinary server with its own presence and weights; hubs choose among them. One that crashes is restarted
+alone. If one rejects its input, all end.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Command = Callable[[int, Sequence[int]], list[str]]
 
 
 def shares(spec: str, section: RolloutSection) -> list[list[int]]:
-    """Return the GPUs of each engine; a single empty share if GPUs are not given by number or the engine does not split them.
+    """Return the GPUs of each engine; one empty share if GPUs are not numbered or the engine does not split them.
 
     Raises:
         UserError: if ``engine_args.tensor_parallel`` does not divide the number of GPUs.

@@ -1,7 +1,7 @@
 """Decides which request runs next and in which KV slot: a pure state machine without I/O or clock.
 
-- The longest expected output goes first, to keep the long tail off the critical path; a request that has waited for half
-  of its time goes before all others, so that short ones never starve.
+- The longest expected output goes first, to keep the long tail off the critical path; a request that has waited for
+  half of its time goes before all others, so that short ones never starve.
 - A request waits until the served version is at least its ``min_version``.
 - A finished conversation's slot stays idle. A later request of that conversation takes it and reuses the common prefix.
   Idle slots are evicted least recently used first, those that a waiting request can reuse last.
@@ -175,7 +175,7 @@ class Scheduler:
         return due
 
     def abort(self, request_id: str) -> Job | None:
-        """Remove a waiting job; the caller must ``finish`` a running one (``slot`` >= 0). Return the job, None if unknown."""
+        """Return a job, None if unknown, and remove it if it waits; the caller must ``finish`` a running one."""
         job = self._jobs.get(request_id)
         if job is not None and job.slot == WAITING:
             self._leave(job)
@@ -246,7 +246,7 @@ class Scheduler:
         slot = self._idle_of.get(job.conversation_id)
         reused = 0
         if slot is not None:
-            reused = common_prefix(self._idle[slot].tokens, job.tokens[:-1])  # the last token must run to produce the first logits
+            reused = common_prefix(self._idle[slot].tokens, job.tokens[:-1])  # the last one must produce logits
             self._forget(slot)
         elif not self._free:
             self._forget(self._victim())

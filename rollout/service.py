@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FROZEN: Final = 0  # version of a policy whose weights never change
-IMPORT_AFTER_S: Final = 0.5  # of waiting for the run: a run that is up may reject the arguments, which must not wait for imports
+IMPORT_AFTER_S: Final = 0.5  # of waiting: a run that is up may reject the arguments before any import
 FAREWELL_S: Final = 0.25  # between the last reply and closing the connection, so that clients read the reply first
 
 
@@ -100,7 +100,7 @@ def _engine_config(spec: wire.RunSpec, section: RolloutSection) -> EngineConfig:
 
 
 class _Importing:
-    """Imports the likely engine's libraries (seconds) while waiting for a run; errors are ignored, ``_serve`` raises them again."""
+    """Imports the likely engine's libraries (seconds) while waiting for a run; ``_serve`` reports errors."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -241,7 +241,7 @@ class Service:
         return await take_http(self.handle, served, bind=self._broker.bind, port=port, trust_remote_code=trust)
 
     async def _follow_weights(self) -> None:
-        from broker.weights.receiver.receive import Receiver  # imports torch, which an engine without weights does not need
+        from broker.weights.receiver.receive import Receiver  # imports torch
 
         train = self._spec.config.get("train") or {}
         self._receiver = Receiver(
@@ -257,7 +257,7 @@ class Service:
             only_snapshots=self._section.snapshot_only,
         )
         await self._receiver.start()
-        self._member.spawn(self._receiver.join())  # a server that can no longer follow the weights must fail and restart
+        self._member.spawn(self._receiver.join())  # fails the server when it can no longer follow
 
     def _open_snapshots(self) -> Source | None:
         """Open the source of weights to use while the learner is unavailable.
@@ -275,10 +275,10 @@ class Service:
         return Source(where, keys.find_key()[0] if is_url(where) else "")
 
     def _first_weights(self) -> tuple[Mapping[str, Tensor], bool]:
-        """Return the run's initial weights, and whether they stay unchanged: from the engine if it still holds them, else from disk."""
+        """Return the run's initial weights, from the engine or from disk, and whether they stay unchanged."""
         held = self._engine.weights()
         if not self._loaded and not any(tensor.is_meta for tensor in held.values()):
-            stay = all(tensor.is_cpu and tensor.is_contiguous() for tensor in held.values())  # merged tensors then replace them
+            stay = all(tensor.is_cpu and tensor.is_contiguous() for tensor in held.values())  # merged ones replace them
             return held, stay and getattr(self._engine, "keeps_tensors", False)
         from torch import device
 

@@ -116,8 +116,8 @@ def test_what_does_not_fit_is_named() -> None:
     check_fit(held, {name: tensor + 1 for name, tensor in held.items()})
     for bad, why in (
         ({"a": held["a"]}, "the update lacks 1 of 2 tensors, the first is b"),
-        ({**held, "c": held["a"]}, "the update brings 1 unknown tensors, the first is c"),
-        ({**held, "b": torch.zeros(4)}, r"b has shape \(4,\), the model wants \(3,\)"),
+        ({**held, "c": held["a"]}, "the update has 1 unknown tensors, the first is c"),
+        ({**held, "b": torch.zeros(4)}, r"b has shape \(4,\), the model expects \(3,\)"),
     ):
         with pytest.raises(TransferFailed, match=why):
             check_fit(held, bad)

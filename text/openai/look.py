@@ -23,7 +23,7 @@ def look(key: str, base_url: str, api_key_env: str, *, named: bool, needed: bool
         return _finding(key, "missing", f"its api_key_env names {api_key_env}, which is not set", f"export {api_key_env}=…")
     status, problem = asyncio.run(_ask(base_url, os.environ.get(api_key_env, "")))
     if status in (401, 403):
-        return _finding(key, "missing", f"{base_url} does not take the key in {api_key_env}: {problem}", f"export {api_key_env}=…")
+        return _finding(key, "missing", f"{base_url} does not accept the key in {api_key_env}: {problem}", f"export {api_key_env}=…")
     if problem and not status:
         return _finding(key, "missing" if needed else "warning", problem, f"curl {base_url.rstrip('/')}/models  # must answer")
     return _finding(key, "ok", f"{base_url} answers")
