@@ -44,7 +44,7 @@ def test_what_a_killed_server_left_in_memory_is_removed(tmp_path: Path) -> None:
 
 def test_without_the_package_one_line_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollout.engines.sglang.child.find_spec", lambda _: None)
-    with pytest.raises(UserError, match=r"engine sglang needs the package sglang; pip install 'rlearner\[sglang\]', or name the Python"):
+    with pytest.raises(UserError, match=r"engine sglang needs the package sglang; pip install 'rlearner\[sglang\]', or set the Python"):
         launcher(SGLangArgs())
     assert launcher(SGLangArgs(command=["x", "-m", "y"])) == ["x", "-m", "y"]
 

@@ -80,7 +80,7 @@ def test_outputs_carry_versions_and_lose_what_wrong_weights_said() -> None:
     assert output_of(whole, None, 0) == Output([5, 6, 7], [0.0, 0.0, 0.0], [(0, 2), (1, 1)], "length", 0)
     assert output_of(whole, 0, 1.0, keep_before=2) == Output([5, 6], [-1.0, -2.0], [(0, 2)], "abort", 0)
     assert output_of(completion([5], [float("nan")], spans[:1]), 0, 1.0).error == "the model's logits are not finite"
-    assert output_of(completion([5, 6], [-1.0], spans[:1]), 0, 1.0).error == "vLLM gave 1 logprobs for 2 tokens"
+    assert output_of(completion([5, 6], [-1.0], spans[:1]), 0, 1.0).error == "vLLM returned 1 logprobs for 2 tokens"
     assert output_of(completion([], [], [], "error"), 0, 1.0).error == "vLLM ended the request with 'error'"
 
 
