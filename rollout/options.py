@@ -47,7 +47,7 @@ def own_section(config: Mapping[str, Any], options: argparse.Namespace) -> Rollo
 
 
 def refuse(options: argparse.Namespace) -> None:
-    """Reject a command line that is wrong whatever the run's settings are.
+    """Reject a command line that is wrong for any run.
 
     Raises:
         UserError: if an override is malformed, a value is not allowed, or the engine or model does not exist.
