@@ -126,7 +126,7 @@ async def test_models_and_health(served: Api) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "status", "says"),
     [
-        ("/chat/completions", {"model": "gpt-9", "messages": HELLO}, 404, "there is no model 'gpt-9' here, only 'actor'"),
+        ("/chat/completions", {"model": "gpt-9", "messages": HELLO}, 404, "there is no model 'gpt-9', only 'actor'"),
         ("/chat/completions", {"messages": HELLO, "top_p": 2}, 400, "top_p: 2 is not allowed; input should be less than or equal to 1"),
         ("/completions", {"prompt": []}, 400, "the prompt is empty"),
         ("/completions", {"prompt": [5] * 128}, 400, "the prompt has 128 tokens and leaves no room to generate in 128"),
