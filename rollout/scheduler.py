@@ -264,7 +264,6 @@ class Scheduler:
         return next(unwanted, next(iter(self._idle)))
 
     def _forget(self, slot: int | None) -> None:
-        """Free an idle slot."""
         if slot is not None:
             idle = self._idle.pop(slot)
             del self._idle_of[idle.conversation_id]

@@ -1,4 +1,4 @@
-"""Tokenizes a conversation incrementally: appends exactly the sampled tokens, and the delta of user messages.
+"""Tokenizes a conversation incrementally: appends the sampled tokens and the delta of user messages.
 
 Existing tokens are never tokenised again, because text -> tokens is not the inverse of tokens -> text, and a policy
 must be trained on the very tokens that it sampled. The delta of a user message is what the chat template puts after an

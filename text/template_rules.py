@@ -1,4 +1,4 @@
-"""Text that a chat template puts between the policy's turns, checked once not to depend on earlier turns."""
+"""Text that a chat template puts between turns, checked once not to depend on earlier turns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Learns a chat template's tool call syntax by rendering a probe call, and parses calls in model output.
+"""Learns a chat template's tool call syntax from a rendered probe, and parses calls in outputs.
 
 Most templates put one JSON object per call between two markers (``<tool_call>…</tool_call>``), some a list of them
 after one marker, some only the object. Keys differ, too. All of this is read from a rendered probe.

@@ -1,4 +1,4 @@
-"""The engine ``openai``: forwards to any OpenAI-compatible endpoint, for judges, teachers and baselines.
+"""The engine ``openai``: forwards to an OpenAI-compatible endpoint, for judges, teachers and baselines.
 
 Its weights do not follow the learner, so it rejects the policy ``actor``. Its output is never trained on, so logprobs
 that the endpoint does not return may be reported as 0.

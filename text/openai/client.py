@@ -85,7 +85,6 @@ class Endpoint:
         )
 
     async def get(self, path: str) -> dict[str, Any]:
-        """Get a path; see ``post``."""
         return await self._ask("GET", path, None)
 
     async def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 REPLY_ID_CHARS: Final = 24
-FAILED: Final = "the server failed; its log says why"
+FAILED: Final = "the server failed; see its log"
 
 
 class Form(Protocol):

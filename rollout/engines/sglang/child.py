@@ -172,7 +172,7 @@ class Child:
         return said
 
     def stop(self) -> None:
-        """Stop the server and everything that it started; blocks for a few seconds at most."""
+        """Stop the server and all its processes; blocks for a few seconds at most."""
         self._on_end = _nobody
         if self._process.poll() is None:
             self._process.terminate()

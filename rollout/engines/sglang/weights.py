@@ -1,4 +1,4 @@
-"""Sends new weights to an SGLang server: as a file in memory, or through a gloo group with its workers.
+"""Sends new weights to an SGLang server: as a file in memory, or through a gloo process group.
 
 NCCL cannot be used: the rollout server has no GPU but those that SGLang uses, and NCCL allows one member per GPU.
 """

@@ -1,4 +1,4 @@
-"""Loads new weights into a running vLLM between two tokens, and holds later tokens until the probe matches."""
+"""Loads new weights into a running vLLM, and holds later tokens until the probe matches."""
 
 from __future__ import annotations
 

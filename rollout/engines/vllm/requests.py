@@ -253,7 +253,6 @@ class Requests:
 
 
 def fail(future: asyncio.Future[Any], error: Exception) -> None:
-    """Set an exception unless the future is done."""
     if not future.done():
         future.set_exception(error)
         future.exception()  # mark as retrieved: awaiting raises it again

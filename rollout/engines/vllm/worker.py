@@ -1,4 +1,4 @@
-"""Worker extension of vLLM: a backend of its weight-transfer API that reads weights from shared memory.
+"""vLLM worker extension: a backend of its weight-transfer API that reads shared memory.
 
 vLLM imports this module in every worker before it creates the model.
 """
