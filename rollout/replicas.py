@@ -1,6 +1,6 @@
 """Starts and supervises one rollout server per share of GPUs, if there are several shares.
 
-Each is an ordinary server with its own presence and weights. One that crashes restarts; if one rejects its input, all end.
+Each is an ordinary server with its own presence. One that crashes restarts; if one rejects its input, all end.
 """
 
 from __future__ import annotations
