@@ -1,1 +1,1 @@
-"""Tokenizers, chat templates, guided decoding and the OpenAI-compatible HTTP API. May import ``broker``; imports no role."""
+"""Tokenizers, chat templates, guided decoding and the OpenAI-compatible HTTP API. Imports no role."""

@@ -1,4 +1,4 @@
-"""Renders a model's Jinja chat template the way transformers does, without importing transformers (which brings torch)."""
+"""Renders a model's Jinja chat template like transformers, without importing it (and torch)."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Chat = Sequence[Mapping[str, Any]]  # [{"role": …, "content": …}, …]
 
 
 class _GenerationBlocks(Extension):
-    """Accepts ``{% generation %}…{% endgeneration %}``, which transformers uses to find assistant tokens; renders the body."""
+    """Renders the body of ``{% generation %}…{% endgeneration %}``, with which transformers finds assistant tokens."""
 
-    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as a plain attribute
+    tags = {"generation"}  # noqa: RUF012 - a plain attribute in jinja2
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
@@ -36,7 +36,7 @@ def _refuse(message: str) -> NoReturn:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None, sort_keys: bool = False
 ) -> str:
-    # Jinja's own filter escapes HTML characters, which would change what the model reads.
+    # Jinja's own filter escapes HTML characters, which would change the model's input.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -53,7 +53,7 @@ class ChatTemplate:
 
     Args:
         source: the Jinja source.
-        special_tokens: ``bos_token`` and its kind by name, which templates refer to.
+        special_tokens: special tokens by name, such as ``bos_token``, for use in templates.
         name: the model, for error messages.
     """
 
@@ -65,13 +65,13 @@ class ChatTemplate:
             raise ConfigError("model.path", name, f"its chat template does not parse: {error}") from None
 
     def render(self, messages: Chat, *, add_generation_prompt: bool, tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """The conversation as one string.
+        """Render a conversation as one string.
 
         Args:
             tools: functions that the model may call, as JSON schemas in OpenAI's form.
 
         Raises:
-            ConfigError: the template refuses these messages, for example a system message.
+            ConfigError: if the template rejects these messages, for example a system message.
         """
         try:
             return self._template.render(
@@ -79,11 +79,11 @@ class ChatTemplate:
             )
         except (jinja2.TemplateError, TypeError) as error:
             roles = ", ".join(message["role"] for message in messages)
-            raise ConfigError("model.path", self._name, f"its chat template refuses messages of the roles {roles}: {error}") from None
+            raise ConfigError("model.path", self._name, f"its chat template rejects messages of the roles {roles}: {error}") from None
 
 
 def find_template(folder: Path, tokenizer_config: Mapping[str, Any], name: str) -> str | None:
-    """The source of a folder's default chat template, or None: a file of its own first, then tokenizer_config.json."""
+    """Return the source of a folder's default chat template, or None; template files take precedence."""
     for file in (folder / "chat_template.jinja", folder / "additional_chat_templates" / "default.jinja"):
         if file.exists():
             return file.read_text(encoding="utf-8")
@@ -94,5 +94,5 @@ def find_template(folder: Path, tokenizer_config: Mapping[str, Any], name: str) 
         legacy = folder / "chat_template.json"
         template = json.loads(legacy.read_text(encoding="utf-8")).get("chat_template") if legacy.exists() else None
     if template is not None and not isinstance(template, str):
-        raise ConfigError("model.path", name, "chat_template in its tokenizer_config.json is neither a text nor a list of named texts")
+        raise ConfigError("model.path", name, "chat_template in its tokenizer_config.json is neither a string nor a list of named strings")
     return template

@@ -1,4 +1,4 @@
-"""The section ``model``: which weights and tokenizer, or the small model that is made here."""
+"""The configuration section ``model``: weights and tokenizer, or a small model to create."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from broker.settings.config import Section, Seed
 
 
 class TinyModel(Section):
-    """A small model of a real architecture with random weights and a tokenizer of its own."""
+    """A small model of a real architecture with random weights and its own tokenizer."""
 
     hidden_size: PositiveInt = 128
     num_layers: PositiveInt = 3
@@ -19,14 +19,14 @@ class TinyModel(Section):
     head_dim: PositiveInt = 64
     intermediate_size: PositiveInt = 384
     vocab: Literal["chars", "bpe"] = "chars"
-    words: list[str] = Field(default=[])  # texts that are one token each beside the characters, so that what a task says costs fewer
+    words: list[str] = Field(default=[])  # texts that become one token each, in addition to the characters
     vocab_size: PositiveInt = 512  # of a bpe vocabulary
-    corpus: str | None = None  # text file that a bpe vocabulary is trained on
+    corpus: str | None = None  # text file to train a bpe vocabulary on
     max_position_embeddings: PositiveInt = 4096
 
 
 class ModelSection(Section):
-    """A Hugging Face folder or hub name, or None for the small model made in the run's folder."""
+    """A Hugging Face folder or hub name, or None for a small model created in the run's folder."""
 
     path: str | None = None
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -36,10 +36,10 @@ class ModelSection(Section):
 
 
 def check_model_path(path: str, key: str = "model.path") -> None:
-    """Refuse a path that is no Hugging Face model: neither a folder with config and weights nor a hub name that resolves.
+    """Check that a path is a Hugging Face model: a folder with config and weights, or a hub name that resolves.
 
     Raises:
-        ConfigError: one line with the key, the path and what is missing.
+        ConfigError: if it is not; names the key, the path and what is missing.
     """
     from rlearner_text.hub import check_model
 

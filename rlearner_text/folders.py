@@ -1,4 +1,4 @@
-"""Writing a folder so that a reader, or a crash, sees either all of it or nothing."""
+"""Writes folders atomically: a reader, or a crash, sees either all of a folder or none of it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pathlib import Path
 
 @contextmanager
 def atomic_folder(target: str | Path) -> Iterator[Path]:
-    """A temporary folder beside ``target`` that takes its place when the block ends, and vanishes when it raises.
+    """Yield a temporary folder that becomes ``target`` when the block ends, and is removed if the block raises.
 
-    A folder already at ``target`` is replaced; between the two renames nothing stands there.
+    An existing ``target`` is replaced; between the two renames there is none.
     """
     work = begin_folder(target)
     try:
@@ -26,16 +26,16 @@ def atomic_folder(target: str | Path) -> Iterator[Path]:
 
 
 def begin_folder(target: str | Path) -> Path:
-    """An empty folder beside ``target``, to be filled, then synced, then finished."""
+    """Create an empty folder next to ``target``, to fill, sync and then finish."""
     final = Path(target).absolute()
     final.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
-    work.chmod(0o755)  # mkdtemp makes it private, and other processes of the run read it
+    work.chmod(0o755)  # mkdtemp makes it private, but other processes of the run read it
     return work
 
 
 def sync_tree(folder: Path) -> None:
-    """Everything in a folder is on disk, names included, and readable by others."""
+    """Flush everything in a folder to disk, including names, and make it readable by others."""
     for path in [*folder.rglob("*"), folder]:
         if path.is_file():
             path.chmod(0o644)  # safetensors writes private files
@@ -43,7 +43,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def finish_folder(work: Path, target: str | Path) -> None:
-    """Rename a folder that was synced to ``target``; when this returns, the name lasts too."""
+    """Rename a synced folder to ``target``, durably."""
     final = Path(target).absolute()
     if final.exists():
         _swap(work, final)
@@ -53,15 +53,15 @@ def finish_folder(work: Path, target: str | Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete a folder; a crash on the way leaves it whole or under a hidden name, never half of it under its own."""
+    """Delete a folder; a crash leaves it whole or under a hidden name, never half of it under its own name."""
     doomed = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(doomed, ignore_errors=True)  # of an earlier crash
+    shutil.rmtree(doomed, ignore_errors=True)  # left by an earlier crash
     os.rename(folder, doomed)
     shutil.rmtree(doomed)
 
 
 def sync(path: Path) -> None:
-    """A file's bytes, or a folder's names, are on disk."""
+    """Flush a file's bytes, or a folder's names, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""Answers that must keep to a form: which tokens may come next, from a JSON schema and the texts around its value (llguidance)."""
+"""Guided decoding: allowed next tokens, from JSON schemas and surrounding text (llguidance)."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from rlearner_text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-# As chat templates write JSON, and so what models have learned to write; free white space could go on for ever.
+# The spacing of chat templates, and so what models have learned; flexible white space could continue forever.
 _SPACING: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "coerce_one_of": True}
 
 
 class BadGuide(ValueError):
-    """No grammar can be made of a guide; says why in one line."""
+    """A guide that cannot be compiled to a grammar; the message is one line."""
 
 
 class Guides:
-    """The guides of one model.
+    """Compiles the guides of one model.
 
     Args:
-        tokenizer: of the model; must have been loaded from a folder with a tokenizer.json.
+        tokenizer: of the model, loaded from a folder with a tokenizer.json.
         vocab_size: width of the model's logits; None: the tokenizer's own size.
     """
 
@@ -44,30 +44,30 @@ class Guides:
 
         file = tokenizer_folder(self._tokenizer.name) / "tokenizer.json"
         if not file.is_file():
-            raise BadGuide("answers of a given form need a model whose tokenizer is a tokenizer.json")
+            raise BadGuide("guided answers need a model with a tokenizer.json")
         ends = list(self._tokenizer.eos_token_ids)
         if not ends:
-            raise BadGuide("answers of a given form need a model with an end token")
+            raise BadGuide("guided answers need a model with an end token")
         return LLTokenizer(str(file), n_vocab=self._size, eos_token=ends)
 
     def check(self, guides: Sequence[wire.Guide]) -> None:
-        """Refuse what no grammar can be made of.
+        """Check that guides can be compiled.
 
         Raises:
-            BadGuide: says why.
+            BadGuide: if they cannot be compiled to a grammar.
         """
         self.matcher(guides)
 
     def matcher(self, guides: Sequence[wire.Guide]) -> Matcher:
-        """Follow one answer, which keeps to one of the guides.
+        """Return a matcher for one answer, which must follow one of the guides.
 
         Raises:
-            BadGuide: no grammar can be made of them.
+            BadGuide: if they cannot be compiled to a grammar.
         """
         from llguidance import LLMatcher
 
         grammar = self.grammar(guides)
-        with self._lock:  # made once, whatever threads ask
+        with self._lock:  # created once for all threads
             own = self._own
         matcher = LLMatcher(own, grammar, log_level=0)
         if matcher.is_error():
@@ -75,10 +75,10 @@ class Guides:
         return Matcher(matcher, self._size)
 
     def grammar(self, guides: Sequence[wire.Guide]) -> str:
-        """The guides in llguidance's variant of Lark.
+        """Return the guides in llguidance's variant of Lark.
 
         Raises:
-            BadGuide: a schema is no JSON object.
+            BadGuide: if a schema is not a JSON object.
         """
         forms = [" ".join([*self._spelled(one.before), f"value_{n}", *self._spelled(one.after)]) for n, one in enumerate(guides)]
         values = [f"value_{n}: %json {self._schema(one.schema)}" for n, one in enumerate(guides)]
@@ -88,13 +88,13 @@ class Guides:
         try:
             schema = json.loads(given)
         except (ValueError, RecursionError):
-            raise BadGuide("the schema is no JSON") from None
+            raise BadGuide("the schema is not valid JSON") from None
         if not isinstance(schema, dict):
             raise BadGuide("the schema must be an object")
         return json.dumps(schema | {"x-guidance": _SPACING})
 
     def _spelled(self, text: str) -> list[str]:
-        """A text as terms of a grammar: special tokens are known by their ids alone."""
+        """Return a text as terms of a grammar; special tokens are written by id."""
         terms: list[str] = []
         plain: list[int] = []
         for token in self._tokenizer.encode(text):
@@ -124,10 +124,10 @@ class Matcher:
         return self._matcher.is_accepting()
 
     def allowed(self) -> npt.NDArray[np.bool_]:
-        """Which tokens may come next, (vocabulary,); the model's end tokens where the answer may end.
+        """Return a mask of the tokens that may come next, (vocabulary,), with the end tokens if the answer may end.
 
         Raises:
-            BadGuide: the grammar turned out too large.
+            BadGuide: if the grammar grows too large.
         """
         bits: Any = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
@@ -135,11 +135,11 @@ class Matcher:
         return np.unpackbits(bits, bitorder="little")[: self._size].astype(bool)
 
     def take(self, token: int) -> bool:
-        """Go on behind a token; whether it was allowed."""
+        """Advance by a token and return whether it is allowed."""
         return self._matcher.consume_token(token)
 
 
 def _line(error: str) -> str:
-    """What llguidance says, without the grammar that it quotes."""
+    """Return llguidance's error without the grammar that it quotes."""
     said = " ".join(line.strip() for line in error.splitlines() if " | " not in line and not line.strip().startswith("^"))
     return said.partition("failed to compile JSON schema: ")[2][:300] or said[:300]

@@ -1,4 +1,4 @@
-"""Where a model's files are: a local folder, or a hub name brought here by huggingface_hub. Imports neither torch nor transformers."""
+"""Finds a model's files in a local folder or on the Hugging Face hub, without torch and transformers."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ _TOKENIZER_FILES: Final = (
     "config.json", "generation_config.json", "tokenizer*.json", "tokenizer.model", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "additional_chat_templates/*",
 )  # fmt: skip
-_MAX_HEADER: Final = 100_000_000  # bytes, what the format allows
+_MAX_HEADER: Final = 100_000_000  # bytes, the format's limit
 _WEIGHT_PATTERNS: Final = ("*.safetensors", "pytorch_model*.bin")
 _HUB_NAME: Final = re.compile(r"(?:(?:\w|\w[\w.-]{0,94}\w)/)?(?:\w|\w[\w.-]{0,94}\w)")  # OWNER/NAME, or NAME for the oldest
 _EXPECTED: Final = "give a Hugging Face model folder or hub name such as Qwen/Qwen3-0.6B"
 
 
 def is_local(path: str) -> bool:
-    """Whether the user means a folder on this machine: it exists, or its spelling cannot be a hub name."""
+    """Return whether a path means a local folder: it exists, or cannot be a hub name."""
     return Path(path).expanduser().exists() or not _HUB_NAME.fullmatch(path)
 
 
 def tokenizer_folder(path: str, key: str = "model.path") -> Path:
-    """The folder with the tokenizer's files; a hub name is downloaded without its weights, or found in the cache.
+    """Return the folder with the tokenizer's files; downloads a hub name without its weights unless it is cached.
 
     Raises:
-        ConfigError: no such folder, or no such name on the hub and in the cache.
+        ConfigError: if there is no such folder, or no such name on the hub and in the cache.
     """
     if is_local(path):
         folder = Path(path).expanduser()
@@ -41,10 +41,10 @@ def tokenizer_folder(path: str, key: str = "model.path") -> Path:
 
 
 def weights_folder(path: str, key: str = "model.path") -> Path:
-    """The folder with a model's safetensors; a hub name is downloaded, or found in the cache.
+    """Return the folder with a model's safetensors; downloads a hub name unless it is cached.
 
     Raises:
-        ConfigError: no such name on the hub and in the cache.
+        ConfigError: if there is no such name on the hub and in the cache.
     """
     return Path(path).expanduser() if is_local(path) else Path(_download(path, key, ("*.safetensors", "*.json")))
 
@@ -64,10 +64,10 @@ def check_model(path: str, key: str) -> None:
 
 
 def look(path: str, key: str) -> list[Finding]:
-    """What can be said of a hub name before anything starts: whether its config.json is in the cache, or comes from the hub now.
+    """Check before anything starts whether a hub name resolves, in the cache or on the hub; empty for a local folder.
 
     Args:
-        key: of the setting that names it.
+        key: the setting that names it.
     """
     if is_local(path):
         return []
@@ -80,9 +80,9 @@ def look(path: str, key: str) -> list[Finding]:
 
 
 def layer_names(folder: Path) -> set[str] | None:
-    """Last names of the linear layers in a model's blocks, from the headers of its files; None where those do not tell.
+    """Return the last names of the linear layers in a model's blocks, from its files' headers; None if unknown.
 
-    A header is 8 bytes, its length little-endian, and that much JSON (github.com/huggingface/safetensors, README, "Format").
+    A header is its length, 8 bytes little-endian, then JSON (github.com/huggingface/safetensors, README, "Format").
     """
     names: set[str] = set()
     for file in folder.glob("*.safetensors"):
@@ -91,7 +91,7 @@ def layer_names(folder: Path) -> set[str] | None:
                 header = json.loads(opened.read(min(int.from_bytes(opened.read(8), "little"), _MAX_HEADER)))
             shapes: dict[str, list[int]] = {name: tensor["shape"] for name, tensor in header.items() if name != "__metadata__"}
         except (OSError, ValueError, AttributeError, KeyError, TypeError):
-            return None  # whoever loads it will say what is wrong
+            return None  # loading the model reports the error
         for name, shape in shapes.items():
             parts = name.split(".")
             if parts[-1] == "weight" and len(shape) == 2 and any(part.isdigit() for part in parts[:-2]):
@@ -100,21 +100,21 @@ def layer_names(folder: Path) -> set[str] | None:
 
 
 def read_json(file: Path, path: str, key: str, *, missing_ok: bool = False) -> dict[str, Any]:
-    """One JSON object of a model folder; empty when it is missing and may be.
+    """Read a JSON object from a model folder; empty if it is missing and ``missing_ok``.
 
     Raises:
-        ConfigError: missing, unreadable, or no JSON object.
+        ConfigError: if it is missing, unreadable, or not a JSON object.
     """
     if missing_ok and not file.exists():
         return {}
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(key, path, f"the folder holds no {file.name}; {_EXPECTED}") from None
+        raise ConfigError(key, path, f"the folder has no {file.name}; {_EXPECTED}") from None
     except (OSError, ValueError) as error:
         raise ConfigError(key, path, f"{file.name} cannot be read: {error}") from None
     if not isinstance(value, dict):
-        raise ConfigError(key, path, f"{file.name} holds no JSON object; {_EXPECTED}")
+        raise ConfigError(key, path, f"{file.name} is not a JSON object; {_EXPECTED}")
     return value
 
 
@@ -125,11 +125,11 @@ def _download(name: str, key: str, patterns: tuple[str, ...]) -> str:
     try:
         return str(snapshot_download(name, allow_patterns=list(patterns)))
     except HFValidationError:
-        raise ConfigError(key, name, f"that is neither a folder nor a hub name; {_EXPECTED}") from None
+        raise ConfigError(key, name, f"it is neither a folder nor a hub name; {_EXPECTED}") from None
     except LocalEntryNotFoundError:
         problem = "no such folder here, not in the hub's cache, and the hub cannot be reached"
-    except OSError as error:  # every error that the hub's answer raises is one
-        problem = f"no such folder here, and the hub says {type(error).__name__}: {_first_line(error)}"
+    except OSError as error:  # all errors from the hub's answer are OSErrors
+        problem = f"no such folder here, and the hub answered {type(error).__name__}: {_first_line(error)}"
     raise ConfigError(key, name, f"{problem}; {_EXPECTED}") from None
 
 
@@ -141,7 +141,7 @@ def copy_tokenizer(path: str, target: Path) -> None:
     """Copy tokenizer, chat template and generation config of a model into a folder, byte for byte.
 
     Raises:
-        ConfigError: no such model.
+        ConfigError: if there is no such model.
     """
     source = tokenizer_folder(path)
     for pattern in _TOKENIZER_FILES:

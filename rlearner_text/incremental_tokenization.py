@@ -1,9 +1,9 @@
-"""A conversation that only ever grows: by exactly the tokens that were sampled, and by the delta of what the user side said.
+"""Tokenizes a conversation incrementally: appends the sampled tokens and the delta of user messages.
 
-Nothing that is already there is tokenised again, because text -> tokens is not the inverse of tokens -> text, and a policy must
-be trained on the very tokens it sampled. The delta of a user message is what the chat template puts after an assistant turn,
-rendered behind a fixed dummy conversation. Templates differ, so ``growth_rules`` checks once per model and system prompt that
-this delta does not depend on what came before.
+Existing tokens are never tokenised again, because text -> tokens is not the inverse of tokens -> text, and a policy
+must be trained on the very tokens that it sampled. The delta of a user message is what the chat template puts after an
+assistant turn, rendered after a fixed dummy conversation. Templates differ, so ``growth_rules`` checks once per model
+and system prompt that this delta does not depend on earlier turns.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from rlearner_text.tokenizer import Tokenizer
 
 
 class Conversation:
-    """One conversation in tokens: user side and policy alternate.
+    """One conversation in tokens: user and policy alternate.
 
     Attributes:
-        token_ids: everything so far, n tokens, as they are sent.
-        loss_mask: n values, 1 where the policy sampled the token.
-        logprobs: n values, the sampling logprob where the mask is 1, else 0.
+        token_ids: all tokens so far, n.
+        loss_mask: n values, 1 if the policy sampled the token.
+        logprobs: n values, the sampling logprob if the mask is 1, else 0.
         version_runs: flat pairs (policy_version, number of sampled tokens), in token order; neighbours differ in version.
         spans: (start, end) of each assistant turn's sampled tokens.
     """
@@ -39,12 +39,12 @@ class Conversation:
         return len(self.token_ids)
 
     def observe(self, text: str, role: Role = "user") -> int:
-        """Append a user message, or what a tool answered, and the generation prompt; the number of tokens added.
+        """Append a user message or tool result and the generation prompt; return the number of added tokens.
 
-        An assistant turn that ended without its end-of-turn token gets one, unmasked.
+        An assistant turn that ended without its end-of-turn token gets one, with mask 0.
 
         Raises:
-            ValueError: the user spoke last.
+            ValueError: if the last turn is the user's.
         """
         if self._user_spoke:
             raise ValueError("observe() twice without sampled() in between")
@@ -61,13 +61,13 @@ class Conversation:
         return len(added)
 
     def cost_of(self, text: str, role: Role = "user") -> int:
-        """Most tokens that ``observe(text, role)`` would add."""
+        """Return the most tokens that ``observe(text, role)`` would add."""
         return len(self.rules.delta(text, role)) if self.token_ids else len(self.rules.start(text))
 
     def sampled(self, token_ids: Sequence[int], logprobs: Sequence[float], version_runs: Sequence[int]) -> None:
-        """Append sampled tokens, exactly as they came.
+        """Append sampled tokens unchanged.
 
-        Called again before the next ``observe`` it continues the same turn (a generation resumed on another server).
+        Another call before the next ``observe`` continues the same turn (a generation resumed on another server).
 
         Args:
             token_ids: k sampled tokens.
@@ -75,7 +75,7 @@ class Conversation:
             version_runs: flat pairs (policy_version, number of tokens) that add up to k.
 
         Raises:
-            ValueError: nobody asked yet, or the lengths disagree.
+            ValueError: if there is no user message yet, or the lengths disagree.
         """
         if not self.token_ids:
             raise ValueError("sampled() before observe()")

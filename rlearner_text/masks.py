@@ -1,4 +1,4 @@
-"""Supervised conversations as tokens: only what the assistant says, its end of turn included, is trained."""
+"""Encodes supervised conversations: only the assistant's turns, with their end of turn, are trained."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from rlearner_text.tokenizer import Tokenizer
 
 
 def check_messages(messages: Any) -> list[dict[str, str]]:
-    """The messages, if they are an optional system message and then user and assistant in turn, ending with the assistant.
+    """Return the messages if they are an optional system message, then user and assistant turns alternating.
 
     Raises:
-        ValueError: says which message is wrong and how.
+        ValueError: if they are not; names the first wrong message.
     """
     if not isinstance(messages, list) or not messages:
-        raise ValueError("messages is no list with at least a user and an assistant message")
+        raise ValueError("messages is not a list with at least a user and an assistant message")
     for index, message in enumerate(messages):
         if not isinstance(message, dict) or set(message) != {"role", "content"}:
-            raise ValueError(f"message {index} is no object with exactly the keys role and content")
+            raise ValueError(f"message {index} is not an object with exactly the keys role and content")
         if not all(isinstance(value, str) for value in message.values()):
             raise ValueError(f"message {index}: role and content must be texts")
     turns = messages[1:] if messages[0]["role"] == "system" else messages
@@ -33,11 +33,11 @@ def check_messages(messages: Any) -> list[dict[str, str]]:
 
 
 def encode_supervised(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]]) -> tuple[list[int], list[int]]:
-    """Token ids and loss mask of shape (n,) each, grown turn by turn just as a conversation is when the policy samples it.
+    """Return token ids and loss mask, (n,) each, tokenized turn by turn like a conversation that the policy samples.
 
     Args:
-        tokenizer: of the model to be trained.
-        messages: as ``check_messages`` allows.
+        tokenizer: of the model to train.
+        messages: as ``check_messages`` returns them.
     """
     system = messages[0]["content"] if messages[0]["role"] == "system" else ""
     conversation = Conversation(tokenizer, system)

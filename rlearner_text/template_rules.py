@@ -1,4 +1,4 @@
-"""What a chat template puts between two of the policy's turns, checked once to be the same whatever came before."""
+"""Text that a chat template puts between turns, checked once not to depend on earlier turns."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ Role = Literal["user", "tool"]
 
 _ASKED: Final = ("first probe question", "second probe question", "third probe question")
 _ANSWERED: Final = ("first probe answer 11213", "second probe answer 31415")
-_DELTAS_KEPT: Final = 4096  # observations repeat; a template takes some 0.1 ms to render
-_OPENINGS_KEPT: Final = 256  # the episodes of a group begin with the same words
+_DELTAS_KEPT: Final = 4096  # observations repeat; rendering a template takes about 0.1 ms
+_OPENINGS_KEPT: Final = 256  # the episodes of a group start with the same text
 
 
 class GrowthRules:
-    """What one model's chat template puts around user messages and tools' answers, for one system prompt and one set of tools.
+    """Text that a chat template puts around user messages and tool results, for one system prompt and set of tools.
 
     Attributes:
-        end_of_turn_id: the special token that closes an assistant turn, None when the template uses plain text there.
-        stop_token_ids: tokens at which an assistant turn should end: the model's own and ``end_of_turn_id``.
+        end_of_turn_id: the special token that closes an assistant turn, None if the template uses plain text.
+        stop_token_ids: tokens that end an assistant turn: the model's own and ``end_of_turn_id``.
 
     Raises:
-        ConfigError: the template is not prefix-stable for alternating user and assistant turns, or has no calls where there are
-            tools; names the model.
+        ConfigError: if the template is not prefix-stable for alternating user and assistant turns, or there are tools
+            and it has no tool calls; names the model.
     """
 
     def __init__(self, tokenizer: Tokenizer, system_prompt: str = "", tools: str = "") -> None:
@@ -41,18 +41,18 @@ class GrowthRules:
         self.start = lru_cache(maxsize=_OPENINGS_KEPT)(self._start)
 
     def _start(self, text: str) -> tuple[int, ...]:
-        """Tokens of a conversation that begins with this user message, generation prompt included."""
+        """Return the tokens of a first user message with system prompt and generation prompt."""
         return tuple(self._tokenizer.encode(self._render([_user(text)])))
 
     def _delta(self, text: str, role: Role = "user") -> tuple[int, ...]:
-        """Tokens that follow a turn of the policy: what ends it, then what the user or a tool says, and the generation prompt."""
+        """Return the tokens after a turn of the policy: its end, the user or tool message, the generation prompt."""
         return tuple(self._tokenizer.encode(self._tail(text, self._system) if role == "user" else self._answer(text)))
 
     def calls(self, text: str) -> list[ToolCall]:
-        """The tool calls in a turn's text, special tokens included.
+        """Return the tool calls in a turn's text, which includes special tokens.
 
         Raises:
-            BadCall: it looks like one and is none.
+            BadCall: if it looks like a call, but is not valid.
         """
         return self._spelling.calls(text) if self._spelling else []
 
@@ -64,34 +64,36 @@ class GrowthRules:
         except UnknownSpelling as error:
             raise self._no_calls(str(error)) from None
         if not behind.endswith(self.end_of_turn):
-            raise self._no_calls("it closes a turn with tool calls otherwise than one without")
+            raise self._no_calls("it closes a turn with tool calls differently from one without")
         if _ASKED[1] not in self._answer(_ASKED[1]):
-            raise self._no_calls("it does not show what a tool answers")
+            raise self._no_calls("it does not render tool results")
         return spelling
 
     def _answer(self, text: str) -> str:
-        """What the template puts behind a turn that called a tool: its end, the tool's answer, the generation prompt."""
+        """Return what the template puts after a turn that called a tool: its end, the result, the generation prompt."""
         answer = {"role": "tool", "name": str(PROBE["tool_calls"][0]["function"]["name"]), "tool_call_id": PROBE_ID, "content": text}
         rendered = self._render([_user(_ASKED[0]), PROBE, answer])
         before = self._render([_user(_ASKED[0]), PROBE], prompt=False)
         if not rendered.startswith(before):
-            raise self._no_calls("a turn with tool calls changes when an answer follows")
+            raise self._no_calls("a turn with tool calls changes when a result follows")
         return self.end_of_turn + rendered[len(before) :]
 
     def _no_calls(self, problem: str) -> ConfigError:
-        return ConfigError("model.path", self._tokenizer.name, f"its chat template cannot be used with tools: {problem}; give another one")
+        return ConfigError(
+            "model.path", self._tokenizer.name, f"its chat template cannot be used with tools: {problem}; use another template"
+        )
 
     @cached_property
     def end_of_turn(self) -> str:
-        """What the template puts after the assistant's words, before anything else is said."""
+        """Text that the template puts after an assistant turn."""
         rendered = self._render([_user(_ASKED[0]), _assistant(_ANSWERED[0])], prompt=False)
         return _after(rendered, _ANSWERED[0])
 
     @cached_property
     def closing(self) -> tuple[int, ...]:
-        """The tokens that close an assistant turn, up to and with the first special one; empty when it is closed by plain text.
+        """Tokens that close an assistant turn, through the first special one; empty if plain text closes it.
 
-        More than one only where the template puts white space before its special token.
+        There are several only if the template puts white space before its special token.
         """
         ids = self._tokenizer.encode(self.end_of_turn)
         special = next((i for i, token in enumerate(ids) if self._is_special(token)), None)
@@ -127,14 +129,14 @@ class GrowthRules:
         long = self._render([_user(first), _assistant(one), _user(second), _assistant(two), _user(third)])
         for answer, rendered in ((one, short), (one, long), (two, long)):
             if rendered.count(answer) != 1:
-                raise self._unstable("it does not show every assistant turn exactly once, unchanged")
-        # Equal for most. Some open the turn with more, such as a thinking tag; some put a space before the answer's words.
+                raise self._unstable("it does not render every assistant turn exactly once, unchanged")
+        # Some templates open the turn with more, such as a thinking tag, or put a space before the answer.
         if not opening.startswith(_before(short, one).rstrip()):
             raise self._unstable("the beginning of a conversation changes when an answer follows")
         if third not in _after(short, one):
-            raise self._unstable("it does not show a user message that follows an answer")
+            raise self._unstable("it does not render a user message that follows an answer")
         if _after(short, one) != _after(long, two):
-            raise self._unstable("what it puts after an answer depends on the turns before")
+            raise self._unstable("what it puts after an answer depends on earlier turns")
         if self._tail(third, self._system) != self._tail(third, []):
             raise self._unstable("it repeats the system message in later turns")
 
@@ -142,13 +144,13 @@ class GrowthRules:
         return ConfigError(
             "model.path",
             self._tokenizer.name,
-            f"its chat template cannot grow a conversation turn by turn: {problem}; give another template",
+            f"its chat template does not support turn-by-turn conversations: {problem}; use another template",
         )
 
 
 @lru_cache(maxsize=64)
 def growth_rules(tokenizer: Tokenizer, system_prompt: str = "", tools: str = "") -> GrowthRules:
-    """The rules for one tokenizer, system prompt and set of tools (JSON), checked once."""
+    """Return the checked rules for a tokenizer, system prompt and set of tools (JSON); cached."""
     return GrowthRules(tokenizer, system_prompt, tools)
 
 

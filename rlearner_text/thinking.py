@@ -1,4 +1,4 @@
-"""What a model thinks before it speaks, between ``<think>`` and ``</think>``."""
+"""Removes a model's reasoning between ``<think>`` and ``</think>``."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ CLOSE: Final = "</think>"
 
 
 def without_thinking(text: str) -> str:
-    """The words that follow the thinking; the text as it is where there is none.
+    """Return the text after the reasoning, or the whole text if there is none.
 
-    A chat template may have opened the block already, so what stands before a ``</think>`` is thinking with or without a ``<think>``.
-    A block that is never closed is thinking to its end.
+    Text before a ``</think>`` is reasoning even without a ``<think>``, because a chat template may have opened the
+    block. An unclosed block is reasoning to its end.
     """
     _, closed, said = text.rpartition(CLOSE)
     said, opened, _ = (said if closed else text).partition(OPEN)

@@ -1,4 +1,4 @@
-"""Builds a small Qwen3-architecture model with random weights and a tokenizer of its own, so that nothing need be downloaded."""
+"""Creates a small Qwen3 model with random weights and its own tokenizer, without any download."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from rlearner_text.library import import_transformers
 PAD: Final = "<|endoftext|>"
 UNKNOWN: Final = "<|unk|>"
 END_OF_TURN: Final = "<|im_end|>"
-LAYERS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # linear ones, by the names they have in it
+LAYERS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # linear layers
 CHARACTERS: Final = string.ascii_letters + string.digits + string.punctuation + " \n"
 
-# One token opens a message, its role included, so that a turn costs the small model as few tokens as can be.
+# One token opens a message and names its role, so that a turn costs the small model as few tokens as possible.
 _CHARS_SPECIAL: Final = (PAD, UNKNOWN, END_OF_TURN, "<|im_system|>", "<|im_user|>", "<|im_assistant|>")
 _CHARS_TEMPLATE: Final = (
     "{%- for message in messages %}{{- '<|im_' + message['role'] + '|>' + message['content'] + '<|im_end|>' }}{%- endfor %}"
@@ -39,13 +39,13 @@ def build_tiny(out: str | Path, tiny: TinyModel, *, seed: int = 0, dtype: str = 
     """Write a folder that AutoModelForCausalLM and AutoTokenizer load; the same settings and seed give the same bytes.
 
     Args:
-        out: the folder, replaced as a whole when it exists.
+        out: the folder, replaced if it exists.
         tiny: sizes and vocabulary.
         seed: of the random weights.
         dtype: of the saved weights: float32, bfloat16 or float16.
 
     Raises:
-        ConfigError: impossible sizes, or a bpe vocabulary without a readable corpus.
+        ConfigError: if the sizes are impossible, or a bpe vocabulary has no readable corpus.
     """
     check_tiny(tiny)
     with atomic_folder(out) as folder:
@@ -55,10 +55,10 @@ def build_tiny(out: str | Path, tiny: TinyModel, *, seed: int = 0, dtype: str = 
 
 
 def check_tiny(tiny: TinyModel) -> None:
-    """Refuse impossible combinations without building anything.
+    """Reject impossible combinations without building anything.
 
     Raises:
-        ConfigError: names the key, its value and what is allowed.
+        ConfigError: if one is impossible; names the key, its value and what is allowed.
     """
     if tiny.num_heads % tiny.num_kv_heads:
         raise ConfigError("model.tiny.num_kv_heads", tiny.num_kv_heads, f"it must divide num_heads ({tiny.num_heads})")
@@ -66,10 +66,10 @@ def check_tiny(tiny: TinyModel) -> None:
         raise ConfigError("model.tiny.head_dim", tiny.head_dim, "rotary positions need an even number")
     for word in tiny.words:
         if tiny.vocab != "chars" or len(word) < 2 or not word.isprintable() or tiny.words.count(word) > 1:
-            raise ConfigError("model.tiny.words", word, "different texts of two characters or more, beside vocab: chars")
+            raise ConfigError("model.tiny.words", word, "use distinct texts of at least two printable characters, with vocab: chars")
     if tiny.vocab == "bpe":
         if tiny.corpus is None or not Path(tiny.corpus).is_file():
-            raise ConfigError("model.tiny.corpus", tiny.corpus, "a bpe vocabulary needs an existing text file to be trained on")
+            raise ConfigError("model.tiny.corpus", tiny.corpus, "a bpe vocabulary needs an existing text file to train on")
         smallest = 256 + len(_BPE_SPECIAL)
         if tiny.vocab_size < smallest:
             raise ConfigError("model.tiny.vocab_size", tiny.vocab_size, f"a byte-level vocabulary has at least {smallest} tokens")
@@ -93,7 +93,7 @@ def _write_tokenizer(folder: Path, tiny: TinyModel) -> None:
 
 
 def _chars(words: Sequence[str]) -> tokenizers.Tokenizer:
-    # A BPE without merges makes every character a token and gives the unknown token to those it does not have.
+    # A BPE without merges makes every character a token and maps others to the unknown token.
     vocab = {token: index for index, token in enumerate((*_CHARS_SPECIAL, *CHARACTERS))}
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token=UNKNOWN))
     tokenizer.decoder = decoders.Fuse()

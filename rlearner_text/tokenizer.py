@@ -1,7 +1,7 @@
-"""A tokenizer from any Hugging Face folder or hub name, light enough for a hub: no torch, about 0.1 s to load.
+"""Loads a tokenizer from a Hugging Face folder or hub name without torch, in about 0.1 s.
 
-``tokenizer.json`` is read by the ``tokenizers`` library itself. Only a folder without that file goes through transformers'
-AutoTokenizer, and costs its import (seconds, 300 MB).
+The ``tokenizers`` library reads ``tokenizer.json``. Only a folder without that file needs transformers' AutoTokenizer,
+whose import costs seconds and 300 MB.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rlearner_text.chat_template import Chat, ChatTemplate, find_template
 from rlearner_text.hub import read_json, tokenizer_folder
 from rlearner_text.library import import_transformers
 
-_SHORT: Final = 16  # tokens of a text that may come again: the answers of many episodes are the same few words
+_SHORT: Final = 16  # tokens; decoded short texts are cached, because the answers of many episodes repeat
 _SHORT_KEPT: Final = 4096
 _NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -33,7 +33,7 @@ class _Backend(Protocol):
 
 
 class _Fast:
-    """tokenizer.json, plus the added tokens that only tokenizer_config.json knows."""
+    """tokenizer.json, plus the added tokens that only tokenizer_config.json lists."""
 
     def __init__(self, file: Path, config: dict[str, Any]) -> None:
         self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
@@ -72,9 +72,7 @@ class _Auto:
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         except (OSError, ValueError, ImportError, KeyError) as error:
-            raise ConfigError(
-                key, name, f"it holds no tokenizer that transformers can load: {' '.join(str(error).split())[:300]}"
-            ) from None
+            raise ConfigError(key, name, f"it has no tokenizer that transformers can load: {' '.join(str(error).split())[:300]}") from None
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
@@ -94,14 +92,14 @@ class _Auto:
 
 
 class Tokenizer:
-    """Text to token ids and back, the model's chat template, and which tokens end its output.
+    """Converts text to token ids and back, and knows the model's chat template and end tokens.
 
     Attributes:
-        name: the folder or hub name it was loaded from.
-        eos_token_ids: tokens at which the model's own output ends, sorted; from generation_config.json, else config.json,
-            and always the tokenizer's own eos token.
+        name: folder or hub name from which it is loaded.
+        eos_token_ids: tokens that end the model's output, sorted; from generation_config.json, else config.json, and
+            always the tokenizer's own eos token.
         pad_token_id: the pad token, else the first eos token, else 0.
-        vocab_size: number of tokens the tokenizer knows; the model's embedding may be larger.
+        vocab_size: number of tokens in the tokenizer; the model's embedding may be larger.
     """
 
     def __init__(self, folder: Path, name: str, *, trust_remote_code: bool = False, key: str = "model.path") -> None:
@@ -125,27 +123,27 @@ class Tokenizer:
             key: the setting that names it, for errors.
 
         Raises:
-            ConfigError: nothing there, or no tokenizer in it.
+            ConfigError: if there is no such folder or hub name, or it has no tokenizer.
         """
         return cls(tokenizer_folder(str(path), key), str(path), trust_remote_code=trust_remote_code, key=key)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of the text alone; nothing is added around it. Special tokens spelled out in the text are recognised."""
+        """Return the token ids of the text alone; special tokens spelled out in it are recognised."""
         return self._backend.encode(text)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of the token ids."""
+        """Return the text of the token ids."""
         found = ids.tolist() if isinstance(ids, array) else [int(i) for i in ids]
         if len(found) > _SHORT:
             return self._backend.decode(found, skip_special_tokens)
         return self._decode_short(tuple(found), skip_special_tokens)
 
     def token_id(self, token: str) -> int | None:
-        """The id of one token by its exact spelling, or None."""
+        """Return the id of a token by its exact spelling, or None."""
         return self._backend.token_id(token)
 
     def vocabulary(self) -> dict[str, int]:
-        """Every token by its spelling, with its id."""
+        """Return the ids of all tokens by their spelling."""
         return self._backend.vocabulary()
 
     @cached_property
@@ -153,18 +151,18 @@ class Tokenizer:
         """The model's chat template.
 
         Raises:
-            ConfigError: it has none.
+            ConfigError: if it has none.
         """
         if self._template_source is None:
             raise ConfigError(self._key, self.name, "its tokenizer has no chat template; add a chat_template.jinja to the folder")
         return ChatTemplate(self._template_source, self._special, self.name)
 
     def render_chat(self, messages: Chat, *, add_generation_prompt: bool = True, tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """The conversation as the model's chat template spells it."""
+        """Render a conversation with the model's chat template."""
         return self.chat_template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools)
 
     def encode_chat(self, messages: Chat, *, add_generation_prompt: bool = True) -> list[int]:
-        """Token ids of the whole rendering, as transformers' ``apply_chat_template`` gives them."""
+        """Return the token ids of a rendered conversation, like transformers' ``apply_chat_template``."""
         return self.encode(self.render_chat(messages, add_generation_prompt=add_generation_prompt))
 
     def _find_eos(self, folder: Path) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
-"""How a model's chat template spells tool calls, found out by showing it one; and the calls in what the model then says.
+"""Learns a chat template's tool call syntax from a rendered probe, and parses calls in outputs.
 
-Most templates put one JSON object per call between two markers (``<tool_call>…</tool_call>``), some a list of them behind one marker,
-some nothing but the object. The keys of name and arguments differ as well. All of that is read off the template's own rendering.
+Most templates put one JSON object per call between two markers (``<tool_call>…</tool_call>``), some a list of them
+after one marker, some only the object. Keys differ, too. All of this is read from a rendered probe.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rlearner_text.thinking import without_thinking
 
 _NAME: Final = "probe_tool_11213"
 _ARGUMENTS: Final = {"probe_argument": "probe value 31415"}
-# Nine characters, for some templates insist on that.
+# The id has nine characters, because some templates require that.
 PROBE: Final[Mapping[str, Any]] = {
     "role": "assistant",
     "content": "",
@@ -29,28 +29,28 @@ PROBE_ID: Final = "probe0001"
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call that a policy made."""
+    """One tool call in a model's output."""
 
     name: str
     arguments: dict[str, Any]
 
 
 class BadCall(ValueError):
-    """What the policy said begins as a tool call and is none; the text tells it why."""
+    """Output that begins like a tool call but is not valid; the message is for the policy."""
 
 
 class UnknownSpelling(ValueError):
-    """The template does not write calls as JSON."""
+    """A template that does not write calls as JSON."""
 
 
 @dataclass(frozen=True)
 class ToolSpelling:
-    """How calls are written.
+    """The syntax of tool calls.
 
     Attributes:
-        opener: what stands before the JSON of a call, or of a list of calls, without white space at its ends; empty if nothing does.
-        name_key, arguments_key: of the object.
-        before, after: all that stands around the JSON of one call, up to the end of the turn.
+        opener: marker before the JSON of a call or a list of calls, stripped; empty if there is none.
+        name_key, arguments_key: keys of the JSON object.
+        before, after: all text around the JSON of one call, up to the end of the turn.
     """
 
     opener: str
@@ -60,10 +60,10 @@ class ToolSpelling:
     after: str = ""
 
     def calls(self, text: str) -> list[ToolCall]:
-        """The calls in a turn's text, special tokens included, in their order; none where it is plain words.
+        """Return the calls in a turn's text, which includes special tokens, in order; empty for plain text.
 
         Raises:
-            BadCall: it looks like a call, but its JSON does not parse or has no name or arguments.
+            BadCall: if it looks like a call, but its JSON does not parse or has no name or arguments.
         """
         found: list[ToolCall] = []
         if not self.opener:
@@ -74,26 +74,26 @@ class ToolSpelling:
         return found
 
     def _read(self, text: str, found: list[ToolCall]) -> tuple[list[ToolCall], str]:
-        """The calls with those at the beginning of a text added, and the text behind them."""
+        """Parse calls at the beginning of a text; return all calls found so far and the rest of the text."""
         try:
             value, end = strict.decode_prefix(text)
         except strict.BadJson as error:
-            raise BadCall(f"the tool call is no JSON: {error}") from None
+            raise BadCall(f"the tool call is not valid JSON: {error}") from None
         values = value if isinstance(value, list) else [value]
         return found + [self._call(one) for one in values], text[end:]
 
     def _call(self, value: object) -> ToolCall:
         name = value.get(self.name_key) if isinstance(value, dict) else None
         if not isinstance(value, dict) or not isinstance(name, str):
-            raise BadCall(f'the tool call has no text as "{self.name_key}"')
+            raise BadCall(f'the tool call has no string as "{self.name_key}"')
         arguments = value.get(self.arguments_key, {})
-        if isinstance(arguments, str):  # some write the object as a text
+        if isinstance(arguments, str):  # some templates write the object as a string
             try:
                 arguments = strict.loads(arguments)
             except strict.BadJson:
                 arguments = None
         if not isinstance(arguments, dict):
-            raise BadCall(f'the tool call\'s "{self.arguments_key}" is no object')
+            raise BadCall(f'the tool call\'s "{self.arguments_key}" is not an object')
         try:
             msgspec.msgpack.encode(arguments)  # it may go to another process
         except (OverflowError, RecursionError) as error:
@@ -102,14 +102,14 @@ class ToolSpelling:
 
 
 def probe(rendered: str, before: str) -> tuple[ToolSpelling, str]:
-    """How a template spells calls, and what it puts behind the JSON of ``PROBE``.
+    """Return a template's call syntax, and what it puts after the JSON of ``PROBE``.
 
     Args:
-        rendered: a conversation that ends with ``PROBE``, or goes on behind it.
-        before: the same conversation, as far as the first word of a turn that speaks in its place.
+        rendered: a conversation that contains ``PROBE`` as its last assistant turn.
+        before: the same conversation up to the first word of a text turn instead of ``PROBE``.
 
     Raises:
-        UnknownSpelling: it shows the call not at all or not as JSON.
+        UnknownSpelling: if the template does not render the call as JSON.
     """
     at = rendered.rfind(_NAME)
     for start in (i for i in range(at, -1, -1) if rendered[i] == "{"):
@@ -138,5 +138,5 @@ def _is_arguments(value: object) -> bool:
 
 
 def _common(one: str, other: str) -> int:
-    """Characters that both begin with."""
+    """Return the length of the common prefix."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -1,1 +1,1 @@
-"""The rollout server: generates tokens with the offered weights. May import ``broker``, ``text`` and ``sandbox``, no other role."""
+"""The rollout server: generates tokens with the learner's weights. Imports no other role."""

@@ -1,4 +1,4 @@
-"""Requests into replies: what is asked of one engine, from wherever it comes, and how the last of it is waited for."""
+"""Passes requests from every transport to one engine, turns outputs into replies, and drains."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from rlearner_text.openai.pieces import Piece, Tap, Top
 from rlearner_text.openai.problems import ENGINE_FAILED
 from rollout.engines.base import Engine, Output, TappedEngine
 
-SEND_S: Final = 2.0  # for aborted requests to be answered with their partial output
+SEND_S: Final = 2.0  # time for aborted requests to return their partial output
 
 
 class Answering:
-    """Answers requests by an engine.
+    """Request handler in front of one engine.
 
     Args:
         server: id in the replies.
-        answered: told the seconds that each took, waiting included.
+        answered: called with the seconds that each request took, queueing included.
 
     Attributes:
-        draining: new requests are answered with nothing, so that the asker goes elsewhere.
+        draining: new requests get an empty reply, so that the client tries another server.
     """
 
     def __init__(self, engine: Engine, server: str, answered: Callable[[float], None]) -> None:
@@ -45,7 +45,7 @@ class Answering:
         """Answer one request.
 
         Args:
-            tap: hears of the tokens meanwhile, where the engine tells.
+            tap: receives tokens as they are sampled, if the engine supports it.
         """
         if self.draining:
             return self._reply(request, Output(finish_reason="abort"))
@@ -63,14 +63,14 @@ class Answering:
                 self._idle.set()
 
     def abort(self, request_id: str) -> None:
-        """End a request early; an unknown one does nothing."""
+        """End a request early; ignore an unknown one."""
         if (scoring := self._scoring.get(request_id)) is not None:
             scoring.cancel()
         else:
             self._engine.abort(request_id)
 
     async def finish(self, timeout_s: float) -> int:
-        """Wait for what runs, then abort it; how many were aborted."""
+        """Wait for outstanding requests, abort the rest, and return how many were aborted."""
         if await self._quiet(timeout_s):
             return 0
         left = list(self._outstanding)
@@ -89,7 +89,7 @@ class Answering:
         return await (self._engine.generate(request) if tap is None else self._tapped.generate(request, tap))
 
     async def _with_top(self, engine: TappedEngine, request: wire.GenerateRequest, tap: Tap | None) -> Output:
-        """The likeliest tokens at each sampled one as columns, as a reply has them."""
+        """Generate, and add the likeliest tokens at each position as the columns of a reply."""
         k, tops = request.sampling.top_logprobs, list[Top]()
 
         def told(piece: Piece) -> None:
@@ -106,7 +106,7 @@ class Answering:
         return replace(output, top_ids=ids, top_logprobs=values)
 
     async def _score(self, request: wire.GenerateRequest) -> Output:
-        """Ended from here when it is aborted or out of time: nothing is sampled, so an engine has no output so far to end it with."""
+        """Score a context; enforce abort and deadline here, as engines have no partial output of such a request."""
         if request.request_id in self._scoring:
             return Output(error=f"request_id {request.request_id!r} is already running or waiting")
         work = self._scoring[request.request_id] = asyncio.ensure_future(self._engine.generate(request))
@@ -120,7 +120,7 @@ class Answering:
             del self._scoring[request.request_id]
 
     async def _quiet(self, timeout_s: float) -> bool:
-        """Whether nothing is in flight any more within that time."""
+        """Wait until no request is outstanding; return False on timeout."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()

@@ -14,10 +14,10 @@ from rollout.engines.args import EngineArgs
 
 
 def check(config: dict[str, Any]) -> None:
-    """What the section alone cannot say: the engine exists and takes its arguments, and every domain's context fits.
+    """Check that the engine accepts its arguments and that every domain's context and sampling fit.
 
     Raises:
-        ConfigError: names the key, its value and what is allowed.
+        ConfigError: if a value is not allowed; names the key, its value and what is allowed.
     """
     section = RolloutSection.model_validate(config.get("rollout") or {})
     check_engine(section)
@@ -33,7 +33,7 @@ def check(config: dict[str, Any]) -> None:
     if section.snapshot_only and section.snapshot is None:
         raise ConfigError("rollout.snapshot_only", True, "false without rollout.snapshot")
     evaluation = config.get("eval") or {}
-    if "random" in (evaluation.get("baseline"), *(evaluation.get("against") or ())):  # ``rlearner up`` starts its server, with these
+    if "random" in (evaluation.get("baseline"), *(evaluation.get("against") or ())):  # ``rlearner up`` serves it
         parse("eval.baseline_args", evaluation.get("baseline_args") or {}, resolve("engine_args", "random", ENGINE_ARGS))
     for name, domain in (config.get("domains") or {}).items():
         if declared is not None and not declared.processed_logprobs:
@@ -59,10 +59,10 @@ def _refuse_filters(name: str, sampling: dict[str, Any], engine: str) -> None:
 
 
 def check_engine(section: RolloutSection) -> None:
-    """The engine is known and its arguments are ones it takes; nothing heavy is imported for those of the registry.
+    """Check the engine's name and arguments without importing the heavy libraries of registered engines.
 
     Raises:
-        ConfigError: otherwise.
+        ConfigError: if the engine is unknown or does not accept its arguments.
     """
     check_engine_name(section.engine)
     if section.engine in ENGINE_ARGS:
@@ -70,10 +70,10 @@ def check_engine(section: RolloutSection) -> None:
 
 
 def check_engine_name(name: str) -> None:
-    """Someone has an engine of that name; a dotted path or a file is taken at its word.
+    """Check that an engine of this name exists; a name with a colon (MODULE:CLASS or a file) is not checked.
 
     Raises:
-        ConfigError: nobody has.
+        ConfigError: if the name is unknown.
     """
     if name not in known("engines", ENGINES) and ":" not in name:
         try:

@@ -1,4 +1,4 @@
-"""The command ``rollout-server``."""
+"""Command line of ``rollout-server``."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ def _port(value: str) -> int:
     try:
         return port(value)
     except argparse.ArgumentTypeError as error:
-        raise argparse.ArgumentTypeError(f"{error}; settings stand before --http or behind --http=PORT") from None
+        raise argparse.ArgumentTypeError(f"{error}; put settings before --http, or write --http=PORT") from None
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options of ``rollout-server``."""
+    """Return the argument parser of ``rollout-server``."""
     result = Parser(
-        prog="rollout-server", description="Serve a policy to the environment hubs of a run; any number of these may join and leave."
+        prog="rollout-server", description="Serve a policy to the environment hubs of a run; any number of servers may join and leave."
     )
     process.add_join_options(result)
     result.add_argument("--gpus", default="auto", metavar="LIST", help="GPUs to use: 4-7, or 0,2, or cpu, or auto (%(default)s)")
     result.add_argument(
-        "--engine", default=None, metavar="NAME", help="engine in place of the run's rollout.engine, for example hf or random"
+        "--engine", default=None, metavar="NAME", help="engine, overrides the run's rollout.engine, for example hf or random"
     )
-    result.add_argument("--policy", default=None, metavar="NAME", help="policy it serves in place of the run's rollout.policy (actor)")
-    result.add_argument("--model", default=None, metavar="PATH", help="weights to serve for another policy than actor, as they are")
+    result.add_argument("--policy", default=None, metavar="NAME", help="policy to serve, overrides the run's rollout.policy (actor)")
+    result.add_argument("--model", default=None, metavar="PATH", help="fixed weights to serve, for a policy other than actor")
     result.add_argument(
         "--snapshot",
         default=None,
         metavar="PLACE",
-        help="folder or http address of the run's snapshots, to start from while the learner cannot be had (runs/RUN/snapshots)",
+        help="folder or HTTP address of the run's snapshots, to start from while the learner is unavailable (runs/RUN/snapshots)",
     )
     result.add_argument(
         "--http",
@@ -54,14 +54,14 @@ def parser() -> argparse.ArgumentParser:
         const=HTTP_PORT,
         type=_port,
         metavar="PORT",
-        help=f"offer an OpenAI-compatible HTTP API at this port ({HTTP_PORT}), 0 for any free one; write --http=PORT before settings",
+        help=f"serve an OpenAI-compatible HTTP API on this port ({HTTP_PORT}), 0 for any free one; write --http=PORT before settings",
     )
     result.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the section rollout, for example max_running=32")
     return complete(result, EXAMPLES)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the server; the exit code."""
+    """Run the server and return its exit code."""
 
     def run() -> int:
         options = parser().parse_args(arguments)

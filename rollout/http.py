@@ -1,6 +1,6 @@
-"""The OpenAI-compatible HTTP API of a rollout server, beside the stream; off unless ``rollout.http_port`` is set.
+"""The OpenAI-compatible HTTP API of a rollout server; off unless ``rollout.http_port`` is set.
 
-Its key, tokenizer and port are had before the engine loads for minutes; then it answers, and one line in the log says where.
+Key, tokenizer and port are acquired before the engine loads, which takes minutes, so that their errors appear at once.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ log = logging.getLogger(__name__)
 
 
 def served_by(engine: Engine, section: RolloutSection, run_model: str, state: Callable[[], str]) -> Served:
-    """What clients are told of a server and its engine.
+    """Return what the API reports about a server and its engine.
 
     Args:
-        run_model: what the run started from.
-        state: ``serving``, or why not.
+        run_model: the model that the run started from.
+        state: returns ``serving``, or why the server is not.
     """
     return Served(
         model=section.policy,
@@ -41,10 +41,10 @@ def served_by(engine: Engine, section: RolloutSection, run_model: str, state: Ca
 
 @dataclass(frozen=True)
 class HttpApi:
-    """The API of one rollout server: its port is had, and ``listen`` begins to answer there.
+    """The API of one rollout server, bound to its port; ``listen`` starts serving.
 
     Attributes:
-        key_place: where the key stands, for people.
+        key_place: where the user finds the API key.
     """
 
     server: HttpServer
@@ -53,10 +53,10 @@ class HttpApi:
     key_place: str
 
     async def listen(self) -> None:
-        """Begin to answer.
+        """Start serving.
 
         Raises:
-            UserError: another took the port meanwhile.
+            UserError: if another process has taken the port.
         """
         with _port_refused(self.port):
             await self.server.listen()
@@ -67,10 +67,10 @@ class HttpApi:
 
 
 async def take_http(handle: Handle, served: Served, *, bind: str, port: int, trust_remote_code: bool) -> HttpApi:
-    """All of it but the answering, so that what is wrong is said before an engine loads for minutes.
+    """Prepare the API without serving, so that its errors appear before the engine loads.
 
     Raises:
-        UserError: the port or the key cannot be had, or the model has no tokenizer.
+        UserError: if the port or the key is not available, or the model has no tokenizer.
     """
     key, key_place = keys.find_key()
     tokenizer = await asyncio.to_thread(Tokenizer.load, served.path, trust_remote_code=trust_remote_code)
@@ -89,4 +89,6 @@ def _port_refused(port: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ConfigError("rollout.http_port", port, f"it cannot be had ({error.strerror}); give another, or 0 for any") from None
+        raise ConfigError(
+            "rollout.http_port", port, f"the port is not available ({error.strerror}); choose another, or 0 for any"
+        ) from None

@@ -1,4 +1,4 @@
-"""Metrics of the last interval from an engine's growing counters: pure."""
+"""Derives interval metrics from an engine's cumulative counters (pure)."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from typing import Final
 
 from rollout.engines.base import Stats
 
-SPEED_HALVES_S: Final = 300.0  # seconds of work
+SPEED_HALVES_S: Final = 300.0  # half-life of ``speed``, in seconds of work
 
 
 class Meter:
-    """Differences between two looks at an engine.
+    """Differences between two readings of an engine's counters.
 
     Args:
         now: seconds on any monotonic clock.
 
     Attributes:
-        speed: most tokens per second generated lately, 0 before any; it falls only while there is work, by half in five minutes.
+        speed: recent peak of generated tokens per second, initially 0; halves in five minutes of work.
         idle_ratio: share of the last interval without work, -1 before the first reading.
     """
 
@@ -28,12 +28,12 @@ class Meter:
         self.speed, self.idle_ratio = 0.0, -1.0
 
     def answered(self, seconds: float) -> None:
-        """A request took this long, waiting included."""
+        """Record a request that took this long, queueing included."""
         self._requests += 1
         self._request_s += seconds
 
     def read(self, now: float, stats: Stats) -> dict[str, float]:
-        """What happened since the last reading."""
+        """Return the metrics since the last reading."""
         seconds = max(now - self._at, 1e-9)
         before, self._before, self._at = self._before, stats, now
         context = stats.prefill_tokens - before.prefill_tokens

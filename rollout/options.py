@@ -1,4 +1,4 @@
-"""What one rollout server runs with: the run's section, its command line's options, and overrides."""
+"""Settings of one rollout server: the run's section, command-line options and overrides."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from rollout.config import RolloutSection
 
 
 def own_section(config: Mapping[str, Any], options: argparse.Namespace) -> RolloutSection:
-    """The run's section ``rollout`` with this server's options and ``key=value`` overrides on top.
+    """Return the run's section ``rollout`` with this server's options and ``key=value`` overrides applied.
 
-    Only this section is checked, and what it has to do with the domains: files of other roles need not exist here.
-    Another engine than the run's own does not inherit its ``engine_args``.
+    Only this section and its relation to the domains are checked: files of other roles need not exist on this machine.
+    An engine other than the run's own does not inherit its ``engine_args``.
 
     Raises:
-        UserError: an override that is none, or a value that is not allowed.
+        UserError: if an override is malformed, or a value is not allowed.
     """
     section = dict(config.get("rollout") or {})
     if options.engine is not None:
@@ -48,10 +48,10 @@ def own_section(config: Mapping[str, Any], options: argparse.Namespace) -> Rollo
 
 
 def refuse(options: argparse.Namespace) -> None:
-    """What can be said of a command line before the run is known: not what goes with the run's settings.
+    """Reject a command line that is wrong for any run.
 
     Raises:
-        UserError: an override that is none, a value that is not allowed, no such engine, no such model.
+        UserError: if an override is malformed, a value is not allowed, or the engine or model does not exist.
     """
     given: dict[str, Any] = {} if options.engine is None else {"engine": options.engine}
     for override in options.overrides:
@@ -62,10 +62,10 @@ def refuse(options: argparse.Namespace) -> None:
 
 
 def overridden(section: dict[str, Any], override: str) -> dict[str, Any]:
-    """The section with one ``key=value`` on top, whose value is YAML; the key may begin with ``rollout.``.
+    """Return the section with one ``key=value`` applied; the value is YAML, the key may begin with ``rollout.``.
 
     Raises:
-        UserError: it is no key=value.
+        UserError: if the override is not of the form key=value.
     """
     key, equals, _ = override.partition("=")
     if not equals or not key:

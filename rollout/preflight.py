@@ -1,4 +1,4 @@
-"""What can be said about this role's part of a configuration on a machine, before anything starts."""
+"""Checks this role's part of a configuration on a machine before anything starts."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from rollout.engines.args import OpenAIArgs
 
 
 def look(config: dict[str, Any]) -> list[Finding]:
-    """Models named as on the hub, and the endpoint that the engine ``openai`` forwards to; its server ends where that is not there.
+    """Check hub models, and the endpoint of the engine ``openai``, whose server exits if the endpoint is not available.
 
     Args:
-        config: validated.
+        config: a validated configuration.
     """
     section = RolloutSection.model_validate(config.get("rollout") or {})
     paths = {"model.path": (config.get("model") or {}).get("path"), "rollout.model_path": section.model_path}

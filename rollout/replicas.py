@@ -1,7 +1,6 @@
-"""More GPUs than one engine takes: one rollout server for each share of them, started and watched by the one that was asked for.
+"""Starts and supervises one rollout server per share of GPUs, if there are several shares.
 
-They are servers like any other, with presence, weights and an end of their own; hubs choose among them. One that dies is started again
-alone. Bad input of one is bad input of all.
+Each is an ordinary server with its own presence. One that crashes restarts; if one rejects its input, all end.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ log = logging.getLogger(__name__)
 LOOK_EVERY_S: Final = 0.25
 FIRST_RESTART_S: Final = 1.0
 LAST_RESTART_S: Final = 30.0
-STEADY_S: Final = 120.0  # a server that lived this long did not die of its start
-LEAVE_S: Final = 30.0  # beyond drain_timeout_s, for a server to end its engine
+STEADY_S: Final = 120.0  # a server that ran this long did not fail at startup, so its restart delay is reset
+LEAVE_S: Final = 30.0  # beyond drain_timeout_s, for a server to close its engine
 
 Command = Callable[[int, Sequence[int]], list[str]]
 
 
 def shares(spec: str, section: RolloutSection) -> list[list[int]]:
-    """The GPUs of each engine; one share without numbers where GPUs are not given by number, or the engine does not split them.
+    """Return the GPUs of each engine; one empty share if GPUs are not numbered or the engine does not split them.
 
     Raises:
-        UserError: ``engine_args.tensor_parallel`` does not divide their number.
+        UserError: if ``engine_args.tensor_parallel`` does not divide the number of GPUs.
     """
     if spec in ("auto", "cpu") or section.engine not in ENGINE_ARGS:
         return [[]]
@@ -59,7 +58,7 @@ def shares(spec: str, section: RolloutSection) -> list[list[int]]:
 
 
 def command_of(options: argparse.Namespace, run: str, section: RolloutSection) -> Command:
-    """How the server of one share is started: as this one was, with its GPUs, a name and an HTTP port of its own."""
+    """Return how to start the server of one share: this process's options with other GPUs, id and HTTP port."""
 
     def command(index: int, numbers: Sequence[int]) -> list[str]:
         line = [sys.executable, "-m", "rollout.cli", "--broker", options.broker, "--run", run, "--gpus", ",".join(map(str, numbers))]
@@ -89,7 +88,7 @@ class _Replica:
     process: subprocess.Popen[bytes]
     started: float
     wait_s: float = FIRST_RESTART_S
-    due: float | None = None  # when it is started again
+    due: float | None = None  # time of the next restart
 
     @staticmethod
     def start(line: list[str]) -> _Replica:
@@ -97,10 +96,10 @@ class _Replica:
 
 
 async def run(parts: Sequence[Sequence[int]], command: Command, stop: Stop, *, drain_s: float) -> None:
-    """Until all have ended by themselves with 0, or a stop is asked for and they have drained.
+    """Run the servers until all have exited with 0, or a stop is requested and they have drained.
 
     Raises:
-        UserError: one of them cannot be started as asked; it has said why.
+        UserError: if one of them rejects its input; its own log line names the reason.
     """
     replicas = [_Replica.start(command(index, numbers)) for index, numbers in enumerate(parts)]
     log.info("started %d servers, on GPUs %s", len(replicas), " and ".join(",".join(map(str, numbers)) for numbers in parts))
@@ -119,11 +118,11 @@ def _look_after(replica: _Replica, numbers: Sequence[int]) -> None:
     if code in (None, 0):
         return
     if code == EXIT_USER_ERROR:
-        raise UserError(f"the server on GPUs {named} could not start; its line above says why")
+        raise UserError(f"the server on GPUs {named} could not start; see its error above")
     if replica.due is None:
         replica.wait_s = FIRST_RESTART_S if now - replica.started > STEADY_S else replica.wait_s
         replica.due = now + replica.wait_s
-        log.error("the server on GPUs %s ended with exit code %d, again in %.0f s", named, code, replica.wait_s)
+        log.error("the server on GPUs %s exited with code %d, restarting in %.0f s", named, code, replica.wait_s)
     elif now >= replica.due:
         replica.process, replica.started, replica.due = _start(replica.line), now, None
         replica.wait_s = min(2 * replica.wait_s, LAST_RESTART_S)
@@ -143,7 +142,7 @@ async def _moment(stop: Stop) -> None:
 
 
 async def _end(replicas: Sequence[_Replica], drain_s: float) -> None:
-    """Ask all to drain, then wait; what does not end in time is killed."""
+    """Let all servers drain, and kill those that do not exit in time."""
     for replica in replicas:
         if replica.process.poll() is None:
             replica.process.terminate()

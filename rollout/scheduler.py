@@ -1,11 +1,11 @@
-"""Which request runs next, and in which KV slot: a pure state machine without I/O or clock.
+"""Decides which request runs next and in which KV slot: a pure state machine without I/O or clock.
 
-- The longest expected output goes first, so that the long tail leaves the critical path; a request that has spent half
-  its time waiting goes before all others, so that short ones never starve.
-- A request waits until the version served is at least its ``min_version``.
-- A finished conversation's slot is kept idle. A later request of that conversation takes it and keeps as many leading
-  tokens as are equal. Idle slots are given up least recently used first, those that a waiting request wants last.
-- New weights drop every idle slot, and a slot that was running then is not kept when it finishes, unless its KV was rebuilt.
+- The longest expected output goes first, to keep the long tail off the critical path; a request that has waited for
+  half of its time goes before all others, so that short ones never starve.
+- A request waits until the served version is at least its ``min_version``.
+- A finished conversation's slot stays idle. A later request of that conversation takes it and reuses the common prefix.
+  Idle slots are evicted least recently used first, those that a waiting request can reuse last.
+- New weights drop every idle slot; a slot that is running then is not kept when it finishes, unless its KV was rebuilt.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import numpy.typing as npt
 
 Tokens = npt.NDArray[np.int32]
 
-WAITING: Final = -1  # Job.slot of a request that is queued
-ENDED: Final = -2  # Job.slot of a request that left
+WAITING: Final = -1  # Job.slot of a queued request
+ENDED: Final = -2  # Job.slot of a request that has ended
 
 
 @dataclass(eq=False, slots=True)
@@ -32,9 +32,9 @@ class Job:
     Attributes:
         tokens: the whole context, shape (n,).
         expected_tokens: expected output length; the longest go first.
-        min_version: it does not run on older weights.
-        submitted, deadline: on the caller's clock, seconds.
-        slot: where it runs; WAITING or ENDED otherwise.
+        min_version: oldest policy version that may serve it.
+        submitted, deadline: seconds on the caller's clock.
+        slot: where it runs, or WAITING or ENDED.
     """
 
     request_id: str
@@ -48,13 +48,13 @@ class Job:
 
     @property
     def urgent_at(self) -> float:
-        """When half of its time is spent."""
+        """Time at which half of its time is spent."""
         return (self.submitted + self.deadline) / 2
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Run this job in this slot; the KV of its first ``reused`` tokens is there already."""
+    """Instruction to run a job in a slot, which already holds the KV of its first ``reused`` tokens."""
 
     job: Job
     slot: int
@@ -69,7 +69,7 @@ class _Idle:
 
 @dataclass(eq=False, slots=True)
 class _Queue:
-    """The waiting jobs that may run, by two orders at once; a job taken by one order is skipped by the other."""
+    """The waiting jobs that may run, in two orders at once; a job taken from one is skipped in the other."""
 
     longest: list[tuple[float, int, Job]] = field(default_factory=list)
     oldest: list[tuple[float, int, Job]] = field(default_factory=list)
@@ -81,7 +81,7 @@ class _Queue:
         heapq.heappush(self.oldest, (job.urgent_at, self.pushed, job))
 
     def pop(self, now: float) -> Job | None:
-        """The first urgent job, else the longest."""
+        """Take the first urgent job, else the longest."""
         return _pop_waiting(self.oldest, now) or _pop_waiting(self.longest, math.inf)
 
 
@@ -98,9 +98,9 @@ class Scheduler:
 
     Args:
         num_slots: KV slots; at least 1.
-        max_running: jobs at once, at most ``num_slots``.
+        max_running: concurrent jobs, at most ``num_slots``.
         prefix_cache: whether finished conversations keep their slot.
-        version: policy version served, -1 for none.
+        version: served policy version, -1 for none.
     """
 
     def __init__(self, *, num_slots: int, max_running: int, prefix_cache: bool = True, version: int = -1) -> None:
@@ -134,14 +134,14 @@ class Scheduler:
         return [self._running[slot] for slot in sorted(self._running)]
 
     def job(self, request_id: str) -> Job | None:
-        """A waiting or running job."""
+        """Return a waiting or running job."""
         return self._jobs.get(request_id)
 
     def submit(self, job: Job) -> None:
         """Queue a job.
 
         Raises:
-            ValueError: its request_id is already here.
+            ValueError: if its request_id is already running or waiting.
         """
         if job.request_id in self._jobs:
             raise ValueError(f"request_id {job.request_id!r} is already running or waiting")
@@ -153,7 +153,7 @@ class Scheduler:
         self._enqueue(job)
 
     def admit(self, now: float) -> list[Start]:
-        """Every job that starts now, in the order of priority."""
+        """Start as many jobs as fit and return them in order of priority."""
         started: list[Start] = []
         while len(self._running) < self.max_running:
             job = self._queue.pop(now)
@@ -163,7 +163,7 @@ class Scheduler:
         return started
 
     def expire(self, now: float) -> list[Job]:
-        """Jobs whose deadline has come: waiting ones are gone from here, running ones are the caller's to ``finish``."""
+        """Return the jobs past their deadline; waiting ones are removed, the caller must ``finish`` running ones."""
         due: list[Job] = []
         while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][2].slot == ENDED):
             job = heapq.heappop(self._deadlines)[2]
@@ -175,20 +175,20 @@ class Scheduler:
         return due
 
     def abort(self, request_id: str) -> Job | None:
-        """A waiting job is gone from here; a running one (``slot`` >= 0) is the caller's to ``finish``; None if unknown."""
+        """Return a job, None if unknown, and remove it if it waits; the caller must ``finish`` a running one."""
         job = self._jobs.get(request_id)
         if job is not None and job.slot == WAITING:
             self._leave(job)
         return job
 
     def next_deadline(self) -> float | None:
-        """When ``expire`` has something to do next."""
+        """Return the earliest deadline of any job."""
         while self._deadlines and self._deadlines[0][2].slot == ENDED:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
     def finish(self, slot: int, tokens: Tokens | None) -> None:
-        """The job in a slot ended; ``tokens`` are those whose KV the slot now holds, None when they are of no use."""
+        """End the job in a slot; ``tokens`` are those whose KV the slot now holds, None to drop them."""
         job = self._running.pop(slot)
         del self._jobs[job.request_id]
         job.slot = ENDED
@@ -202,11 +202,11 @@ class Scheduler:
             heapq.heappush(self._free, slot)
 
     def update(self, version: int, *, weights_changed: bool = True) -> list[Job]:
-        """A new version is served from now on.
+        """Serve a new version from now on.
 
         Returns:
-            Running jobs that may not go on, since the new version is below their ``min_version`` (a learner that went back
-            to a checkpoint); the caller finishes them.
+            Running jobs that must not continue because the new version is below their ``min_version`` (a learner that
+            went back to a checkpoint); the caller must finish them.
         """
         self.version = version
         if weights_changed:
@@ -220,7 +220,7 @@ class Scheduler:
         return [job for job in self.running if job.min_version > version]
 
     def refreshed(self, slot: int) -> None:
-        """The running slot's KV is rebuilt from the newest weights."""
+        """Note that a running slot's KV was rebuilt from the newest weights."""
         self._stale.discard(slot)
 
     def _enqueue(self, job: Job) -> None:
@@ -246,7 +246,7 @@ class Scheduler:
         slot = self._idle_of.get(job.conversation_id)
         reused = 0
         if slot is not None:
-            reused = common_prefix(self._idle[slot].tokens, job.tokens[:-1])  # the last token must run: it gives the first logits
+            reused = common_prefix(self._idle[slot].tokens, job.tokens[:-1])  # the last one must produce logits
             self._forget(slot)
         elif not self._free:
             self._forget(self._victim())
@@ -264,7 +264,6 @@ class Scheduler:
         return next(unwanted, next(iter(self._idle)))
 
     def _forget(self, slot: int | None) -> None:
-        """Make an idle slot free."""
         if slot is not None:
             idle = self._idle.pop(slot)
             del self._idle_of[idle.conversation_id]
@@ -272,7 +271,7 @@ class Scheduler:
 
 
 def common_prefix(a: Tokens, b: Tokens) -> int:
-    """How many leading tokens are equal."""
+    """Return the number of equal leading tokens."""
     n = min(len(a), len(b))
     different = np.flatnonzero(a[:n] != b[:n])
     return int(different[0]) if different.size else n

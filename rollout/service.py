@@ -1,6 +1,6 @@
 """The rollout server: joins a run, loads an engine, answers requests, follows the weights, drains.
 
-A request is served only by weights whose probe matched; until then presence says ``starting`` and requests wait.
+Only weights whose probe matched serve requests; until then the server's presence is ``starting`` and requests wait.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FROZEN: Final = 0  # version of a policy whose weights never change
-IMPORT_AFTER_S: Final = 0.5  # of waiting for the run: one that is there may refuse the arguments, which is said before any import
-FAREWELL_S: Final = 0.25  # between the last answer and the end of the connection, so that askers read the one before the other
+IMPORT_AFTER_S: Final = 0.5  # of waiting: a run that is up may reject the arguments before any import
+FAREWELL_S: Final = 0.25  # between the last reply and closing the connection, so that clients read the reply first
 
 
 async def run(options: argparse.Namespace, stop: process.Stop) -> None:
-    """The whole life of a rollout server; ``options`` are those of ``rollout.cli``.
+    """Run a rollout server until it is stopped; ``options`` are those of ``rollout.cli``.
 
     Raises:
-        UserError: a GPU, an engine, a model or a setting that cannot be used.
+        UserError: if a GPU, an engine, a model or a setting cannot be used.
     """
-    device = gpus.select(options.gpus)  # first of all: torch must not be loaded before
+    device = gpus.select(options.gpus)  # first: torch must not be loaded before
     refuse(options)
     importing = _Importing(options.engine or RolloutSection().engine)
     async with process.join("rollout", options, stop, connected=importing.begin) as member:
@@ -66,13 +66,13 @@ async def run(options: argparse.Namespace, stop: process.Stop) -> None:
             await _serve(member, member.spec, section, device)
             if stop.asked.is_set():
                 return
-            log.info("epoch %d has other settings for servers: starting again with those", member.spec.epoch)
+            log.info("epoch %d changes the settings of rollout servers: restarting with the new ones", member.spec.epoch)
         command = replicas.command_of(options, member.bus.run, section)
     await replicas.run(parts, command, stop, drain_s=section.drain_timeout_s)
 
 
 async def _serve(member: process.Member, spec: wire.RunSpec, section: RolloutSection, device: gpus.Device) -> None:
-    """One engine on all GPUs that this process may see, until a stop is asked for or a RunSpec needs another one."""
+    """Serve one engine on all visible GPUs until a stop is requested or a RunSpec requires a restart."""
     if section.model_path is not None:
         await asyncio.to_thread(check_model_path, section.model_path, "rollout.model_path")
     config = replace(_engine_config(spec, section), device=device)
@@ -85,7 +85,7 @@ async def _serve(member: process.Member, spec: wire.RunSpec, section: RolloutSec
 
 
 def _built_from(spec: wire.RunSpec) -> tuple[object, ...]:
-    """What a server takes from a RunSpec when it starts: where these differ it must start again."""
+    """Return the parts of a RunSpec that a server reads at startup; it must restart when they change."""
     broker, train = (spec.config.get(name) or {} for name in ("broker", "train"))
     weights = [train.get(name) for name in ("weights_bucket_mib", "weights_dtype")]
     return spec.model_path, spec.config.get("model"), spec.config.get("rollout"), broker.get("channel"), broker.get("bind"), weights
@@ -102,7 +102,7 @@ def _engine_config(spec: wire.RunSpec, section: RolloutSection) -> EngineConfig:
 
 
 class _Importing:
-    """Imports the probable engine's libraries (seconds) while a run is waited for; what fails here fails again in ``_serve``."""
+    """Imports the likely engine's libraries (seconds) while waiting for a run; ``_serve`` reports errors."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -113,7 +113,6 @@ class _Importing:
         self._timer = loop.call_later(IMPORT_AFTER_S, loop.run_in_executor, None, self._import)
 
     def end(self) -> None:
-        """Nothing is begun any more."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -126,7 +125,7 @@ class Service:
     """One engine behind one request channel, kept at the newest weights.
 
     Args:
-        spec: the RunSpec that it is built from; the member's may be a newer one.
+        spec: the RunSpec to build it from; the member's own may be newer.
     """
 
     def __init__(self, member: process.Member, spec: wire.RunSpec, section: RolloutSection, engine: Engine) -> None:
@@ -139,16 +138,16 @@ class Service:
         self._meter = Meter(time.monotonic())
         self._answering = Answering(engine, member.id, self._meter.answered)
         self.handle = self._answering.handle
-        self._loaded = False  # new weights into the engine, or at least begun
-        self._paused_s = 0.0  # that generation stood still at the last new weights
+        self._loaded = False  # whether loading new weights into the engine has at least begun
+        self._paused_s = 0.0  # how long the last weight update paused generation
         self._address = ""
 
     async def serve(self) -> None:
-        """Until a stop is asked for, or the run goes on with other settings, and everything in flight is answered.
+        """Serve until a stop is requested or the run changes its settings, then drain.
 
         Raises:
-            UserError: the model cannot be served.
-            Exception: what broke the engine.
+            UserError: if the model cannot be served.
+            Exception: if the engine fails.
         """
         member = self._member
         if self._engine.has_weights:
@@ -174,7 +173,7 @@ class Service:
         await self.drain()
 
     async def _over(self) -> None:
-        """Return when a stop is asked for, or the newest RunSpec needs a server that is built from it."""
+        """Return when a stop is requested or the newest RunSpec requires a restart."""
         asked = asyncio.create_task(self._member.stop.asked.wait())
         while not asked.done() and _built_from(self._member.spec) == _built_from(self._spec):
             renewed = asyncio.create_task(self._member.renewed.wait())
@@ -184,7 +183,7 @@ class Service:
         asked.cancel()
 
     async def drain(self) -> None:
-        """No new requests; finish what runs, and hand back the rest as it is."""
+        """Reject new requests, finish running ones, and return the rest with partial output."""
         self._answering.draining = True
         self._member.poke()
         log.info("draining %d requests, at most %g s", len(self._answering), self._section.drain_timeout_s)
@@ -195,13 +194,13 @@ class Service:
     async def close(self) -> None:
         if self._receiver is not None:
             await self._receiver.close()
-        await self._channel.close()  # answers what is left
+        await self._channel.close()  # answers the remaining requests
         if self._http is not None:
             await self._http.close()
         await self._engine.close()
 
     def presence(self) -> wire.Presence:
-        """What the others see of this server."""
+        """Return what this server announces to the run."""
         stats = self._engine.stats()
         return wire.Presence(
             role="rollout",
@@ -223,7 +222,7 @@ class Service:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Of the last second."""
+        """Return the metrics of the last second."""
         weights = self._receiver.metrics() if self._receiver is not None else {}
         return {
             **self._meter.read(time.monotonic(), self._engine.stats()),
@@ -237,14 +236,14 @@ class Service:
         return {"state": self._state()} | ({"last_error": problem} if problem else {})
 
     async def _take_http(self, port: int) -> HttpApi:
-        from rollout.http import served_by, take_http  # off by default, so not imported by all
+        from rollout.http import served_by, take_http  # imported here because the API is off by default
 
         served = served_by(self._engine, self._section, self._spec.model_path, self._state)
         trust = (self._spec.config.get("model") or {}).get("trust_remote_code", False)
         return await take_http(self.handle, served, bind=self._broker.bind, port=port, trust_remote_code=trust)
 
     async def _follow_weights(self) -> None:
-        from broker.weights.receiver.receive import Receiver  # imports torch, which an engine without weights does without
+        from broker.weights.receiver.receive import Receiver  # imports torch
 
         train = self._spec.config.get("train") or {}
         self._receiver = Receiver(
@@ -260,13 +259,13 @@ class Service:
             only_snapshots=self._section.snapshot_only,
         )
         await self._receiver.start()
-        self._member.spawn(self._receiver.join())  # a server that can follow no weights any more is better started anew
+        self._member.spawn(self._receiver.join())  # fails the server when it can no longer follow
 
     def _open_snapshots(self) -> Source | None:
-        """Where to look for weights while the learner cannot be had.
+        """Open the source of weights to use while the learner is unavailable.
 
         Raises:
-            UserError: an address that is none.
+            UserError: if the address is not valid.
         """
         from broker.weights.snapshots.snapshot_source import Source, is_url
 
@@ -278,10 +277,10 @@ class Service:
         return Source(where, keys.find_key()[0] if is_url(where) else "")
 
     def _first_weights(self) -> tuple[Mapping[str, Tensor], bool]:
-        """What the run began with, and whether nobody else will change it: as the engine holds it, else from its folder."""
+        """Return the run's initial weights, from the engine or from disk, and whether they stay unchanged."""
         held = self._engine.weights()
         if not self._loaded and not any(tensor.is_meta for tensor in held.values()):
-            stay = all(tensor.is_cpu and tensor.is_contiguous() for tensor in held.values())  # merged ones then take their place
+            stay = all(tensor.is_cpu and tensor.is_contiguous() for tensor in held.values())  # merged ones replace them
             return held, stay and getattr(self._engine, "keeps_tensors", False)
         from torch import device
 
@@ -291,21 +290,21 @@ class Service:
         return HeldWeights(load(_engine_config(self._spec, self._section), device("cpu"))).tensors(), True
 
     async def _load(self, tensors: Mapping[str, Tensor], offer: wire.WeightsOffer) -> None:
-        """Bring in an offer; an empty mapping says that the engine holds these bytes already.
+        """Load an offered version; an empty mapping means that the engine already holds these bytes.
 
         Raises:
-            TransferFailed: the probe does not match.
+            TransferFailed: if the probe does not match.
         """
         from broker.weights.probe import check_probe
 
         if tensors:
             self._loaded = True
             self._paused_s = await self._engine.update_weights(tensors, offer.version, self._section.update_mode, offer.probe)
-            log.info("serving version %d of epoch %d, generation stood still for %.3f s", offer.version, offer.epoch, self._paused_s)
+            log.info("serving version %d of epoch %d, generation paused for %.3f s", offer.version, offer.epoch, self._paused_s)
         else:
             check_probe(offer.probe, await self._engine.logprobs(offer.probe.token_ids.array().tolist()))
             await self._engine.adopt(offer.version)
-            log.info("serving version %d of epoch %d, held already", offer.version, offer.epoch)
+            log.info("serving version %d of epoch %d, weights unchanged", offer.version, offer.epoch)
         self._member.poke()
 
     async def _watch_engine(self) -> None:

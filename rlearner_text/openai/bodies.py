@@ -1,7 +1,7 @@
-"""What clients send: the bodies of /v1/chat/completions and /v1/completions, checked; pure. Those of /v1/responses become chats.
+"""Request bodies of /v1/chat/completions and /v1/completions, with validation (pure).
 
-A field that would change the output and is not known here is refused. One that is null, holds the value that changes nothing,
-or says nothing about the output is let through, so that common client libraries work.
+An unknown field that would change the output is rejected. A field that is null, has a neutral value, or does not
+concern the output is accepted, so that common client libraries work.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from rlearner_text.openai.problems import Problem
 
 B = TypeVar("B", bound="Body")
 
-MOST_CHOICES: Final = 256  # of one request, over all its prompts
+MOST_CHOICES: Final = 256  # per request, over all prompts
 DEADLINE_S: Final = 600.0
 COMPLETION_TOKENS: Final = 16  # OpenAI's default for /v1/completions
 MOST_TOP_LOGPROBS: Final = 20  # OpenAI's own limit
 
-# Said about the client and not about the output, or, as the last two, about how long to think and talk: a policy is trained for that.
+# About the client and not the output; the last two concern the length of the output, which depends on training.
 _IGNORED: Final = frozenset(
     {
         "user",
@@ -37,7 +37,7 @@ _IGNORED: Final = frozenset(
         "verbosity",
     }
 )
-# Fields that do nothing at these values.
+# Fields that have no effect at these values.
 _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "repetition_penalty": (1,),
     "best_of": (1,),
@@ -57,26 +57,26 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class Strict(BaseModel):
-    """Types are not converted; unknown fields are kept for ``check_extra``."""
+    """Base model: no type conversion, unknown fields kept for ``check_extra``."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class StreamOptions(Strict):
-    """What a stream also holds."""
+    """Optional parts of a stream."""
 
     include_usage: bool = False
 
 
 class Part(Strict):
-    """A piece of a message; only text is known here."""
+    """A part of a message; only text is supported."""
 
     type: Literal["text"]
     text: str
 
 
 class CalledFunction(Strict):
-    """Name, and arguments as JSON."""
+    """Name and JSON arguments of a tool call."""
 
     name: str
     arguments: str
@@ -94,7 +94,7 @@ class CalledFunction(Strict):
 
 
 class Called(Strict):
-    """A tool call that an assistant made."""
+    """A tool call by the assistant."""
 
     id: str
     type: Literal["function"] = "function"
@@ -102,7 +102,7 @@ class Called(Strict):
 
 
 class OfferedFunction(Strict):
-    """A function that the model may call; what else is in it goes into the chat template as it is."""
+    """A function that the model may call; other fields go to the chat template unchanged."""
 
     name: Annotated[str, Field(min_length=1)]
 
@@ -122,14 +122,14 @@ class NamedChoice(Strict):
 
 
 class JsonSchema(Strict):
-    """A schema and what describes it; whether it is strict or not, the answer keeps to it."""
+    """A named schema; the answer follows it whether it is strict or not."""
 
     name: str = ""
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
 
 
 class ResponseFormat(Strict):
-    """The form of an answer."""
+    """The format of an answer."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: JsonSchema | None = None
@@ -142,7 +142,7 @@ class ResponseFormat(Strict):
 
     @property
     def wanted(self) -> dict[str, Any] | None:
-        """Of the JSON that is wanted; None for text."""
+        """Schema of the requested JSON; None for text."""
         if self.type == "text":
             return None
         return {"type": "object"} if self.json_schema is None else self.json_schema.schema_
@@ -162,18 +162,18 @@ class ChatMessage(Strict):
         parts = [part for part in value if isinstance(part, dict)] if isinstance(value, list) else []
         odd = next((part["type"] for part in parts if part.get("type", "text") != "text"), None)
         if odd is not None:
-            raise ValueError(f"only parts of type 'text' are taken here, and one is of type {odd!r}")
+            raise ValueError(f"only parts of type 'text' are supported, found {odd!r}")
         return value
 
     @property
     def text(self) -> str:
-        """Its words."""
+        """The text of all parts."""
         if isinstance(self.content, list):
             return "".join(part.text for part in self.content)
         return self.content or ""
 
     def plain(self) -> dict[str, Any]:
-        """As chat templates take it."""
+        """Return the message in the form of chat templates."""
         made: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
         if self.tool_calls:
             made["tool_calls"] = [
@@ -192,7 +192,7 @@ class ChatMessage(Strict):
 
 
 class Body(Strict):
-    """What both calls have in common. The last seven fields are not OpenAI's."""
+    """Fields of both APIs. The last seven are not OpenAI's."""
 
     model: str | None = None
     max_tokens: PositiveInt | None = None
@@ -213,14 +213,14 @@ class Body(Strict):
     ignore_eos: bool = False
     return_token_ids: bool = True
     min_version: Annotated[int, Field(ge=0, lt=2**62)] = 0  # wait for at least this policy version
-    deadline_s: Annotated[float, Field(gt=0, le=86400)] = DEADLINE_S  # then the output so far comes
+    deadline_s: Annotated[float, Field(gt=0, le=86400)] = DEADLINE_S  # then the output so far is returned
 
     @field_validator("logit_bias")
     @classmethod
     def _ids(cls, value: dict[str, float]) -> dict[str, float]:
         odd = next((key for key in value if not (key.isascii() and key.isdigit() and int(key) < 2**31)), None)
         if odd is not None:
-            raise ValueError(f"keys must be token ids, and one is {odd!r}")
+            raise ValueError(f"keys must be token ids, found {odd!r}")
         return value
 
     @property
@@ -233,7 +233,7 @@ class Body(Strict):
 
     @property
     def wanted_top(self) -> int:
-        """How many of the likeliest tokens are asked for at each place."""
+        """Requested number of likeliest tokens at each position."""
         return 0
 
     @property
@@ -242,7 +242,7 @@ class Body(Strict):
 
 
 class ChatBody(Body):
-    """/v1/chat/completions."""
+    """The body of /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: PositiveInt | None = None
@@ -263,17 +263,17 @@ class ChatBody(Body):
 
     @property
     def most_calls(self) -> int | None:
-        """Of one answer; those that follow are not told of. None: any number."""
+        """Most tool calls of one answer; further ones are dropped. None: any number."""
         return None if self.parallel_tool_calls else 1
 
     @property
     def offered(self) -> list[dict[str, Any]]:
-        """The tools as chat templates take them; none where the client wants no calls."""
+        """The tools in the form of chat templates; empty if the client wants no calls."""
         return [one.model_dump() for one in self.tools] if self.tool_choice != "none" else []
 
     @property
     def forced(self) -> bool:
-        """Whether the answer must be a call."""
+        """Whether the answer must be a tool call."""
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedChoice)
 
     @property
@@ -285,12 +285,12 @@ class ChatBody(Body):
     @model_validator(mode="after")
     def _can_call(self) -> Self:
         if self.forced and not self.callable_tools:
-            raise ValueError("tool_choice wants a call, and tools has none that it may be")
+            raise ValueError("tool_choice requires a call, but tools has no matching tool")
         return self
 
 
 class CompletionBody(Body):
-    """/v1/completions; ``logprobs`` is how many of the likeliest tokens to tell at each place, beside the logprob of the sampled one."""
+    """The body of /v1/completions; ``logprobs`` is the number of likeliest tokens besides the sampled one."""
 
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
     logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | bool | None = None
@@ -304,7 +304,7 @@ class CompletionBody(Body):
         return 0 if isinstance(self.logprobs, bool) else self.logprobs or 0
 
     def prompts(self) -> list[str] | list[list[int]]:
-        """Each as text, or each as token ids."""
+        """Return the prompts, all as text or all as token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if self.prompt and isinstance(self.prompt[0], int):
@@ -313,15 +313,15 @@ class CompletionBody(Body):
 
 
 def parse(raw: bytes, model: type[B]) -> B:
-    """A body from its JSON.
+    """Parse and validate a body.
 
     Raises:
-        Problem: 400, naming the first bad field.
+        Problem: 400 if it is invalid; names the first wrong field.
     """
     try:
         values = strict.loads(raw)
     except strict.BadJson as error:
-        raise Problem(400, f"the body is no JSON: {error}") from None
+        raise Problem(400, f"the body is not valid JSON: {error}") from None
     if not isinstance(values, dict):
         raise Problem(400, "the body must be a JSON object")
     try:
@@ -341,16 +341,16 @@ def parse(raw: bytes, model: type[B]) -> B:
 def check_extra(
     extra: Mapping[str, Any] | None, where: str, ignored: frozenset[str] = _IGNORED, neutral: Mapping[str, tuple[object, ...]] = _NEUTRAL
 ) -> None:
-    """Refuse a field that would change the output and is not known.
+    """Reject an unknown field that would change the output.
 
     Args:
-        extra: the fields that the model has no place for.
-        where: what stands before their names, for example ``messages.3.``.
-        ignored: names that say nothing about the output.
-        neutral: values that change nothing.
+        extra: the fields that the model does not define.
+        where: prefix of their names, for example ``messages.3.``.
+        ignored: fields that do not concern the output.
+        neutral: values without effect.
 
     Raises:
-        Problem: 400, naming the field.
+        Problem: 400 if there is one; names the field.
     """
     for key, value in (extra or {}).items():
         if value is not None and key not in ignored and value not in neutral.get(key, ()):
@@ -358,9 +358,9 @@ def check_extra(
 
 
 def problem_of(error: ValidationError, where: str = "") -> Problem:
-    """The first error of a body, or of the part of it that stands at ``where``, as what a client is told."""
+    """Convert the first error of a body, or of its part at ``where``, to an error answer."""
     first = error.errors()[0]
-    # The branches of a union stand in the location as types, such as ``str`` or ``list[str]``: nothing that a client wrote.
+    # The location names branches of a union by type, such as ``str`` or ``list[str]``, which are not in the request.
     parts = [str(part) for part in first["loc"] if isinstance(part, int) or (part.isidentifier() and part not in _TYPE_NAMES)]
     param = ".".join([where, *parts] if where else parts)
     if first["type"] == "missing":

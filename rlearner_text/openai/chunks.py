@@ -1,4 +1,4 @@
-"""What a streaming client gets: OpenAI's chunks, one for each piece that the engine tells of, with the tokens in it; pure."""
+"""Builds OpenAI's stream chunks from the pieces that an engine streams (pure)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from rlearner_text.tokenizer import Tokenizer
 class Chunks:
     """The chunks of one choice.
 
-    Every token is in exactly one chunk, with its logprob and version. Text may come a few tokens later, see ``Spoken``.
+    Every token is in exactly one chunk, with its logprob and version. Its text may follow a few tokens later, see
+    ``Spoken``.
 
     Attributes:
-        top: of every token so far, see ``rlearner_text.openai.pieces``.
+        top: likeliest tokens at every position so far, see ``rlearner_text.openai.pieces``.
     """
 
     def __init__(self, body: Body, tokenizer: Tokenizer, writer: Writer, index: int, prompt: Sequence[int]) -> None:
@@ -32,7 +33,7 @@ class Chunks:
         self.top: list[Top] = []
 
     def of(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
-        """One chunk of pieces that came since the last."""
+        """Return one chunk with the new pieces."""
         ids = [one for piece in pieces for one in piece.token_ids]
         logprobs = [one for piece in pieces for one in piece.logprobs]
         top = [one for piece in pieces for one in piece.top]
@@ -46,7 +47,7 @@ class Chunks:
         return [self._chunk(self._spoken.add(ids), ids, logprobs, runs, top)]
 
     def last(self, choice: Choice) -> list[dict[str, Any]]:
-        """What the choice has beyond what was told, and how it ended."""
+        """Return the chunks of the rest of a finished choice and of its end."""
         text, calls = self._writer.said(choice)
         ids = choice.reply.token_ids.array().tolist()[self._told :]
         logprobs = choice.reply.logprobs.array().tolist()[self._told :]
@@ -84,19 +85,19 @@ class Chunks:
 
 
 def spoken_of(body: Body, tokenizer: Tokenizer) -> Spoken:
-    """What of the answer to a request may be shown while it grows."""
+    """Return the incremental text of an answer to a request."""
     opener = tools.spelling(tokenizer).opener if isinstance(body, ChatBody) and body.offered else None
     ends = frozenset((*body.stop_token_ids, *tokenizer.eos_token_ids))
     return Spoken(tokenizer, ends=ends, stops=body.stops, opener=opener)
 
 
 def usage_chunk(writer: Writer, body: Body, choices: Sequence[Choice]) -> dict[str, Any]:
-    """What ``stream_options.include_usage`` asks for."""
+    """Return the chunk that ``stream_options.include_usage`` requests."""
     return writer.object("chat.completion.chunk" if isinstance(body, ChatBody) else "text_completion", []) | {"usage": usage(choices)}
 
 
 class ChatForm:
-    """How chats and completions are answered; see ``rlearner_text.openai.generation.Form``."""
+    """Answer format of chats and completions; see ``rlearner_text.openai.generation.Form``."""
 
     def __init__(self, body: Body, tokenizer: Tokenizer, writer: Writer) -> None:
         self._body, self._tokenizer, self._writer = body, tokenizer, writer
@@ -111,7 +112,7 @@ class ChatForm:
 
 
 def _behind(runs: Sequence[Sequence[int]], told: int) -> list[list[int]]:
-    """Runs of tokens without the first so many."""
+    """Return runs of tokens without the first ``told`` tokens."""
     made: list[list[int]] = []
     for version, count in runs:
         left = max(0, count - told)

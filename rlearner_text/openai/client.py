@@ -1,4 +1,4 @@
-"""Asks an OpenAI-compatible endpoint: one JSON object to and fro, tried again while that may help."""
+"""Client of OpenAI-compatible endpoints: one JSON object out, one back, with retries."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from broker.contract import strict
 
 log = logging.getLogger(__name__)
 
-AGAIN: Final = frozenset({408, 409, 429, 500, 502, 503, 504})  # statuses that may be another at the next try
+AGAIN: Final = frozenset({408, 409, 429, 500, 502, 503, 504})  # statuses worth a retry
 MOST_BYTES: Final = 64 * 2**20  # of an answer
 LONGEST_BACKOFF_S: Final = 30.0
 
 
 class Refused(Exception):
-    """The endpoint will not do this, however often it is asked.
+    """An error status that a retry would not change.
 
     Args:
         status: HTTP status.
-        message: what it said, one line.
+        message: from the endpoint, one line.
     """
 
     def __init__(self, status: int, message: str) -> None:
@@ -35,13 +35,13 @@ class Refused(Exception):
 
 
 def backoff_s(attempt: int, base_s: float, headers: Mapping[str, str], *, chance: float) -> float:
-    """Seconds before the next try.
+    """Return the seconds to wait before the next try.
 
     Args:
-        attempt: tries that failed, from 1.
-        base_s: first backoff; it doubles with every try and is drawn between its half and its whole.
-        headers: of the last answer, if there was one. Retry-After wins when it is later: seconds, or a date (RFC 9110, 10.2.3) that is
-            counted from the answer's own Date, for no clock of ours need agree with theirs.
+        attempt: number of failed tries, from 1.
+        base_s: first backoff; doubles with every try and is drawn from its upper half.
+        headers: of the last answer, if any. A later Retry-After takes precedence: seconds, or a date (RFC 9110, 10.2.3)
+            relative to the answer's own Date, because clocks may differ.
         chance: uniform in [0, 1).
     """
     own: float = min(LONGEST_BACKOFF_S, base_s * 2 ** (attempt - 1)) * (0.5 + chance / 2)
@@ -61,15 +61,15 @@ def _asked_for(headers: Mapping[str, str]) -> float:
 
 
 def _unix_s(date: str) -> float:
-    return email.utils.parsedate_to_datetime(date).replace(tzinfo=UTC).timestamp()  # HTTP's dates are all GMT
+    return email.utils.parsedate_to_datetime(date).replace(tzinfo=UTC).timestamp()  # HTTP dates are GMT
 
 
 class Endpoint:
-    """One connection pool to one base URL.
+    """A connection pool for one base URL.
 
     Args:
         base_url: for example ``http://127.0.0.1:8000/v1``.
-        key: sent as a bearer token; empty: none.
+        key: sent as bearer token; empty: none.
         timeout_s: of one try.
         retries: tries after the first.
         base_s: see ``backoff_s``.
@@ -81,19 +81,18 @@ class Endpoint:
         self._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=aiohttp.ClientTimeout(total=timeout_s),
-            connector=aiohttp.TCPConnector(limit=0),  # who asks limits itself
+            connector=aiohttp.TCPConnector(limit=0),  # callers limit themselves
         )
 
     async def get(self, path: str) -> dict[str, Any]:
-        """See ``post``."""
         return await self._ask("GET", path, None)
 
     async def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer.
+        """Post a body and return the answer.
 
         Raises:
-            Refused: a status that another try would not change.
-            RuntimeError: no answer, or none that is a JSON object, at the last try.
+            Refused: if the endpoint answers with a status that a retry would not change.
+            RuntimeError: if the last try gets no answer, or one that is not a JSON object.
         """
         return await self._ask("POST", path, body)
 
@@ -120,7 +119,7 @@ class Endpoint:
         raise RuntimeError(f"{self._base_url}{path} gave no answer in {self._retries + 1} tries: {problem}")
 
     def _without_key(self, said: str) -> str:
-        """Some endpoints repeat a key that they do not take."""
+        """Mask the key, which some endpoints repeat when they reject it."""
         return said.replace(self._key, "***") if self._key else said
 
 
@@ -137,14 +136,14 @@ def _object(raw: bytes) -> dict[str, Any]:
     try:
         found = strict.loads(raw)
     except strict.BadJson as error:
-        raise ValueError(f"the answer is no JSON object: {error}") from None
+        raise ValueError(f"the answer is not valid JSON: {error}") from None
     if not isinstance(found, dict):
-        raise ValueError("the answer is no JSON object")
+        raise ValueError("the answer is not a JSON object")
     return found
 
 
 def _message(raw: bytes) -> str:
-    """What an error body says, in one line."""
+    """Return the message of an error body in one line."""
     try:
         found = _object(raw)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Who answers whom: what a desk is to the server, and the one of a server that has one engine and one key."""
+"""Backend interface of the HTTP server, and the backend with one engine and one key."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from rlearner_text.tokenizer import Tokenizer
 
 
 class Handle(Protocol):
-    """Samples one choice, and tells a tap of it meanwhile where the engine can; else the tap hears nothing."""
+    """Samples one choice, and streams it to a tap if the engine can."""
 
     def __call__(self, request: wire.GenerateRequest, tap: Tap | None = None, /) -> Awaitable[wire.GenerateReply]: ...
 
 
 @dataclass(frozen=True)
 class Served:
-    """What is served.
+    """The model served.
 
     Attributes:
         model: its name for clients: the policy.
-        path: folder or hub name it was loaded from; clients may name it so, too.
+        path: folder or hub name of its source; clients may use it as name, too.
         max_context_tokens: prompt and output together.
-        state: ``serving``, or why not yet or no more.
-        policy_version: newest version held.
-        any_model: whether a client may name whatever model it likes, and gets this one.
-        top_logprobs: whether the likeliest tokens at each place can be told.
+        state: returns ``serving``, or why the server is not.
+        policy_version: returns the newest loaded version.
+        any_model: whether requests for any model name get this one.
+        top_logprobs: whether the likeliest tokens at each position are available.
     """
 
     model: str
@@ -46,34 +46,34 @@ class Served:
 
 
 class Desk(Protocol):
-    """Answers the holder of a certain key.
+    """Answers the requests with one API key.
 
     Attributes:
-        kept: the answers that its later requests may refer to.
+        kept: earlier answers that later requests may reference.
     """
 
     served: Served
     kept: Kept
 
     async def prompts(self, body: Body) -> list[Sequence[int]]:
-        """The token ids of each prompt of a request.
+        """Return the token ids of each prompt of a request.
 
         Raises:
-            Problem: it cannot be asked so.
+            Problem: if the request is invalid.
         """
         ...
 
     async def handle(self, ask: wire.GenerateRequest, tap: Tap | None = None, /) -> wire.GenerateReply:
-        """Samples one choice; see ``Handle``.
+        """Sample one choice; see ``Handle``.
 
         Raises:
-            Problem: it cannot be had.
+            Problem: if it cannot be sampled.
         """
         ...
 
 
 class OneDesk:
-    """Prompts by the model's own chat template, answered by one engine.
+    """Renders prompts with the model's own chat template and answers with one engine.
 
     Args:
         handle: samples one choice.

@@ -1,4 +1,4 @@
-"""One request, from its body to its answer: what is asked of the desk, in how many choices, and in which form it is told."""
+"""Handles one generation request, from its body to its whole or streamed answer."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from rlearner_text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 REPLY_ID_CHARS: Final = 24
-FAILED: Final = "the server failed; its log says why"
+FAILED: Final = "the server failed; see its log"
 
 
 class Form(Protocol):
-    """How an answer is told."""
+    """The format of an answer."""
 
     def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """In one piece."""
+        """Return the answer in one piece."""
         ...
 
     def events(self, index: int, prompt: Sequence[int]) -> Events:
-        """The events of one choice in a stream."""
+        """Return the stream events of one choice."""
         ...
 
     def ending(self, choices: Sequence[Choice]) -> list[bytes]:
-        """The data of the events behind those of all choices."""
+        """Return the data of the events after those of all choices."""
         ...
 
 
@@ -52,15 +52,15 @@ async def generate(
 
     Args:
         limit: most tokens to sample; None: as many as fit.
-        form: makes the form of the answer.
+        form: creates the format of the answer.
 
     Raises:
-        Problem: it cannot be asked so, or there is no output.
+        Problem: if the request is invalid, or there is no output.
     """
     _check_model(body, desk.served)
     _check_top(body, desk.served)
     if isinstance(body, ChatBody) and body.offered:
-        tools.spelling(tokenizer)  # refused before anything is sampled
+        tools.spelling(tokenizer)  # rejected before anything is sampled
     guides = await asyncio.to_thread(guides_of, body, tokenizer) if isinstance(body, ChatBody) else []
     if (odd := next((one for one in body.biases if one >= tokenizer.vocab_size), None)) is not None:
         allowed = f"token ids below {tokenizer.vocab_size}"
@@ -75,7 +75,7 @@ async def generate(
     feeds = [Feed(news, body.wanted_top if desk.served.top_logprobs else 0) for _ in asks]
     made = form(Writer(body, tokenizer, desk.served.model, reply_id))
     given = [prompts[index // body.n] for index in range(len(asks))]
-    # A task keeps what it was told of; a stream takes that out as it comes.
+    # A stream takes pieces from the feeds as they arrive; otherwise each task collects its own.
     one = _one if body.stream else _heard
     tasks = [asyncio.create_task(one(desk, index, given[index], ask, feeds[index])) for index, ask in enumerate(asks)]
     try:
@@ -83,14 +83,14 @@ async def generate(
             events = [made.events(index, prompt) for index, prompt in enumerate(given)]
             return await Stream(feeds, tasks, events, made.ending, news).send(request)
         return web.json_response(made.whole(await asyncio.gather(*tasks)))
-    finally:  # the client left, or one choice failed: nobody wants the others
+    finally:  # if the client disconnects or one choice fails, cancel the others
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _conversation(body: Body) -> str:
-    """Names what the request goes on from. An agent's calls begin alike: up to the user's first words they are one conversation."""
+    """Return the conversation id: an agent's calls share their messages up to the first user message."""
     if body.prompt_cache_key or not isinstance(body, ChatBody):
         return body.prompt_cache_key
     opening = next((n for n, message in enumerate(body.messages) if message.role == "user"), 0) + 1
@@ -99,14 +99,14 @@ def _conversation(body: Body) -> str:
 
 def _check_model(body: Body, served: Served) -> None:
     if not served.any_model and body.model not in (None, served.model, served.path):
-        raise Problem(404, f"there is no model {body.model!r} here, only {served.model!r}", param="model", code="model_not_found")
+        raise Problem(404, f"there is no model {body.model!r}, only {served.model!r}", param="model", code="model_not_found")
 
 
 def _check_top(body: Body, served: Served) -> None:
-    """A completion's ``logprobs: 1`` is how clients ask for the logprobs of what was sampled, and those are always known."""
+    """Check ``top_logprobs``; a completion's ``logprobs: 1`` only requests those of sampled tokens, always known."""
     if not served.top_logprobs and body.wanted_top > (1 if isinstance(body, CompletionBody) else 0):
         param = "top_logprobs" if isinstance(body, ChatBody) else "logprobs"
-        message = f"{param}: {body.wanted_top} is not supported by this server; its engine tells the logprobs of the sampled tokens alone"
+        message = f"{param}: {body.wanted_top} is not supported by this server; its engine returns the logprobs of sampled tokens only"
         raise Problem(400, message, param=param, code="unsupported_parameter")
 
 
@@ -129,7 +129,7 @@ def _ask(
     conversation: str,
     guides: list[wire.Guide],
 ) -> wire.GenerateRequest:
-    """One choice. With a seed, the i-th of a prompt is sampled with seed + i; they would all be the same otherwise."""
+    """Return the request of one choice; the i-th of a prompt uses seed + i, or all would be the same."""
     return wire.GenerateRequest(
         request_id=f"http.{reply_id}.{index}",
         conversation_id=f"{conversation}.{index}" if index else conversation,
@@ -155,7 +155,7 @@ def _ask(
 
 
 async def _heard(desk: Desk, index: int, prompt: Sequence[int], ask: wire.GenerateRequest, feed: Feed) -> Choice:
-    """One choice with what was told of it beside the reply."""
+    """Sample one choice, with the likeliest tokens from its feed."""
     if not feed.tap.top_logprobs:
         return await _one(desk, index, prompt, ask)
     choice = await _one(desk, index, prompt, ask, feed)
@@ -163,10 +163,10 @@ async def _heard(desk: Desk, index: int, prompt: Sequence[int], ask: wire.Genera
 
 
 async def _one(desk: Desk, index: int, prompt: Sequence[int], ask: wire.GenerateRequest, feed: Feed | None = None) -> Choice:
-    """One choice.
+    """Sample one choice.
 
     Raises:
-        Problem: it has no output. What was cut short is an answer whose finish_reason says so.
+        Problem: if it has no output. Partial output is an answer, marked by its finish_reason.
     """
     try:
         reply = await desk.handle(ask, feed.tap if feed is not None else None)

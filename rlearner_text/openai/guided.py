@@ -1,4 +1,4 @@
-"""The forms that a client wants an answer to have, as guides; and whether a grammar can be made of them."""
+"""Converts requested answer formats and tool choices to guides, and checks that they compile."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _OPEN: Final = {
     "anyOf",
     "oneOf",
     "$ref",
-}  # the properties beside these do not stand alone
+}  # next to these, ``properties`` is not the whole schema
 
 
 def guides_of(body: ChatBody, tokenizer: Tokenizer) -> list[wire.Guide]:
-    """What the answer to a chat must keep to; nothing where it is free.
+    """Return the guides that the answer to a chat must follow; empty if it is free.
 
-    A call that is required is exactly one call. With a ``response_format`` the answer is JSON of that form or, where tools are offered,
-    one call.
+    A required call is exactly one call. With a ``response_format`` the answer is JSON of that format or, if tools are
+    offered, one call.
 
     Raises:
-        Problem: 400, no grammar can be made of it, or the chat template has no calls.
+        Problem: 400 if the guides cannot be compiled to a grammar, or the chat template has no tool calls.
     """
     param = "tools" if body.forced else "response_format"
     try:
@@ -47,7 +47,7 @@ def guides_of(body: ChatBody, tokenizer: Tokenizer) -> list[wire.Guide]:
         try:
             _guides(tokenizer).check(made)
         except BadGuide as error:
-            raise Problem(400, f"{param}: no grammar can be made of its schema: {error}", param=param) from None
+            raise Problem(400, f"{param}: its schema cannot be compiled to a grammar: {error}", param=param) from None
     return made
 
 
@@ -60,9 +60,10 @@ def _forms(body: ChatBody, tokenizer: Tokenizer) -> list[wire.Guide]:
 
 
 def closed(schema: Any) -> Any:
-    """A schema in which objects that name their properties have no others, unless it says that they may.
+    """Return a schema whose objects with named properties have no others, unless it allows them explicitly.
 
-    JSON Schema allows any further property there, and a policy that has not learned to end an object would go on with them.
+    JSON Schema allows additional properties by default, and a policy that has not learned to end an object would keep
+    adding them.
     """
     if not isinstance(schema, dict):
         return schema
@@ -81,7 +82,7 @@ def _guides(tokenizer: Tokenizer) -> Guides:
 
 
 def _calls(body: ChatBody, tokenizer: Tokenizer) -> list[wire.Guide]:
-    """One call, of any tool that may be called."""
+    """Return guides for one call of any callable tool."""
     how = tools.spelling(tokenizer)
     return [_call(tool["function"], how) for tool in body.callable_tools]
 
@@ -90,5 +91,5 @@ def _call(function: dict[str, Any], how: ToolSpelling) -> wire.Guide:
     parameters = function.get("parameters") or {"type": "object", "properties": {}}
     properties = {how.name_key: {"const": function["name"]}, how.arguments_key: parameters}
     schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
-    lifted = {key: parameters[key] for key in ("$defs", "definitions") if key in parameters}  # references start at the root
+    lifted = {key: parameters[key] for key in ("$defs", "definitions") if key in parameters}  # $ref starts at the root
     return wire.Guide(schema=json.dumps(closed(schema | lifted)), before=how.before, after=how.after)

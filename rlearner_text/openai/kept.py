@@ -1,4 +1,4 @@
-"""Answers that later requests of the Responses API may refer to by their ids; bounded, the oldest go first."""
+"""Bounded store of answers that later requests of the Responses API may reference by id."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ MOST_BYTES: Final = 32 << 20
 
 
 class Kept:
-    """What one endpoint answered.
+    """Earlier answers of one endpoint; evicts the oldest.
 
     Args:
-        most_bytes: of all conversations together, by the size of their requests.
+        most_bytes: limit for all conversations, by the size of their requests.
     """
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
@@ -25,7 +25,7 @@ class Kept:
         self._bytes = 0
 
     def add(self, response_id: str, given: Sequence[Item], output: Sequence[Item], size: int) -> None:
-        """Keep an answer.
+        """Store an answer.
 
         Args:
             given: the whole input.
@@ -43,10 +43,10 @@ class Kept:
                 del self._items[one]
 
     def conversation(self, response_id: str) -> list[Item] | None:
-        """Input and output of a kept answer."""
+        """Return input and output of a stored answer, or None."""
         found = self._conversations.get(response_id)
         return None if found is None else found[0]
 
     def item(self, item_id: str) -> Item | None:
-        """One item of a kept answer."""
+        """Return an item of a stored answer, or None."""
         return self._items.get(item_id)

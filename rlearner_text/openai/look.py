@@ -1,4 +1,4 @@
-"""Whether an OpenAI-compatible endpoint would answer, looked at before anything starts."""
+"""Checks before anything starts whether an OpenAI-compatible endpoint answers."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ WITHIN_S: Final = 3.0
 
 
 def look(key: str, base_url: str, api_key_env: str, *, named: bool, needed: bool) -> Finding:
-    """One line about an endpoint, which is asked for its models.
+    """Request an endpoint's models and return a finding.
 
     Args:
-        key: of the settings that name it, for example ``rollout.engine_args``.
-        named: whether the user named ``api_key_env``; else none may be needed.
-        needed: whether who asks it gives up where it is not there at once; else it may come later.
+        key: the setting that names it, for example ``rollout.engine_args``.
+        named: whether the user set ``api_key_env``; if not, the endpoint may need no key.
+        needed: whether its client fails at once without the endpoint; if not, it may start later.
     """
     if named and not os.environ.get(api_key_env):
         return _finding(key, "missing", f"its api_key_env names {api_key_env}, which is not set", f"export {api_key_env}=…")
     status, problem = asyncio.run(_ask(base_url, os.environ.get(api_key_env, "")))
     if status in (401, 403):
-        return _finding(key, "missing", f"{base_url} does not take the key in {api_key_env}: {problem}", f"export {api_key_env}=…")
+        return _finding(key, "missing", f"{base_url} does not accept the key in {api_key_env}: {problem}", f"export {api_key_env}=…")
     if problem and not status:
         return _finding(key, "missing" if needed else "warning", problem, f"curl {base_url.rstrip('/')}/models  # must answer")
     return _finding(key, "ok", f"{base_url} answers")
@@ -34,7 +34,7 @@ def _finding(key: str, status: Status, found: str, mend: str = "") -> Finding:
 
 
 async def _ask(base_url: str, key: str) -> tuple[int, str]:
-    """The status of a refusal, 0 for none, and what is wrong, empty where nothing is. Not every endpoint lists its models."""
+    """Return the status of an error answer (else 0) and the problem (else empty); some endpoints do not list models."""
     from rlearner_text.openai.client import Endpoint, Refused
 
     endpoint = Endpoint(base_url, key, timeout_s=WITHIN_S, retries=0, base_s=1.0)

@@ -1,4 +1,4 @@
-"""What an engine tells of a request while it samples: the tokens as they come, for whoever listens in the same process."""
+"""Streaming of sampled tokens from an engine to a listener in the same process."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ Top = Sequence[tuple[int, float]]  # token ids and logprobs, the likeliest first
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens of one request, those that were sampled since the piece before.
+    """Tokens of one request sampled since its previous piece.
 
     Attributes:
-        token_ids: the stop token included.
-        logprobs: of each, under the distribution that it was drawn from.
-        version: the policy version that all of them came from.
-        top: for each the likeliest tokens, see ``Tap``; empty where none were asked for.
+        token_ids: including the stop token.
+        logprobs: of each token, under the distribution from which it was drawn.
+        version: policy version of all of them.
+        top: likeliest tokens at each position, see ``Tap``; empty if not requested.
     """
 
     token_ids: Sequence[int]
@@ -27,13 +27,13 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Tap:
-    """Listens to one request.
+    """Listener to one request.
 
     Attributes:
-        told: called on the event loop with every piece, in order and all before the request is answered. It returns at once: the engine
-            does not wait for whoever reads.
-        top_logprobs: so many likeliest tokens at each place, of the distribution that was drawn from: after temperature and cut-offs, so
-            tokens that were cut off are not among them. At temperature 0, which has no such distribution, at temperature 1.
+        told: called on the event loop with every piece, in order, before the request is answered. It must return at
+            once: the engine does not wait for readers.
+        top_logprobs: number of likeliest tokens at each position, under the sampling distribution, after temperature
+            and cut-offs, which exclude tokens. For temperature 0, at temperature 1.
     """
 
     told: Callable[[Piece], None]

@@ -1,10 +1,10 @@
-"""What a client is told when it gets no answer: a status and OpenAI's error object."""
+"""Error answers: an HTTP status and OpenAI's error object."""
 
 from __future__ import annotations
 
 from typing import Any, Final
 
-ENGINE_FAILED: Final = "the engine failed"  # how an error begins that is not the request's fault
+ENGINE_FAILED: Final = "the engine failed"  # prefix of errors that are not the request's fault
 
 _TYPES: Final = {
     400: "invalid_request_error",
@@ -18,12 +18,12 @@ _TYPES: Final = {
 
 
 class Problem(Exception):
-    """Answered with ``status`` and ``body``.
+    """An error answer with ``status`` and ``body``.
 
     Args:
         status: HTTP status.
         message: one line.
-        param: the field of the body that is to blame.
+        param: the wrong field of the body.
         code: for programs, for example ``model_not_found``.
     """
 

@@ -1,4 +1,4 @@
-"""What clients get: OpenAI's objects, with token ids and policy versions in them; pure."""
+"""Builds OpenAI's answer objects, extended by token ids and policy versions (pure)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Choice:
     Attributes:
         index: among the choices of the request.
         prompt: token ids.
-        reply: what the engine sampled.
-        top: the likeliest tokens at the place of each; empty where none were asked for.
+        reply: the engine's reply.
+        top: likeliest tokens at each position; empty if not requested.
     """
 
     index: int
@@ -39,7 +39,7 @@ class Writer:
         body: the request.
         tokenizer: of the model served.
         model: its name.
-        reply_id: of this answer, without its prefix.
+        reply_id: id of the answer without prefix.
     """
 
     def __init__(self, body: Body, tokenizer: Tokenizer, model: str, reply_id: str) -> None:
@@ -50,14 +50,14 @@ class Writer:
         self.created = int(time.time())
 
     def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """The answer in one piece."""
+        """Return the answer in one piece."""
         made = self.object("chat.completion" if self._chat else "text_completion", [self._choice(one) for one in choices])
-        if self._chat and self._body.return_token_ids:  # a conversation is one prompt; those of a completion stand with their choices
+        if self._chat and self._body.return_token_ids:  # a chat has one prompt; a completion's are in its choices
             made["prompt_token_ids"] = list(choices[0].prompt)
         return made | {"usage": usage(choices), "policy_version": newest(choices)}
 
     def object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """What whole answers and the events of a stream have in common."""
+        """Return the fields that whole answers and stream events share."""
         return {"id": self._id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
@@ -79,7 +79,7 @@ class Writer:
         return made
 
     def said(self, choice: Choice) -> tuple[str, list[dict[str, Any]]]:
-        """Words and tool calls of a finished choice."""
+        """Return text and tool calls of a finished choice."""
         ids, reason = choice.reply.token_ids.array().tolist(), choice.reply.finish_reason
         if isinstance(self._body, ChatBody) and self._body.offered and reason in ("stop", "length"):
             spelled = tools.spelling(self._tokenizer)
@@ -90,7 +90,7 @@ class Writer:
         return self._text(ids, reason), []
 
     def _text(self, ids: Sequence[int], reason: wire.FinishReason) -> str:
-        """The answer without the token or string that ended it; special tokens print nothing."""
+        """Return the answer without the token or string that ended it, and without special tokens."""
         ends = {*self._body.stop_token_ids, *self._tokenizer.eos_token_ids}
         if reason == "stop" and ids and ids[-1] in ends:
             ids = ids[:-1]
@@ -98,11 +98,11 @@ class Writer:
         return text[: min((at for stop in self._body.stops if (at := text.find(stop)) >= 0), default=len(text))]
 
     def logprobs(self, ids: Sequence[int], logprobs: Sequence[float], top: Sequence[Top] = (), start: int = 0) -> Mapping[str, Any] | None:
-        """One entry for each token id, the one that ended the output included; None where the client wants none.
+        """Return one entry per token id, including the end token; None if the client wants none.
 
         Args:
             top: see ``Choice``.
-            start: characters that the tokens before these print.
+            start: number of characters before these tokens.
         """
         if not self._body.wants_logprobs:
             return None
@@ -122,13 +122,13 @@ class Writer:
 
 
 def runs_of(reply: wire.GenerateReply) -> list[list[int]]:
-    """Pairs (policy version, number of tokens)."""
+    """Return pairs (policy version, number of tokens)."""
     pairs: list[list[int]] = reply.version_runs.array().reshape(-1, 2).tolist()
     return pairs
 
 
 def usage(choices: Sequence[Choice]) -> dict[str, Any]:
-    """Tokens of all prompts and of all choices; a prompt with several choices counts once."""
+    """Return the token usage; a prompt with several choices counts once."""
     prompts = {id(choice.prompt): len(choice.prompt) for choice in choices}
     sampled = sum(len(choice.reply.token_ids.array()) for choice in choices)
     cached = sum(choice.reply.prefix_hit_tokens for choice in choices)
@@ -141,7 +141,7 @@ def usage(choices: Sequence[Choice]) -> dict[str, Any]:
 
 
 def newest(choices: Sequence[Choice]) -> int:
-    """The server's policy version when the last choice was answered."""
+    """Return the newest policy version of all choices."""
     return max(choice.reply.policy_version for choice in choices)
 
 
@@ -150,5 +150,5 @@ def _entry(token: str, logprob: float) -> dict[str, Any]:
 
 
 def _bytes(token: str) -> list[int] | None:
-    """UTF-8 of a token; None for a part of a character, which decodes to a replacement."""
+    """Return the UTF-8 of a token; None for an incomplete character, which decodes to a replacement."""
     return None if "\ufffd" in token else list(token.encode())

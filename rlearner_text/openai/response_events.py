@@ -1,4 +1,4 @@
-"""What clients of /v1/responses get: the response object, and the events of a streamed one; pure."""
+"""Builds the response object of /v1/responses and its stream events (pure)."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _ECHOED_TOO: Final = ("top_logprobs", "top_p")
 
 
 class ResponseForm:
-    """How a request to /v1/responses is answered; see ``rlearner_text.openai.generation.Form``.
+    """Answer format of /v1/responses; see ``rlearner_text.openai.generation.Form``.
 
     Args:
         body: the request.
-        chat: the chat that it asks for.
+        chat: the request as a chat.
         tokenizer: of the model served.
-        keep: called with the response's id and its items before the client knows of them.
+        keep: called with the response's id and items before they are sent.
         writer: of the chat's answer.
     """
 
@@ -36,7 +36,7 @@ class ResponseForm:
         self.response_id = f"resp_{writer.reply_id}"
 
     def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """The answer in one piece."""
+        """Return the answer in one piece."""
         (choice,) = choices
         reason = choice.reply.finish_reason
         output = self.items(choice)
@@ -52,7 +52,7 @@ class ResponseForm:
         return made
 
     def object(self, status: str, output: list[Item]) -> dict[str, Any]:
-        """What the whole answer and the events of a stream have in common."""
+        """Return the fields that the whole answer and stream events share."""
         echoed = {name: getattr(self._body, name) for name in (*_ECHOED, *_ECHOED_TOO)}
         return {
             "id": self.response_id,
@@ -73,7 +73,7 @@ class ResponseForm:
         }
 
     def items(self, choice: Choice) -> list[Item]:
-        """The output: a message unless there are only calls, then the calls."""
+        """Return the output: a message unless there are only calls, then the calls."""
         text, calls = self._writer.said(choice)
         status = "completed" if calls or choice.reply.finish_reason == "stop" else "incomplete"
         logprobs = self.logprobs(choice.reply.token_ids.array().tolist(), choice.reply.logprobs.array().tolist(), choice.top)
@@ -81,44 +81,44 @@ class ResponseForm:
         return message + [self.call(call, number, "completed") for number, call in enumerate(calls)]
 
     def message(self, status: str, parts: list[dict[str, Any]]) -> Item:
-        """The item of the words."""
+        """Return the message item."""
         return {"id": f"msg_{self._writer.reply_id}", "type": "message", "role": "assistant", "status": status, "content": parts}
 
     def part(self, text: str, logprobs: Sequence[Any] = ()) -> dict[str, Any]:
-        """The words."""
+        """Return the text part of a message."""
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
 
     def call(self, call: dict[str, Any], number: int, status: str) -> Item:
-        """The item of a call that a chat would tell of as this."""
+        """Convert a chat's tool call to an item."""
         item = {"id": f"fc_{self._writer.reply_id}{number:02d}", "type": "function_call", "status": status, "call_id": call["id"]}
         return item | {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
 
     def logprobs(self, ids: Sequence[int], logprobs: Sequence[float], top: Sequence[Top]) -> list[Any]:
-        """One entry for each token; empty where none are wanted."""
+        """Return one entry per token; empty if none are requested."""
         found = self._writer.logprobs(ids, logprobs, top)
         return [] if found is None else list(found["content"])
 
     def events(self, index: int, prompt: Sequence[int]) -> ResponseEvents:
-        """The events of a stream."""
+        """Return the events of a stream."""
         return ResponseEvents(self, spoken_of(self._chat, self._tokenizer), self._writer, prompt)
 
     def ending(self, choices: Sequence[Choice]) -> list[bytes]:
-        """What ends a stream: its last event says so itself."""
+        """Return nothing: the last event marks the end of the stream."""
         return []
 
 
 class ResponseEvents:
-    """The events of one streamed response; see ``rlearner_text.openai.chunks.Chunks`` for what text is shown when."""
+    """The events of one streamed response; see ``rlearner_text.openai.chunks.Chunks`` for the timing of text."""
 
     def __init__(self, response: ResponseForm, spoken: Any, writer: Writer, prompt: Sequence[int]) -> None:
         self._response, self._spoken, self._writer, self._prompt = response, spoken, writer, prompt
         self._number = -1
         self._told = 0
-        self._open = False  # the message's item
+        self._open = False  # whether the message item has started
         self.top: list[Top] = []
 
     def of(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
-        """The events of pieces that came since the last."""
+        """Return the events of new pieces."""
         ids = [one for piece in pieces for one in piece.token_ids]
         logprobs = [one for piece in pieces for one in piece.logprobs]
         top = [one for piece in pieces for one in piece.top]
@@ -128,7 +128,7 @@ class ResponseEvents:
         return [*self._begin(), *(self._words(text, self._response.logprobs(ids, logprobs, top)) if text else [])]
 
     def last(self, choice: Choice) -> list[dict[str, Any]]:
-        """What the choice has beyond what was told, and how it ended."""
+        """Return the events of the rest of a finished choice and of its end."""
         text, calls = self._writer.said(choice)
         made, rest = self._begin(), self._spoken.rest(text)
         if rest or not (self._open or calls):

@@ -1,7 +1,8 @@
-"""What clients send to /v1/responses, turned into the chat that it asks for; pure apart from what earlier answers are kept.
+"""Converts requests to /v1/responses into chats; pure, given the stored earlier answers.
 
-The items of an input become the messages of a chat: a function call belongs to the assistant's message before it, a reasoning item is
-dropped, an item that is referred to by its id is taken from what this server answered before. All else then goes the way of a chat.
+The items of an input become the messages of a chat: a function call joins the assistant's message before it, a
+reasoning item is dropped, an item referenced by id is looked up in this server's earlier answers. The rest is handled
+as a chat.
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ T = TypeVar("T", bound=Strict)
 
 _LOGPROBS: Final = "message.output_text.logprobs"
 _TEXTS: Final = ("input_text", "output_text", "text")
-# Said about the client, or about what only OpenAI's own models have.
+# About the client, or about features that only OpenAI's own models have.
 _IGNORED: Final = frozenset({"user", "metadata", "service_tier", "safety_identifier", "prompt_cache_retention", "max_tool_calls"})
 _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {"background": (False,), "truncation": ("disabled", "auto")}
 
 
 class TextPart(Strict):
-    """A piece of a message; only text is known here."""
+    """A part of a message; only text is supported."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
 
 
 class MessageItem(Strict):
-    """A message of anyone."""
+    """A message of any role."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
@@ -39,7 +40,7 @@ class MessageItem(Strict):
 
 
 class CallItem(Strict):
-    """A function call that the model made."""
+    """A function call by the model."""
 
     type: Literal["function_call"]
     call_id: Annotated[str, Field(min_length=1)]
@@ -48,7 +49,7 @@ class CallItem(Strict):
 
 
 class CallOutputItem(Strict):
-    """What the function returned."""
+    """The result of a function call."""
 
     type: Literal["function_call_output"]
     call_id: Annotated[str, Field(min_length=1)]
@@ -65,7 +66,7 @@ class FunctionTool(Strict):
 
 
 class ReasoningOptions(Strict):
-    """Accepted and without effect: how long a policy thinks is what it is trained for."""
+    """Accepted without effect: how long a policy thinks depends on its training."""
 
     effort: str | None = None
     summary: str | None = None
@@ -73,14 +74,14 @@ class ReasoningOptions(Strict):
 
 
 class TextOptions(Strict):
-    """The form of the answer."""
+    """The format of the answer."""
 
     format: dict[str, Any] = Field(default_factory=lambda: {"type": "text"})
-    verbosity: str | None = None  # accepted and without effect
+    verbosity: str | None = None  # accepted without effect
 
 
 class ResponsesBody(Body):
-    """/v1/responses; beside OpenAI's fields those of ``Body``."""
+    """The body of /v1/responses, with the additional fields of ``Body``."""
 
     input: str | list[dict[str, Any]]
     instructions: str | None = None
@@ -102,13 +103,13 @@ class ResponsesBody(Body):
 
 
 def chat_of(body: ResponsesBody, items: list[Item]) -> ChatBody:
-    """The chat that a request asks for.
+    """Convert a request to a chat.
 
     Args:
         items: see ``items_of``.
 
     Raises:
-        Problem: 400, naming the field.
+        Problem: 400 if a field is not allowed; names it.
     """
     check_extra(body.model_extra, "", ignored=_IGNORED, neutral=_NEUTRAL)
     for name in ("reasoning", "text"):
@@ -133,10 +134,10 @@ def chat_of(body: ResponsesBody, items: list[Item]) -> ChatBody:
 
 
 def items_of(body: ResponsesBody, kept: Kept) -> list[Item]:
-    """The whole input: earlier items first, references resolved.
+    """Return the whole input: earlier items first, references resolved.
 
     Raises:
-        Problem: 400, this server does not know what is referred to.
+        Problem: 400 if this server does not have a referenced answer or item.
     """
     given = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
     before: list[Item] = []
@@ -158,11 +159,11 @@ def _resolved(item: Item, number: int, kept: Kept) -> Item:
 
 
 def _unknown(param: str, value: object) -> Problem:
-    return Problem(400, f"{param}: {value!r} is not allowed; this server keeps no answer of this id, so send the items", param=param)
+    return Problem(400, f"{param}: {value!r} is not allowed; this server keeps no answer with this id; send the items instead", param=param)
 
 
 def _append(messages: list[dict[str, Any]], item: Item, where: str) -> None:
-    """Add what one item says to a chat."""
+    """Append one item to the messages of a chat."""
     kind = item.get("type", "message")
     if kind == "reasoning":
         return
@@ -188,15 +189,15 @@ def _text(content: str | list[TextPart]) -> str:
 
 
 def _checked(model: type[T], value: dict[str, Any], where: str) -> T:
-    """An item or tool as its type.
+    """Validate an item or tool as its type.
 
     Raises:
-        Problem: 400, naming the field.
+        Problem: 400 if a field is not allowed; names it.
     """
     content = value.get("content", value.get("output"))
     for part in content if isinstance(content, list) else ():
         if isinstance(part, dict) and part.get("type") not in _TEXTS:
-            raise Problem(400, f"{where}: only parts of text are taken here, and one is of type {part.get('type')!r}", param=where)
+            raise Problem(400, f"{where}: only text parts are supported, found type {part.get('type')!r}", param=where)
     try:
         return model.model_validate({key: one for key, one in value.items() if one is not None})
     except ValidationError as error:
@@ -204,9 +205,9 @@ def _checked(model: type[T], value: dict[str, Any], where: str) -> T:
 
 
 def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
-    """A tool in a chat's form, without what says nothing to a chat template."""
+    """Convert a tool to a chat's form, without fields that chat templates do not use."""
     if tool.get("type") != "function":
-        message = f"{where}.type: {tool.get('type')!r} is not allowed; only tools of type 'function' run here"
+        message = f"{where}.type: {tool.get('type')!r} is not allowed; only tools of type 'function' are supported"
         raise Problem(400, message, param=f"{where}.type", code="unsupported_parameter")
     made = _checked(FunctionTool, tool, where)
     function: dict[str, Any] = {"name": made.name}
@@ -216,14 +217,14 @@ def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _choice(choice: str | dict[str, Any]) -> object:
-    """``{"type": "function", "name": …}`` in a chat's form; all else is judged there."""
+    """Convert ``{"type": "function", "name": …}`` to a chat's form; the chat validates other values."""
     if isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice:
         return {"type": "function", "function": {"name": choice["name"]}}
     return choice
 
 
 def _form(given: dict[str, Any]) -> dict[str, Any] | None:
-    """``text.format`` as a chat's ``response_format``; None for text."""
+    """Convert ``text.format`` to a chat's ``response_format``; None for text."""
     if given.get("type") == "text":
         return None
     if given.get("type") == "json_schema":

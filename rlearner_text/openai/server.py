@@ -1,4 +1,4 @@
-"""The HTTP side: who may ask, which way a request goes, and what comes back. It knows nothing of engines: a desk answers."""
+"""HTTP server of the API: authentication, routing and errors; a desk answers the requests."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from rlearner_text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-CLOSE_S: Final = 2.0  # for answers that are being written when the server ends
+CLOSE_S: Final = 2.0  # for unfinished answers when the server closes
 RETRY_AFTER_S: Final = "1"
 
 
 class _OneLine(logging.Filter):
-    """What comes in and is no HTTP is somebody else's mistake: its error is a line and no traceback."""
+    """Reduces errors to one line without traceback: requests that are not HTTP are the client's mistake."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if isinstance(record.exc_info, tuple):
@@ -45,18 +45,18 @@ _connections.addFilter(_OneLine())
 
 
 class HttpServer:
-    """/v1/chat/completions, /v1/completions, /v1/responses, /v1/models and /health.
+    """Serves /v1/chat/completions, /v1/completions, /v1/responses, /v1/models and /health.
 
-    A client that disconnects aborts its request. A stream brings tokens as the engine tells of them; those of an engine that gives
-    whole outputs come in one piece.
+    A client that disconnects aborts its request. A stream sends tokens as the engine streams them, or in one piece if
+    it does not.
 
     Args:
         tokenizer: of the model served.
-        desk: who answers the request with this Authorization header; None where the key is missing or wrong.
-        health: the state, ``serving`` or another, and the policy version.
+        desk: returns the backend for an Authorization header; None if the key is missing or wrong.
+        health: returns the state, for example ``serving``, and the policy version.
 
     Attributes:
-        address: for example ``http://127.0.0.1:8000/v1``; known once started.
+        address: for example ``http://127.0.0.1:8000/v1``; set once started.
     """
 
     def __init__(self, tokenizer: Tokenizer, desk: Callable[[str | None], Desk | None], health: Callable[[], tuple[str, int]]) -> None:
@@ -68,35 +68,35 @@ class HttpServer:
 
     @classmethod
     def with_key(cls, handle: Handle, tokenizer: Tokenizer, served: Served, key: str) -> HttpServer:
-        """One key, one model, one engine."""
+        """Return a server with one key, one model and one engine."""
         desk = OneDesk(handle, tokenizer, served)
         return cls(tokenizer, lambda header: desk if keys.matches(header, key) else None, lambda: (served.state(), served.policy_version()))
 
     async def start(self, bind: str, port: int) -> None:
-        """Begin to answer; port 0 takes any that is free.
+        """Start serving; port 0 is any free one.
 
         Raises:
-            OSError: the port cannot be had.
+            OSError: if the port is not available.
         """
         self.take(bind, port)
         await self.listen()
 
     def take(self, bind: str, port: int) -> None:
-        """Have the port, long before there is anything to answer with: until ``listen`` who connects is refused.
+        """Bind the port ahead of ``listen``; connections are refused until then.
 
         Raises:
-            OSError: the port cannot be had.
+            OSError: if the port is not available.
         """
         family, _, _, _, where = socket.getaddrinfo(bind, port, type=socket.SOCK_STREAM)[0]
         self._taken = socket.socket(family, socket.SOCK_STREAM)
-        self._taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of a server that has just ended do not count
+        self._taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # despite old connections
         self._taken.bind(where)
 
     async def listen(self) -> None:
-        """Begin to answer at the port taken.
+        """Start serving on the bound port.
 
         Raises:
-            OSError: another has begun to listen there meanwhile.
+            OSError: if another process has started to listen on it.
         """
         assert self._taken is not None
         app = web.Application(middlewares=[self._guard], client_max_size=wire.MAX_PAYLOAD_BYTES)
@@ -112,7 +112,7 @@ class HttpServer:
         self.address = f"http://{f'[{host}]' if ':' in host else host}:{taken}/v1"
 
     async def close(self) -> None:
-        """Answer nothing more; idempotent."""
+        """Stop serving; idempotent."""
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
@@ -124,7 +124,7 @@ class HttpServer:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
-        """The key, and one shape for all that goes wrong."""
+        """Check the key and convert all errors to error answers."""
         try:
             if request.path != "/health":
                 self._desk_of(request)
@@ -132,7 +132,7 @@ class HttpServer:
         except Problem as problem:
             return _answer(problem)
         except ConnectionError:
-            return _answer(Problem(503, "the client left while it was answered"))  # nobody reads it
+            return _answer(Problem(503, "the client disconnected"))  # never read
         except web.HTTPRequestEntityTooLarge:
             return _answer(Problem(413, f"the body is larger than {wire.MAX_PAYLOAD_BYTES} bytes"))
         except web.HTTPException as error:

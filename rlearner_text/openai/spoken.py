@@ -1,4 +1,4 @@
-"""The text of an output while it grows: what may be shown already, and is never taken back; pure."""
+"""Decodes a growing output to text that is final and never retracted (pure)."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from typing import Final
 
 from rlearner_text.tokenizer import Tokenizer
 
-_PART: Final = "\ufffd"  # what a part of a character is decoded to
+_PART: Final = "\ufffd"  # decoding of an incomplete character
 
 
 class Decoder:
-    """Text of token ids that come one after another, at a cost that does not grow with them.
+    """Decodes token ids incrementally, at constant cost per token.
 
-    Only the newest tokens are decoded, together with those before them that printed last: some tokenizers take a space off the
-    first token that they are given.
+    Only the newest tokens are decoded, with the last printed ones before them: some tokenizers strip a space from the
+    first token.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
         self._ids: list[int] = []
-        self._from = self._read = 0  # the first token that is decoded again, and the first that has printed nothing yet
+        self._from = self._read = 0  # first token to decode again, and first that has printed nothing yet
         self.text = ""
 
     def add(self, ids: Sequence[int]) -> None:
-        """Take more tokens; what they print is in ``text`` once it is whole characters."""
+        """Add tokens; ``text`` grows by complete characters."""
         self._ids += ids
         before = self._decoded(self._read)
         now = self._decoded(len(self._ids))
@@ -37,23 +37,23 @@ class Decoder:
 
 
 class Spoken:
-    """What of an output may be shown. Held back is what may turn out to be no text: a stop string, an end token, a tool call.
+    """Text that may be sent; holds back what may become a stop string, an end token or a tool call.
 
     Args:
-        ends: tokens that end the output, and are not shown if they do.
-        stops: strings that end the output, and are not shown.
-        opener: what a tool call begins with; empty: any text may be one; None: there are none.
+        ends: tokens that end the output; not sent if they do.
+        stops: strings that end the output; not sent.
+        opener: marker of a tool call; empty: any text may be one; None: no tool calls.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, ends: frozenset[int], stops: Sequence[str] = (), opener: str | None = None) -> None:
         self._shown = Decoder(tokenizer, skip_special_tokens=True)
         self._raw = Decoder(tokenizer, skip_special_tokens=False) if opener else None
         self._ends, self._stops, self._opener = ends, stops, opener
-        self._held: list[int] = []  # an end token, until another follows
+        self._held: list[int] = []  # an end token, until another token follows
         self._given = ""
 
     def add(self, ids: Sequence[int]) -> str:
-        """The text that is certain now, with these tokens."""
+        """Add tokens and return the text that is now final."""
         ids = [*self._held, *ids]
         self._held = [ids.pop()] if ids and ids[-1] in self._ends else []
         self._shown.add(ids)
@@ -62,7 +62,7 @@ class Spoken:
         return self._give(self._certain())
 
     def rest(self, whole: str) -> str:
-        """What is still to be shown of the whole text."""
+        """Return the part of the whole text that was not returned before."""
         return self._give(whole) if whole.startswith(self._given) else ""
 
     def _certain(self) -> str:
@@ -73,7 +73,7 @@ class Spoken:
             raw = self._raw.text
             if raw != text or self._opener in raw or _begun(raw, self._opener):
                 return self._given
-            text = text.rstrip()  # white space before a call is not shown
+            text = text.rstrip()  # white space before a call is not sent
         for stop in self._stops:
             at = text.find(stop, max(0, len(self._given) - len(stop)))
             text = text[:at] if at >= 0 else text[: len(text) - _begun(text, stop)]
@@ -87,5 +87,5 @@ class Spoken:
 
 
 def _begun(text: str, word: str) -> int:
-    """How many characters at the end of a text may be the beginning of a word."""
+    """Return how many characters at the end of a text may begin a word."""
     return next((size for size in range(min(len(word) - 1, len(text)), 0, -1) if text.endswith(word[:size])), 0)

@@ -1,7 +1,7 @@
-"""Server-sent events of one request: what its engine tells of goes out as it comes, and as fast as the client reads.
+"""Streams an answer as server-sent events, as fast as the engine samples and the client reads.
 
-The engine never waits. What it tells of meanwhile is kept here, at most the tokens that the request may have, and goes out in one chunk
-when the client has read the one before.
+The engine never waits for the client. Tokens that arrive while the client reads a chunk are buffered, at most the
+request's limit, and sent in the next chunk.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from rlearner_text.openai.problems import Problem
 from rlearner_text.openai.replies import Choice
 
 HEADERS: Final = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-encode: Final = msgspec.json.Encoder().encode  # twenty times as fast as the standard library's, once for each token
+encode: Final = msgspec.json.Encoder().encode  # runs once per token; twenty times as fast as the standard library's
 
 
 class Feed:
-    """What was told of one choice and not been sent.
+    """Buffer of one choice's unsent pieces.
 
     Args:
         news: set whenever there is something to send.
@@ -43,14 +43,14 @@ class Feed:
 
 
 class Events(Protocol):
-    """The events of one choice; each is a JSON object, whose ``type``, where it has one, also names the event."""
+    """The events of one choice; each is a JSON object, whose ``type``, if present, also names the event."""
 
     def of(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
-        """Those of pieces that came since the last."""
+        """Return the events of new pieces."""
         ...
 
     def last(self, choice: Choice) -> list[dict[str, Any]]:
-        """What the choice has beyond what was told, and how it ended."""
+        """Return the events of the rest of a finished choice and of its end."""
         ...
 
 
@@ -59,8 +59,8 @@ class Stream:
 
     Args:
         feeds, tasks, chunks: of each choice.
-        ending: the data of the events behind all choices.
-        news: as the feeds have it.
+        ending: returns the data of the events after all choices.
+        news: shared with the feeds.
     """
 
     def __init__(
@@ -76,10 +76,10 @@ class Stream:
             task.add_done_callback(lambda _: news.set())
 
     async def send(self, request: web.Request) -> web.StreamResponse:
-        """The answer, to its end. It begins with the first token, so that a request that fails at once has its status.
+        """Send the answer, starting with the first token, so that a request that fails earlier gets an error status.
 
         Raises:
-            Problem: before anything was sent.
+            Problem: if the request fails before the first event.
         """
         try:
             while self._open:
@@ -90,7 +90,7 @@ class Stream:
         except Problem as problem:
             if not self._response.prepared:
                 raise
-            await self._event(request, problem.body)  # the status is sent, and nothing follows
+            await self._event(request, problem.body)  # the status is already sent; this ends the stream
             return self._response
         for data in self._ending(self._choices):
             await self._response.write(b"data: " + data + b"\n\n")
@@ -98,7 +98,7 @@ class Stream:
         return self._response
 
     async def _forward(self, request: web.Request, feed: Feed, task: asyncio.Task[Choice], chunks: Events) -> None:
-        ended = task.done()  # asked first: all is told before the task ends
+        ended = task.done()  # read first: all pieces arrive before the task ends
         if pieces := feed.take():
             for chunk in chunks.of(pieces):
                 await self._event(request, chunk)

@@ -1,4 +1,4 @@
-"""Tool calls in OpenAI's form: what a client offers and sends back, and the calls in what the policy says."""
+"""Tool calls in OpenAI's form: offered tools, and calls in the policy's output."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _OFFERED: Final = [
 
 @lru_cache(maxsize=8)
 def spelling(tokenizer: Tokenizer) -> ToolSpelling:
-    """How the model's chat template writes calls.
+    """Return how the model's chat template writes calls.
 
     Raises:
-        Problem: 400, it does not, or not as JSON.
+        Problem: 400 if it does not write them as JSON.
     """
     try:
         words = tokenizer.render_chat([_ASKED, {"role": "assistant", "content": _SAID}], add_generation_prompt=False, tools=_OFFERED)
@@ -38,13 +38,13 @@ def spelling(tokenizer: Tokenizer) -> ToolSpelling:
 
 
 def _end(text: str, tokenizer: Tokenizer) -> int:
-    """Where the turn ends in what a template puts behind a call."""
+    """Return where the turn ends in the text that a template puts after a call."""
     ends = [tokenizer.decode([one], skip_special_tokens=False) for one in tokenizer.eos_token_ids]
     return min((at for end in ends if end and (at := text.find(end)) >= 0), default=len(text.rstrip()))
 
 
 def said(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
-    """The text of an answer as its calls are looked for in: markers may be special tokens."""
+    """Return the text of an answer with special tokens, which may be markers of calls."""
     ids = list(token_ids)
     while ids and ids[-1] in tokenizer.eos_token_ids:
         del ids[-1]
@@ -52,13 +52,13 @@ def said(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
 
 
 def split(text: str, how: ToolSpelling, prefix: str, most: int | None = None) -> tuple[str, list[dict[str, Any]]]:
-    """The words before the first call, and the calls; no calls where there are none, or what looks like one does not parse.
+    """Split a text at its first call into words and calls; no calls if one does not parse.
 
     Args:
-        text: as ``said``.
-        how: as ``spelling``.
+        text: from ``said``.
+        how: from ``spelling``.
         prefix: of the calls' ids.
-        most: calls to tell of; None: all.
+        most: most calls to return; None: all.
     """
     try:
         calls = how.calls(text)[:most]
@@ -69,7 +69,7 @@ def split(text: str, how: ToolSpelling, prefix: str, most: int | None = None) ->
 
 
 def prefix_of(reply_id: str, index: int) -> str:
-    """Of the ids of the calls in one choice; a client sends them back with what the tools answered."""
+    """Return the prefix of the call ids in one choice; a client sends the ids back with the results."""
     return f"call_{reply_id}{index:03d}"
 
 

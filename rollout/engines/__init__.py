@@ -1,4 +1,4 @@
-"""The registry of engines: one file and one line each. Looked up by ``broker.settings.registry.resolve("engines", name, ENGINES)``."""
+"""Registry of engines, for ``broker.settings.registry.resolve("engines", name, ENGINES)``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ENGINES: Final[dict[str, str]] = {
     "vllm": "rollout.engines.vllm.engine:VLLMEngine",
 }
 
-# What may stand in ``rollout.engine_args``, as pydantic models that import nothing heavy.
+# Pydantic models of ``rollout.engine_args``; they import nothing heavy.
 ENGINE_ARGS: Final[dict[str, str]] = {
     "hf": "rollout.engines.args:HFArgs",
     "openai": "rollout.engines.args:OpenAIArgs",

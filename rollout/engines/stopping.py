@@ -1,4 +1,4 @@
-"""Stop strings: they end generation as soon as the text of the output holds one."""
+"""Stop strings: generation ends as soon as the decoded output contains one."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from rlearner_text.tokenizer import Tokenizer
 
 
 class StopStrings:
-    """Whether the newest token completed one of a request's stop strings.
+    """Detects whether the newest token completes one of a request's stop strings.
 
-    Only the tail of the output is decoded: a string that ends with the newest token cannot begin further back than it has
-    bytes, at one byte a token, with some room for tokens that print nothing.
+    Only the tail of the output is decoded: at one byte per token, a string that ends with the newest token starts at
+    most as many tokens back as it has bytes, plus some room for tokens that print nothing.
 
     Attributes:
-        window: how many tokens that is.
+        window: size of this tail in tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
@@ -23,6 +23,6 @@ class StopStrings:
         self.window = 8 + max((len(stop.encode()) for stop in self._stops), default=0)
 
     def hit(self, output: Sequence[int]) -> bool:
-        """``output`` is all that was sampled so far, the newest token last."""
+        """Return whether the tail of ``output``, all tokens sampled so far, contains a stop string."""
         text = self._tokenizer.decode(output[-self.window :], skip_special_tokens=False)
         return any(stop in text for stop in self._stops)

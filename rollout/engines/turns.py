@@ -1,4 +1,4 @@
-"""From a rendered conversation back to its messages, for endpoints that take nothing else; pure."""
+"""Splits a rendered conversation back into messages, for endpoints that accept only those (pure)."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ _SYSTEM, _FIRST, _ANSWER, _SECOND = "probe system 9173", "probe question 1213", 
 
 
 class TurnSplitter:
-    """Knows what one chat template puts between turns, by rendering a conversation of known words.
+    """Splits at the text that a chat template puts between turns, which it learns by rendering known words.
 
     Args:
-        render: (messages) to text, generation prompt included.
+        render: renders messages to text, generation prompt included.
 
     Raises:
-        ConfigError: the template shows these words changed or not at all.
+        ConfigError: if the template changes or omits these words.
     """
 
     def __init__(self, render: Callable[[Chat], str]) -> None:
         talk = render([_says("user", _FIRST), _says("assistant", _ANSWER), _says("user", _SECOND)])
         opening, to_answer, to_user, self._prompt = _between(talk, (_FIRST, _ANSWER, _SECOND))
-        # What is sampled follows the generation prompt, which may hold more than a finished turn shows, a thinking tag say.
+        # Sampled text follows the generation prompt, which may have more than a finished turn, such as a thinking tag.
         self._to_answer = sorted({to_answer, self._prompt}, key=len, reverse=True)
         self._to_user = to_user
         self._openings = [(opening, "")]
@@ -32,10 +32,10 @@ class TurnSplitter:
             self._openings.append((before, after))
         except ConfigError:
             pass  # no system messages in this template
-        self._openings.sort(key=lambda pair: len(pair[0]), reverse=True)  # one may begin with the other
+        self._openings.sort(key=lambda pair: len(pair[0]), reverse=True)  # one may be a prefix of the other
 
     def split(self, text: str) -> list[dict[str, str]] | None:
-        """The messages of a conversation that ends with the generation prompt; None where the text is no such thing."""
+        """Return the messages of a conversation that ends with the generation prompt, None if the text is not one."""
         if not text.endswith(self._prompt):
             return None
         body = text.removesuffix(self._prompt)
@@ -51,7 +51,7 @@ class TurnSplitter:
         return None
 
     def _turns(self, text: str) -> list[dict[str, str]]:
-        """User and assistant in turn."""
+        """Return alternating user and assistant messages."""
         messages: list[dict[str, str]] = []
         role, marks = "user", self._to_answer
         while (cut := _first(text, marks)) is not None:
@@ -67,17 +67,17 @@ def _says(role: str, content: str) -> dict[str, str]:
 
 
 def _first(text: str, marks: Sequence[str]) -> tuple[int, int] | None:
-    """Where the first of some marks begins and how long it is; at one place, the one that is named first."""
+    """Return position and length of the first mark found, None if there is none; ties go to the mark listed first."""
     found = [(at, order, len(mark)) for order, mark in enumerate(marks) if (at := text.find(mark)) >= 0]
     return (min(found)[0], min(found)[2]) if found else None
 
 
 def _between(text: str, words: Sequence[str]) -> list[str]:
-    """The text before, between and after words that each stand in it once, in that order."""
+    """Return the text before, between and after words that occur once each, in this order."""
     pieces = []
     for word in words:
         before, found, text = text.partition(word)
         if not found:
-            raise ConfigError("rollout.engine_args.api", "chat", "the model's chat template does not show every turn; use completions")
+            raise ConfigError("rollout.engine_args.api", "chat", "the model's chat template does not render every turn; use completions")
         pieces.append(before)
     return [*pieces, text]

@@ -1,4 +1,4 @@
-"""What engines that hold no weights have in common: they follow nobody's, and they count what they answer."""
+"""Base class of the engines that hold no weights."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rollout.engines.base import EngineConfig, Output, UpdateMode, problem
 if TYPE_CHECKING:
     import torch
 
-VERSION: Final = 0  # of every token: there is nothing to train
+VERSION: Final = 0  # policy version of every token: the weights never change
 
 
 class WeightlessEngine:
-    """The half of ``rollout.engines.base.Engine`` that is the same for all of them."""
+    """The part of ``rollout.engines.base.Engine`` that these engines share."""
 
     name: ClassVar[str]
     has_weights = False
@@ -48,10 +48,10 @@ class WeightlessEngine:
         await self._closed.wait()
 
     def _refused(self, request: wire.GenerateRequest, running: Container[str]) -> Output | None:
-        """The answer to a request that cannot be taken, None for one that can.
+        """Return the error output of a request that cannot be accepted, None if it can.
 
         Raises:
-            RuntimeError: the engine is closed.
+            RuntimeError: if the engine is closed.
         """
         if self._closed.is_set():
             raise RuntimeError("the engine has stopped")

@@ -126,7 +126,7 @@ async def test_models_and_health(served: Api) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "status", "says"),
     [
-        ("/chat/completions", {"model": "gpt-9", "messages": HELLO}, 404, "there is no model 'gpt-9' here, only 'actor'"),
+        ("/chat/completions", {"model": "gpt-9", "messages": HELLO}, 404, "there is no model 'gpt-9', only 'actor'"),
         ("/chat/completions", {"messages": HELLO, "top_p": 2}, 400, "top_p: 2 is not allowed; input should be less than or equal to 1"),
         ("/completions", {"prompt": []}, 400, "the prompt is empty"),
         ("/completions", {"prompt": [5] * 128}, 400, "the prompt has 128 tokens and leaves no room to generate in 128"),
@@ -220,7 +220,7 @@ async def test_a_judge_asks_it(served: Api, monkeypatch: pytest.MonkeyPatch) -> 
 async def test_a_port_that_is_taken(served: Api, model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(keys.VARIABLE, "long-enough-to-be-a-key")
     port = int(served.address.split(":")[2].removesuffix("/v1"))
-    with pytest.raises(ConfigError, match=rf"^rollout\.http_port: {port} is not allowed; it cannot be had \(.*in use.*\)"):
+    with pytest.raises(ConfigError, match=rf"^rollout\.http_port: {port} is not allowed; the port is not available \(.*in use.*\)"):
         await take_http(
             served.service.handle,
             Served("actor", model_path, 64, lambda: "serving", lambda: 0),

@@ -89,15 +89,15 @@ for _ in range(450):
     [
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}},
-            "response_format: no grammar can be made of its schema",
+            "response_format: its schema cannot be compiled to a grammar",
         ),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": DEEP}}}, "response_format: "),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": ["x" * 70_000]}}}},
             "response_format: schemas of 70014 characters are not allowed; at most 65536",
         ),
-        ({"tool_choice": "required"}, "tool_choice wants a call"),
-        ({"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "sub"}}}, "tool_choice wants a call"),
+        ({"tool_choice": "required"}, "tool_choice requires a call"),
+        ({"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "sub"}}}, "tool_choice requires a call"),
         ({"logit_bias": {"99999": 1}}, "logit_bias: 99999 is not allowed; token ids below"),
     ],
     ids=["schema", "deep", "large", "no tools", "no such tool", "no such token"],

@@ -157,7 +157,7 @@ async def test_new_weights_show_in_the_stream(served: Api) -> None:
 
 async def test_an_engine_that_knows_no_others_says_so(model_path: str) -> None:
     async with api(model_path) as served:
-        said = "is not supported by this server; its engine tells the logprobs of the sampled tokens alone"
+        said = "is not supported by this server; its engine returns the logprobs of sampled tokens only"
         ask = {"messages": HELLO, "logprobs": True, "max_tokens": 3}
         answer = await served.post("/chat/completions", ask | {"top_logprobs": 2}, 400)
         assert (answer["error"]["message"], answer["error"]["param"]) == (f"top_logprobs: 2 {said}", "top_logprobs")

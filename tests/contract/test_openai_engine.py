@@ -156,7 +156,7 @@ async def test_what_cannot_be_mended_by_asking_again(model_path: str, scripted: 
     with pytest.raises(RuntimeError, match=r"returns no token_ids; set rollout\.engine_args\.token_ids=false"):
         await ask(model_path, (await scripted(chat("x"))).url, prompt, args={"token_ids": True})
     text = await ask(model_path, filtered.url, [5, 6, 7])
-    assert text.error == "the context is no conversation of the model's chat template; use engine_args.api=completions"
+    assert text.error == "the context is not a conversation of the model's chat template; use engine_args.api=completions"
 
 
 async def test_waiting_to_ask_again_ends_at_the_deadline(model_path: str, scripted: Any) -> None:
@@ -167,11 +167,11 @@ async def test_waiting_to_ask_again_ends_at_the_deadline(model_path: str, script
 
 async def test_the_wrong_key_no_endpoint_and_no_model_are_one_line(served: Api, model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "wrong")
-    with pytest.raises(UserError, match=r"does not take the key in OPENAI_API_KEY: the endpoint answered 401: the API key is missing or"):
+    with pytest.raises(UserError, match=r"does not accept the key in OPENAI_API_KEY: the endpoint answered 401: the API key is missing or"):
         await ask(model_path, served.address, [5])
     with pytest.raises(UserError, match=r"^http://127\.0\.0\.1:1/v1/models gave no answer in 2 tries: Cannot connect to host"):
         await ask(model_path, "http://127.0.0.1:1/v1", [5], args={"retries": 1})
-    with pytest.raises(ConfigError, match=r"^rollout\.engine_args\.model: None is not allowed; .* serves no model that it lists; name one"):
+    with pytest.raises(ConfigError, match=r"^rollout\.engine_args\.model: None is not allowed; .* lists no models; name one"):
         await ask(model_path, served.address + "/nothing", [5], args={"api_key_env": "MY_KEY"})
 
 

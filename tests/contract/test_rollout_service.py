@@ -299,7 +299,7 @@ async def test_a_new_epoch_answers_what_runs_and_the_same_settings_change_nothin
     code, said = await server.ended()
     assert code == 0, said
     assert "Traceback" not in said
-    assert said.count("starting again with those") == 1
+    assert said.count("restarting with the new ones") == 1
 
 
 async def test_a_new_epoch_that_cannot_be_served_ends_the_server_as_at_its_start(fleet: Fleet, tmp_path: Path) -> None:
@@ -384,7 +384,7 @@ async def test_a_port_that_is_taken_is_said_before_the_engine_loads(fleet: Fleet
         server = await fleet.start("bad", f"--http={port}", "--engine", "random", "--policy", "random")
         code, said = await server.ended(START_S)
     assert code == 2, said
-    assert f"error: rollout.http_port: {port} is not allowed; it cannot be had (" in said
+    assert f"error: rollout.http_port: {port} is not allowed; the port is not available (" in said
     assert "loading" not in said
 
 

@@ -106,7 +106,7 @@ async def test_an_answer_of_another_shape_costs_its_request_alone(engine: SGLang
     with monkeypatch.context() as patch:
         patch.setattr(requests, "read_leg", lambda *_: 1 // 0)
         output = await asyncio.wait_for(engine.generate(ask("x")), LONG_S)
-    assert output.error == "SGLang's answer: ZeroDivisionError: integer division or modulo by zero"
+    assert output.error == "SGLang's answer cannot be read: ZeroDivisionError: integer division or modulo by zero"
     assert len((await engine.generate(ask("y"))).token_ids) == 12
     assert engine.stats().running == 0
 

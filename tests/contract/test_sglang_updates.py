@@ -190,9 +190,9 @@ async def test_an_update_that_does_not_fit_changes_nothing(engine: SGLangEngine,
     good = scaled(trained, 1.0)
     with pytest.raises(TransferFailed, match=r"the update lacks 1 of \d+ tensors, the first is model.norm.weight"):
         await engine.update_weights({name: one for name, one in good.items() if name != "model.norm.weight"}, 1, "keep", None)
-    with pytest.raises(TransferFailed, match="brings 1 unknown tensors, the first is extra"):
+    with pytest.raises(TransferFailed, match="has 1 unknown tensors, the first is extra"):
         await engine.update_weights(good | {"extra": torch.zeros(1)}, 1, "keep", None)
-    with pytest.raises(TransferFailed, match=r"model.norm.weight has shape \(3,\), the model wants \(32,\)"):
+    with pytest.raises(TransferFailed, match=r"model.norm.weight has shape \(3,\), the model expects \(32,\)"):
         await engine.update_weights(good | {"model.norm.weight": torch.zeros(3)}, 1, "keep", None)
     assert engine.policy_version == 0
 

@@ -54,7 +54,7 @@ async def test_a_listener_that_fails_costs_its_request_alone(make: Any) -> None:
         raise ValueError("nobody listens")
 
     output = await engine.generate(models.request("a", prompt(9), max_tokens=90), Tap(broken))
-    assert output.error == "vLLM refused the request: nobody listens"
+    assert output.error == "vLLM rejected the request: nobody listens"
     assert not engine._loading.llm.output_processor.request_states
     assert len((await engine.generate(models.request("b", prompt(9)))).token_ids) == 8
 

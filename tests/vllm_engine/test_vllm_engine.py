@@ -195,7 +195,7 @@ async def test_an_update_that_does_not_fit_changes_nothing(make: Any, folder: Pa
     name = "model.layers.0.mlp.up_proj.weight"
     for bad, why in (
         ({k: v for k, v in good.items() if k != name}, rf"lacks 1 of \d+ tensors, the first is {name}"),
-        ({**good, "extra": torch.zeros(1)}, "brings 1 unknown tensors, the first is extra"),
+        ({**good, "extra": torch.zeros(1)}, "has 1 unknown tensors, the first is extra"),
         ({**good, name: torch.zeros(2, 3)}, rf"{name} has shape \(2, 3\)"),
     ):
         with pytest.raises(TransferFailed, match=why):

@@ -1,11 +1,11 @@
-"""Attention over KV slots, for any transformers model that takes its attention from the AttentionInterface.
+"""Attention over KV slots for transformers models that use the AttentionInterface.
 
-A forward pass holds the new tokens of all sequences one after the other, in one row without padding: one token of a
-sequence that is decoding, many of one whose context is being read. Everything but attention treats them alike. Attention
-writes the new keys and values into the sequences' slots and reads each slot up to its length, so sequences of any length
-share a pass, and enter and leave between passes.
+A forward pass concatenates the new tokens of all sequences into one row without padding: one token of a decoding
+sequence, many of a sequence in prefill. Everything but attention treats them alike. Attention writes the new keys and
+values into the sequences' slots and reads each slot up to its length, so sequences of any length share a pass, and
+enter and leave between passes.
 
-Slots that lie side by side and have equally many new tokens are attended to in one call (a *block*).
+Adjacent slots with equally many new tokens are attended to in one call (a *block*).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from broker.errors import UserError
 
 
 class Segment(NamedTuple):
-    """The new tokens of one sequence: ``new`` tokens behind the ``start`` that its slot already holds."""
+    """The new tokens of one sequence: ``new`` tokens after the ``start`` tokens that its slot already holds."""
 
     slot: int
     start: int
@@ -36,7 +36,7 @@ class Block:
     """Segments in adjacent slots with equally many new tokens.
 
     Attributes:
-        row: first row of the pass that belongs to it.
+        row: its first row in the pass.
         slot: first slot.
         size: number of segments.
         new: new tokens of each.
@@ -55,12 +55,12 @@ class Block:
 
     @property
     def length(self) -> int:
-        """Tokens in the longest of its slots after this pass."""
+        """Number of tokens in its longest slot after this pass."""
         return max(self.starts) + self.new
 
 
 def blocks_of(segments: Sequence[Segment]) -> list[Block]:
-    """Join segments, given in the order of their slots, into as few blocks as possible."""
+    """Join segments, ordered by slot, into as few blocks as possible."""
     blocks: list[Block] = []
     row = 0
     groups = itertools.groupby(enumerate(segments), lambda item: (item[1].slot - item[0], item[1].new, item[1].new > 1 and item[1].start))
@@ -74,10 +74,10 @@ def blocks_of(segments: Sequence[Segment]) -> list[Block]:
 
 @dataclass(eq=False)
 class Pass:
-    """What attention needs to know about one forward pass; index and masks are built once and shared by all layers.
+    """Layout of one forward pass; index and masks are built once and shared by all layers.
 
     Args:
-        segments: in the order of their slots, which is the order of the rows.
+        segments: ordered by slot, which is the order of the rows.
     """
 
     segments: Sequence[Segment]
@@ -96,18 +96,18 @@ class Pass:
         self._slot = np.repeat(np.array([s.slot for s in self.segments], dtype=np.int64), new)
 
     def positions(self) -> torch.Tensor:
-        """Position of each row in its sequence, shape (1, rows)."""
+        """Return each row's position in its sequence, shape (1, rows)."""
         return torch.from_numpy(self._position)[None].to(self.device)
 
     def index(self, num_heads: int) -> torch.Tensor:
-        """Where each row's key of each head goes in a cache seen as (slots * heads * max_context, head_dim); (rows * heads,)."""
+        """Return the cache row of each key, (rows * heads,), in a cache viewed as (slots * heads * max_context, head_dim)."""
         if num_heads not in self._index:
             flat = (self._slot[:, None] * num_heads + np.arange(num_heads)) * self.max_context + self._position[:, None]
             self._index[num_heads] = torch.from_numpy(flat.reshape(-1)).to(self.device)
         return self._index[num_heads]
 
     def mask(self, block: Block, groups: int, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
-        """Additive mask that broadcasts to (size, heads, groups * new, length); None when every row sees everything."""
+        """Return an additive mask for (size, heads, groups * new, length); None if every row sees everything."""
         key = (block.row, groups, window, dtype)
         if key not in self._masks:
             self._masks[key] = self._make_mask(block, groups, window, dtype)
@@ -128,9 +128,9 @@ class Pass:
 
 
 class SlotAttention:
-    """The attention function of one model and the KV cache behind it.
+    """The attention function of one model and its KV cache.
 
-    ``current`` says what a pass is: a Pass reads and writes slots; None is one causal sequence that touches no slot.
+    ``current`` is the pass under way: a Pass reads and writes slots; None is one causal sequence that uses no slot.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -142,17 +142,17 @@ class SlotAttention:
 
     @property
     def bytes_per_token(self) -> int:
-        """KV bytes of one token over all layers seen so far."""
+        """KV bytes per token over all layers seen so far."""
         return sum(heads * (k + v) * dtype.itemsize for heads, k, v, dtype in self.shapes.values())
 
     def allocate(self, num_slots: int, max_context: int) -> None:
-        """Make room for every layer that a pass without slots has shown."""
+        """Allocate the cache of every layer that a pass without slots has discovered."""
         for layer, (heads, k, v, dtype) in self.shapes.items():
             self._keys[layer] = _zeros((num_slots, heads, max_context, k), dtype, self.device)
             self._values[layer] = _zeros((num_slots, heads, max_context, v), dtype, self.device)
 
     def wipe(self, slot: int) -> None:
-        """Zero a slot that may hold NaN: what lies beyond a sequence's end has weight 0, and 0 times NaN is NaN."""
+        """Zero a slot that may hold NaN: values beyond a sequence's end have weight 0, and 0 times NaN is NaN."""
         for cache in (*self._keys.values(), *self._values.values()):
             cache[slot].zero_()
 
@@ -170,11 +170,11 @@ class SlotAttention:
         s_aux: torch.Tensor | None = None,
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
-        """The signature of transformers' attention functions; query (1, heads, rows, size), result (1, rows, heads, size)."""
+        """Compute attention as transformers calls it: query (1, heads, rows, size), result (1, rows, heads, size)."""
         if others.get("position_bias") is not None or others.get("is_causal") is False:
-            raise UserError(f"engine hf does not run {type(module).__name__}: it is no plain causal attention")
+            raise UserError(f"engine hf does not run {type(module).__name__}: only plain causal attention is supported")
         how = _How(key.shape[1], query.shape[1] // key.shape[1], scaling, softcap, s_aux)
-        layer = int(module.layer_idx)  # type: ignore[arg-type]  # every attention module of transformers has one
+        layer = int(module.layer_idx)  # type: ignore[arg-type]  # every attention module in transformers has one
         if self.current is None:
             self.shapes[layer] = (key.shape[1], key.shape[-1], value.shape[-1], key.dtype)
             rows = query.shape[2]
@@ -199,7 +199,7 @@ class SlotAttention:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros; on the CPU from calloc, whose pages cost nothing until they are written."""
+    """Return zeros; on the CPU from calloc, whose pages cost nothing until written."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
@@ -207,7 +207,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 @dataclass(frozen=True, slots=True)
 class _How:
-    """What a layer asks for: heads, query heads per KV head, scale, logit soft cap, attention sinks (one logit a head)."""
+    """Attention parameters of a layer; ``groups``: query heads per KV head, ``sinks``: one logit per head."""
 
     kv_heads: int
     groups: int
@@ -219,10 +219,10 @@ class _How:
 def _attend(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, block: Block, how: _How
 ) -> torch.Tensor:
-    """Attention of one block, shape (rows of the block, heads, head size).
+    """Compute attention of one block, shape (rows of the block, heads, head size).
 
     ``query`` is (1, heads, all rows of the pass, head size), ``keys`` and ``values`` are (segments, KV heads, length, head size).
-    The query heads that share a KV head are laid behind each other as if they were more queries, so no key is copied.
+    Query heads that share a KV head are concatenated like additional queries, so no key is copied.
     """
     head_dim = query.shape[-1]
     folded = query[0, :, block.rows].view(how.kv_heads, how.groups, block.size, block.new, head_dim)
@@ -238,7 +238,7 @@ def _attend(
 def _explicit(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, block: Block, how: _How
 ) -> torch.Tensor:
-    """Attention written out, for what the fused one lacks: soft-capped logits (Gemma 2) and sinks (gpt-oss)."""
+    """Compute attention without the fused kernel, which lacks soft-capped logits (Gemma 2) and sinks (gpt-oss)."""
     scores = torch.matmul(query, keys.transpose(2, 3)) * (how.scale if how.scale is not None else query.shape[-1] ** -0.5)
     if how.softcap is not None:
         scores = torch.tanh(scores / how.softcap) * how.softcap

@@ -1,4 +1,4 @@
-"""The Hugging Face engine without threads: admit, run one pass, sample, finish; new weights between two passes."""
+"""The step loop of the Hugging Face engine, without threads: admit, forward, sample, finish, update."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from rollout.engines.hf.sampling import SamplingBatch, likeliest, moved, sample,
 from rollout.engines.stopping import StopStrings
 from rollout.scheduler import Job, Scheduler
 
-MAX_FAILURES: Final = 3  # passes that break one after the other before the engine gives up
+MAX_FAILURES: Final = 3  # consecutive failed passes before the engine gives up
 
 
 class Core:
-    """Continuous batching over one model. Every method runs on one thread; outputs collect in ``outbox``."""
+    """Continuous batching over one model. All methods run on one thread; finished outputs collect in ``outbox``."""
 
     def __init__(self, config: EngineConfig) -> None:
         section = config.section
@@ -44,8 +44,8 @@ class Core:
             version=config.policy_version,
         )
         self.outbox: list[tuple[str, Output]] = []
-        self.told: list[tuple[str, Piece]] = []  # of requests with a tap, since they were last taken
-        self._taps: dict[str, int] = {}  # requests whose tokens are told, and how many of the likeliest with each
+        self.told: list[tuple[str, Piece]] = []  # of requests with a tap, until the engine takes them
+        self._taps: dict[str, int] = {}  # requests that stream, with the number of likeliest tokens at each position
         self._prefill_tokens = section.prefill_tokens
         self._tokenizer = find_tokenizer(config)
         self._guides = Guides(self._tokenizer, self.model.vocab_size) if self._tokenizer is not None else None
@@ -53,8 +53,8 @@ class Core:
         self._end_ids = end_tokens(self.model.model) | frozenset(self._tokenizer.eos_token_ids if self._tokenizer else ())
         self._requests: dict[str, wire.GenerateRequest] = {}
         self._rows: dict[int, Row] = {}  # by slot
-        self._reading: list[Row] = []  # rows with more than one token to run, in the order in which they started
-        self._stalled = False  # the weights held failed their probe
+        self._reading: list[Row] = []  # rows in prefill (more than one token to run), oldest first
+        self._stalled = False  # whether the current weights failed their probe
         self._failures = 0
         self._batch: tuple[list[Row], SamplingBatch, npt.NDArray[np.uint64]] = ([], SamplingBatch.of([]), np.empty(0, np.uint64))
         self._busy_s = self._pause_s = 0.0
@@ -67,16 +67,16 @@ class Core:
 
     @property
     def can_step(self) -> bool:
-        """Whether there is anything to compute."""
+        """Whether there is work to compute."""
         return bool(self._rows) and not self._stalled
 
     def submit(
         self, request: wire.GenerateRequest, now: float, top_logprobs: int | None = None, reshaping: Reshaping | str | None = None
     ) -> None:
-        """Queue a request; what cannot be run is answered at once.
+        """Queue a request; answer it at once if it cannot run.
 
         Args:
-            top_logprobs: its tokens are told as they come, each with so many of the likeliest; None: they are not.
+            top_logprobs: stream its tokens, each with this many of the likeliest; None: do not stream.
             reshaping: see ``reshape``.
         """
         why = problem(request, max_context_tokens=self.model.max_context, vocab_size=self.model.vocab_size)
@@ -99,7 +99,7 @@ class Core:
         )
 
     def reshape(self, sampling: wire.SamplingParams) -> Reshaping | str | None:
-        """What a request adds to the logits, None for nothing, or why it cannot; from any thread, for grammars take a second to make."""
+        """Return a request's logit offsets, None without any, or an error; thread-safe, as a grammar takes a second."""
         if not is_reshaped(sampling):
             return None
         if why := reshaping_problem(sampling, self.model.vocab_size, self._tokenizer):
@@ -110,7 +110,7 @@ class Core:
             return f"guide: {error}"
 
     def score(self, request: wire.GenerateRequest) -> Output:
-        """The likeliest tokens at each position of a context, between two passes and without a slot."""
+        """Return the likeliest tokens at each position of a context, without a slot."""
         why = problem(request, max_context_tokens=self.model.max_context, vocab_size=self.model.vocab_size)
         if why or self.version < max(request.min_version, 0):
             return Output(error=why or f"no weights of version {request.min_version} or later to score with")
@@ -125,7 +125,7 @@ class Core:
             self._end(job, "abort")
 
     def admit(self, now: float) -> None:
-        """End what is due, start what may start."""
+        """End jobs past their deadline and start waiting ones."""
         for job in self.scheduler.expire(now):
             self._end(job, "deadline")
         if self._stalled:
@@ -142,10 +142,10 @@ class Core:
                 self._reading.append(row)
 
     def step(self) -> None:
-        """One forward pass and one token for every row whose context is read to its end.
+        """Run one forward pass and sample one token for every row whose context is complete.
 
         Raises:
-            RuntimeError: passes keep breaking (out of memory, device lost); single ones end their requests with an error.
+            RuntimeError: if passes keep failing (out of memory, device lost); one failure only ends its requests.
         """
         began = time.perf_counter()
         rows, segments = self._plan()
@@ -187,7 +187,7 @@ class Core:
         self._set_version(version, weights_changed=False)
 
     def stats(self) -> Stats:
-        """Safe to call from any thread: numbers only, each right for itself."""
+        """Return counters, each consistent on its own; thread-safe."""
         return Stats(
             running=self.scheduler.num_running,
             waiting=self.scheduler.num_waiting,
@@ -216,7 +216,7 @@ class Core:
         self._reading = [row for row in self._rows.values() if row.length > 1]
 
     def _plan(self) -> tuple[list[Row], list[Segment]]:
-        """The rows of this pass in the order of their slots, and how many tokens of each; reading is bounded, decoding is not."""
+        """Return the rows of this pass by slot, and the tokens of each; prefill is bounded, decoding is not."""
         if not self._reading:
             rows = [self._rows[slot] for slot in sorted(self._rows)]
             return rows, [Segment(row.job.slot, row.cached, 1) for row in rows]
@@ -229,7 +229,7 @@ class Core:
         return rows, [Segment(row.job.slot, row.cached, share.get(row.job.slot, 1)) for row in rows]
 
     def _forward(self, rows: list[Row], segments: list[Segment]) -> torch.Tensor:
-        """Logits of the rows that are read to their end by this pass."""
+        """Return the logits of the rows that this pass completes."""
         ids = np.concatenate([row.tokens[row.cached : row.cached + s.new] for row, s in zip(rows, segments, strict=True)])
         ends = np.cumsum([s.new for s in segments]) - 1
         complete = np.array([row.cached + s.new == row.length for row, s in zip(rows, segments, strict=True)])
@@ -269,7 +269,7 @@ class Core:
 
     @torch.inference_mode()
     def _reshaped(self, rows: list[Row], logits: torch.Tensor) -> tuple[list[Row], torch.Tensor, dict[str, bool]]:
-        """The rows that go on, what they are drawn from, and of which requests that is not the model's own distribution."""
+        """Return the rows that continue, their logits, and for each request whether its distribution was changed."""
         offsets: dict[int, npt.NDArray[np.float32]] = {}
         broken: set[int] = set()
         for index, row in enumerate(rows):
@@ -294,7 +294,7 @@ class Core:
 
     @torch.inference_mode()
     def _tell(self, rows: list[Row], tokens: list[int], logprobs: list[float], logits: torch.Tensor) -> None:
-        """Note what was sampled for those who listen."""
+        """Collect the sampled tokens of requests that stream."""
         tapped = [index for index, row in enumerate(rows) if row.job.request_id in self._taps and math.isfinite(logprobs[index])]
         wanting = [index for index in tapped if self._taps[rows[index].job.request_id]]
         top: dict[int, list[tuple[int, float]]] = {}
@@ -319,7 +319,7 @@ class Core:
         return tokens.tolist(), logprobs.tolist()
 
     def _end(self, job: Job, reason: wire.FinishReason, error: str = "", *, keep: bool = True) -> None:
-        """A job left the queue, or its row is done."""
+        """Answer a job that left the queue or finished its row."""
         row = self._rows.pop(job.slot, None) if job.slot >= 0 else None
         if row is None:
             self._answer(job.request_id, Output(finish_reason=reason, error=error))
@@ -338,7 +338,7 @@ class Core:
 
 
 def find_tokenizer(config: EngineConfig) -> Tokenizer | None:
-    """The model's tokenizer; a model without one generates all the same, it only knows no stop strings."""
+    """Return the model's tokenizer; a model without one still generates, but without stop strings."""
     try:
         return Tokenizer.load(config.model_path, trust_remote_code=config.trust_remote_code)
     except UserError:

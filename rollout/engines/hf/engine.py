@@ -1,4 +1,4 @@
-"""The engine ``hf``: any transformers causal language model, batched continuously, in a thread of its own."""
+"""The engine ``hf``: continuous batching of a transformers causal language model in a separate thread."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ Command = Callable[[Core], None]
 class HFEngine:
     """See ``rollout.engines.base.Engine``.
 
-    The thread owns model, slots and queue. Commands reach it through one queue and run between two passes; outputs go
-    back to the event loop, all of a pass in one call.
+    The thread owns model, slots and queue. Commands reach it through one queue and run between two passes; all outputs
+    of a pass return to the event loop in one call.
     """
 
     has_weights = True
@@ -42,7 +42,7 @@ class HFEngine:
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._waiting: dict[str, asyncio.Future[Output]] = {}
         self._taps: dict[str, Tap] = {}
-        self._preparing: set[str] = set()  # requests whose grammars are being made
+        self._preparing: set[str] = set()  # requests whose grammars are being compiled
         self._core: Core | None = None
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop
@@ -88,7 +88,7 @@ class HFEngine:
         finally:
             self._taps.pop(request.request_id, None)
             self._preparing.discard(request.request_id)
-            if self._waiting.pop(request.request_id, None) is not None:  # nobody waits for it any more
+            if self._waiting.pop(request.request_id, None) is not None:  # cancelled by the caller
                 self.abort(request.request_id)
 
     def abort(self, request_id: str) -> None:
@@ -99,7 +99,7 @@ class HFEngine:
         await self._call(lambda core: core.adopt(version))
 
     async def update_weights(self, tensors: Mapping[str, torch.Tensor], version: int, mode: UpdateMode, probe: wire.Probe | None) -> float:
-        whole = await asyncio.to_thread(made, tensors)  # while generation goes on
+        whole = await asyncio.to_thread(made, tensors)  # while generation continues
         return await self._call(lambda core: core.update(whole, version, mode, probe))
 
     async def logprobs(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
@@ -120,7 +120,7 @@ class HFEngine:
         if self._thread is None:
             return
         self._commands.put(None)
-        with contextlib.suppress(Exception):  # what broke it was raised by join and generate
+        with contextlib.suppress(Exception):  # join and generate have raised its failure
             await self.join()
         self._thread.join()
         self._thread = None
@@ -131,17 +131,17 @@ class HFEngine:
         return self._core
 
     async def _call(self, work: Callable[[Core], T]) -> T:
-        """Run something on the engine's thread, between two passes."""
+        """Run a function on the engine's thread, between two passes."""
         if self._ended.done():
             raise RuntimeError("the engine has stopped")
         future: asyncio.Future[T] = self._loop.create_future()
 
         def command(core: Core) -> None:
-            if future.cancelled():  # nobody waits for it any more
+            if future.cancelled():  # by the caller
                 return
             try:
                 result = work(core)
-            except Exception as error:  # noqa: BLE001 - carried to the caller, which awaits it
+            except Exception as error:  # noqa: BLE001 - raised again in the caller
                 self._post(_fail, future, error)
             else:
                 self._post(_succeed, future, result)
@@ -157,7 +157,7 @@ class HFEngine:
         try:
             keep_freed_memory()
             core = Core(self._config)
-        except Exception as error:  # noqa: BLE001 - carried to start()
+        except Exception as error:  # noqa: BLE001 - raised again by start()
             self._post(_fail, ready, error)
             self._post(_succeed, self._ended, None)
             return
@@ -165,7 +165,7 @@ class HFEngine:
         try:
             while self._turn(core):
                 pass
-        except Exception as error:  # noqa: BLE001 - carried to join() and to every request
+        except Exception as error:  # noqa: BLE001 - raised again by join() and every request
             self._post(self._end, error)
         else:
             self._post(self._end, None)
@@ -173,7 +173,7 @@ class HFEngine:
             core.model.close()
 
     def _turn(self, core: Core) -> bool:
-        """Take commands, admit, run one pass, send what ended; with nothing to compute, sleep. False: closed."""
+        """Admit, run one pass, send outputs, run commands; sleep without work. Return False once closed."""
         core.admit(time.monotonic())
         if core.can_step:
             core.step()
@@ -183,7 +183,7 @@ class HFEngine:
         if core.outbox:
             outputs, core.outbox = core.outbox, []
             self._post(self._deliver, outputs)
-        elif not core.can_step:  # only a command or a deadline changes anything now
+        elif not core.can_step:  # only a command or a deadline can change anything
             with contextlib.suppress(queue.Empty):
                 if not self._obey(core, self._commands.get(timeout=self._patience(core))):
                     return False
@@ -203,7 +203,7 @@ class HFEngine:
         return None if due is None else max(0.0, due - time.monotonic())
 
     def _post(self, function: Callable[..., None], *args: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(function, *args)
 
     # --------------------------------------------------------------------------------------- the event loop
@@ -228,7 +228,7 @@ class HFEngine:
             _succeed(self._ended, None)
         else:
             _fail(self._ended, error)
-            self._ended.exception()  # retrieved: it is raised again by join
+            self._ended.exception()  # mark as retrieved: join raises it again
 
 
 def _succeed(future: asyncio.Future[T], result: T) -> None:

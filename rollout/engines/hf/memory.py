@@ -1,4 +1,4 @@
-"""Memory that the C library gives back to the system and asks for again with every pass."""
+"""Tells the C library to keep freed memory instead of returning it to the system after every pass."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Final
 _TRIM_THRESHOLD: Final = -1  # from malloc.h
 _TOP_PAD: Final = -2
 _MMAP_THRESHOLD: Final = -3
-_LARGEST_MMAP_THRESHOLD: Final = 32 << 20  # glibc refuses more
+_LARGEST_MMAP_THRESHOLD: Final = 32 << 20  # glibc rejects more
 
 
 def keep_freed_memory() -> bool:
-    """Tell glibc to keep freed memory for this process; False where there is no such setting.
+    """Tell glibc to keep freed memory in this process; return False if there is no such setting.
 
     Each forward pass allocates and frees megabytes. By default glibc returns them to the kernel and gets new, zeroed pages
-    for the next pass: 30-80 page faults a short turn, up to a third of its time where faults are dear (virtual machines).
-    The process then stays as large as its largest pass was.
+    for the next pass: 30-80 page faults per short turn, up to a third of its time where faults are expensive (virtual
+    machines). With this setting the process stays as large as its largest pass.
     """
     if not sys.platform.startswith("linux"):
         return False

@@ -1,4 +1,4 @@
-"""A transformers causal language model whose attention runs over KV slots: load, check, forward, weights."""
+"""A transformers causal language model with attention over KV slots: load, check, forward, weights."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _SELF_TEST_SPREAD: Final = {torch.float32: 1e-4, torch.bfloat16: 0.25, torch.flo
 
 
 class SlotModel:
-    """The model, its KV slots and its weights. Only one thread may use it at a time.
+    """A model with its KV slots and weights; not thread-safe.
 
     Raises:
-        UserError: no such model, no causal language model, an attention that slots cannot serve, or no room for one slot.
+        UserError: if the path has no causal language model, slots do not support its attention, or no slot fits.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -49,17 +49,17 @@ class SlotModel:
         self._self_test_slots()
 
     def close(self) -> None:
-        """Give the name in transformers' table back."""
+        """Unregister the attention function from transformers."""
         ALL_ATTENTION_FUNCTIONS._global_mapping.pop(self._name, None)
 
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment], token_ids: torch.Tensor, sample_rows: torch.Tensor) -> torch.Tensor:
-        """Run new tokens of many sequences.
+        """Run the new tokens of many sequences.
 
         Args:
-            segments: in the order of their slots; each slot holds ``start`` tokens already.
+            segments: ordered by slot; each slot already holds ``start`` tokens.
             token_ids: (rows,) int64, the new tokens in that order.
-            sample_rows: (k,) int64, the rows whose logits are wanted.
+            sample_rows: (k,) int64, the rows whose logits to return.
 
         Returns:
             Logits (k, vocabulary).
@@ -73,7 +73,7 @@ class SlotModel:
 
     @torch.inference_mode()
     def logprobs(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """log p(token[i + 1] | token[: i + 1]), shape (n - 1,) float32 on the CPU, without touching a slot."""
+        """Return log p(token[i + 1] | token[: i + 1]), shape (n - 1,) float32 on the CPU, without using a slot."""
         ids = torch.tensor(token_ids, device=self.device)
         n = len(ids)
         logits = self._run(ids, torch.arange(n, device=self.device)[None], torch.arange(n, device=self.device))
@@ -81,7 +81,7 @@ class SlotModel:
 
     @torch.inference_mode()
     def top_logprobs(self, token_ids: Sequence[int], k: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-        """The k likeliest tokens after each token but the last, and their logprobs at temperature 1, (n - 1, k) each, falling."""
+        """Return the k likeliest tokens after each token but the last, and logprobs at temperature 1; (n - 1, k) each."""
         if len(token_ids) < 2:
             return np.zeros((0, k), np.int32), np.zeros((0, k), np.float32)
         n = len(token_ids) - 1
@@ -91,11 +91,11 @@ class SlotModel:
         return best.indices.int().cpu().numpy(), best.values.cpu().numpy()
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Parameters and persistent buffers by name, tied ones once, in the order of the model."""
+        """Return parameters and persistent buffers by name, tied ones once, in model order."""
         return self._held.tensors()
 
     def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Compute from these tensors; see ``HeldWeights.load``."""
+        """Replace the weights; see ``HeldWeights.load``."""
         self._held.load(tensors)
 
     def _run(self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -104,7 +104,7 @@ class SlotModel:
         return logits
 
     def _plug_in(self) -> None:
-        """Replace the model's attention and prove on one sequence that its logprobs stay the same."""
+        """Replace the model's attention and check on one sequence that the logprobs stay the same."""
         probe = list(range(1, 1 + min(_SELF_TEST_TOKENS, self.vocab_size - 1)))
         ids = torch.tensor([probe], device=self.device)
         with torch.inference_mode():
@@ -120,7 +120,7 @@ class SlotModel:
         if len(self.attention.shapes) != layers:
             raise UserError(
                 f"engine hf cannot run {type(self.model).__name__}: only {len(self.attention.shapes)} of its {layers} layers "
-                "take their attention from transformers' AttentionInterface"
+                "use transformers' AttentionInterface"
             )
         self._compare(native, ours, "its attention needs more than positions and causal masks")
 
@@ -138,7 +138,7 @@ class SlotModel:
         return slots, min(max_running, slots)
 
     def _self_test_slots(self) -> None:
-        """Read and write slots once, in two parts, and compare with one uncached pass."""
+        """Write and read a slot in two parts, and compare with one uncached pass."""
         probe = list(range(1, 1 + min(_SELF_TEST_TOKENS, self.vocab_size - 1, self.max_context)))
         n, half = len(probe), len(probe) // 2
         ids = torch.tensor(probe, device=self.device)
@@ -148,7 +148,7 @@ class SlotModel:
             last = self.num_slots - 1
             first = self.forward([Segment(last, 0, half)], ids[:half], rows[:half])
             second = self.forward([Segment(last, half, n - half)], ids[half:], rows[: n - half])
-        self._compare(whole, torch.cat([first, second]), "it computes otherwise when a sequence is read in parts")
+        self._compare(whole, torch.cat([first, second]), "its output changes when a sequence is read in parts")
 
     def _compare(self, expected: torch.Tensor, found: torch.Tensor, why: str) -> None:
         spread = float((expected.float().log_softmax(-1) - found.float().log_softmax(-1)).abs().max())
@@ -157,10 +157,10 @@ class SlotModel:
 
 
 def load(config: EngineConfig, device: torch.device) -> Any:
-    """The model in evaluation mode on its device.
+    """Load the model in evaluation mode on its device.
 
     Raises:
-        UserError: there is none at the path.
+        UserError: if there is no causal language model at the path.
     """
     transformers.utils.logging.disable_progress_bar()
     path = config.model_path
@@ -180,26 +180,26 @@ def load(config: EngineConfig, device: torch.device) -> Any:
 
 
 def pick_device(wanted: str) -> torch.device:
-    """``auto``: cuda where there is one.
+    """Return the torch device; ``auto`` is cuda if available.
 
     Raises:
-        UserError: cuda was asked for and this torch cannot use it.
+        UserError: if cuda is requested and this torch cannot use it.
     """
     available = torch.cuda.is_available()
     if wanted == "cuda" and not available:
-        raise UserError(f"GPUs were asked for, but this torch ({torch.__version__}) cannot use them; install its CUDA build")
+        raise UserError(f"GPUs are requested, but this torch ({torch.__version__}) cannot use them; install its CUDA build")
     if not available or wanted == "cpu":
         return torch.device("cpu")
     if torch.cuda.device_count() > 1:
-        log.warning("engine hf uses the first of %d GPUs; start one rollout-server for each", torch.cuda.device_count())
+        log.warning("engine hf uses only the first of %d GPUs; start one rollout-server per GPU", torch.cuda.device_count())
     return torch.device("cuda")
 
 
 def fitting_context(model: Any, wanted: int) -> int:
-    """The context length that was asked for.
+    """Return the requested context length.
 
     Raises:
-        UserError: the model has fewer positions.
+        UserError: if the model has fewer positions.
     """
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and wanted > positions:
@@ -208,7 +208,7 @@ def fitting_context(model: Any, wanted: int) -> int:
 
 
 def end_tokens(model: Any) -> frozenset[int]:
-    """The model's own end tokens, from its generation configuration, else its configuration."""
+    """Return the model's own end tokens, from its generation configuration, else its configuration."""
     for config in (model.generation_config, model.config):
         ids = getattr(config, "eos_token_id", None)
         if ids is not None:
@@ -217,5 +217,5 @@ def end_tokens(model: Any) -> frozenset[int]:
 
 
 def one_line(error: BaseException) -> str:
-    """An error's first line that says anything."""
+    """Return the first non-empty line of an error."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,4 +1,4 @@
-"""What a request adds to the logits of its next token: penalties, biases, and minus infinity for what its guide does not allow."""
+"""Logit offsets of a request: penalties, biases, and minus infinity for tokens its guide forbids."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from broker.contract import wire
 from rlearner_text.guides import BadGuide, Guides, Matcher
 from rlearner_text.tokenizer import Tokenizer
 
-# A token counts as drawn from the policy's own distribution where reshaping moved at most this much of its probability.
+# A token counts as drawn from the policy's own distribution if reshaping moved at most this much probability.
 MOVED: Final = 1e-3
 
 
 def is_reshaped(sampling: wire.SamplingParams) -> bool:
-    """Whether a request may change what tokens are drawn from, beyond temperature and cut-offs."""
+    """Return whether a request may change the distribution beyond temperature and cut-offs."""
     return bool(sampling.frequency_penalty or sampling.presence_penalty or sampling.logit_bias or sampling.guides)
 
 
 def problem(sampling: wire.SamplingParams, vocab_size: int, tokenizer: Tokenizer | None) -> str:
-    """Why a request cannot be reshaped so, in one line; empty when it can."""
+    """Return why a request cannot be reshaped, in one line; empty if it can."""
     if sampling.guides and tokenizer is None:
         return "guides need a tokenizer, and the model's folder has none"
     odd = next((token for token in sampling.logit_bias if token >= vocab_size), None)
@@ -30,18 +30,18 @@ def problem(sampling: wire.SamplingParams, vocab_size: int, tokenizer: Tokenizer
 
 
 class Reshaping:
-    """The part of one request.
+    """Logit offsets of one request.
 
     Args:
         vocab_size: width of the logits.
-        ends: tokens that end the output; a guide allows them where the answer is complete.
-        guides: of the model; None where it has no tokenizer.
+        ends: tokens that end the output; a guide allows them once the answer is complete.
+        guides: of the model; None if it has no tokenizer.
 
     Attributes:
-        flags: for every token taken whether it was drawn from a reshaped distribution.
+        flags: for every sampled token whether it was drawn from a reshaped distribution.
 
     Raises:
-        BadGuide: no grammar can be made of the guide.
+        BadGuide: if the guide cannot be compiled to a grammar.
     """
 
     def __init__(self, sampling: wire.SamplingParams, vocab_size: int, ends: Collection[int], guides: Guides | None) -> None:
@@ -56,10 +56,10 @@ class Reshaping:
         self.flags: list[bool] = []
 
     def offsets(self) -> npt.NDArray[np.float32]:
-        """To be added to the logits of the next token, (vocabulary,).
+        """Return what to add to the logits of the next token, (vocabulary,).
 
         Raises:
-            BadGuide: the guide allows no token any more.
+            BadGuide: if the guide allows no further token.
         """
         sampling, counts = self._sampling, self._counts
         made = self._bias - sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0)
@@ -73,7 +73,7 @@ class Reshaping:
         return np.asarray(made, np.float32)
 
     def take(self, token: int, flag: bool) -> None:
-        """A token was sampled."""
+        """Record a sampled token."""
         self.flags.append(flag)
         self._counts[token] += 1
         if self._matcher is not None and token not in self._ends:

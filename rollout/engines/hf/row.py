@@ -1,4 +1,4 @@
-"""One running request of the Hugging Face engine: its tokens, how far they are read, and when it ends."""
+"""State of one running request of the Hugging Face engine: tokens, cached prefix, stop conditions."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Row:
     """A request in a slot.
 
     Attributes:
-        length: tokens known, context and sampled.
-        cached: leading tokens whose KV stands in the slot; the others are still to be run.
-        seed: of its randomness; drawn here when the request has none.
-        reshaping: what it adds to the logits; None: nothing.
+        length: number of known tokens, context and sampled.
+        cached: leading tokens whose KV is in the slot; the others must still run.
+        seed: random seed; drawn here if the request has none.
+        reshaping: logit offsets; None: none.
     """
 
     __slots__ = (
@@ -50,13 +50,13 @@ class Row:
         self.tokens: Tokens = np.empty(self.length + min(params.max_tokens, room), dtype=np.int32)
         self.tokens[: self.length] = job.tokens
         self.logprobs: list[float] = []
-        self._marks = [(version, 0)]  # from which sampled token on which version was used
+        self._marks = [(version, 0)]  # (version, index of the first token sampled with it)
         self._end_ids = ends_of(params, end_ids)
         self._stops = stops
         self.seed = int.from_bytes(os.urandom(8), "little") if params.seed is None else params.seed & (1 << 64) - 1
 
     def add(self, token: int, logprob: float) -> FinishReason | None:
-        """Take a sampled token; why the request ends with it, if it does."""
+        """Append a sampled token; return the finish reason if the request ends with it."""
         self.tokens[self.length] = token
         self.length += 1
         self.logprobs.append(logprob)
@@ -67,11 +67,11 @@ class Row:
         return "length" if self.length == len(self.tokens) else None
 
     def new_version(self, version: int) -> None:
-        """Tokens from here on come from other weights."""
+        """Record that later tokens come from other weights."""
         self._marks.append((version, len(self.logprobs)))
 
     def output(self, reason: FinishReason, error: str = "") -> Output:
-        """What the request came to; an error has no tokens."""
+        """Return the output so far; an error has no tokens."""
         if reason == "error":
             return Output(finish_reason="error", error=error, prefix_hit_tokens=self.reused)
         ends = [start for _, start in self._marks[1:]] + [len(self.logprobs)]
@@ -80,11 +80,11 @@ class Row:
         return Output(self.tokens[self._num_prompt : self.length].tolist(), self.logprobs, runs, reason, self.reused, reshaped=flags)
 
     def kept(self) -> Tokens:
-        """The tokens whose KV the slot holds now."""
+        """Return the tokens whose KV the slot holds."""
         return self.tokens[: self.cached]
 
 
 def ends_of(params: SamplingParams, end_ids: frozenset[int]) -> frozenset[int]:
-    """The tokens that end an output. One with a guide must be able to end."""
+    """Return the tokens that end an output. With a guide the end tokens always count, so that the output can end."""
     own = frozenset() if params.ignore_eos and not params.guides else end_ids
     return own | frozenset(params.stop_token_ids)

@@ -1,13 +1,13 @@
-"""Sampling for a whole batch at once: one token a row, and its logprob under the distribution it was drawn from.
+"""Batched sampling: one token per row, and its logprob under the distribution it was drawn from.
 
 Conventions:
 
-- Temperature first, then top-k, then top-p over what top-k left, then min-p relative to the best candidate; what remains
-  is renormalised. Candidates of equal probability are ranked by the sort, and top-k keeps exactly k of them.
+- Temperature first, then top-k, then top-p over the remaining candidates, then min-p relative to the best candidate;
+  the rest is renormalised. Candidates of equal probability are ranked by the sort, and top-k keeps exactly k of them.
 - Temperature 0 is greedy: a distribution with all its mass on one token, so the logprob is 0.
-- Randomness is counted, not stateful: the uniform number of a token is a hash of the request's seed and the token's
-  position in its context. The same seed, context and weights therefore give the same token in any batch, and a request
-  that goes on elsewhere from its partial output goes on with the same numbers.
+- Randomness is counter-based, not stateful: the uniform number of a token is a hash of the request's seed and the
+  token's position in its context. The same seed, context and weights therefore give the same token in any batch, and a
+  request resumed on another server from its partial output continues with the same numbers.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ _GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
 _MIX1: Final = np.uint64(0xBF58476D1CE4E5B9)
 _MIX2: Final = np.uint64(0x94D049BB133111EB)
 _OFF: Final = 1 << 30  # top-k that keeps everything
-_CANDIDATES: Final = 1024  # sorted first; the whole vocabulary only where they do not hold all that top-p or min-p keeps
+_CANDIDATES: Final = 1024  # sorted first; the whole vocabulary only if top-p or min-p keeps more
 
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The output function of splitmix64 (Steele, Lea and Flood 2014): every input bit moves every output bit."""
+    """Mix bits with the output function of splitmix64 (Steele, Lea and Flood 2014)."""
     x = (x ^ (x >> np.uint64(30))) * _MIX1
     x = (x ^ (x >> np.uint64(27))) * _MIX2
     return x ^ (x >> np.uint64(31))
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Numbers in [0, 1) that depend on nothing but seed and position; both shape (n,)."""
+    """Return numbers in [0, 1) that depend only on seed and position; both shape (n,)."""
     with np.errstate(over="ignore"):
         x = _mix(_mix(seeds + _GOLDEN) + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
     return (x >> np.uint64(11)).astype(np.float64) * 2.0**-53
@@ -45,14 +45,14 @@ def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) ->
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """The parameters of a batch of n rows as tensors; built once for as long as the rows stay the same.
+    """Sampling parameters of n rows as tensors; reused while the rows stay the same.
 
     Attributes:
-        temperature: (n, 1) float32, 1 where the row is greedy; None when 1 everywhere.
-        greedy: (n,) bool; None when no row is.
-        filtered: (m,) indices of the rows with top-k, top-p or min-p; None when there are none.
+        temperature: (n, 1) float32, 1 for greedy rows; None if 1 everywhere.
+        greedy: (n,) bool; None if no row is.
+        filtered: (m,) indices of the rows with top-k, top-p or min-p; None if there are none.
         top_k, top_p, min_p: (m, 1), of the filtered rows.
-        max_top_k: the largest of those that are on, 0 when none is.
+        max_top_k: largest top-k in use, 0 if there is none.
     """
 
     temperature: torch.Tensor | None
@@ -83,15 +83,15 @@ class SamplingBatch:
 
 
 def sample(logits: torch.Tensor, batch: SamplingBatch, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw one token a row.
+    """Draw one token per row.
 
     Args:
         logits: (n, vocabulary), any floating dtype.
         batch: parameters of the n rows.
-        uniform: (n,) float64 in [0, 1), one number a row.
+        uniform: (n,) float64 in [0, 1), one number per row.
 
     Returns:
-        Tokens (n,) int64 and logprobs (n,) float32; a logprob that is not finite means that the row's logits were not.
+        Tokens (n,) int64 and logprobs (n,) float32; a logprob is not finite if the row's logits are not.
     """
     logits = logits.float()
     best = logits.argmax(-1) if batch.greedy is not None else None
@@ -106,19 +106,19 @@ def sample(logits: torch.Tensor, batch: SamplingBatch, uniform: torch.Tensor) ->
             tokens[batch.filtered], chosen[batch.filtered] = _draw_filtered(logprobs[batch.filtered], batch, uniform[batch.filtered])
     if batch.greedy is not None and best is not None:
         tokens = torch.where(batch.greedy, best, tokens)
-        chosen = torch.where(batch.greedy, chosen - chosen, chosen)  # 0, or NaN where the logits were not finite
+        chosen = torch.where(batch.greedy, chosen - chosen, chosen)  # 0, or NaN if the logits are not finite
     return tokens, chosen
 
 
 def likeliest(logits: torch.Tensor, params: Sequence[SamplingParams], k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k likeliest tokens of each row and their logprobs under the distribution it is drawn from; at temperature 0, at temperature 1.
+    """Return each row's k likeliest tokens and logprobs under its sampling distribution (greedy rows: temperature 1).
 
     Args:
         logits: (n, vocabulary), as for ``sample``.
         params: of the n rows.
 
     Returns:
-        Tokens (n, k) int64 and logprobs (n, k) float32, falling; -inf for tokens that the row's cut-offs leave out.
+        Tokens (n, k) int64 and logprobs (n, k) float32, descending; -inf for tokens that the row's cut-offs exclude.
     """
     batch = SamplingBatch.of(params, logits.device)
     logits = logits.float()
@@ -132,21 +132,21 @@ def likeliest(logits: torch.Tensor, params: Sequence[SamplingParams], k: int) ->
 
 
 def moved(logits: torch.Tensor, reshaped: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """How much probability a change of the logits moves from some tokens to others, after temperature and cut-offs.
+    """Return how much probability a change of the logits moves between tokens, after temperature and cut-offs.
 
     Args:
-        logits, reshaped: (n, vocabulary), the model's and what is drawn from.
+        logits, reshaped: (n, vocabulary), the model's and the changed ones.
         params: of the n rows.
 
     Returns:
-        (n,) float32, the total variation distance of both distributions, from 0 to 1.
+        (n,) float32, the total variation distance of the two distributions, from 0 to 1.
     """
     batch = SamplingBatch.of(params, logits.device)
     return (_distribution(logits, batch) - _distribution(reshaped, batch)).abs().sum(-1) / 2
 
 
 def _distribution(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """What rows are drawn from, (n, vocabulary) probabilities."""
+    """Return the sampling distribution of each row, (n, vocabulary) probabilities."""
     logits = logits.float()
     logprobs = (logits if batch.temperature is None else logits / batch.temperature).log_softmax(-1)
     if batch.filtered is not None:
@@ -160,7 +160,7 @@ def _distribution(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
 
 
 def _draw(logprobs: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Invert the cumulative distribution; in float64, or a long tail of small probabilities is rounded away."""
+    """Sample by inverting the cumulative distribution, in float64 to keep a long tail of small probabilities."""
     cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
     target = uniform[:, None] * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, target, right=True).clamp_(max=logprobs.shape[-1] - 1)
@@ -174,7 +174,7 @@ def _draw_filtered(logprobs: torch.Tensor, batch: SamplingBatch, uniform: torch.
 
 
 def _kept(logprobs: torch.Tensor, batch: SamplingBatch, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ``width`` best candidates in falling order, -inf where filtered out, and which tokens they are; both (m, width)."""
+    """Return logprobs (-inf: filtered out) and ids of the ``width`` best candidates, descending, both (m, width)."""
     best, order = logprobs.topk(width, dim=-1, sorted=True)
     probs = best.exp()
     rank = torch.arange(width, device=logprobs.device)
@@ -184,5 +184,5 @@ def _kept(logprobs: torch.Tensor, batch: SamplingBatch, width: int) -> tuple[tor
     keep = in_k & (before < batch.top_p * mass_k) & (probs >= batch.min_p * probs[:, :1])
     keep[:, 0] = True
     if width < logprobs.shape[-1] and bool((keep[:, -1] & (batch.top_k[:, 0] > width)).any()):
-        return _kept(logprobs, batch, logprobs.shape[-1])  # the last candidate is still in: there may be more
+        return _kept(logprobs, batch, logprobs.shape[-1])  # the last candidate passes: there may be more
     return best.masked_fill(~keep, float("-inf")), order

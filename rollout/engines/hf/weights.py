@@ -1,4 +1,4 @@
-"""The tensors of a transformers model by name, and new ones in their place: taken over where they can be, else copied."""
+"""Reads and replaces the tensors of a transformers model by name, without a copy where possible."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from rollout.engines.fit import check_fit
 
 
 class HeldWeights:
-    """Parameters and persistent buffers of a model, tied ones once, under the name that comes first."""
+    """Parameters and persistent buffers of a model, tied ones once, under their first name."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         every = dict(model.named_parameters(remove_duplicate=False))
         every |= {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in every}
-        first: dict[int, str] = {}  # by address; on the meta device there is none, and tied ones are one tensor
-        self._live: dict[str, list[torch.Tensor]] = {}  # all that share the memory of the first
+        first: dict[int, str] = {}  # by address; meta tensors have none, but tied ones are one object
+        self._live: dict[str, list[torch.Tensor]] = {}  # all tensors that share the memory of the first
         for name, tensor in every.items():
             holder = first.setdefault(tensor.data_ptr() or id(tensor), name) if tensor.numel() else name
             known = self._live.setdefault(holder, [])
@@ -25,19 +25,19 @@ class HeldWeights:
                 known.append(tensor)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """By name, in the order of the model, as they are now."""
+        """Return the current tensors by name, in model order."""
         return {name: live[0].detach() for name, live in self._live.items()}
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """The model computes from these tensors from now on, and from copies of those of another dtype, device or layout.
+        """Use these tensors from now on, copying those of another dtype, device or layout.
 
-        It is checked whole before anything changes.
+        The whole update is checked before anything changes.
 
         Raises:
-            TransferFailed: a name is missing or unknown, or a shape differs.
+            TransferFailed: if a name is missing or unknown, or a shape differs.
         """
-        held, given = self.tensors(), dict(tensors)  # each is asked for once: some mappings compute them
+        held, given = self.tensors(), dict(tensors)  # read each once: some mappings compute them
         check_fit(held, given)
         copied = []
         for name, live in self._live.items():
@@ -48,7 +48,7 @@ class HeldWeights:
                 copied.append((held[name], given[name]))
         copy_all(copied, torch.get_num_threads())
         if any(tensor.is_cuda for tensor in held.values()):
-            torch.cuda.synchronize()  # no pass still reads the old ones: their memory may be written from now on
+            torch.cuda.synchronize()  # no pass still reads the old tensors: the caller may overwrite their memory
 
 
 def _replaceable(held: torch.Tensor, new: torch.Tensor) -> bool:

@@ -1,9 +1,9 @@
-"""SGLang's HTTP API as this engine uses it: bodies out, answers in.
+"""Client of SGLang's HTTP API: request bodies out, parsed answers in.
 
-Written from its documentation (native API, sampling parameters, SGLang for RL systems) and from what its release 0.5.23 takes. The
-bodies and the reading of answers are pure. Two things of it that are not so elsewhere: with ``ignore_eos`` it heeds no
-``stop_token_ids`` either, so the output is cut here; and it tells the logprob of a token under top-p or min-p only when
-top-k bounds the candidates, so at most the best MOST_CANDIDATES are candidates then.
+Follows its documentation (native API, sampling parameters, SGLang for RL systems) and its release 0.5.23. Building
+bodies and parsing answers is pure. Two peculiarities: with ``ignore_eos`` it ignores ``stop_token_ids``, too, so the
+output is cut here; and it returns logprobs under top-p or min-p only if top-k bounds the candidates, so at most
+MOST_CANDIDATES are used then.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ import numpy.typing as npt
 from broker.contract import wire
 
 MOST_CANDIDATES: Final = 4096  # of a filtered distribution
-TOLD_CANDIDATES: Final = 2 * MOST_CANDIDATES  # that the server is started for: it aborts requests when equals at the last place make more
-_SEEDS: Final = 1 << 31  # these fit every release
+TOLD_CANDIDATES: Final = 2 * MOST_CANDIDATES  # the server's limit; it aborts requests when ties make more
+_SEEDS: Final = 1 << 31  # every release accepts seeds below this
 _REASONS: Final[Mapping[object, Literal["stop", "length", "abort"]]] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
 class Refused(Exception):
-    """SGLang answered that it will not; one line."""
+    """SGLang rejected a request; one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Leg:
-    """What one call of ``/generate`` came to; a request that an update interrupts has several.
+    """The result of one call of ``/generate``; a request that an update interrupts has several.
 
     Attributes:
         version_runs: pairs (weight version, number of tokens).
-        spans: whether the server told the version of each token, not only that of the last.
+        spans: whether the server returned the version of each token, not only of the last.
     """
 
     token_ids: Sequence[int]
@@ -50,20 +50,20 @@ class Leg:
 
 
 def filtered(sampling: wire.SamplingParams) -> bool:
-    """Whether tokens are drawn from fewer than all, so that their logprobs must be renormalised."""
+    """Return whether cut-offs restrict the candidates, so that logprobs must be renormalised."""
     return sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0)
 
 
 def generate_body(
     rid: str, context: Sequence[int], sampling: wire.SamplingParams, limit: int, namespace: str, grammar: str = ""
 ) -> dict[str, Any]:
-    """The body of ``/generate``.
+    """Return the body of ``/generate``.
 
     Args:
-        rid: unique, and no prefix of another's, for an abort reaches all that begin with it.
+        rid: unique and not a prefix of another, because an abort affects all ids that begin with it.
         limit: most tokens to sample.
-        namespace: of the prefix cache; what was read under one is never found under another.
-        grammar: of the guides, in llguidance's variant of Lark, which its server takes as ``ebnf``.
+        namespace: of the prefix cache; namespaces share no KV.
+        grammar: of the guides, in llguidance's variant of Lark, which the server accepts as ``ebnf``.
     """
     params: dict[str, Any] = {
         "max_new_tokens": limit,
@@ -72,7 +72,7 @@ def generate_body(
         "top_k": min(sampling.top_k or MOST_CANDIDATES, MOST_CANDIDATES) if filtered(sampling) else -1,
         "min_p": sampling.min_p,
         "ignore_eos": sampling.ignore_eos,
-        "skip_special_tokens": False,  # stop strings may hold them
+        "skip_special_tokens": False,  # stop strings may contain them
     }
     params |= {"stop": list(sampling.stop)} if sampling.stop else {}
     params |= {"stop_token_ids": list(sampling.stop_token_ids)} if sampling.stop_token_ids else {}
@@ -86,24 +86,24 @@ def generate_body(
 
 
 def score_body(rid: str, context: Sequence[int], top_k: int, namespace: str) -> dict[str, Any]:
-    """The body of ``/generate`` that samples nothing and tells the context's own logprobs, and the best ``top_k`` at each position."""
+    """Return a body of ``/generate`` that only scores a context, with the best ``top_k`` at each position."""
     body = generate_body(rid, context, wire.SamplingParams(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_tokens=1), 0, namespace)
     return body | {"logprob_start_len": 0, "top_logprobs_num": top_k}
 
 
 def read_leg(reply: Mapping[str, Any], sampling: wire.SamplingParams) -> Leg:
-    """One answer of ``/generate``.
+    """Parse an answer of ``/generate``.
 
-    Greedy tokens have the logprob 0 of a distribution with all its mass on one token, whatever the server computes there.
+    Greedy tokens get logprob 0, that of a distribution with all its mass on one token; the server's value is ignored.
 
     Raises:
-        Refused: it is none, or does not tell what was asked for.
+        Refused: if the answer is malformed or incomplete.
     """
     meta = reply.get("meta_info")
     finish = meta.get("finish_reason") if isinstance(meta, dict) else None
     reason = _REASONS.get(finish.get("type")) if isinstance(finish, dict) else None
     if not isinstance(meta, dict) or reason is None:
-        raise Refused(f"its answer holds no finish_reason that is known: {finish!r}")
+        raise Refused(f"its answer has an unknown finish_reason: {finish!r}")
     try:
         entries = meta.get("output_token_logprobs") or []
         token_ids = [int(entry[1]) for entry in entries]
@@ -115,7 +115,7 @@ def read_leg(reply: Mapping[str, Any], sampling: wire.SamplingParams) -> Leg:
     elif filtered(sampling) and token_ids:
         told = meta.get("output_token_sampling_logprobs")
         if not isinstance(told, list) or len(told) != len(token_ids):
-            raise Refused("this SGLang does not tell logprobs under top_p, top_k or min_p (return_sampling_mask); install a newer one")
+            raise Refused("this SGLang does not return logprobs under top_p, top_k or min_p (return_sampling_mask); install a newer one")
         logprobs = [_number(one) for one in told]
     if not all(math.isfinite(one) for one in logprobs):
         raise Refused("the model's logits are not finite")
@@ -127,7 +127,7 @@ def read_leg(reply: Mapping[str, Any], sampling: wire.SamplingParams) -> Leg:
 
 
 def _number(told: Any) -> float:
-    """JSON knows no NaN: it stands as null there."""
+    """Convert a number, with null for NaN, which JSON lacks."""
     return math.nan if told is None else float(told)
 
 
@@ -139,18 +139,19 @@ def _version_runs(meta: Mapping[str, Any], count: int) -> tuple[list[tuple[int, 
             runs = [run for run in runs if run[1] > 0]
             if sum(length for _, length in runs) == count:
                 return runs, True
-            raise Refused(f"its weight_versions {told!r} do not count the {count} tokens")
+            raise Refused(f"its weight_versions {told!r} do not add up to {count} tokens")
         return ([(int(meta["weight_version"]), count)] if count else []), False
     except (KeyError, TypeError, ValueError):
-        raise Refused(f"its answer names no weight version: {told or meta.get('weight_version')!r}") from None
+        raise Refused(f"its answer has no valid weight version: {told or meta.get('weight_version')!r}") from None
 
 
 def as_sampled(runs: Sequence[tuple[int, int]], before: int) -> list[tuple[int, int]]:
-    """The versions that sampled the tokens, from those that SGLang noted.
+    """Return the versions that sampled the tokens, from those that SGLang recorded.
 
-    It notes a change of the weights beside the tokens that it has taken in by then, and takes in a token while the next is being sampled
-    (scheduler.py, event_loop_overlap): one more that the old weights sampled bears the new version. So the first token of each version is
-    the one before's. Where none was on its way a token counts for older than it is, which bounds on staleness may do, and never for newer.
+    SGLang records a weight change after the tokens processed so far, and processes a token while the next is being
+    sampled (scheduler.py, event_loop_overlap): one token of the old weights gets the new version. So the first token of
+    each version is moved to the version before. If there was no such token, one counts as older than it is, which is
+    safe, but never as newer.
 
     Args:
         runs: pairs (version, number of tokens).
@@ -164,7 +165,7 @@ def as_sampled(runs: Sequence[tuple[int, int]], before: int) -> list[tuple[int, 
 
 
 def joined(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Runs of one version that stand side by side as one, and none that is empty."""
+    """Merge adjacent runs of one version and drop empty ones."""
     found: list[tuple[int, int]] = []
     for version, count in runs:
         if found and found[-1][0] == version:
@@ -175,7 +176,7 @@ def joined(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def first_of(runs: Sequence[tuple[int, int]], count: int) -> list[tuple[int, int]]:
-    """The runs of the first ``count`` tokens."""
+    """Return the runs of the first ``count`` tokens."""
     kept = []
     for version, length in runs:
         kept.append((version, max(0, min(length, count))))
@@ -184,44 +185,44 @@ def first_of(runs: Sequence[tuple[int, int]], count: int) -> list[tuple[int, int
 
 
 def read_scores(reply: Mapping[str, Any], num_tokens: int) -> npt.NDArray[np.float32]:
-    """log p(token[i + 1] | token[: i + 1]), shape (n - 1,); the first token has none.
+    """Return log p(token[i + 1] | token[: i + 1]), shape (n - 1,); the first token has none.
 
     Raises:
-        Refused: it does not tell them.
+        Refused: if the answer lacks them.
     """
     entries = (reply.get("meta_info") or {}).get("input_token_logprobs") or []
     values = [entry[0] for entry in entries[1:]]
     if len(entries) != num_tokens or any(value is None for value in values):
-        raise Refused(f"it tells the logprobs of {len(entries)} tokens of a context of {num_tokens}")
+        raise Refused(f"it returned the logprobs of {len(entries)} tokens of a context of {num_tokens}")
     return np.array(values, dtype=np.float32)
 
 
 def read_top(reply: Mapping[str, Any], num_tokens: int, k: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-    """The k likeliest tokens after each token but the last, and their logprobs, (n - 1, k) each, falling.
+    """Return the k likeliest tokens after each token but the last, and their logprobs, (n - 1, k) each, descending.
 
     Raises:
-        Refused: it does not tell them.
+        Refused: if the answer lacks them.
     """
     rows = ((reply.get("meta_info") or {}).get("input_top_logprobs") or [])[1:]
     if len(rows) != num_tokens - 1 or any(row is None or len(row) != k for row in rows):
-        raise Refused(f"it does not tell the {k} likeliest tokens at each of {num_tokens - 1} positions")
+        raise Refused(f"it did not return the {k} likeliest tokens at each of {num_tokens - 1} positions")
     ids = np.array([[entry[1] for entry in row] for row in rows], dtype=np.int32).reshape(-1, k)
     return ids, np.array([[entry[0] for entry in row] for row in rows], dtype=np.float32).reshape(-1, k)
 
 
 class Api:
-    """One server. Every call waits as long as ``timeout_s``; requests have deadlines of their own and are aborted at them."""
+    """Client of one server. A call waits up to ``timeout_s``; without one, requests are aborted at their deadlines."""
 
     def __init__(self, base_url: str) -> None:
         self._base_url = base_url
-        # A new connection each time: the server closes idle ones, and a request that met that could not be repeated safely.
+        # A new connection each time: the server closes idle ones, and a request that hits this is not safe to repeat.
         self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))
 
     async def close(self) -> None:
         await self._session.close()
 
     async def healthy(self) -> bool:
-        """Whether it answers requests by now."""
+        """Return whether the server answers requests yet."""
         try:
             async with self._session.get(self._base_url + "/health", timeout=aiohttp.ClientTimeout(total=10)) as response:
                 return response.status == 200
@@ -229,11 +230,11 @@ class Api:
             return False
 
     async def post(self, path: str, body: Mapping[str, Any], timeout_s: float | None = None) -> dict[str, Any]:
-        """The answer, empty where it has no body.
+        """Post a body and return the answer, empty if it has no JSON object.
 
         Raises:
-            Refused: any status but 200, ``success`` false, or no JSON.
-            ConnectionError: the server is gone, or did not answer in time.
+            Refused: if the status is not 200 or ``success`` is false.
+            ConnectionError: if the server is gone or does not answer in time.
         """
         try:
             async with self._session.post(self._base_url + path, json=body, timeout=aiohttp.ClientTimeout(total=timeout_s)) as response:
@@ -248,11 +249,11 @@ class Api:
         return found
 
     async def abort(self, rid: str) -> None:
-        """End a request, which then returns what there is; empty: all of them."""
+        """Abort a request, which then returns its partial output; an empty id aborts all."""
         try:
             await self.post("/abort_request", {"rid": rid, "abort_all": not rid}, timeout_s=30.0)
         except (Refused, ConnectionError, asyncio.CancelledError):
-            return  # whoever waits for the request hears of a dead server by itself
+            return  # the request's own call reports a dead server
 
 
 def _object(raw: bytes) -> dict[str, Any]:

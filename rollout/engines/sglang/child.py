@@ -1,4 +1,4 @@
-"""The SGLang server as a child process: its command line, its start, its end."""
+"""Runs the SGLang server as a child process: command line, start, exit."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ from rollout.engines.sglang.api import TOLD_CANDIDATES
 from rollout.engines.sglang.args import SGLangArgs
 
 HOST: Final = "127.0.0.1"
-SPARE_TOKENS: Final = 8  # SGLang keeps a few positions of its context for itself; none of them is ever reached
+SPARE_TOKENS: Final = 8  # SGLang reserves a few positions of its context; none of them is ever reached
 ENVIRONMENT: Final = {
-    "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for the spare ones
-    "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",  # logprobs are those of the distribution drawn from, after the temperature
+    "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for SPARE_TOKENS
+    "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",  # logprobs of the sampling distribution, after the temperature
 }
 POLL_S: Final = 0.2
 STOP_WITHIN_S: Final = 5.0
-TAIL_BYTES: Final = 20_000  # of the log, looked at for why it ended
+TAIL_BYTES: Final = 20_000  # of the log, searched for the reason of an exit
 _TELLING: Final = ("error", "exception", "out of memory", "not found", "unrecognized")
 
 
 def launcher(args: SGLangArgs) -> list[str]:
-    """What the server is started with.
+    """Return the command that starts the server.
 
     Raises:
-        UserError: SGLang is not installed.
+        UserError: if SGLang is not installed.
     """
     if args.command is not None:
         return list(args.command)
     if find_spec("sglang") is None:
         raise UserError(
-            "engine sglang needs the package sglang; pip install 'rlearner[sglang]', or name the Python of another environment in "
+            "engine sglang needs the package sglang; pip install 'rlearner[sglang]', or set the Python of another environment in "
             "rollout.engine_args.command: [/path/to/python, -m, sglang.launch_server]"
         )
     return [sys.executable, "-m", "sglang.launch_server"]
@@ -56,11 +56,11 @@ def options(
     model_path: str, section: RolloutSection, args: SGLangArgs, *, port: int, dtype: str, device: str, version: int, copies: int,
     trust_remote_code: bool,
 ) -> list[str]:  # fmt: skip
-    """The server's options; pure.
+    """Return the server's options; pure.
 
     Args:
-        version: of the weights in ``model_path``, told with every token until they change.
-        copies: data parallel ones.
+        version: of the weights in ``model_path``, returned with every token until they change.
+        copies: data-parallel copies of the model.
     """
     given: dict[str, str | int | float | bool] = {
         "model-path": model_path,
@@ -73,10 +73,10 @@ def options(
         "tp-size": args.tensor_parallel,
         "dp-size": copies,
         "weight-version": str(version),
-        "sampling-defaults": "openai",  # nothing from the model's generation_config.json shapes what is trained on
-        "grammar-backend": "llguidance",  # the library of engine hf
+        "sampling-defaults": "openai",  # the model's generation_config.json must not change the distribution
+        "grammar-backend": "llguidance",  # as in engine hf
         "sampling-mask-max-tokens": TOLD_CANDIDATES,
-        "log-level": "warning",  # a line for each batch and request would fill the disk in time
+        "log-level": "warning",  # one line per batch and request would fill the disk
         "trust-remote-code": trust_remote_code,
         "disable-radix-cache": not section.prefix_cache,
         "enable-deterministic-inference": args.deterministic,
@@ -88,10 +88,10 @@ def options(
 
 
 def copies(args: SGLangArgs, device: str, environ: Mapping[str, str], heads: int) -> int:
-    """How many copies of the model run, by the GPUs that this process may see.
+    """Return how many copies of the model run on the visible GPUs.
 
     Raises:
-        ConfigError: a tensor parallel size that does not divide, or more GPUs than there are.
+        ConfigError: if the tensor parallel size does not divide heads or GPUs, or too few GPUs are visible.
     """
     if heads % args.tensor_parallel:
         raise ConfigError("rollout.engine_args.tensor_parallel", args.tensor_parallel, f"a divisor of the model's {heads} attention heads")
@@ -115,17 +115,17 @@ def copies(args: SGLangArgs, device: str, environ: Mapping[str, str], heads: int
 
 
 def free_port() -> int:
-    """A port on loopback that nobody listens on now."""
+    """Return an unused port on loopback."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return int(probe.getsockname()[1])
 
 
 class Child:
-    """The server's process. It and all that it started end with this one.
+    """The server's process; it exits with this process, along with everything that it started.
 
     Attributes:
-        keep_log: whether the log outlives it, for an error names its path.
+        keep_log: keep the log after the exit, because an error names its path.
     """
 
     def __init__(self, command: Sequence[str], on_end: Callable[[str], None]) -> None:
@@ -145,10 +145,10 @@ class Child:
         threading.Thread(target=self._wait, name="sglang-watch", daemon=True).start()
 
     async def ready(self, healthy: Callable[[], Awaitable[bool]], timeout_s: float) -> None:
-        """Returns once it answers.
+        """Wait until the server answers.
 
         Raises:
-            UserError: it ended, or took too long.
+            UserError: if it exits or takes too long.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -157,12 +157,10 @@ class Child:
                         raise UserError(f"SGLang cannot start: {self.why()}")
                     await asyncio.sleep(POLL_S)
         except TimeoutError:
-            raise UserError(
-                f"SGLang did not get ready within rollout.engine_args.start_timeout_s={timeout_s:g}, see {self.log_path}"
-            ) from None
+            raise UserError(f"SGLang was not ready within rollout.engine_args.start_timeout_s={timeout_s:g}, see {self.log_path}") from None
 
     def why(self) -> str:
-        """In one line, from its exit code and the last line of its log that tells something."""
+        """Return the reason of the exit in one line: the last error in its log, and its exit code."""
         with self.log_path.open("rb") as log:
             log.seek(max(0, self.log_path.stat().st_size - TAIL_BYTES))
             lines = [line.strip() for line in log.read().decode(errors="replace").splitlines() if line.strip()]
@@ -174,7 +172,7 @@ class Child:
         return said
 
     def stop(self) -> None:
-        """End it and whatever it started; blocking, some seconds at most."""
+        """Stop the server and all its processes; blocks for a few seconds at most."""
         self._on_end = _nobody
         if self._process.poll() is None:
             self._process.terminate()
@@ -190,8 +188,8 @@ class Child:
         try:
             self._loop.call_soon_threadsafe(lambda: self._on_end(self.why()) if self._folder.exists() else None)
         except RuntimeError:
-            return  # the loop is closed: nobody is left to tell
+            return  # the loop is closed
 
 
 def _nobody(_: str) -> None:
-    """Told of an end that was asked for."""
+    """Ignore a requested exit."""

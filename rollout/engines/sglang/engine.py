@@ -1,6 +1,6 @@
-"""The engine ``sglang``: an SGLang server, started here as a child process, behind its HTTP API.
+"""The engine ``sglang``: runs an SGLang server as a child process and uses its HTTP API.
 
-Tested against a double of that API with a real model behind it; it has not been run against a real SGLang yet.
+Tested against a fake of that API with a real model behind it, not yet against a real SGLang.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ log = logging.getLogger(__name__)
 class SGLangEngine:
     """See ``rollout.engines.base.Engine``.
 
-    Requests are queued here, longest first, and as many run in the server as it has room for. For new weights:
+    Requests are queued here, longest first, and as many run in the server as fit. For new weights:
 
-    - ``keep``: the server pauses with its requests in place, loads, and goes on. Needs a server that tells the version of
-      each token; with another this is ``recompute``.
-    - ``recompute``: requests end with what they have, the weights are loaded, and they are sent again with their output so far.
-    - ``abort``: the same, and they are not sent again.
+    - ``keep``: the server pauses with its requests in place, loads, and continues. Requires a server that returns the
+      version of each token; otherwise this is ``recompute``.
+    - ``recompute``: requests return, the weights are loaded, and requests are sent again with their output so far.
+    - ``abort``: the same, but requests are not sent again.
 
-    No request that is sent later finds what older weights have read: each set of weights has a name space of the prefix cache.
+    Later requests never reuse KV of older weights: each set of weights has its own namespace of the prefix cache.
     """
 
     has_weights = True
@@ -90,7 +90,7 @@ class SGLangEngine:
             copies=num_copies, trust_remote_code=config.trust_remote_code,
         )  # fmt: skip
         self._child = Child([*command, *arguments], self._died)
-        log.info("SGLang starts with pid %d at port %d, its log is %s", self._child.pid, port, self._child.log_path)
+        log.info("SGLang started with pid %d at port %d, log in %s", self._child.pid, port, self._child.log_path)
         self._api = self._requests.api = Api(f"http://{HOST}:{port}")
         self._sender = make_sender(self._api, self._args, config.model_path)
         try:
@@ -101,7 +101,7 @@ class SGLangEngine:
             await self.close()
             raise
         if not self._spans and section.update_mode == "keep":
-            log.warning("this SGLang does not tell the weight version of each token: requests in flight are read again at new weights")
+            log.warning("this SGLang does not return the weight version of each token: new weights recompute the KV of running requests")
         self._requests.open.set()
 
     async def join(self) -> None:
@@ -124,18 +124,18 @@ class SGLangEngine:
             await asyncio.to_thread(child.stop)
 
     def _died(self, why: str) -> None:
-        """The child ended without having been asked to."""
+        """Fail the engine: the child exited unexpectedly."""
         if self._ended is not None and not self._ended.done() and self._child is not None:
             self._child.keep_log = True
             self._ended.set_exception(RuntimeError(f"SGLang ended: {why}"))
-            self._ended.exception()  # retrieved: it is raised again by join
+            self._ended.exception()  # mark as retrieved: join raises it again
         self._requests.fail(f"the engine stopped: SGLang ended: {why}")
 
     async def _first(self) -> Leg:
-        """One token, to see that the server can and what it tells.
+        """Sample one token, to check that the server works and what it returns.
 
         Raises:
-            UserError: it cannot.
+            UserError: if it does not work.
         """
         assert self._api is not None
         sampling = wire.SamplingParams(max_tokens=1, ignore_eos=True)
@@ -164,7 +164,7 @@ class SGLangEngine:
     # ------------------------------------------------------------------------------------------------- weights
 
     def weights(self) -> Mapping[str, torch.Tensor]:
-        """Names, shapes and dtypes on the meta device: the values lie in the server's memory."""
+        """Return meta tensors with names, shapes and dtypes: the values are in the server's memory."""
         return self._held
 
     async def logprobs(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
@@ -177,7 +177,7 @@ class SGLangEngine:
             raise RuntimeError(str(error)) from None
 
     async def adopt(self, version: int) -> None:
-        """The tokens of requests in flight count for the version that the server had when they were sampled."""
+        """See ``Engine.adopt``; tokens in flight count for the version that the server had when it sampled them."""
         assert self._api is not None
         async with self._requests.updating:
             try:
@@ -210,7 +210,7 @@ class SGLangEngine:
             return time.monotonic() - began
 
     async def _load_quiet(self, tensors: Mapping[str, torch.Tensor], version: int, mode: UpdateMode, probe: wire.Probe | None) -> None:
-        """With no request in the server: those that ran have returned what they had."""
+        """Load with no request in the server: running ones have returned their partial output."""
         if mode == "abort":
             self._requests.abort_running()
         await self._quiet()
@@ -220,7 +220,7 @@ class SGLangEngine:
         await self._probe(probe)
 
     async def _load_in_place(self, tensors: Mapping[str, torch.Tensor], version: int, probe: wire.Probe | None) -> None:
-        """With its requests paused. They go on before the probe can be asked for, so where it fails their tokens of this version go."""
+        """Load with requests paused. They resume before the probe; if it fails, tokens of this version are dropped."""
         assert self._api is not None
         assert self._sender is not None
         try:
@@ -240,7 +240,7 @@ class SGLangEngine:
             raise
 
     async def _take_back(self, version: int, *, older: bool = True) -> None:
-        """Nothing that requests in the server sampled with new weights counts; nor with the old, where it is not known which they were."""
+        """Abort the requests in the server; drop tokens of the new version, and of the old if indistinguishable."""
         assert self._api is not None
         forbidden = {version, self.policy_version} if older else {version}
         for running in self._requests.sent():
@@ -256,10 +256,10 @@ class SGLangEngine:
             raise TransferFailed(f"the probe could not be computed: {error}") from None
 
     async def _quiet(self) -> None:
-        """No request is in the server any more.
+        """Wait until no request is in the server.
 
         Raises:
-            TransferFailed: it does not return them.
+            TransferFailed: if the server does not return them.
         """
         assert self._api is not None
         try:
@@ -274,9 +274,9 @@ class SGLangEngine:
                                 if running.rid:
                                     await running.quiet.wait()
         except TimeoutError:
-            raise TransferFailed(f"SGLang did not return what was aborted within {RETURN_WITHIN_S:g} s") from None
+            raise TransferFailed(f"SGLang did not return the aborted requests within {RETURN_WITHIN_S:g} s") from None
 
-    # ------------------------------------------------------------------------------------------------- numbers
+    # --------------------------------------------------------------------------------------------------- stats
 
     def stats(self) -> Stats:
         return self._requests.stats()

@@ -1,4 +1,4 @@
-"""One request of the engine ``sglang`` while it waits or runs; no I/O."""
+"""State of one request of the engine ``sglang`` while it waits or runs; no I/O."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from rollout.scheduler import Job
 
 
 class Running:
-    """What a request has come to so far.
+    """A request with its output so far.
 
     Attributes:
-        ended: why it is to end before its time; None while it may go on. ``over`` is set with it.
-        rid: of the call that is under way, empty while none is.
+        ended: why it must end early; None while it may continue. Sets ``over``.
+        rid: id of the current call, empty if there is none.
         sent_by: the version served when that call was sent.
         quiet: set when that call has returned.
-        stopped: a stop string was found that began in an earlier call.
-        forbidden: versions whose tokens the call under way may not bring, for the weights behind them failed.
-        answer: for whoever asked.
+        stopped: whether a stop string that began in an earlier call was found.
+        forbidden: versions whose tokens in the current call are dropped because their weights failed.
+        answer: result for the caller.
 
     Args:
-        stops: finds the request's stop strings where one begins in one call and ends in the next, which no call can see.
+        stops: finds stop strings that span two calls, which the server cannot see.
     """
 
     def __init__(self, request: wire.GenerateRequest, job: Job, max_context_tokens: int, stops: StopStrings | None) -> None:
@@ -48,20 +48,20 @@ class Running:
 
     @property
     def left(self) -> int:
-        """Tokens that may still be sampled."""
+        """Number of tokens that may still be sampled."""
         return self._limit - len(self._token_ids)
 
     def context(self) -> list[int]:
-        """Prompt and output so far."""
+        """Return prompt and output so far."""
         return [*self.job.tokens.tolist(), *self._token_ids]
 
     def end(self, reason: wire.FinishReason) -> None:
-        """It is to end; the first reason counts."""
+        """Request an early end; the first reason counts."""
         self.ended = self.ended or reason
         self.over.set()
 
     def add(self, leg: Leg) -> bool:
-        """What a call returned, up to the first forbidden token; whether all of it counts."""
+        """Append a call's tokens up to the first forbidden one; return whether all were appended."""
         before = len(self._token_ids)
         if not before:
             self._hits = min(leg.cached_tokens, len(self.job.tokens))
@@ -75,7 +75,7 @@ class Running:
         return taken == len(leg.token_ids)
 
     def _cut(self, stops: StopStrings, before: int) -> None:
-        """End it behind a stop string that began among the tokens before, if there is one."""
+        """Cut the output after a stop string that began before the last call, if there is one."""
         for count in range(before + 1, min(before + stops.window, len(self._token_ids)) + 1):
             if stops.hit(self._token_ids[:count]):
                 self._token_ids, self._logprobs, self._runs = self._token_ids[:count], self._logprobs[:count], first_of(self._runs, count)
@@ -83,12 +83,12 @@ class Running:
                 return
 
     def output(self, reason: wire.FinishReason) -> Output:
-        """All of it."""
+        """Return the whole output."""
         flags = (
             [True] * len(self._token_ids) if is_reshaped(self.request.sampling) else ()
-        )  # SGLang does not tell where a distribution is another
+        )  # SGLang does not report which tokens were affected
         return Output(self._token_ids, self._logprobs, joined(self._runs), reason, self._hits, reshaped=flags)
 
     def start_again(self) -> None:
-        """Forget what was sampled: grammars and penalties count from an output's first token on, and a call knows only its own."""
+        """Drop the output: grammars and penalties start at its first token, and a call knows only its own tokens."""
         self._token_ids, self._logprobs, self._runs = [], [], []

@@ -1,4 +1,4 @@
-"""The requests of the engine ``sglang``: they wait here and run in the server, in as many calls as updates of the weights make of them."""
+"""Queues the requests of the engine ``sglang`` and runs them in the server, in one or more calls each."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ log = logging.getLogger(__name__)
 Spawn = Callable[[Coroutine[Any, Any, None]], None]
 
 SCORE_TIMEOUT_S: Final = 120.0
-ABORT_AGAIN_S: Final = 0.25  # a request on its way into the server misses the first call
-RETURN_WITHIN_S: Final = 60.0  # for the server to return what was aborted
+ABORT_AGAIN_S: Final = 0.25  # a request still on its way into the server misses the first abort
+RETURN_WITHIN_S: Final = 60.0  # for the server to return aborted requests
 
 
 class Requests:
-    """Those that wait, longest first, and as many in the server as it has room for.
+    """Waiting requests, longest first, and those that run in the server.
 
     Args:
-        spawn: runs a coroutine beside whatever runs.
+        spawn: runs a coroutine in the background.
 
     Attributes:
         open: set while requests may be sent to the server.
-        updating: held while its weights are changed.
-        loads: sets of weights so far: each has a name space of the prefix cache, so no later request finds what older ones have read.
-        pause_s: seconds in which generation stood still.
-        tokenizer: finds stop strings that an update cuts in two.
+        updating: held while the server's weights change.
+        loads: number of weight loads; each has its own namespace of the prefix cache, so no request reuses older KV.
+        pause_s: seconds in which generation paused.
+        tokenizer: finds stop strings that an update splits.
     """
 
     def __init__(self, config: EngineConfig, spawn: Spawn) -> None:
@@ -70,20 +70,20 @@ class Requests:
         return request_id in self._requests
 
     def close(self) -> None:
-        """Nothing is started any more; what waits or runs fails."""
+        """Start no more requests and fail those that wait or run."""
         self._closed = True
         self.fail("the engine was closed")
         if self._timer is not None:
             self._timer.cancel()
 
     def fail(self, why: str) -> None:
-        """Everyone who waits for an answer gets this."""
+        """Fail every unanswered request with this error."""
         for running in self._requests.values():
             if not running.answer.done():
                 running.answer.set_exception(RuntimeError(why))
 
     async def run(self, request: wire.GenerateRequest) -> Output:
-        """A request that can be run, to its end."""
+        """Run a valid request to its end."""
         now = time.monotonic()
         expected = request.expected_tokens or request.sampling.max_tokens
         tokens = request.token_ids.array()
@@ -95,37 +95,37 @@ class Requests:
         try:
             return self.count(await running.answer)
         finally:
-            if not running.answer.done() or running.answer.cancelled():  # nobody waits for it any more
+            if not running.answer.done() or running.answer.cancelled():  # cancelled by the caller
                 self.abort(request.request_id)
 
     def abort(self, request_id: str) -> None:
-        """End it with what it has; an unknown one does nothing."""
+        """End a request with its output so far; ignore an unknown one."""
         if (running := self._requests.get(request_id)) is not None:
             self._end(running, "abort")
 
     def abort_running(self) -> None:
-        """End all that run with what they have."""
+        """End all running requests with their output so far."""
         for running in list(self._requests.values()):
             if running.job.slot >= 0:
                 self._end(running, "abort")
 
     def sent(self) -> Iterator[Running]:
-        """Those that are in the server now."""
+        """Return the requests that are in the server now."""
         return (running for running in self._requests.values() if running.rid)
 
     def serve(self, version: int, *, changed: bool) -> None:
-        """Requests are run by the weights of this version; those that may not be any more end."""
+        """Serve requests with the weights of this version; abort those that require a newer one."""
         for job in self.scheduler.update(version, weights_changed=changed):
             self._end(self._requests[job.request_id], "abort")
         self.open.set()
         self._admit()
 
     def stall(self) -> None:
-        """What the server holds may not be served: every request waits for the next update, or for its deadline."""
+        """Stop serving the current weights: every request waits for the next update, or for its deadline."""
         self.scheduler.update(NO_VERSION)
 
     async def score(self, request: wire.GenerateRequest) -> Output:
-        """The likeliest tokens at each position of a context."""
+        """Return the likeliest tokens at each position of a context."""
         if self.scheduler.version < max(request.min_version, 0):
             return Output(error=f"no weights of version {request.min_version} or later to score with")
         tokens, k = request.token_ids.array().tolist(), request.prompt_top_k
@@ -140,16 +140,16 @@ class Requests:
         return Output(finish_reason="stop", top_ids=ids, top_logprobs=logprobs)
 
     async def ask_scores(self, tokens: Sequence[int], k: int) -> dict[str, Any]:
-        """What the server says of a context, with the k likeliest tokens.
+        """Return the server's answer for a context, with the k likeliest tokens.
 
         Raises:
-            Refused, ConnectionError: it does not answer.
+            Refused, ConnectionError: if the server does not answer.
         """
         assert self.api is not None
         return await self.api.post("/generate", score_body(uuid.uuid4().hex, tokens, k, f"weights-{self.loads}"), SCORE_TIMEOUT_S)
 
     def count(self, output: Output) -> Output:
-        """An answer is given."""
+        """Count an answer and return it."""
         self._finished[output.finish_reason] += 1
         self._generated += len(output.token_ids)
         return output
@@ -169,10 +169,10 @@ class Requests:
             pause_s=self.pause_s,
         )
 
-    # ------------------------------------------------------------------------------------------------ one by one
+    # --------------------------------------------------------------------------------------------- one request
 
     def _admit(self) -> None:
-        """Send what may run now; look again when the next deadline comes."""
+        """Send what may run now; run again at the next deadline."""
         now = time.monotonic()
         for job in self.scheduler.expire(now):
             self._end(self._requests[job.request_id], "deadline")
@@ -188,7 +188,7 @@ class Requests:
         self._timer = loop.call_later(max(0.0, due - now), self._admit) if due is not None and not self._closed else None
 
     def _end(self, running: Running, reason: wire.FinishReason) -> None:
-        """End a request before its time: at once where it waits, else as soon as the server has returned what there is."""
+        """End a request early: a waiting one at once, a running one when the server has returned its partial output."""
         running.end(reason)
         if running.job.slot < 0:
             self.scheduler.abort(running.job.request_id)
@@ -197,7 +197,7 @@ class Requests:
             self._spawn(self._recall(running, self.api))
 
     async def _recall(self, running: Running, api: Api) -> None:
-        """Have the server return a call; who asked gets what there is when it does not. While weights are loaded it cannot."""
+        """Abort a call; on timeout answer with the output so far. The server cannot return while loading weights."""
         rid, left_s = running.rid, RETURN_WITHIN_S
         while running.rid == rid and left_s > 0:
             await api.abort(rid)
@@ -207,11 +207,11 @@ class Requests:
                     await running.quiet.wait()
             left_s -= 0.0 if self.updating.locked() else ABORT_AGAIN_S
         if running.rid == rid and running.ended is not None and not running.answer.done():
-            log.error("SGLang did not return request %s, which was aborted, within %g s", running.job.request_id, RETURN_WITHIN_S)
+            log.error("SGLang did not return aborted request %s within %g s", running.job.request_id, RETURN_WITHIN_S)
             running.answer.set_result(running.output(running.ended))
 
     async def _run(self, running: Running) -> None:
-        """One request from its slot to its answer, over as many legs as updates make of it."""
+        """Run one request from its slot to its answer; each weight update adds a leg."""
         try:
             output = await self._legs(running)
         except Refused as error:
@@ -220,9 +220,9 @@ class Requests:
             if not running.answer.done():
                 running.answer.set_exception(RuntimeError(str(error)))
             output = Output(error=str(error))
-        except Exception as error:  # an answer of another shape than SGLang's costs this request, and whoever asked must hear of it
+        except Exception as error:  # a malformed answer fails this request alone
             log.exception("request %s failed", running.job.request_id)
-            output = Output(error=f"SGLang's answer: {type(error).__name__}: {error}")
+            output = Output(error=f"SGLang's answer cannot be read: {type(error).__name__}: {error}")
         finally:
             if running.job.slot >= 0:
                 self.scheduler.finish(running.job.slot, None)
@@ -258,14 +258,14 @@ class Requests:
             if leg.reason != "abort" and whole:
                 return running.output(leg.reason)
             if whole and not self.updating.locked() and loads == self.loads:
-                return running.output("abort")  # the server's own doing
+                return running.output("abort")  # aborted by the server itself
             if not running.left:
                 return running.output("length")
             if is_reshaped(sampling):
                 running.start_again()
 
     async def _allowed(self, running: Running) -> None:
-        """Returns once the request may be sent, or is to end."""
+        """Return once the request may be sent or must end."""
         if self.open.is_set() or running.ended is not None:
             return
         waits = [asyncio.ensure_future(self.open.wait()), asyncio.ensure_future(running.over.wait())]

@@ -1,6 +1,6 @@
-"""Ways for new weights into an SGLang server: a file in memory that it reads, or a gloo group that its workers join.
+"""Sends new weights to an SGLang server: as a file in memory, or through a gloo process group.
 
-No NCCL here: the rollout server has no GPU beside those that SGLang holds, and NCCL takes no two members on one GPU.
+NCCL cannot be used: the rollout server has no GPU but those that SGLang uses, and NCCL allows one member per GPU.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from rollout.engines.sglang.child import HOST, free_port
 SHM: Final = "/dev/shm"
 PREFIX: Final = "rlearner-weights-"
 LEAVE_WITHIN_S: Final = 5.0
-BUCKET_BYTES: Final = 512 << 20  # announced and broadcast at a time
+BUCKET_BYTES: Final = 512 << 20  # per announcement and broadcast
 
 
 class Sender(Protocol):
-    """Brings one set of tensors into the server."""
+    """Transfers one set of tensors to the server."""
 
     async def prepare(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """All that can be done while requests run."""
+        """Do all work that is possible while requests run."""
         ...
 
     async def send(self, tensors: Mapping[str, torch.Tensor], version: int, *, flush: bool) -> None:
-        """Load them; no request runs, or all are paused.
+        """Load the tensors; no request may run, unless all are paused.
 
         Raises:
-            TransferFailed: the server did not take them; what it holds now is not known.
+            TransferFailed: if the server did not load them; its weights are then unknown.
         """
         ...
 
@@ -58,12 +58,12 @@ class Sender(Protocol):
 
 
 def make_sender(api: Api, args: SGLangArgs, model_path: str) -> Sender:
-    """The way that ``engine_args.weights`` names."""
+    """Return the sender that ``engine_args.weights`` selects."""
     return Distributed(api, args) if args.weights == "distributed" else Disk(api, args, model_path)
 
 
 class Disk:
-    """A safetensors file, in memory where there is room, that every worker of the server maps and reads its part of."""
+    """Writes a safetensors file, in memory if it fits, of which every worker of the server reads its part."""
 
     def __init__(self, api: Api, args: SGLangArgs, model_path: str) -> None:
         self._api, self._args, self._model_path = api, args, model_path
@@ -74,9 +74,9 @@ class Disk:
         """Write the file.
 
         Raises:
-            TransferFailed: no room, or not writable.
+            TransferFailed: if the file cannot be written.
         """
-        await self.close()  # of an update that came to no load
+        await self.close()  # removes the file of an update that was never loaded
         await asyncio.to_thread(self._write, tensors)
 
     async def send(self, tensors: Mapping[str, torch.Tensor], version: int, *, flush: bool) -> None:
@@ -102,7 +102,7 @@ class Disk:
                     shutil.copyfile(file, self._folder / name)
             held = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
             save_file(held, self._folder / "model.safetensors", metadata={"format": "pt"})
-        except (OSError, SafetensorError) as error:  # a full disk is either, by who meets it
+        except (OSError, SafetensorError) as error:  # a full disk raises either
             if self._folder is not None:
                 shutil.rmtree(self._folder, ignore_errors=True)
                 self._folder = None
@@ -110,7 +110,7 @@ class Disk:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what processes that were killed in an update left there: it takes memory."""
+    """Remove the files of processes that were killed during an update: they use memory."""
     for left in folder.glob(f"{PREFIX}*"):
         pid = left.name.removeprefix(PREFIX).partition("-")[0]
         if pid.isdigit() and not Path(f"/proc/{pid}").exists():
@@ -118,7 +118,7 @@ def sweep(folder: Path) -> None:
 
 
 def place(wanted: str | None, size_bytes: int) -> str | None:
-    """Where the file goes: as asked for, else in memory where it leaves room, else (None) the folder for temporary files."""
+    """Return the folder of the file: the configured one, else memory if it fits, else None for the temporary folder."""
     if wanted is not None:
         return wanted
     try:
@@ -128,7 +128,7 @@ def place(wanted: str | None, size_bytes: int) -> str | None:
 
 
 class Distributed:
-    """SGLang's own weight update group: this process is rank 0 and broadcasts one tensor after the other over loopback."""
+    """Broadcasts the tensors over loopback as rank 0 of SGLang's own weight update group."""
 
     def __init__(self, api: Api, args: SGLangArgs) -> None:
         self._api, self._args = api, args
@@ -137,16 +137,16 @@ class Distributed:
         self._made = 0
 
     async def prepare(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Make the group when there is none.
+        """Create the group if there is none.
 
         Raises:
-            TransferFailed: the server's workers did not come.
+            TransferFailed: if the server's workers did not join.
         """
         if self._group is not None:
             return
         port, size = free_port(), 1 + self._args.tensor_parallel
         self._made += 1
-        self._name = f"rlearner_{os.getpid()}_{self._made}"  # neither end makes a second group of the same name
+        self._name = f"rlearner_{os.getpid()}_{self._made}"  # neither side can create two groups of one name
         body = {
             "master_address": HOST, "master_port": port, "rank_offset": 1, "world_size": size, "group_name": self._name, "backend": "gloo",
         }  # fmt: skip
@@ -155,7 +155,7 @@ class Distributed:
         try:
             self._group, _ = await asyncio.gather(ours, theirs)
         except (Refused, ConnectionError, RuntimeError) as error:
-            raise TransferFailed(f"no group to send weights in: {str(error).splitlines()[0]}") from None
+            raise TransferFailed(f"no group to send weights through: {str(error).splitlines()[0]}") from None
         finally:
             theirs.cancel()
 
@@ -182,9 +182,9 @@ class Distributed:
         except BaseException as error:
             with contextlib.suppress(Refused, ConnectionError):
                 await self._api.post("/end_weight_update", {}, LEAVE_WITHIN_S)
-            await self.close()  # half a broadcast stands in it; the next update makes another
+            await self.close()  # it may hold half a broadcast; the next update creates another
             if isinstance(error, (Refused, ConnectionError, RuntimeError)):
-                raise TransferFailed(f"SGLang did not take the weights: {str(error).splitlines()[0]}") from None
+                raise TransferFailed(f"SGLang did not load the weights: {str(error).splitlines()[0]}") from None
             raise
 
     async def close(self) -> None:
@@ -203,10 +203,10 @@ class Distributed:
 
 
 def join_group(name: str, port: int, rank: int, size: int, timeout_s: float) -> Any:
-    """A process group beside the default one, met at ``tcp://127.0.0.1:port`` under the keys that SGLang's workers use.
+    """Join a second process group at ``tcp://127.0.0.1:port`` under the keys that SGLang's workers use.
 
-    They make theirs by torch's own helper with the store prefixed by the group's name, so this does too; a group put
-    together from its parts would look for its peers under other keys.
+    They create theirs with torch's private helper and a store prefixed by the group's name, and so must this process: a
+    group composed from public parts would look for its peers under other keys.
     """
     timeout = timedelta(seconds=timeout_s)
     store, rank, size = next(rendezvous(f"tcp://{HOST}:{port}", rank, size, timeout=timeout))
@@ -216,12 +216,12 @@ def join_group(name: str, port: int, rank: int, size: int, timeout_s: float) -> 
     made: Any = helper(
         size, rank, [], Backend("gloo"), PrefixStore(name, store), group_name=GroupName(name), timeout=timeout, **{option: None}
     )
-    distributed_c10d._world.pg_group_ranks[made[0]] = {number: number for number in range(size)}  # destroying it asks for them
+    distributed_c10d._world.pg_group_ranks[made[0]] = {number: number for number in range(size)}  # destroying it needs them
     return made[0]
 
 
 def parted(tensors: Mapping[str, torch.Tensor], most_bytes: int = BUCKET_BYTES) -> Iterator[dict[str, torch.Tensor]]:
-    """The tensors in order, cut into parts of at most so many bytes; a larger tensor is a part of its own."""
+    """Split the tensors in order into parts of at most ``most_bytes``; a larger tensor is a part by itself."""
     part: dict[str, torch.Tensor] = {}
     used = 0
     for name, tensor in tensors.items():
@@ -236,12 +236,12 @@ def parted(tensors: Mapping[str, torch.Tensor], most_bytes: int = BUCKET_BYTES) 
 
 
 def shapes_of(model_path: str, dtype: str, *, trust_remote_code: bool) -> tuple[dict[str, torch.Tensor], Any]:
-    """The tensors of a model on the meta device, by name, tied ones once and in the order of the model; and its configuration.
+    """Return the model's tensors by name as in an update, but on the meta device, and the model's configuration.
 
-    They are what an update carries. The values are in the server's memory and cannot be read from here.
+    The values are in the server's memory and cannot be read here.
 
     Raises:
-        UserError: no model there, or none that transformers knows.
+        UserError: if there is no model at the path, or transformers does not know it.
     """
     import_transformers()
     import transformers
@@ -257,7 +257,7 @@ def shapes_of(model_path: str, dtype: str, *, trust_remote_code: bool) -> tuple[
 
 
 def _in_thread(work: Any) -> asyncio.Future[Any]:
-    """Run in a daemon thread: a broadcast whose peer is gone hangs until its timeout, and must not hold up the end of the process."""
+    """Run in a daemon thread: a broadcast whose peer is gone hangs until its timeout and must not delay the exit."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 
@@ -269,7 +269,7 @@ def _in_thread(work: Any) -> asyncio.Future[Any]:
     def run() -> None:
         try:
             result, failed = work(), None
-        except Exception as error:  # noqa: BLE001 - carried to whoever waits
+        except Exception as error:  # noqa: BLE001 - raised again in the caller
             result, failed = None, error
         try:
             loop.call_soon_threadsafe(settle, result, failed)

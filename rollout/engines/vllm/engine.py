@@ -1,9 +1,8 @@
-"""The engine ``vllm``: AsyncLLM in this process, its model in processes of vLLM's own.
+"""The engine ``vllm``: AsyncLLM in this process, with the model in vLLM's own processes.
 
-Requests wait here, not in vLLM (``vllm_requests``). vLLM itself notes beside each token which load of the weights it came from. New weights
-are written into shared memory while generation goes on (``vllm_store``); it stands still only while the workers load them
-(``vllm_loading``). Their probe runs beside the requests in flight: what was sampled meanwhile is given out only once it matched, and cut
-off when it did not.
+Requests wait here, not in vLLM (``requests``). vLLM records the weight load of each token. New weights are written into
+shared memory while generation continues (``store``); it pauses only while the workers load them (``loading``). Their
+probe runs alongside the requests in flight: their new tokens are released once it matches, and dropped if it does not.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from rollout.engines.vllm.start import check_installed, open_llm
 if TYPE_CHECKING:
     import torch
 
-WATCH_S: Final = 1.0  # how often is looked whether vLLM's processes live
+WATCH_S: Final = 1.0  # interval of checks that vLLM's processes are alive
 
 
 class VLLMEngine:
@@ -93,7 +92,7 @@ class VLLMEngine:
         shared = loading.opened.shared
         check_fit(shared.tensors, tensors)
         async with self._changing:
-            await asyncio.to_thread(shared.fill, tensors)  # while generation goes on
+            await asyncio.to_thread(shared.fill, tensors)  # while generation continues
             self._requests.held = True
             try:
                 paused_s = await loading.load(version, mode, self._requests.start_over)
@@ -101,8 +100,8 @@ class VLLMEngine:
                 if probe is not None:
                     check_probe(probe, await self.logprobs(probe.token_ids.array().tolist()))
             except BaseException as error:
-                loading.judge(False)  # nobody knows what the workers hold: no request until an update succeeds, and
-                self._requests.stall(NO_VERSION)  # those in flight end with what was good
+                loading.judge(False)  # the workers' weights are unknown: hold requests until an update succeeds,
+                self._requests.stall(NO_VERSION)  # and end those in flight with their valid tokens
                 if isinstance(error, (TransferFailed, asyncio.CancelledError)) or not isinstance(error, Exception):
                     raise
                 raise TransferFailed(f"vLLM could not load version {version}: {' '.join(str(error).split())[:400]}") from error
@@ -138,7 +137,7 @@ class VLLMEngine:
             self._ended.set_result(None)
 
     async def _score(self, request: wire.GenerateRequest) -> Output:
-        """The likeliest tokens at each position of a context."""
+        """Return the likeliest tokens at each position of a context."""
         if self.policy_version < max(request.min_version, 0):
             return Output(error=f"no weights of version {request.min_version} or later to score with")
         rows = await self._open().asking.context_rows(request.token_ids.array().tolist(), request.prompt_top_k)
@@ -158,9 +157,9 @@ class VLLMEngine:
         task.add_done_callback(self._tasks.discard)
 
     async def _watch(self, llm: Any) -> None:
-        """Sees vLLM's processes die."""
-        while not llm.errored:  # noqa: ASYNC110 - vLLM tells it to nobody
+        """Fail the engine when vLLM's processes exit."""
+        while not llm.errored:  # noqa: ASYNC110 - vLLM has no event for it
             await asyncio.sleep(WATCH_S)
-        error = RuntimeError("vLLM's process died; its last lines are above")
+        error = RuntimeError("vLLM's process exited; see its last lines above")
         self._requests.fail(RuntimeError(f"the engine stopped: {error}"))
         fail(self._ended, error)

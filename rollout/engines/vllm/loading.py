@@ -1,4 +1,4 @@
-"""New weights in a running vLLM: its workers load them between two tokens, and what is sampled meanwhile waits for the probe."""
+"""Loads new weights into a running vLLM, and holds later tokens until the probe matches."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ _SPREAD: Final = {"float32": 1e-4, "bfloat16": 0.25, "float16": 0.05}
 
 
 class Loading:
-    """Brings what stands in the shared memory into the workers.
+    """Loads the weights in shared memory into the workers.
 
     Attributes:
-        opened: the running vLLM; ``llm`` is its AsyncLLM, ``asking`` asks it.
-        poisoned: logits were not finite, so the KV cache may not be.
+        opened: the running vLLM; ``llm`` is its AsyncLLM, ``asking`` the client of that.
+        poisoned: whether logits were not finite, and so the KV cache may not be.
     """
 
     def __init__(self, opened: Opened) -> None:
         self.opened, self.llm, self.asking = opened, opened.llm, Asking(opened.llm)
         self.poisoned = False
-        self._serial = 0  # of the load that is sampled from
-        self._verdict: tuple[int, asyncio.Future[bool]] | None = None  # whether what that load brought may be served
-        self._wrong: set[int] = set()  # loads that may not
+        self._serial = 0  # of the current load
+        self._verdict: tuple[int, asyncio.Future[bool]] | None = None  # whether the weights of that load may be served
+        self._wrong: set[int] = set()  # loads whose weights may not
 
     async def prove(self, config: EngineConfig) -> None:
-        """Load the weights once through the path that updates take, and find the model as vLLM itself has loaded it.
+        """Load the initial weights once the way updates do, and check that the logprobs do not change.
 
         Raises:
-            UserError: vLLM cannot take this model's weights by their names, or computes something else from them.
+            UserError: if vLLM cannot load this model's weights by name, or computes something else from them.
         """
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
@@ -49,7 +49,7 @@ class Loading:
             before = await self.asking.logprobs(tokens)
             await reload(self.llm)
             after = await self.asking.logprobs(tokens)
-        except Exception as error:  # whatever a worker raised arrives as one
+        except Exception as error:  # any error of a worker arrives as one
             raise UserError(f"engine vllm cannot take new weights of {config.model_path!r}: {first_line(error)}") from error
         spread = float(np.abs(before - after).max()) if len(before) else 0.0
         if not spread <= _SPREAD[config.dtype]:
@@ -59,19 +59,19 @@ class Loading:
             )
 
     async def note(self, version: int) -> None:
-        """Tokens from here on bear this version."""
+        """Label later tokens with this version."""
         self._serial += 1
         await self.llm.update_weight_version(label(self._serial, version))
 
     async def load(self, version: int, mode: UpdateMode, start_over: Callable[[], Awaitable[None]]) -> float:
-        """New weights between two tokens; the seconds that generation stood still. What is sampled after that waits for ``judge``.
+        """Load new weights between two tokens and return the seconds of pause. Later tokens wait for ``judge``.
 
         Args:
-            start_over: with ``keep``: asks again for requests that have no token yet, as they may find old blocks still.
+            start_over: with ``keep``, restarts requests that have no token yet, which might reuse old blocks.
         """
         core = self.llm.engine_core
         began = time.perf_counter()
-        # Not pause_generation: it would sleep 20 ms more. Clearing the cache takes the KV of running requests, too: they read it anew.
+        # pause_generation would sleep another 20 ms. Clearing the cache makes running requests recompute their KV.
         mode = "abort" if self.poisoned else mode
         await core.pause_scheduler_async(mode="abort" if mode == "abort" else "keep", clear_cache=mode != "keep")
         try:
@@ -79,9 +79,9 @@ class Loading:
                 await self.llm.collective_rpc("wipe_kv_cache")
                 self.poisoned = False
             self._verdict = (self._serial + 1, asyncio.get_running_loop().create_future())
-            await self.note(version)  # before the workers load: when that fails halfway, nobody knows what they sample from
+            await self.note(version)  # before the workers load: a failure halfway leaves unknown weights
             await reload(self.llm)
-            if mode == "keep":  # running requests hold blocks, so the cache cannot be cleared; what comes now does not find them
+            if mode == "keep":  # the cache cannot be cleared while requests hold blocks; a new salt hides them
                 self.asking.salt += 1
                 await start_over()
         finally:
@@ -89,21 +89,21 @@ class Loading:
         return time.perf_counter() - began
 
     def judge(self, matched: bool) -> None:
-        """Whether the last load is complete and its probe matched."""
+        """Record whether the last load is complete and its probe matched."""
         if self._verdict is not None and not self._verdict[1].done():
             self._verdict[1].set_result(matched)
             if not matched:
                 self._wrong.add(self._verdict[0])
 
     async def wrong_since(self, completion: Any) -> int | None:
-        """The load from which on this output's tokens may not be given out; None when all may."""
+        """Return the first load whose tokens in this output may not be released; None if all may."""
         for span in completion.weight_versions or ():
             if not await self.good(span.version):
                 return serial_of(span.version)
         return None
 
     async def good(self, noted: str) -> bool:
-        """Whether tokens of the load with this label may be given out, once that is known."""
+        """Return whether tokens of the load with this label may be released, once that is known."""
         serial = serial_of(noted)
         if self._verdict is not None and serial == self._verdict[0]:
             return await asyncio.shield(self._verdict[1])
@@ -111,7 +111,7 @@ class Loading:
 
 
 async def reload(llm: Any) -> None:
-    """All workers load what stands in the shared memory."""
+    """Make all workers load the weights in shared memory."""
     from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
     await llm.start_weight_update()

@@ -1,4 +1,4 @@
-"""Between this system's requests and vLLM's: sampling parameters in, tokens with versions and logprobs out; pure."""
+"""Converts sampling parameters to vLLM's, and its completions to outputs (pure)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WORD: Final = (1 << 64) - 1
 
 
 def label(serial: int, version: int) -> str:
-    """What vLLM notes beside every token: the serial number of the load, and the policy version that it is."""
+    """Return the label that vLLM attaches to every token: serial number of the weight load, and policy version."""
     return f"{serial}:{version}"
 
 
@@ -27,11 +27,11 @@ def serial_of(noted: str) -> int:
 
 
 def version_runs(spans: Sequence[Any], keep_before: int | None = None) -> list[tuple[int, int]]:
-    """Pairs (policy_version, number of tokens) from vLLM's spans.
+    """Convert vLLM's spans to pairs (policy_version, number of tokens).
 
     Args:
         spans: each with ``version`` (a ``label``), ``start`` and ``end``.
-        keep_before: only tokens of loads with a smaller serial number count.
+        keep_before: stop at the first load with this serial number or a larger one.
     """
     runs: list[tuple[int, int]] = []
     for span in spans:
@@ -46,18 +46,18 @@ def version_runs(spans: Sequence[Any], keep_before: int | None = None) -> list[t
 
 
 def seed_of(seed: int | None, num_prompt: int) -> int | None:
-    """vLLM's seed of a request. Its random numbers begin anew with every request, so the position counts into the seed: what goes on from
-    a partial output must not draw the numbers again that its context was drawn with."""
+    """Return vLLM's seed for a request. It includes the position, because vLLM restarts its random numbers with every
+    request: one resumed from a partial output must not repeat the numbers that its context was drawn with."""
     if seed is None:
         return None
     x = (seed + num_prompt * 0x9E3779B97F4A7C15) & _WORD  # splitmix64, as in rollout/engines/hf/sampling.py
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _WORD
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _WORD
-    return (x ^ (x >> 31)) >> 1  # vLLM takes no more than 63 bits
+    return (x ^ (x >> 31)) >> 1  # vLLM accepts at most 63 bits
 
 
 def sampling_fields(sampling: wire.SamplingParams, num_prompt: int, max_context: int, end_ids: Collection[int]) -> dict[str, Any]:
-    """The fields of vLLM's SamplingParams."""
+    """Return the fields of vLLM's SamplingParams."""
     ends = {*(() if sampling.ignore_eos else end_ids), *sampling.stop_token_ids}
     stop = [text for text in sampling.stop if text]
     reshaping = {
@@ -71,10 +71,10 @@ def sampling_fields(sampling: wire.SamplingParams, num_prompt: int, max_context:
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,
         "min_p": sampling.min_p,
-        "seed": seed_of(sampling.seed, num_prompt) if sampling.temperature else None,  # a generator of its own costs time
+        "seed": seed_of(sampling.seed, num_prompt) if sampling.temperature else None,  # a separate generator takes time
         "stop": stop,
         "stop_token_ids": sorted(ends),
-        "ignore_eos": True,  # the end tokens stand in stop_token_ids, so that those of this system end it and no others
+        "ignore_eos": True,  # stop_token_ids has the end tokens, so that no others end the output
         "include_stop_str_in_output": True,
         "skip_special_tokens": False,
         "detokenize": bool(stop),
@@ -84,14 +84,14 @@ def sampling_fields(sampling: wire.SamplingParams, num_prompt: int, max_context:
 
 
 def output_of(completion: Any, cached: int | None, temperature: float, keep_before: int | None = None, reshaped: bool = False) -> Output:
-    """What a request came to, from vLLM's completion.
+    """Convert vLLM's completion to an output.
 
     Args:
         completion: a finished CompletionOutput.
         cached: context tokens found in the cache.
-        temperature: as asked for.
-        keep_before: tokens of loads from this serial number on were sampled from weights that turned out wrong, and are cut off.
-        reshaped: whether the request reshapes distributions; vLLM does not tell where that changes one, so all count as changed.
+        temperature: as requested.
+        keep_before: cut off tokens of loads from this serial number on, whose weights failed their probe.
+        reshaped: whether the request reshapes distributions; vLLM does not report where, so all tokens count.
     """
     reason = _REASONS.get(completion.finish_reason)
     if reason is None:
@@ -99,14 +99,14 @@ def output_of(completion: Any, cached: int | None, temperature: float, keep_befo
     tokens = list(completion.token_ids)
     logprobs = list(completion.logprobs.logprobs) if completion.logprobs is not None else []
     if len(logprobs) != len(tokens):
-        return Output(error=f"vLLM gave {len(logprobs)} logprobs for {len(tokens)} tokens")
+        return Output(error=f"vLLM returned {len(logprobs)} logprobs for {len(tokens)} tokens")
     if not all(map(math.isfinite, logprobs)):
         return Output(error=NOT_FINITE)
     runs = version_runs(completion.weight_versions or (), keep_before)
     count = sum(number for _, number in runs)
     if count < len(tokens):
         if keep_before is None:
-            return Output(error=f"vLLM knows the weights of {count} of {len(tokens)} tokens")
+            return Output(error=f"vLLM returned the weight versions of {count} of {len(tokens)} tokens")
         tokens, logprobs, reason = tokens[:count], logprobs[:count], "abort"
     if temperature == 0:
         logprobs = [0.0] * len(tokens)
@@ -114,7 +114,7 @@ def output_of(completion: Any, cached: int | None, temperature: float, keep_befo
 
 
 def top_rows(rows: Sequence[Any], k: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-    """The k likeliest tokens at each position, falling, (n, k) each, from vLLM's rows of token to Logprob."""
+    """Return the k likeliest tokens at each position, descending, (n, k) each, from vLLM's rows of token to Logprob."""
     ids = np.zeros((len(rows), k), np.int32)
     logprobs = np.zeros((len(rows), k), np.float32)
     for index, row in enumerate(rows):

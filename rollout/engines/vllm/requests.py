@@ -1,4 +1,4 @@
-"""The requests of the engine ``vllm``: they wait here, not in vLLM, so that order, versions and deadlines are ``rollout.scheduler``'s."""
+"""Queues the requests of the engine ``vllm``, so that ``rollout.scheduler`` decides and not vLLM."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Run:
     """A request that waits or runs.
 
     Attributes:
-        ended_by: why this side ends it, None while it does not.
-        again: whether it starts over, as it had no token yet when new weights came.
-        tap: who is told of its tokens.
+        ended_by: why this engine ended it; None if it did not.
+        again: whether to start over, because it had no token yet when new weights arrived.
+        tap: listener for its tokens.
     """
 
     request: wire.GenerateRequest
@@ -42,14 +42,14 @@ class Run:
 
 
 class Requests:
-    """Those that wait and those that run in vLLM.
+    """Waiting requests, and those that run in vLLM.
 
     Args:
-        spawn: runs a coroutine beside whatever runs.
+        spawn: runs a coroutine in the background.
 
     Attributes:
-        held: nothing new is started, for weights are being changed.
-        pause_s: seconds in which generation stood still.
+        held: start no requests while the weights change.
+        pause_s: seconds in which generation paused.
     """
 
     def __init__(self, config: EngineConfig, spawn: Spawn) -> None:
@@ -62,7 +62,7 @@ class Requests:
         self.pause_s = 0.0
         self._spawn = spawn
         self._runs: dict[str, Run] = {}
-        self._loading: Loading | None = None  # also once it is closed
+        self._loading: Loading | None = None  # None before start and after close
         self._timer: asyncio.TimerHandle | None = None
         self._due = float("inf")
         self._busy_since = 0.0
@@ -71,11 +71,11 @@ class Requests:
         self._finished: Counter[str] = Counter()
 
     def open(self, loading: Loading) -> None:
-        """vLLM runs."""
+        """Start requests in this vLLM from now on."""
         self._loading = loading
 
     def close(self) -> None:
-        """Nothing is started any more; what waits or runs fails."""
+        """Start no more requests and fail those that wait or run."""
         self._loading = None
         if self._timer is not None:
             self._timer.cancel()
@@ -85,7 +85,7 @@ class Requests:
         return request_id in self._runs
 
     async def run(self, request: wire.GenerateRequest, tap: Tap | None = None) -> Output:
-        """A request that can be run, to its end."""
+        """Run a valid request to its end."""
         now = time.monotonic()
         tokens = request.token_ids.array()
         expected = request.expected_tokens or request.sampling.max_tokens
@@ -97,11 +97,11 @@ class Requests:
         try:
             return await run.answer
         finally:
-            if not run.answer.done() or run.answer.cancelled():  # nobody waits for it any more
+            if not run.answer.done() or run.answer.cancelled():  # cancelled by the caller
                 self.abort(request.request_id)
 
     def abort(self, request_id: str) -> None:
-        """End it with what it has; an unknown one does nothing."""
+        """End a request with its output so far; ignore an unknown one."""
         run = self._runs.get(request_id)
         if run is None:
             return
@@ -112,29 +112,29 @@ class Requests:
             self._end(run, "abort")
 
     def serve(self, version: int) -> None:
-        """Requests are run by the weights of this version; those that may not be any more end."""
+        """Serve requests with the weights of this version; abort those that require a newer one."""
         self.stall(version)
         self._admit()
 
     def stall(self, version: int) -> None:
-        """As ``serve``, and nothing is started by it."""
+        """Set the version as ``serve`` does, without starting requests."""
         for job in self.scheduler.update(version):
             self._end(self._runs[job.request_id], "abort")
 
     async def start_over(self) -> None:
-        """Requests that have no token yet are asked again."""
+        """Restart the requests that have no token yet."""
         if self._loading is not None and (tokenless := self._loading.asking.tokenless(list(self._runs))):
             for request_id in tokenless:
                 self._runs[request_id].again = True
             await self._loading.llm.abort(tokenless)
 
     def fail(self, error: Exception) -> None:
-        """Everyone who waits for an answer gets this."""
+        """Fail every unanswered request with this error."""
         for run in list(self._runs.values()):
             fail(run.answer, error)
 
     def count(self, output: Output) -> Output:
-        """An answer is given."""
+        """Count an answer and return it."""
         self._finished[output.finish_reason] += 1
         self._generated += len(output.token_ids)
         return output
@@ -154,10 +154,10 @@ class Requests:
             pause_s=self.pause_s,
         )
 
-    # ------------------------------------------------------------------------------------------------ one by one
+    # --------------------------------------------------------------------------------------------- one request
 
     def _admit(self) -> None:
-        """End what is due, start what may start."""
+        """End jobs past their deadline and start waiting ones."""
         if (loading := self._loading) is None:
             return
         now = time.monotonic()
@@ -176,7 +176,7 @@ class Requests:
         self._arm(now)
 
     def _arm(self, now: float) -> None:
-        """Be called at the next deadline."""
+        """Set the timer for the next deadline."""
         due = self.scheduler.next_deadline()
         if due is None or (self._timer is not None and self._due <= due):
             return
@@ -190,16 +190,16 @@ class Requests:
         self._admit()
 
     async def _drive(self, loading: Loading, run: Run) -> None:
-        """One request from its start to its answer."""
+        """Run one request from its start to its answer."""
         try:
             output = await self._sample(loading, run)
         except asyncio.CancelledError:
             fail(run.answer, RuntimeError("the engine was closed"))
             raise
-        except Exception as error:  # noqa: BLE001 - vLLM's own: the request's fault, or the end of the engine, which its watch sees
+        except Exception as error:  # noqa: BLE001 - from vLLM: an invalid request, or a failed engine
             if loading.llm.errored:
                 fail(run.answer, RuntimeError(f"the engine stopped: {first_line(error)}"))
-            output = Output(error=f"vLLM refused the request: {first_line(error)}")
+            output = Output(error=f"vLLM rejected the request: {first_line(error)}")
         self.scheduler.finish(run.job.slot, None)
         if not self.scheduler.num_running:
             self._busy_s += time.monotonic() - self._busy_since
@@ -253,7 +253,6 @@ class Requests:
 
 
 def fail(future: asyncio.Future[Any], error: Exception) -> None:
-    """Unless it has a result."""
     if not future.done():
         future.set_exception(error)
-        future.exception()  # retrieved: it is raised again by whoever awaits it
+        future.exception()  # mark as retrieved: awaiting raises it again

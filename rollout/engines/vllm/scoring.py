@@ -1,4 +1,4 @@
-"""Questions to a running vLLM: one request to its only output, and what the model says of a given context."""
+"""Sends requests to a running vLLM and scores given contexts."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import numpy.typing as npt
 
 Told = Callable[[Any, Sequence[Any]], Awaitable[None]]
 
-INTERNAL: Final = "\0"  # begins the ids of requests that nobody asked for
+INTERNAL: Final = "\0"  # prefix of the ids of this engine's own requests
 
 
 class Asking:
-    """Asks an AsyncLLM.
+    """Client of an AsyncLLM.
 
     Attributes:
-        salt: of the prefix cache: blocks under another one are never found.
+        salt: of the prefix cache; blocks under another salt are never reused.
     """
 
     def __init__(self, llm: Any) -> None:
@@ -31,12 +31,12 @@ class Asking:
     async def ask(
         self, prompt: list[int], params: Any, request_id: str, ended: Callable[[], bool] = lambda: False, told: Told | None = None
     ) -> Any:
-        """One request to vLLM, to its last output.
+        """Run one request in vLLM and return its last output.
 
         Args:
-            params: vLLM's SamplingParams, made with ``final_only``, or with ``as_deltas`` for one who is told.
-            ended: whether it was ended while vLLM did not know it yet.
-            told: awaited with each completion, and with which tokens so far came from which load. vLLM does not wait for it.
+            params: vLLM's SamplingParams, made with ``final_only``, or with ``as_deltas`` for streaming.
+            ended: returns whether the request was ended before vLLM knew it.
+            told: awaited with each completion and the spans of all tokens so far; vLLM does not wait for it.
         """
         from vllm.inputs.engine import tokens_input
 
@@ -50,14 +50,14 @@ class Asking:
                     await told(output.outputs[0], self._spans(queue.request_id, output.outputs[0]))
                 if output.finished:
                     return output
-        except BaseException:  # whatever it was, vLLM must not go on with what nobody waits for
+        except BaseException:  # vLLM must not continue an abandoned request
             await self._llm.abort(queue.request_id, internal=True)
             raise
         finally:
             queue.close()
 
     def _spans(self, name: str, completion: Any) -> Sequence[Any]:
-        """Which tokens of an unfinished request came from which load; nothing where vLLM knows it no more."""
+        """Return which tokens of a request came from which load; empty if vLLM has dropped the request."""
         if completion.weight_versions is not None:
             spans: Sequence[Any] = completion.weight_versions
             return spans
@@ -65,7 +65,7 @@ class Asking:
         return (state._weight_version_spans() or ()) if state is not None else ()
 
     async def context_rows(self, token_ids: list[int], k: int) -> Sequence[Any]:
-        """What vLLM says of each context token but the first: its logprob and those of the k likeliest; the cache is not read."""
+        """Return vLLM's logprobs of each context token but the first and of the k likeliest; ignores the cache."""
         from vllm import SamplingParams
 
         if len(token_ids) < 2:
@@ -77,17 +77,17 @@ class Asking:
         return rows
 
     async def logprobs(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
-        """log p(token[i + 1] | token[: i + 1]) at temperature 1, shape (n - 1,)."""
+        """Return log p(token[i + 1] | token[: i + 1]) at temperature 1, shape (n - 1,)."""
         rows = await self.context_rows(list(token_ids), 0)
         return np.array([row[token].logprob for token, row in zip(token_ids[1:], rows, strict=True)], dtype=np.float32)
 
     def in_flight_tokens(self) -> int:
-        """Sampled by requests that are not answered yet."""
+        """Return the number of tokens sampled by unanswered requests."""
         states = self._llm.output_processor.request_states.values()
         return sum(state.detokenizer.num_output_tokens() for state in states if not state.external_req_id.startswith(INTERNAL))
 
     def tokenless(self, request_ids: Sequence[str]) -> list[str]:
-        """Those that vLLM knows and has sampled nothing for."""
+        """Return the requests that are in vLLM and have no token yet."""
         processor, found = self._llm.output_processor, []
         for request_id in request_ids:
             states = [processor.request_states.get(name) for name in processor.external_req_ids.get(request_id, ())]
@@ -97,20 +97,20 @@ class Asking:
 
 
 def final_only() -> dict[str, Any]:
-    """The field of SamplingParams by which a request has one output, at its end."""
+    """Return the field of SamplingParams for a single output at the end."""
     from vllm.sampling_params import RequestOutputKind
 
     return {"output_kind": RequestOutputKind.FINAL_ONLY}
 
 
 def as_deltas() -> dict[str, Any]:
-    """The field of SamplingParams by which a request has an output for each token, or for several when nobody takes them."""
+    """Return the field of SamplingParams for an output per token, or per several if the reader is slow."""
     from vllm.sampling_params import RequestOutputKind
 
     return {"output_kind": RequestOutputKind.DELTA}
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of vLLM's says, short."""
+    """Return the first line of a vLLM error, shortened."""
     whole = error.__cause__ if error.__cause__ is not None and not str(error) else error
     return next((line.strip() for line in str(whole).splitlines() if line.strip()), type(whole).__name__)[:400]

@@ -1,4 +1,4 @@
-"""Starting vLLM: what it is told, and one line in place of pages when it cannot start."""
+"""Starts vLLM: engine arguments, environment, and a one-line reason if it does not start."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from rollout.engines.hf.model import end_tokens, fitting_context, load, one_line
 from rollout.engines.hf.weights import HeldWeights
 from rollout.engines.vllm.store import OWNER, SharedWeights
 
-SPARE_SEQUENCES: Final = 2  # beside those that generate: the probe of new weights, and one that scores a context
+SPARE_SEQUENCES: Final = 2  # in addition to generation: the probe of new weights, and one scoring request
 CPU_KV_CACHE_GIB: Final = 1.0
-# As on one GPU. By its own choice vLLM puts the model into a further process on the CPU, and both spin while the other computes, so
-# that they take two cores, and half of the speed from each other where there are no more.
+# As on one GPU. On the CPU vLLM would use another process, and both spin while the other computes: they take two cores,
+# or slow each other to half speed.
 IN_PROCESS: Final = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-CPU_BLOCK_TOKENS: Final = 32  # the prefix cache finds whole blocks; vLLM's own 128 would find nothing in short conversations
+CPU_BLOCK_TOKENS: Final = 32  # the prefix cache matches whole blocks; vLLM's 128 tokens match no short conversation
 _CAUSE: Final = re.compile(r"^(?:[\w.]+\.)?\w*(?:Error|Exception): .*\S", re.MULTILINE)
 _MEMORY: Final = re.compile(r"memory|KV cache|cache blocks", re.IGNORECASE)
 _LOWER: Final = (
@@ -41,14 +41,14 @@ _LOWER: Final = (
 
 @dataclass
 class Opened:
-    """A running vLLM and what the engine has to know of the model.
+    """A running vLLM, and properties of its model.
 
     Attributes:
         llm: the AsyncLLM.
-        shared: the weights as the learner names them.
+        shared: the weights by the learner's names.
         end_ids: tokens that end a generation.
         tokenizer: of the model; without one there are no stop strings and no guides.
-        folder: holds vLLM's log of errors.
+        folder: holds vLLM's error log.
     """
 
     llm: Any
@@ -59,31 +59,31 @@ class Opened:
     folder: Path
 
     def close(self) -> None:
-        """End vLLM's processes; blocks until they have."""
+        """Stop vLLM's processes; blocks until they have exited."""
         handler, self.llm.output_handler = self.llm.output_handler, None
-        if handler is not None:  # before the processes go, or it would report their end as an error
+        if handler is not None:  # before the processes exit, which it would report as an error
             handler.get_loop().call_soon_threadsafe(handler.cancel)
         self.llm.shutdown()
-        self.llm.shutdown = lambda: None  # its __del__ calls that again, and fails aloud where the interpreter has ended before
+        self.llm.shutdown = lambda: None  # __del__ calls it again, with a traceback at interpreter exit
         self.shared.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def check_installed() -> None:
-    """vLLM can be imported.
+    """Check that vLLM is installed.
 
     Raises:
-        UserError: it cannot; names the extra.
+        UserError: if it is not; names the extra.
     """
     if importlib.util.find_spec("vllm") is None:
         raise UserError("engine vllm needs the package vllm: pip install 'rlearner[vllm]' for GPUs, or make vllm-env for the CPU")
 
 
 def open_llm(config: EngineConfig) -> Opened:
-    """Load the model twice, once for its names and as the copy that updates go through, once into vLLM; blocks for a minute or so.
+    """Load the model into shared memory, for names and updates, and into vLLM; blocks for about a minute.
 
     Raises:
-        UserError: vLLM is missing, the model cannot be loaded, or a setting does not fit it.
+        UserError: if vLLM is missing, the model cannot be loaded, or a setting does not fit it.
     """
     check_installed()
     records = logging.getLogRecordFactory()
@@ -113,26 +113,26 @@ def open_llm(config: EngineConfig) -> Opened:
 
 
 def uses_cpu(config: EngineConfig, args: VLLMArgs) -> bool:
-    """Whether the installed vLLM computes on the CPU, which fits what was asked for.
+    """Return whether the installed vLLM is the CPU build, and check that the settings fit.
 
     Raises:
-        UserError: GPUs were asked for and this vLLM has none, or fp8 on the CPU.
+        UserError: if GPUs or fp8 are requested of the CPU build.
     """
     from vllm.platforms import current_platform
 
     on_cpu = bool(current_platform.is_cpu())
     if on_cpu and config.device == "cuda":
-        raise UserError("GPUs were asked for, but the vLLM installed here is the CPU build; pip install 'rlearner[vllm]'")
+        raise UserError("GPUs are requested, but the installed vLLM is the CPU build; pip install 'rlearner[vllm]'")
     if on_cpu and args.quantization:
         raise UserError(f"rollout.engine_args.quantization: {args.quantization!r} is not allowed on the CPU; use null")
     return on_cpu
 
 
 def check_heads(text_config: Any, tensor_parallel: int) -> None:
-    """Attention can be split over that many GPUs.
+    """Check that the attention heads can be split over the GPUs.
 
     Raises:
-        UserError: it cannot; names both numbers.
+        UserError: if they cannot; names both numbers.
     """
     heads = getattr(text_config, "num_attention_heads", None)
     if heads and heads % tensor_parallel:
@@ -144,7 +144,7 @@ def check_heads(text_config: Any, tensor_parallel: int) -> None:
 
 
 def engine_args(config: EngineConfig, args: VLLMArgs, context: int, *, has_tokenizer: bool, on_cpu: bool) -> dict[str, Any]:
-    """The fields of vLLM's AsyncEngineArgs."""
+    """Return the fields of vLLM's AsyncEngineArgs."""
     section = config.section
     sequences = section.max_running + SPARE_SEQUENCES
     kv_cache_gib = args.kv_cache_gib or (CPU_KV_CACHE_GIB if on_cpu else None)
@@ -156,7 +156,7 @@ def engine_args(config: EngineConfig, args: VLLMArgs, context: int, *, has_token
         "max_model_len": context,
         "max_num_seqs": sequences,
         "max_num_batched_tokens": max(section.prefill_tokens, sequences, context if on_cpu else 0),
-        # On the CPU vLLM 0.32 dies of a request with a seed whose context it reads in parts ("CPU Generator does not use offset").
+        # vLLM 0.32 on the CPU crashes on chunked prefill of a seeded request ("CPU Generator does not use offset").
         "enable_chunked_prefill": not on_cpu,
         "enable_prefix_caching": section.prefix_cache,
         "tensor_parallel_size": args.tensor_parallel,
@@ -166,9 +166,9 @@ def engine_args(config: EngineConfig, args: VLLMArgs, context: int, *, has_token
         "block_size": CPU_BLOCK_TOKENS if on_cpu else None,
         "enforce_eager": on_cpu if args.enforce_eager is None else args.enforce_eager,
         "quantization": args.quantization,
-        "logprobs_mode": "processed_logprobs",  # of the distribution drawn from, temperature and filters included
-        "max_logprobs": -1,  # as many as the vocabulary has
-        "generation_config": "vllm",  # nothing from the model's folder changes how is sampled
+        "logprobs_mode": "processed_logprobs",  # of the sampling distribution, with temperature and filters
+        "max_logprobs": -1,  # up to the whole vocabulary
+        "generation_config": "vllm",  # the model's folder must not change the sampling
         "disable_log_stats": True,
         "enable_log_requests": False,
         **args.extra,
@@ -176,8 +176,8 @@ def engine_args(config: EngineConfig, args: VLLMArgs, context: int, *, has_token
 
 
 def _environment(config: EngineConfig, folder: Path, *, on_cpu: bool) -> None:
-    """vLLM reads these in this process and in those that it starts; what the user has set stays."""
-    # A forked copy of a process with threads may hang: vLLM's processes are started anew.
+    """Set vLLM's environment variables for this process and its workers, except those that the user has set."""
+    # Forking a process with threads may hang, so vLLM's processes are spawned.
     defaults = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     if on_cpu:
         defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
@@ -193,7 +193,7 @@ def _environment(config: EngineConfig, folder: Path, *, on_cpu: bool) -> None:
 
 
 def _logging(errors: Path) -> dict[str, Any]:
-    """Warnings to stderr as vLLM writes them; errors to a file, too, for the cause of a failed start is told nowhere else."""
+    """Return a logging configuration: warnings to stderr, errors also to a file, to find why a start failed."""
     plain = {"format": "%(asctime)s %(levelname)s vllm %(processName)s %(message)s"}
     return {
         "version": 1,
@@ -208,10 +208,10 @@ def _logging(errors: Path) -> dict[str, Any]:
 
 
 def _open(fields: Mapping[str, Any], folder: Path) -> Any:
-    """The AsyncLLM.
+    """Start the AsyncLLM.
 
     Raises:
-        UserError: it does not start.
+        UserError: if it does not start.
     """
     from vllm.config import StructuredOutputsConfig
     from vllm.config.weight_transfer import WeightTransferConfig
@@ -221,7 +221,7 @@ def _open(fields: Mapping[str, Any], folder: Path) -> Any:
     from rollout.engines.vllm.worker import BACKEND, EXTENSION
 
     try:
-        own: dict[str, Any] = {"structured_outputs_config": StructuredOutputsConfig(backend="guidance")}  # the library of engine hf
+        own: dict[str, Any] = {"structured_outputs_config": StructuredOutputsConfig(backend="guidance")}  # as in engine hf
         own |= {"worker_extension_cls": EXTENSION, "weight_transfer_config": WeightTransferConfig(backend=BACKEND)}
         arguments = AsyncEngineArgs(**(own | dict(fields)))
         return AsyncLLM.from_engine_args(arguments)
@@ -230,7 +230,7 @@ def _open(fields: Mapping[str, Any], folder: Path) -> Any:
 
 
 def cause(said: str, errors: Path) -> str:
-    """Why vLLM did not start, in one line: the first error that its processes logged, else what was raised here."""
+    """Return in one line why vLLM did not start: the first error in its processes' log, else the one raised here."""
     logged = _CAUSE.search(errors.read_text(errors="replace")) if errors.is_file() else None
     found = logged[0].strip() if logged else one_line(ValueError(_pydantic(said)))
     found = found if len(found) <= 400 else found[:400] + " …"
@@ -238,6 +238,6 @@ def cause(said: str, errors: Path) -> str:
 
 
 def _pydantic(said: str) -> str:
-    """The sentence of a validation error, which is its line that holds 'Value error' or the first."""
+    """Return the message of a pydantic validation error: the text after 'Value error', else all of it."""
     match = re.search(r"Value error, (.+?)(?: \[type=|$)", said, re.MULTILINE)
     return match[1] if match else said

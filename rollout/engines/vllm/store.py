@@ -1,9 +1,9 @@
-"""The weights of a vLLM engine in memory that its worker processes map: written by the server, read by every worker.
+"""Keeps a vLLM engine's weights in shared memory, written by the server and mapped by every worker.
 
-Why shared memory: AsyncLLM keeps its model in processes of its own, and vLLM would pickle tensors handed to them. Only a path and a
-table of names, dtypes, shapes and offsets cross over, as plain values in vLLM's own MessagePack. Every worker reads the same pages;
-a tensor-parallel one copies its shard only. The memory is a memfd: it has no name in a file system, so no /dev/shm of 64 MiB limits
-it and nothing stays behind when processes are killed.
+AsyncLLM has its model in separate processes, and vLLM would pickle tensors sent to them. Only a path and a table of
+names, dtypes, shapes and offsets are sent, as plain values in vLLM's own MessagePack. Every worker reads the same
+pages; a tensor-parallel one copies only its shard. The memory is a memfd: without a name in a file system it is not
+limited by a /dev/shm of 64 MiB, and nothing remains when processes are killed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from broker.errors import UserError
 
 ALIGN_BYTES: Final = 64
-OWNER: Final = "RLEARNER_VLLM_OWNER"  # environment variable: process id of the server whose workers these are
+OWNER: Final = "RLEARNER_VLLM_OWNER"  # environment variable: process id of the workers' server
 
 Layout = list[tuple[str, str, list[int], int]]  # name, dtype without "torch.", shape, offset in bytes
 
@@ -28,11 +28,11 @@ class SharedWeights:
 
     Attributes:
         tensors: views into the buffer, by name.
-        layout: where each lies, for ``map_shared`` in another process.
-        path: what another process of the same user opens while this one lives.
+        layout: position of each tensor, for ``map_shared`` in another process.
+        path: file that another process of the same user can open while this one is alive.
 
     Raises:
-        UserError: the machine has not that much memory.
+        UserError: if the machine does not have enough memory.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -44,7 +44,7 @@ class SharedWeights:
         self.size_bytes = max(offset, ALIGN_BYTES)
         self._fd = os.memfd_create("rlearner-weights")
         try:
-            os.posix_fallocate(self._fd, 0, self.size_bytes)  # now, not with a SIGBUS at the first write
+            os.posix_fallocate(self._fd, 0, self.size_bytes)  # fail now, not with a SIGBUS at the first write
         except OSError as error:
             os.close(self._fd)
             raise UserError(
@@ -56,21 +56,21 @@ class SharedWeights:
 
     @torch.no_grad()
     def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy new values in; names and shapes are known to fit."""
+        """Copy new values in; names and shapes must fit."""
         for name, tensor in self.tensors.items():
             new = tensors[name]
-            if new.data_ptr() != tensor.data_ptr():  # what no adapter changes is this very tensor
+            if new.data_ptr() != tensor.data_ptr():  # a tensor that no adapter changes is the same one
                 tensor.copy_(new)
 
     def close(self) -> None:
-        """No process can map it any more; the memory goes with the last view."""
+        """Prevent new mappings; the last view frees the memory."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
 
 def map_shared(path: str, size_bytes: int, layout: Layout) -> dict[str, torch.Tensor]:
-    """Views of the tensors in a buffer that another process, or this one, has made."""
+    """Return views of the tensors in a buffer that this or another process has created."""
     fd = os.open(path, os.O_RDWR)
     try:
         buffer = torch.frombuffer(mmap.mmap(fd, size_bytes), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""A request of the engine ``vllm`` whose tokens are told while they are sampled: vLLM's deltas become pieces, and one output."""
+"""Streams a request of the engine ``vllm``: turns vLLM's deltas into pieces and one final output."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlearner_text.openai.pieces import Piece, Tap, Top
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Tokens from ``start`` to before ``end``, sampled under the label ``version``; as vLLM's own."""
+    """Tokens from ``start`` to before ``end``, sampled under the label ``version``; like vLLM's own class."""
 
     version: str
     start: int
@@ -21,14 +21,14 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Of the sampled tokens alone."""
+    """Logprobs of the sampled tokens alone."""
 
     logprobs: Sequence[float]
 
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A finished request as vLLM gives it where it is asked for its end only; see ``vllm_output.output_of``."""
+    """A finished request in the form of vLLM's final-only output; see ``rollout.engines.vllm.output.output_of``."""
 
     token_ids: Sequence[int]
     logprobs: Logprobs
@@ -37,11 +37,11 @@ class Whole:
 
 
 class Telling:
-    """One request.
+    """The stream of one request.
 
     Args:
-        greedy: its logprobs are 0, see ``rollout.engines.base.Output``.
-        good: whether tokens of the load with this label may be given out, once that is known.
+        greedy: report logprobs as 0, see ``rollout.engines.base.Output``.
+        good: returns whether tokens of the load with this label may be sent, once that is known.
     """
 
     def __init__(self, tap: Tap, *, greedy: bool, good: Callable[[str], Awaitable[bool]]) -> None:
@@ -53,10 +53,10 @@ class Telling:
         self._stopped = False
 
     async def take(self, completion: Any, spans: Sequence[Any]) -> None:
-        """What came since the last call; tells it as far as its versions are known. Waits for the probe of new weights.
+        """Take a delta and send tokens as far as their versions are known; waits for the probe of new weights.
 
         Args:
-            completion: CompletionOutput of a delta, with flat logprobs: at each place the sampled token's, then the likeliest.
+            completion: CompletionOutput with flat logprobs: at each position the sampled token's, then the likeliest.
             spans: of all tokens so far.
         """
         flat = completion.logprobs
@@ -69,7 +69,7 @@ class Telling:
             await self._tell(span.version, min(span.end, len(self._token_ids)))
 
     def whole(self, last: Any) -> Whole:
-        """All of it, from the last delta."""
+        """Return the whole request, given its last delta."""
         return Whole(self._token_ids, Logprobs(self._logprobs), last.finish_reason, last.weight_versions)
 
     async def _tell(self, version: str, end: int) -> None:
@@ -87,6 +87,6 @@ class Telling:
 
 
 def likeliest(token_ids: Sequence[int], logprobs: Sequence[float], k: int) -> Top:
-    """The k likeliest of the sampled token and the k likeliest, without those that were cut off; falling."""
+    """Return the k likeliest of vLLM's tokens at one position, descending, without those that were cut off."""
     pairs = {token: value for token, value in zip(token_ids, logprobs, strict=True) if math.isfinite(value)} if k else {}
     return sorted(pairs.items(), key=lambda pair: -pair[1])[:k]

@@ -1,6 +1,6 @@
-"""What runs inside vLLM's worker processes: a backend of its weight-transfer API that reads the shared weights.
+"""vLLM worker extension: a backend of its weight-transfer API that reads shared memory.
 
-vLLM imports this module in every worker, for it is named as worker extension, before the model is made.
+vLLM imports this module in every worker before it creates the model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Extension:
     model_runner: Any
 
     def wipe_kv_cache(self) -> None:
-        """Zero the KV cache: a NaN in a block outlives it, for attention multiplies what it masks by zero."""
+        """Zero the KV cache: a NaN in a block persists, because attention multiplies masked values by zero."""
         for cache in self.model_runner.kv_caches:
             for tensor in cache if isinstance(cache, (list, tuple)) else [cache]:
                 tensor.zero_()
@@ -38,7 +38,7 @@ class Extension:
 
 @dataclass
 class SharedInit(WeightTransferInitInfo):  # type: ignore[misc]
-    """Where the weights lie, see ``SharedWeights``."""
+    """Location of the weights, see ``SharedWeights``."""
 
     path: str
     size_bytes: int
@@ -47,13 +47,13 @@ class SharedInit(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class SharedUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Nothing to say: the bytes are in place."""
+    """An empty message: the weights are already in shared memory."""
 
     options: dict[str, Any] = field(default_factory=dict)
 
 
 class SharedMemoryEngine(WeightTransferEngine[SharedInit, SharedUpdate]):  # type: ignore[misc]
-    """Loads what stands in the shared buffer whenever it is told that this has changed."""
+    """Loads the shared weights into the model at every update."""
 
     init_info_cls = SharedInit
     update_info_cls = SharedUpdate
@@ -76,7 +76,7 @@ class SharedMemoryEngine(WeightTransferEngine[SharedInit, SharedUpdate]):  # typ
     @torch.no_grad()
     def receive_weights(self, update_info: SharedUpdate) -> None:
         if self._tensors is None:
-            raise RuntimeError("the shared weights were not opened")
+            raise RuntimeError("the shared weights are not open")
         loaded = self.model.load_weights(iter(self._tensors.items()))
         if loaded is not None and (missed := sorted(dict(self.model.named_parameters()).keys() - loaded)):
             raise ValueError(f"the weights set {len(loaded)} of vLLM's parameters and miss {len(missed)}, the first is {missed[0]}")
@@ -92,7 +92,7 @@ class SharedMemoryEngine(WeightTransferEngine[SharedInit, SharedUpdate]):  # typ
 
 
 def _end_with(pid: int) -> None:
-    """Kill this worker, and with it vLLM's other processes, when the server is gone, however it ended, or they would keep its memory."""
+    """Kill this worker, and with it vLLM's other processes, once the server has exited; they would keep its memory."""
     try:
         owner = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -106,12 +106,12 @@ def _end_with(pid: int) -> None:
 
 
 def _plain_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
-    """Multiply by the weight as it is. vLLM's own choice on the CPU packs it once and forgets the original, so that an update would
-    be refused, or, with tied embeddings, silently leave the old output layer."""
+    """Multiply by the unpacked weight. vLLM's own CPU kernel packs it once and drops the original, so that an update
+    would fail or, with tied embeddings, silently keep the old output layer."""
     layer.cpu_linear = lambda x, weight, bias: torch.nn.functional.linear(x, weight, bias)  # type: ignore[assignment]
 
 
-if os.environ.get(OWNER, str(os.getpid())) != str(os.getpid()):  # at import: a server may die while vLLM starts
+if os.environ.get(OWNER, str(os.getpid())) != str(os.getpid()):  # at import: the server may exit while vLLM starts
     _end_with(int(os.environ[OWNER]))
 if current_platform.is_cpu():
     layer_utils.dispatch_cpu_unquantized_gemm = _plain_linear

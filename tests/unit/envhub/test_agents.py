@@ -238,7 +238,7 @@ async def test_top_logprobs_of_an_engine_without_them_are_refused(play: Play, wi
 async def test_a_form_that_no_grammar_supports_is_the_agents_failure(play: Play, with_tools: Tokenizer) -> None:
     failed = await fails(play, "wants_no_form", tokenizer=with_tools)
     assert failed.kind == "env"
-    assert failed.detail.endswith("response_format: no grammar can be made of its schema: Invalid type: thing")
+    assert failed.detail.endswith("response_format: its schema cannot be compiled to a grammar: Invalid type: thing")
 
 
 async def test_a_request_that_nothing_here_serves_is_the_agents_failure(play: Play, with_tools: Tokenizer) -> None:

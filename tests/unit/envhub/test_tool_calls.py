@@ -76,16 +76,19 @@ def test_calls_are_read(tokenizers: dict[str, Tokenizer], family: str, text: str
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("<tool_call>add 3</tool_call>", "the tool call is no JSON: Expecting value"),
-        (f"<tool_call>{ADD_3[:-1]}", "the tool call is no JSON: Expecting ',' delimiter"),
-        ('<tool_call>{"arguments": {}}</tool_call>', 'the tool call has no text as "name"'),
-        ("<tool_call>7</tool_call>", 'the tool call has no text as "name"'),
-        ('<tool_call>{"name": "add", "arguments": [3]}</tool_call>', 'the tool call\'s "arguments" is no object'),
-        ("<tool_call>" + "[" * 100_000, "the tool call is no JSON: "),
-        (r'<tool_call>{"name": "add", "arguments": {"to": "\ud83d"}}', "the tool call is no JSON: it holds half of a surrogate pair"),
-        ('<tool_call>{"name": "add", "arguments": {"to": NaN}}', "the tool call is no JSON: it holds NaN"),
-        ('<tool_call>{"name": "add", "arguments": {"to": 1e999}}', "the tool call is no JSON: the number 1e999 is too large"),
-        (r'<tool_call>{"name": "add", "arguments": "{\"to\": \"\\ud83d\"}"}', 'the tool call\'s "arguments" is no object'),
+        ("<tool_call>add 3</tool_call>", "the tool call is not valid JSON: Expecting value"),
+        (f"<tool_call>{ADD_3[:-1]}", "the tool call is not valid JSON: Expecting ',' delimiter"),
+        ('<tool_call>{"arguments": {}}</tool_call>', 'the tool call has no string as "name"'),
+        ("<tool_call>7</tool_call>", 'the tool call has no string as "name"'),
+        ('<tool_call>{"name": "add", "arguments": [3]}</tool_call>', 'the tool call\'s "arguments" is not an object'),
+        ("<tool_call>" + "[" * 100_000, "the tool call is not valid JSON: "),
+        (
+            r'<tool_call>{"name": "add", "arguments": {"to": "\ud83d"}}',
+            "the tool call is not valid JSON: it holds half of a surrogate pair",
+        ),
+        ('<tool_call>{"name": "add", "arguments": {"to": NaN}}', "the tool call is not valid JSON: it holds NaN"),
+        ('<tool_call>{"name": "add", "arguments": {"to": 1e999}}', "the tool call is not valid JSON: the number 1e999 is too large"),
+        (r'<tool_call>{"name": "add", "arguments": "{\"to\": \"\\ud83d\"}"}', 'the tool call\'s "arguments" is not an object'),
         (f'<tool_call>{{"name": "add", "arguments": {{"to": {10**30}}}}}', 'the tool call\'s "arguments" cannot be passed on: '),
     ],
 )
@@ -158,5 +161,5 @@ async def test_an_episode_calls_tools_and_then_says_the_answer(tokenizers: dict[
     assert (trajectory.success, trajectory.end, trajectory.reward) == (True, "terminated", 1.5)
     shown = tokenizers["hermes"].decode(trajectory.token_ids.array().tolist(), skip_special_tokens=False)
     answers = [part.split("\n</tool_response>")[0] for part in shown.split("<tool_response>\n")[1:]]
-    assert answers == ["sum 3", "error: the tool call is no JSON: Expecting value", "sum 7"]
+    assert answers == ["sum 3", "error: the tool call is not valid JSON: Expecting value", "sum 7"]
     assert '"name": "add"' in shown.split("<|im_end|>")[0]  # the template tells of the tools

@@ -180,7 +180,7 @@ def test_a_judges_key_and_endpoint(endpoint: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("JUDGE", raising=False)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     assert judged(endpoint, api_key_env="JUDGE") == [("missing", "its api_key_env names JUDGE, which is not set")]
-    assert judged(endpoint) == [("missing", f"{endpoint} does not take the key in OPENAI_API_KEY: the endpoint answered 401: wrong key")]
+    assert judged(endpoint) == [("missing", f"{endpoint} does not accept the key in OPENAI_API_KEY: the endpoint answered 401: wrong key")]
     monkeypatch.setenv("JUDGE", "right")
     assert judged(endpoint, api_key_env="JUDGE") == [("ok", f"{endpoint} answers")]
     ((status, said),) = judged("http://127.0.0.1:9/v1")

@@ -153,9 +153,9 @@ def test_a_template_that_rewrites_the_last_answer_grows_without_rewriting() -> N
     ("family", "system", "problem"),
     [
         ("mistral", "be brief", "the beginning of a conversation changes"),
-        ("gemma", "be brief", "refuses messages of the roles system, user"),
+        ("gemma", "be brief", "rejects messages of the roles system, user"),
         ("countdown", "", "the beginning of a conversation changes"),
-        ("amnesia", "", "does not show every assistant turn"),
+        ("amnesia", "", "does not render every assistant turn"),
     ],
 )
 def test_an_unstable_template_is_refused_by_name(family: str, system: str, problem: str) -> None:

@@ -38,8 +38,7 @@ def chat(**fields: Any) -> ChatBody:
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "messages.0.content",
-            "messages.0.content: [{'type': 'image_url'}] is not allowed; only parts of type 'text' are taken here, "
-            "and one is of type 'image_url'",
+            "messages.0.content: [{'type': 'image_url'}] is not allowed; only parts of type 'text' are supported, found 'image_url'",
         ),
         ({"temperature": -1}, "temperature", "temperature: -1 is not allowed; input should be greater than or equal to 0"),
         ({"temperature": "1"}, "temperature", "temperature: '1' is not allowed; input should be a valid number"),
@@ -54,7 +53,7 @@ def chat(**fields: Any) -> ChatBody:
         ({"tool_choice": "always"}, "tool_choice", "tool_choice: 'always' is not allowed; input should be 'none', 'auto' or 'required'"),
         ({"response_format": {"type": "grammar"}}, "response_format.type", "response_format.type: 'grammar' is not allowed"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "response_format: "),
-        ({"logit_bias": {"the": 1}}, "logit_bias", "logit_bias: {'the': 1} is not allowed; keys must be token ids, and one is 'the'"),
+        ({"logit_bias": {"the": 1}}, "logit_bias", "logit_bias: {'the': 1} is not allowed; keys must be token ids, found 'the'"),
         ({"logit_bias": {"7": 101}}, "logit_bias", "logit_bias: 101 is not allowed"),
         (
             {"messages": [{"role": "assistant"}]},
@@ -83,7 +82,7 @@ def test_a_bad_field_is_named(fields: dict[str, Any], param: str, says: str) -> 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"\xff\xfe", b"[" * 100_000, b'{"messages": ' + b"[" * 100_000])
 def test_what_is_no_json(raw: bytes) -> None:
-    with pytest.raises(Problem, match="the body is no JSON"):
+    with pytest.raises(Problem, match="the body is not valid JSON"):
         parse(raw, ChatBody)
     with pytest.raises(Problem, match="the body must be a JSON object"):
         parse(b"[]", ChatBody)
@@ -102,7 +101,7 @@ def test_half_a_character() -> None:
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999"])
 def test_numbers_that_are_not_json(number: str) -> None:
     raw = f'{{"messages": [{{"role": "user", "content": "x"}}], "tools": [{{"type": "function", "function": {{"x": {number}}}}}]}}'
-    with pytest.raises(Problem, match=f"^the body is no JSON: (it holds {number}|the number {number} is too large)$"):
+    with pytest.raises(Problem, match=f"^the body is not valid JSON: (it holds {number}|the number {number} is too large)$"):
         parse(raw.encode(), ChatBody)
 
 

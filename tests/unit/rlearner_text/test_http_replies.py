@@ -13,11 +13,11 @@ from rlearner_text.openai.client import Endpoint
 @pytest.mark.parametrize(
     ("raw", "problem"),
     [
-        (b'{"a": "\xff"}', "the answer is no JSON object: invalid start byte at byte 7; it must be UTF-8"),
-        (rb'{"a": "\ud83d"}', "the answer is no JSON object: it holds half of a surrogate pair, which is no text"),
-        (b'{"a": NaN}', "the answer is no JSON object: it holds NaN"),
-        (b'{"a": -1e999}', "the answer is no JSON object: the number -1e999 is too large"),
-        (b"[1]", "the answer is no JSON object"),
+        (b'{"a": "\xff"}', "the answer is not valid JSON: invalid start byte at byte 7; it must be UTF-8"),
+        (rb'{"a": "\ud83d"}', "the answer is not valid JSON: it holds half of a surrogate pair, which is no text"),
+        (b'{"a": NaN}', "the answer is not valid JSON: it holds NaN"),
+        (b'{"a": -1e999}', "the answer is not valid JSON: the number -1e999 is too large"),
+        (b"[1]", "the answer is not a JSON object"),
     ],
 )
 async def test_a_reply_that_is_no_proper_json(raw: bytes, problem: str) -> None:

@@ -43,10 +43,10 @@ def test_trained_tokens_spell_the_answers(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("messages", "problem"),
     [
-        ({}, "no list"),
-        ([], "no list"),
-        (["hi"], "message 0 is no object"),
-        ([{"role": "user"}], "message 0 is no object with exactly the keys"),
+        ({}, "not a list"),
+        ([], "not a list"),
+        (["hi"], "message 0 is not an object"),
+        ([{"role": "user"}], "message 0 is not an object with exactly the keys"),
         ([{"role": "user", "content": 3}], "message 0: role and content must be texts"),
         ([{"role": "assistant", "content": "x"}], "message 0 has role 'assistant', expected 'user'"),
         ([*CHAT, CHAT[-1]], "message 5 has role 'assistant', expected 'user'"),

@@ -93,7 +93,7 @@ def test_earlier_answers_are_found_by_their_ids_until_there_are_too_many() -> No
         ({"input": [{"type": "computer_call"}]}, "input.0.type", "input.0.type: 'computer_call' is not allowed; message, function_call"),
         ({"input": [{"role": "user"}]}, "input.0.content", "input.0.content must be given"),
         ({"input": [{"role": "robot", "content": ""}]}, "input.0.role", "input.0.role: 'robot' is not allowed"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0", "input.0: only parts of text are taken here"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0", "input.0: only text parts are supported"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.id", "input.0.id: 'x' is not allowed; this server keeps no answer"),
         ({"previous_response_id": "r"}, "previous_response_id", "previous_response_id: 'r' is not allowed; this server keeps no answer"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type", "tools.0.type: 'web_search' is not allowed; only tools of type 'function'"),

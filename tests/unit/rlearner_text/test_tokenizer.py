@@ -42,7 +42,7 @@ def test_chat_rendering_equals_transformers(family: str, tmp_path: Path) -> None
 
 def test_system_message_that_the_template_refuses(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(make_tokenizer_folder(tmp_path / "g", "gemma"))
-    with pytest.raises(ConfigError, match=r"model.path: .*refuses messages of the roles system, user: no system messages"):
+    with pytest.raises(ConfigError, match=r"model.path: .*rejects messages of the roles system, user: no system messages"):
         tokenizer.encode_chat([SYSTEM, *CHATS[0]])
 
 
@@ -103,9 +103,9 @@ def test_no_chat_template_is_said_in_one_line(tmp_path: Path) -> None:
     ("make", "problem"),
     [
         (lambda f: f / "nowhere", "no such folder"),
-        (lambda f: f, "holds no config.json"),
+        (lambda f: f, "has no config.json"),
         (lambda f: [(f / "config.json").write_text("{"), f][1], "config.json cannot be read"),
-        (lambda f: [(f / "config.json").write_text("[]"), f][1], "holds no JSON object"),
+        (lambda f: [(f / "config.json").write_text("[]"), f][1], "is not a JSON object"),
         (lambda f: [(f / "config.json").write_text("{}"), f][1], "names no model_type"),
         (lambda f: [(f / "config.json").write_text('{"model_type": "qwen3"}'), f][1], "holds no weights"),
         (lambda f: "not a/hub name", "no such folder"),

@@ -208,7 +208,7 @@ def test_a_random_engine_keeps_to_guides_too(folder: Path, tokenizer: Tokenizer)
 @pytest.mark.parametrize(
     ("schema", "says"),
     [
-        ("{", "the schema is no JSON"),
+        ("{", "the schema is not valid JSON"),
         ("[]", "the schema must be an object"),
         ('{"type": "thing"}', "Invalid type: thing"),
         ('{"type": "string", "not": {}}', 'Unimplemented keys: ["not"]'),

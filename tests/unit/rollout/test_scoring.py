@@ -61,7 +61,7 @@ def test_an_answer_that_fits_no_message_is_refused() -> None:
     for tokens, refused in ((most // 4 + 1, False), (most // 4 + 2, True)):
         asked = request(4, [1] * tokens)
         assert bool(problem(asked, max_context_tokens=1 << 30, vocab_size=10)) is refused
-    assert problem(request(4), max_context_tokens=64, vocab_size=None).startswith("prompt_top_k is not allowed; this engine has no")
+    assert problem(request(4), max_context_tokens=64, vocab_size=None).startswith("prompt_top_k is not allowed; this engine does not know")
 
 
 def reply(**fields: object) -> wire.GenerateReply:

@@ -44,7 +44,7 @@ def test_what_a_killed_server_left_in_memory_is_removed(tmp_path: Path) -> None:
 
 def test_without_the_package_one_line_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollout.engines.sglang.child.find_spec", lambda _: None)
-    with pytest.raises(UserError, match=r"engine sglang needs the package sglang; pip install 'rlearner\[sglang\]', or name the Python"):
+    with pytest.raises(UserError, match=r"engine sglang needs the package sglang; pip install 'rlearner\[sglang\]', or set the Python"):
         launcher(SGLangArgs())
     assert launcher(SGLangArgs(command=["x", "-m", "y"])) == ["x", "-m", "y"]
 
@@ -106,11 +106,11 @@ def test_reading_an_answer() -> None:
 @pytest.mark.parametrize(
     ("answer", "sampling", "why"),
     [
-        ({"text": "hi"}, {}, "holds no finish_reason that is known: None"),
-        (reply(finish_reason={"type": "gave up"}), {}, "holds no finish_reason that is known"),
-        (reply(), {"top_p": 0.9}, "does not tell logprobs under top_p, top_k or min_p"),
-        (reply(weight_version="default"), {}, "names no weight version: 'default'"),
-        (reply(weight_versions=[{"version": "3", "start": 0, "end": 1}]), {}, "do not count the 2 tokens"),
+        ({"text": "hi"}, {}, "has an unknown finish_reason: None"),
+        (reply(finish_reason={"type": "gave up"}), {}, "has an unknown finish_reason"),
+        (reply(), {"top_p": 0.9}, "does not return logprobs under top_p, top_k or min_p"),
+        (reply(weight_version="default"), {}, "has no valid weight version: 'default'"),
+        (reply(weight_versions=[{"version": "3", "start": 0, "end": 1}]), {}, "do not add up to 2 tokens"),
         (reply(output_token_logprobs=[[float("nan"), 7, None]]), {}, "logits are not finite"),
         (reply(output_token_logprobs=[[None, 7, None]]), {}, "logits are not finite"),
         (reply(output_token_sampling_logprobs=[None, -0.1]), {"top_p": 0.9}, "logits are not finite"),

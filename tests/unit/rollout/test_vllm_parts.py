@@ -80,7 +80,7 @@ def test_outputs_carry_versions_and_lose_what_wrong_weights_said() -> None:
     assert output_of(whole, None, 0) == Output([5, 6, 7], [0.0, 0.0, 0.0], [(0, 2), (1, 1)], "length", 0)
     assert output_of(whole, 0, 1.0, keep_before=2) == Output([5, 6], [-1.0, -2.0], [(0, 2)], "abort", 0)
     assert output_of(completion([5], [float("nan")], spans[:1]), 0, 1.0).error == "the model's logits are not finite"
-    assert output_of(completion([5, 6], [-1.0], spans[:1]), 0, 1.0).error == "vLLM gave 1 logprobs for 2 tokens"
+    assert output_of(completion([5, 6], [-1.0], spans[:1]), 0, 1.0).error == "vLLM returned 1 logprobs for 2 tokens"
     assert output_of(completion([], [], [], "error"), 0, 1.0).error == "vLLM ended the request with 'error'"
 
 
@@ -116,8 +116,8 @@ def test_what_does_not_fit_is_named() -> None:
     check_fit(held, {name: tensor + 1 for name, tensor in held.items()})
     for bad, why in (
         ({"a": held["a"]}, "the update lacks 1 of 2 tensors, the first is b"),
-        ({**held, "c": held["a"]}, "the update brings 1 unknown tensors, the first is c"),
-        ({**held, "b": torch.zeros(4)}, r"b has shape \(4,\), the model wants \(3,\)"),
+        ({**held, "c": held["a"]}, "the update has 1 unknown tensors, the first is c"),
+        ({**held, "b": torch.zeros(4)}, r"b has shape \(4,\), the model expects \(3,\)"),
     ):
         with pytest.raises(TransferFailed, match=why):
             check_fit(held, bad)
