@@ -1,1 +1,4 @@
-"""The learner process: issues tickets, trains on the samples log, offers weights. May import ``broker``, ``text`` and ``sandbox``."""
+"""The learner: issues tickets, trains on the samples log and offers weights.
+
+May import ``broker``, ``text`` and ``sandbox``.
+"""

@@ -1,4 +1,4 @@
-"""What happens before the first version: the run's name and folder, the model, the warm start."""
+"""Prepares the first version of a run: its name and folder, the model, the warm start."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from text.config import ModelSection
 
 log = logging.getLogger(__name__)
 
-DATA_DIGESTS: Final = "envhub.config:data_digests"  # who reads the data knows which files they are
+DATA_DIGESTS: Final = "envhub.config:data_digests"  # the hubs know which data files they read
 Say = Callable[[str], None]
 
 
 class Interrupted(Exception):
-    """Asked to stop before the model was ready."""
+    """A stop was requested before the model was ready."""
 
 
 def name_run(config: dict[str, Any], path: str) -> dict[str, Any]:
-    """The config with ``run.name`` set: the file's name and the time, where the user gave none."""
+    """Return the config with ``run.name`` set; the default is the file's name and the time."""
     run = config.get("run") or {}
     if not isinstance(run, dict):
         return config  # refused by validation
@@ -46,24 +46,24 @@ def name_run(config: dict[str, Any], path: str) -> dict[str, Any]:
 
 
 def run_folder(config: dict[str, Any]) -> Path:
-    """``<run.dir>/<run.name>``, absolute, for other processes are told paths below it.
+    """Return ``<run.dir>/<run.name>``, absolute because other processes receive paths below it.
 
     Raises:
-        ConfigError: no folder can be there, for a file is.
+        ConfigError: if a file is in the way.
     """
     run = section(config, "run", RunSection)
     folder = (Path(run.dir) / str(run.name)).absolute()
     there = next(path for path in (folder, *folder.parents) if path.exists())
     if not there.is_dir():
-        raise ConfigError("run.dir", run.dir, f"a folder, or the name of one to come; {there} is a file")
+        raise ConfigError("run.dir", run.dir, f"a folder, or the name of a new one; {there} is a file")
     return folder
 
 
 def make_folder(folder: Path) -> Path:
-    """The folder, there.
+    """Create the folder if it is missing, and return it.
 
     Raises:
-        UserError: it cannot be made.
+        UserError: if it cannot be created.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -73,21 +73,21 @@ def make_folder(folder: Path) -> Path:
 
 
 def exit_code(config: dict[str, Any]) -> int:
-    """Return 0 where the run of a validated configuration has made all its steps, else 130: it was stopped before."""
+    """Return 0 if the run of a validated configuration has completed all its steps, else 130 (stopped)."""
     made = checkpoint.newest(run_folder(config) / "checkpoints")
     return 0 if made is not None and made.step >= section(config, "train", TrainSection).steps else EXIT_STOPPED
 
 
 def nothing_left(run: str, steps: int) -> str:
-    """What is said to whoever starts a completed run again."""
+    """Return the message for starting a completed run again."""
     return f"run {run} has completed its {steps} steps: nothing is left to do; raise train.steps to go on, or choose another run.name"
 
 
 def refuse_fewer_steps(folder: Path, run: str, steps: int) -> None:
-    """A run that has gone further than it is now asked to go was started with other settings: before anything is written.
+    """Refuse fewer steps than the run has already made, before anything is written.
 
     Raises:
-        UserError: so it is.
+        UserError: if the newest checkpoint is beyond ``steps``.
     """
     made = checkpoint.newest(folder / "checkpoints")
     if made is not None and made.step > steps:
@@ -98,10 +98,10 @@ def refuse_fewer_steps(folder: Path, run: str, steps: int) -> None:
 
 
 def write_config(folder: Path, config: dict[str, Any]) -> Path:
-    """Leave the resolved configuration in the run's folder.
+    """Write the resolved configuration into the run's folder.
 
     Raises:
-        UserError: the folder cannot be written.
+        UserError: if the folder cannot be written.
     """
     make_folder(folder)
     try:
@@ -115,28 +115,28 @@ def write_config(folder: Path, config: dict[str, Any]) -> Path:
 
 
 def to_yaml(config: dict[str, Any]) -> str:
-    """A configuration as a user would write it."""
+    """Return a configuration as a user would write it."""
     return str(yaml.safe_dump(config, sort_keys=False, default_flow_style=None, width=110, allow_unicode=True))
 
 
 def data_digests(config: dict[str, Any]) -> dict[str, str]:
-    """Content digest of every data file that the run's hubs read.
+    """Return the content digest of every data file that the run's hubs read.
 
     Raises:
-        UserError: a file cannot be read.
+        UserError: if a file cannot be read.
     """
     digests: dict[str, str] = resolve("digests", DATA_DIGESTS, {})(config)
     return digests
 
 
 class Preparation:
-    """Makes the model that training starts from; blocking, meant for a thread.
+    """Maker of the model that training starts from; blocking, meant for a thread.
 
     Args:
         config: validated.
-        folder: of the run; ``config.yaml`` is written already.
-        say: told what is happening, for people.
-        make_warm_start: make the warm start where it is missing; not for a run whose checkpoint replaces its weights.
+        folder: the run's, with its ``config.yaml``.
+        say: receives progress messages for people.
+        make_warm_start: make a missing warm start; False for a run whose checkpoint replaces its weights.
     """
 
     def __init__(self, config: dict[str, Any], folder: Path, say: Say, *, make_warm_start: bool = True) -> None:
@@ -147,15 +147,15 @@ class Preparation:
         self._stopped = threading.Event()
 
     def stop(self) -> None:
-        """Give up soon; ``model_path`` raises Interrupted."""
+        """Stop soon; ``model_path`` raises Interrupted."""
         self._stopped.set()
 
     def model_path(self) -> str:
-        """Folder or hub name of the first weights; what an earlier life of this run left there is taken as it is.
+        """Return the folder or hub name of the first weights; reuse those of an earlier start of this run.
 
         Raises:
-            UserError: no such model, no demonstrations to be had, or a warm start that diverged.
-            Interrupted: asked to stop.
+            UserError: if there is no such model, demonstrations cannot be generated, or the warm start diverged.
+            Interrupted: if a stop was requested.
         """
         out = self._folder / "warm_start"
         if (out / "config.json").exists() and (self._warm.steps or not self._make_warm_start):
@@ -164,13 +164,13 @@ class Preparation:
         if not self._warm.steps:
             return path
         if not self._make_warm_start:
-            log.info("no warm start: the checkpoint that the run goes on from would replace its weights")
+            log.info("no warm start: the checkpoint that the run resumes from would replace its weights")
             return path
-        # Importing torch takes seconds; they pass while the demonstrations are played in a process of their own.
+        # Importing torch takes seconds: do it while another process generates the demonstrations.
         importing = threading.Thread(target=import_module, args=("learner.offline.sft",), name="import-sft", daemon=True)
         importing.start()
         data = self._demonstrations()
-        importing.join()  # two threads that import transformers at once may find half of it
+        importing.join()  # two threads importing transformers at once may see it half-imported
         self._train(path, data, out)
         return str(out)
 
@@ -190,13 +190,13 @@ class Preparation:
         return str(out)
 
     def _demonstrations(self) -> str:
-        """The file that the warm start learns from."""
+        """Return the file that the warm start trains on."""
         if self._warm.data is not None:
             return self._warm.data
         out, output = self._folder / "demos.jsonl", self._folder / "demos.log"
         if out.exists():
             return str(out)
-        self._say(f"playing {self._warm.episodes} demonstrations")
+        self._say(f"generating {self._warm.episodes} demonstrations")
         domain = ["--domain", self._warm.domain] if self._warm.domain else []
         arguments = ["--episodes", str(self._warm.episodes), "--noise", str(self._warm.noise), "--seed", str(self._run.seed)]
         command = [sys.executable, "-m", "envhub.cli", "demos", str(self._folder / "config.yaml"), *domain, *arguments, "--out", str(out)]
@@ -206,7 +206,7 @@ class Preparation:
         if code == 2 and (errors := [line for line in lines if line.startswith("error: ")]):
             raise UserError(errors[-1].removeprefix("error: "))
         if code != 0:
-            raise UserError(f"envhub demos ended with exit code {code}: {lines[-1] if lines else 'no output'} (see {output})")
+            raise UserError(f"envhub demos failed with exit code {code}: {lines[-1] if lines else 'no output'} (see {output})")
         return str(out)
 
     def _wait(self, command: list[str], output: IO[bytes]) -> int:
