@@ -93,7 +93,7 @@ def _check_domain(name: str, domain: dict[str, Any], algorithm: AlgorithmSection
         _check_steps(key, algorithm)
     elif domain["thinking"] == "drop" and domain["max_turns"] > 1:
         raise ConfigError(
-            f"{key}.thinking", "drop", "keep when whole conversations are trained, as they were sampled; drop needs context: steps"
+            f"{key}.thinking", "drop", "keep with whole conversations, trained as they were sampled; drop needs context: steps"
         )
     elif estimator == "gigpo":
         raise ConfigError(

@@ -159,7 +159,7 @@ class AlgorithmSection(Section):
     entropy_coef: NonNegativeFloat = 0.0
     critic: CriticSection = CriticSection()
     filter_zero_variance: bool = False  # dynamic sampling: such groups are filtered and replaced
-    group_filter: str = ""  # a filter of learner/algorithm/filters, or your function: groups that it rejects are replaced
+    group_filter: str = ""  # a filter of learner/algorithm/filters, or your function: rejected groups are replaced
     max_replacements_per_step: NonNegativeInt = 64  # beyond this bound groups are trained unfiltered
 
 
@@ -230,5 +230,5 @@ class FailuresSection(Section):
     give_up_after: NonNegativeInt | None = None  # if the first n groups fail; null: 4 * train.groups_per_step; 0: never
     # share of failures, by domain weights, among the last max(4 * groups_per_step, 32) groups of each domain; 1.0: all
     max_share: Annotated[float, Field(gt=0, le=1)] = 1.0
-    # seconds for which all hubs of a domain are broken and nothing is trained; 12 times that if it ever worked; 0: never
+    # seconds with all hubs of a domain broken and nothing trained; 12 times that if it ever worked; 0: never
     give_up_after_s: NonNegativeFloat = 600.0

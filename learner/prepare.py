@@ -206,7 +206,7 @@ class Preparation:
         if code == 2 and (errors := [line for line in lines if line.startswith("error: ")]):
             raise UserError(errors[-1].removeprefix("error: "))
         if code != 0:
-            raise UserError(f"envhub demos failed with exit code {code}: {lines[-1] if lines else 'no output'} (see {output})")
+            raise UserError(f"envhub demos failed, exit code {code}: {lines[-1] if lines else 'no output'} (see {output})")
         return str(out)
 
     def _wait(self, command: list[str], output: IO[bytes]) -> int:

@@ -210,7 +210,7 @@ class Learner:
                 if recovery is not None and path == self._newest():
                     stack.push_async_callback(loaded.pop_all().aclose)
                     return recovery
-            log.warning("another learner continued while this one was loading, newest checkpoint is now %s", self._newest())
+            log.warning("another learner continued while this one was loading, to %s", self._newest())
 
     def _newest(self) -> Path | None:
         found = checkpoint.found(self.checkpoints)
@@ -230,7 +230,7 @@ class Learner:
             if resumed is None or error.value != str(resumed.path):
                 raise
             problem = f"{resumed.path} is damaged: {error.allowed.partition(';')[0]}"
-            raise UserError(f"{problem}; restore its files, or move it away to resume from the checkpoint before it") from None
+            raise UserError(f"{problem}; restore its files, or move it away to resume from the previous one") from None
         stack.push_async_callback(asyncio.to_thread, self.training.close)
         self.ledger = self.shown.ledger = Ledger.load(resumed.ledger) if resumed else Ledger(await self._first_rules())
         if resumed is not None:

@@ -58,7 +58,7 @@ class Watch:
             raise Stopped(self._stop.reason)
         self.epoch = await publish_runspec(self._bus, spec, above=above, seen=seen)
         if said == self._said and state == "paused":
-            log.warning("run %s is paused and stays paused; continue it with `rlearner resume %s`", self._bus.run, self._bus.run)
+            log.warning("run %s is paused and stays so; continue it with `rlearner resume %s`", self._bus.run, self._bus.run)
         elif said == self._said:
             control, running = await self._bus.key_value(CONTROL), wire.DesiredState(state="running")
             await (control.update(self._bus.run, running, said) if said else control.create(self._bus.run, running))
