@@ -1,4 +1,1 @@
-"""The learner: issues tickets, trains on the samples log and offers weights.
-
-May import ``broker``, ``text`` and ``sandbox``.
-"""
+"""The learner: issues tickets, trains on the samples log, offers weights. May import broker, text and sandbox."""

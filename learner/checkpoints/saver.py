@@ -115,7 +115,7 @@ class Saver:
             Fenced: if a newer learner holds the run.
         """
         if self._stop.asked.is_set() and not await self._is_ours():
-            log.warning("no broker confirms that the run is ours, so no checkpoint of step %d is written", ledger["version"])
+            log.warning("no broker confirms that the run is ours: no checkpoint of step %d is written", ledger["version"])
             if self._writing is not None:
                 self._writing.cancel()
             return

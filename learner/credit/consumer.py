@@ -54,11 +54,7 @@ class Consumer:
             self.training.add(self._held.pop(entry.number))
 
     def apply(self, entry: LogRecord) -> tuple[Intake, list[Action]]:
-        """Apply a record, in the order of the log, never while the ledger is full.
-
-        Returns:
-            The decoded record, and the ledger's actions to perform.
-        """
+        """Apply the next record, never while the ledger is full; return it decoded, with the actions to perform."""
         read = intake.read(entry, self.ledger, self.training.backend.vocab_size)
         actions = self.ledger.apply(read.record, entry.seq)
         if read.group is not None and any(isinstance(action, Hold) for action in actions):

@@ -1,4 +1,4 @@
-"""Masked importance sampling: what lies too far from the sampler is rejected, the rest weighted.
+"""Masked importance sampling: masks tokens too far from the sampling policy, and weights the rest.
 
 Liu, Li et al., "When speed kills stability: demystifying RL collapse from the training-inference mismatch" (2025); estimators of
 the divergence by Schulman, "Approximating KL divergence" (2020).
@@ -16,7 +16,7 @@ from learner.config import AlgorithmSection
 
 
 def mis(facts: Facts, algorithm: AlgorithmSection) -> Correction:
-    """``p/β`` at ``correction_level`` where it is accepted, 0 elsewhere.
+    """Weight accepted tokens by ``p/β`` at ``correction_level``, others by 0.
 
     With ``mis_estimator`` k1 the ratio must lie in [correction_low, correction_high]; with k2 (``(log p/β)^2 / 2``) and k3
     (``p/β - 1 - log p/β``) the divergence of the token, or its sum (sequence) or mean (geometric) over the sequence, must not
@@ -30,7 +30,7 @@ def mis(facts: Facts, algorithm: AlgorithmSection) -> Correction:
 
 
 def _divergence(facts: Facts, estimator: str, level: str) -> Tensor:
-    """(T,), in nats, never negative."""
+    """Return the divergence, (T,), in nats, never negative."""
     log = log_ratio(facts, "token")
     values = 0.5 * torch.square(log) if estimator == "k2" else log.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() - 1 - log
     if level == "token":
