@@ -20,8 +20,7 @@ def adjust(samples: Sequence[T], divisor: int, mode: Mode, seed: int) -> list[T]
         divisor: at least 1; if it divides the number already, nothing changes.
         mode: ``copy`` appends samples drawn at random, each at most once more than any other; ``delete`` removes
             samples drawn at random, unless that would leave none; ``auto`` picks the mode that changes fewer, ``copy``
-            on a tie and below ``divisor``; ``random_sample`` draws the next lower multiple with replacement, or
-            ``divisor`` of fewer.
+            on a tie and below ``divisor``; ``random_sample`` draws the next lower multiple (at least ``divisor``).
         seed: of the draw; the same seed and number of samples draw the same.
     """
     n = len(samples)

@@ -62,8 +62,7 @@ def normalise(
         rewards: (B,), one value per sample.
         keys: rewards of the same key form a group.
         mean_type: shift by the mean of the group, the batch, or None for 0.
-        std_type: scale by the standard deviation (ddof 1) plus 1e-6, likewise; 1 for a single reward and for equal
-            ones.
+        std_type: scale by the standard deviation (ddof 1) plus 1e-6, likewise; 1 for equal rewards.
         counted: False excludes a reward from means and standard deviations.
     """
     kept = np.ones(len(rewards), bool) if counted is None else np.array(counted, bool)

@@ -139,8 +139,7 @@ def _pauses(folder: Path) -> dict[int, Path]:
 def cut(folder: Path, position: int) -> None:
     """Remove every record beyond ``position``.
 
-    Of the files that begin at or before it, only the newest is cut: readers ignore what an older one holds beyond the
-    beginning of the next.
+    Of the files that begin at or before it, only the newest is cut: readers ignore the overlap of older ones.
     """
     for first, path in _pauses(folder).items():
         if first > position:

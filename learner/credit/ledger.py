@@ -22,7 +22,7 @@ incarnation of the learner reads it. At a change:
 
 With c tickets issued as first-time credit and not withdrawn, ``open = c - trained - unselected`` holds across changes, since a
 replacement and its ticket cancel out. So the equation above holds in its general form at any moment, and ``open`` is again at most
-``(K + 1) * G`` of the new rules once the step under way completes.
+``(K + 1) * G`` of the new rules once the current step completes.
 
 **Order.** A step is the first G groups taken. The record that fills it ends the step's part of the log: ``apply`` refuses the
 next one until ``complete_step`` has been called, so that no record is ever judged by how long training happened to take.
@@ -37,8 +37,8 @@ taken. The invariant is
 
     for every d >= t:   L(d) <= (d - t + 1) * G - a                                                             (*)
 
-and with d = t it states that at most G - a tickets, so never more than G, are at the bound (``min_version <= version -
-K``): they all fit into the current step. It always holds, by cases:
+and with d = t it states that at most G - a tickets, so never more than G, are at the bound,
+``min_version <= version - K``: they all fit into the current step. It always holds, by cases:
 
 - start: (K + 1) * G tickets are due in step K, none earlier; a = 0.
 - a group due in step D is taken: for d >= D both sides fall by one. For t <= d < D the left side stays; `_horizon` lets the

@@ -1,8 +1,7 @@
 """Closes tickets that were acknowledged although no record ends them, long before they would time out.
 
 A hub stores a ticket's group first and acknowledges the ticket afterwards; a reward hub does the same with the group.
-So a ticket that has left its queue has a message in the reward queues or a record in the log, unless a faulty hub lost
-it or the group names no ticket.
+So a ticket that has left its queue has a message in the reward queues or a record in the log, unless a hub lost it.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ class Orphans:
 
     A group that was in the reward queues when its ticket left lies before their last sequence of that time. When all up
     to there have left, it is in the next pool, before the last sequence of this time, or in the log. After one pass per
-    pool it is in the log, before its end; once the ledger has read that far and still waits for the ticket, there is no
-    record.
+    pool it is in the log, before its end; once the ledger has read that far without a record, there is none.
 
     Args:
         pools: largest number of reward queues that a group visits.

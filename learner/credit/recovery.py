@@ -7,14 +7,12 @@ of records of the log, which a later incarnation, a replay and the audit read li
 1. a log that ends before the ledger's position is filled up to it, so that the next record follows it;
 2. the rest of the log is read ahead, without training, for the tickets that it will grant;
 3. if more numbers were issued (by the ledger file, or by what the broker still has), the next record is
-   ``Closed{lost}`` of the highest one: all up to it count as issued and dead, so that surviving hubs never see a number
-   twice;
+   ``Closed{lost}`` of the highest one: all up to it count as issued and dead, so that hubs never see a number twice;
 4. ``Closed{lost}`` for each ticket up to there that is still open: the ledger replaces them like all dead ones;
 5. the tickets stream is emptied and filled up to the highest number: its next sequence is the next ticket's number.
 
 If the learner is killed meanwhile, the next one finds the loss again, or what it needs in the log. Groups that had
-arrived and were not trained are read from the archive if the log has lost them; without an archive their tickets wait
-again, and end by 4.
+arrived and were not trained are read from the archive if the log has lost them; else their tickets end by 4.
 """
 
 from __future__ import annotations

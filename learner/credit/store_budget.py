@@ -89,8 +89,7 @@ class Room:
     def admit(self, *, needed: bool = True) -> bool:
         """Return whether one more ticket may be published now, and count it as published.
 
-        While a step needs groups, one ticket is always admitted: a run whose steps do not fit continues slowly until
-        the store itself refuses.
+        While a step needs groups, one ticket is always admitted: a run whose steps do not fit continues slowly.
 
         Args:
             needed: whether the current step still lacks groups.

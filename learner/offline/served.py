@@ -4,8 +4,7 @@
     rlearner distill configs/distill.yaml distill.served=true distill.top_k=16 run.name=taught
     rollout-server --run taught
 
-Servers join and leave as in any run; a row that one did not score is sent to another. The end of training stops the
-run, and its servers exit.
+Servers join and leave as in any run; a row that one did not score is sent to another. Training ends with the run.
 """
 
 from __future__ import annotations

@@ -75,8 +75,7 @@ def run_sft(
         trained_tokens, seconds.
 
     Raises:
-        UserError: if there is no such model or file, a row is malformed (names file and line), or the loss is not
-            finite.
+        UserError: if there is no such model or file, a row is malformed, or the loss is not finite.
     """
     check_model_path(model_path)
     tokenizer = Tokenizer.load(model_path, trust_remote_code=trust_remote_code)

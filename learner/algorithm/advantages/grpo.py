@@ -1,7 +1,6 @@
 """Group-relative advantages: the difference from the group's mean over the group's standard deviation.
 
-Shao et al., DeepSeekMath (arXiv 2402.03300), section 4.1; without the division: Liu et al. (arXiv 2503.20783, "Dr.
-GRPO").
+Shao et al., DeepSeekMath (arXiv 2402.03300), section 4.1; without the division: Liu et al. (arXiv 2503.20783).
 """
 
 from __future__ import annotations

@@ -23,8 +23,7 @@ def is_wanted(name: str, group: wire.Group) -> bool:
     """Return whether a filter keeps a group; without a name all are kept.
 
     Raises:
-        UserError: if it raised, or did not return a bool. Nothing was consumed: the run resumes once the filter is
-            fixed.
+        UserError: if it raised, or did not return a bool. Nothing was consumed: fix it to resume the run.
     """
     if not name:
         return True
