@@ -115,7 +115,7 @@ def _refuse_model(held: Path, before: dict[str, Any], after: dict[str, Any], *, 
             _refuse_tokenizer(held, now["path"], trust_remote_code=model.get("trust_remote_code", False))
     if found and not force:
         key, had, value = found[0]
-        raise ConfigError(key, value, f"run {run} began with {had!r}: choose another run.name, or --force to go on from {held}")
+        raise ConfigError(key, value, f"run {run} began with {had!r}: choose another run.name, or --force to continue from {held}")
 
 
 def _first_weights(model: dict[str, Any]) -> dict[str, Any]:

@@ -131,7 +131,7 @@ class GiveUp:
         kind, count = self._kinds.most_common(1)[0]
         self.verdict = (
             f"{what}, most often ({count} of {self._num_failed}) by {self._newest[kind]}; "
-            "fix that and start the run again, which resumes it (failures.give_up_after=0 goes on regardless)"
+            "fix that and start the run again, which resumes it (failures.give_up_after=0 continues regardless)"
         )
 
     def _share(self) -> float:

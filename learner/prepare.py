@@ -80,7 +80,7 @@ def exit_code(config: dict[str, Any]) -> int:
 
 def nothing_left(run: str, steps: int) -> str:
     """Return the message for starting a completed run again."""
-    return f"run {run} has completed its {steps} steps: nothing is left to do; raise train.steps to go on, or choose another run.name"
+    return f"run {run} has completed its {steps} steps: nothing is left to do; raise train.steps to continue, or choose another run.name"
 
 
 def refuse_fewer_steps(folder: Path, run: str, steps: int) -> None:
@@ -93,7 +93,7 @@ def refuse_fewer_steps(folder: Path, run: str, steps: int) -> None:
     if made is not None and made.step > steps:
         raise UserError(
             f"train.steps: {steps} is not allowed; run {run} has made {made.step} steps already: "
-            f"give the settings it was started with (see {folder / 'config.yaml'}), or choose another run.name"
+            f"give the settings of its start (see {folder / 'config.yaml'}), or choose another run.name"
         )
 
 
@@ -135,7 +135,7 @@ class Preparation:
     Args:
         config: validated.
         folder: the run's, with its ``config.yaml``.
-        say: receives progress messages for people.
+        say: receives progress messages for users.
         make_warm_start: make a missing warm start; False for a run whose checkpoint replaces its weights.
     """
 

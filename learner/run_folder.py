@@ -178,7 +178,7 @@ async def connected(options: argparse.Namespace, run: str, folder: Path) -> Asyn
         if run in await find_runs(bus):
             yield bus, ""
         elif any(one.role == "learner" for one in await census(bus, run)):
-            yield None, f"{STARTING}: the broker at {bus.link.where} hears its learner, which has not taken the run yet"
+            yield None, f"{STARTING}: the broker at {bus.link.where} sees its learner, which has not taken the run yet"
         else:
             yield None, f"the broker at {bus.link.where} {UNKNOWN} {run}"
     finally:

@@ -204,7 +204,7 @@ class Learner:
                     recovery = await self._load(loaded, path, model_path, rebase=rebase)
                 except (UserError, LostState, OSError):
                     if path == self._newest():
-                        raise  # otherwise it was deleted, or the log was trimmed past it
+                        raise  # otherwise deleted, or the log was trimmed past it
                 if not self.watch.epoch:
                     await self._take_epoch(model_path)
                 if recovery is not None and path == self._newest():
@@ -378,7 +378,7 @@ class Learner:
         values: dict[str, float] = self.sender.metrics()
         return values | self.services.saver.values() | {"time/broadcast_weights": values.get("weights/seconds", 0.0)}
 
-    # -------------------------------------------------------------------------------------------------- beside the loop
+    # ------------------------------------------------------------------------------------------------ next to the loop
 
     async def _abandon_when_asked(self) -> None:
         await self.stop.asked.wait()

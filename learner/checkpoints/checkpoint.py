@@ -88,7 +88,7 @@ def commit(work: Path, folder: Path, step: int) -> Path:
 
 
 def discard(work: Path) -> None:
-    """Delete a staged folder unless it was committed."""
+    """Delete a staged folder unless committed."""
     shutil.rmtree(work, ignore_errors=True)
 
 

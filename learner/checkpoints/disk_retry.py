@@ -49,7 +49,7 @@ class Patience:
     Args:
         folder: named in messages.
         stop: ends a wait.
-        waits: what is blocked while it waits, for people.
+        waits: what is blocked while it waits, for users.
         say: receives a text while it waits, and an empty one afterwards.
 
     Attributes:

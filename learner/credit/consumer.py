@@ -70,7 +70,7 @@ class Consumer:
                 self._held.pop(action.number, None)
 
     async def complete(self) -> Step | None:
-        """Train the full step; return None if it was abandoned."""
+        """Train the full step; return None if abandoned."""
         trained = await self.training.finish(self.ledger.state.version)
         if trained is None:
             return None

@@ -44,7 +44,7 @@ and with d = t it states that at most G - a tickets, so never more than G, are a
 - a group due in step D is taken: for d >= D both sides fall by one. For t <= d < D the left side stays; `_horizon` lets the
   group in only if (*) still holds there with a + 1, else it waits in the queue, in log order.
 - a ticket ends untrained: its replacement is due in t + K, and no ticket is due later. L(d) does not grow for d < t + K and
-  stays what it was for d >= t + K.
+  does not change for d >= t + K.
 - the step completes: a = G turns into one step less, so (*) holds for t + 1 unchanged. The new tickets are due in t + 1 + K,
   where credit bounds all live tickets by (K + 1) * G.
 
@@ -276,7 +276,7 @@ class Ledger:
         """Return a live ticket.
 
         Raises:
-            KeyError: if it was never issued, or has ended.
+            KeyError: if it is not issued yet, or has ended.
         """
         return self.state.live[number]
 

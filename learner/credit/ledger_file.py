@@ -38,14 +38,14 @@ class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid
     """One event of the ledger.
 
     ``duplicate`` and ``unknown`` are ignored records; ``unrecorded`` stands for all missing lines before; ``lost``
-    takes ``arrived`` back: the broker lost the record before it was trained; ``rules`` is a record that set them.
+    takes ``arrived`` back: the broker lost the record before training; ``rules`` is a record that set them.
     ``summary`` repeats the boundary that ends the previous file, with the rules, held groups and reasons of death.
     """
 
     state: State
     ticket: int = 0
     seq: int = 0  # of the record that arrived or ended the ticket; of the last record applied, at a boundary
-    step: int = 0  # the step that it was part of; completed steps, at a boundary
+    step: int = 0  # the step of the group; completed steps, at a boundary
     oldest: int = -1  # oldest policy version among its sampled tokens
     newest: int = -1  # newest one
     digest: str = ""  # of the record's bytes

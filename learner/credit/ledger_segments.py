@@ -87,7 +87,7 @@ def read(path: Path, first: int, *, is_last: bool) -> tuple[list[Line], str]:
         first: completed steps where it begins.
 
     Raises:
-        FileNotFoundError: if it was deleted.
+        FileNotFoundError: if the file is deleted.
     """
     lines: list[Line] = []
     *rows, rest = path.read_bytes().split(b"\n")

@@ -11,8 +11,8 @@ of records of the log, which a later incarnation, a replay and the audit read li
 4. ``Closed{lost}`` for each ticket up to there that is still open: the ledger replaces them like all dead ones;
 5. the tickets stream is emptied and filled up to the highest number: its next sequence is the next ticket's number.
 
-If the learner is killed meanwhile, the next one finds the loss again, or what it needs in the log. Groups that had
-arrived and were not trained are read from the archive if the log has lost them; else their tickets end by 4.
+If the learner is killed during a rebase, the next one finds the loss again, or what it needs in the log. Groups that
+had arrived and were not trained are read from the archive if the log has lost them; else their tickets end by 4.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ class Recovery:
         if not (other := moved_from(self._folder, self._bus.link.url)):
             return REBASE
         return (
-            f"the run was last trained with the broker at {other}: `rlearner start {self._folder} --broker {other}` goes on there; "
-            "if that has lost its store, --rebase goes on with the open tickets counted dead"
+            f"the run was last trained with the broker at {other}: `rlearner start {self._folder} --broker {other}` continues there; "
+            "if that has lost its store, --rebase continues with the open tickets counted dead"
         )
 
     async def mend(self) -> Resumed:

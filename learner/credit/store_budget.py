@@ -45,7 +45,7 @@ class Room:
 
     def __init__(self, limit: int | None, press_from: int) -> None:
         self._configured, self._press_from = limit, press_from
-        self._learned: int | None = None  # what the store held when it was first refused
+        self._learned: int | None = None  # what the store held at the first refusal
         self._usage = Usage(0, 0, 0, None)
         self._group_bytes = float(FIRST_GUESS_BYTES)
         self._under_way = 0  # tickets published and without a record

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 TICK_S: Final = 1.0
 PIPELINED: Final = 256  # tickets published before their confirmations are awaited
-REBASE: Final = "it lost its store; `rlearner start … --rebase` goes on with the open tickets counted dead"
+REBASE: Final = "it lost its store; `rlearner start … --rebase` continues with the open tickets counted dead"
 
 AnyTicket = wire.Ticket | wire.EvalTicket
 

@@ -42,7 +42,7 @@ class Row:
     """Full result of one task, kept until it is written to a file.
 
     Attributes:
-        first: the first episode; the last of its trajectories if it was cut into several.
+        first: the first episode; the last of its trajectories if cut into several.
         frames: of the first episode, for a replay; empty if the environment has none.
     """
 
@@ -131,7 +131,7 @@ class Evaluation:
     def ahead(self, other: Evaluation) -> dict[str, float]:
         """Return the lead in success rate over another policy on their common tasks, and its standard error.
 
-        Tasks and seeds are the same, so it is the error of the mean of the differences per task. Empty below two tasks.
+        Tasks and seeds are the same: it is the error of the mean of the differences per task. Empty below two tasks.
         """
         mine, theirs = self._by_task(), other._by_task()
         gaps = [mine[task] - theirs[task] for task in sorted(mine.keys() & theirs.keys())]

@@ -28,7 +28,7 @@ class Shown:
         epoch: returns the epoch of this incarnation, 0 before it has taken one.
 
     Attributes:
-        phase: current activity, for people.
+        phase: current activity, for users.
         serving: whether it trains, or is about to.
         ledger: set once it is loaded.
         book: set once it is open.
