@@ -109,7 +109,7 @@ class Loop:
     # --------------------------------------------------------------------------------------------------- records
 
     def _is_wanted(self, ticket: int) -> bool:
-        """Whether the body of a ticket's record is needed; a record of an ended ticket is only counted."""
+        """Return whether the body of a ticket's record is needed; a record of an ended ticket is only counted."""
         return ticket in self._ledger.state.live
 
     async def _next(self, records: AsyncGenerator[LogRecord, None]) -> LogRecord | None:

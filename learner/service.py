@@ -288,7 +288,7 @@ class Learner:
         return await work
 
     def _needs_warm_start(self) -> bool:
-        """Whether the first weights are used: by a new run, as the reference, or below adapters."""
+        """Return whether the first weights are used: by a new run, as the reference, or below adapters."""
         if self._newest() is None:
             return True
         began_with = ((settings_of(self.folder) or {}).get("warm_start") or {}).get("steps")

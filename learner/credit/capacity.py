@@ -1,4 +1,4 @@
-"""Computes how large groups can become, and what they cost the broker's store and the learner's memory."""
+"""Computes how large groups can become, and their cost in the broker's store and the learner's memory."""
 
 from __future__ import annotations
 

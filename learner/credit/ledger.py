@@ -10,7 +10,7 @@ one replacement for each ticket that ended without being trained. Hence
 (``keep_fraction``), the others move from trained to filtered as the step completes, and nothing replaces them.
 
 **Rules.** K, G, the number of steps and the domains are the rules. They are part of the state, and only a record of the
-log changes them (``Changed``), so every record is judged by the rules in force when it was appended, by whichever
+log changes them (``Changed``), so every record is judged by the rules in force when it is appended, by whichever
 incarnation of the learner reads it. At a change:
 
 - tickets of a domain that the new rules lack end as dropped (reason ``removed``) unless the current step already holds

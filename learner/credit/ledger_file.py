@@ -39,7 +39,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid
 
     ``duplicate`` and ``unknown`` are ignored records; ``unrecorded`` stands for all missing lines before; ``lost``
     takes ``arrived`` back: the broker lost the record before training; ``rules`` is a record that set them.
-    ``summary`` repeats the boundary that ends the previous file, with the rules, held groups and reasons of death.
+    ``summary`` repeats the boundary that ends the previous file, with the rules, held groups and closing reasons.
     """
 
     state: State

@@ -1,4 +1,4 @@
-"""Compares a starting learner's ledger with the broker, and rebases after a loss of its store (``--rebase``).
+"""Compares a starting learner's ledger with the broker, and rebases it after a loss (``--rebase``).
 
 Ticket numbers are sequences of the tickets stream, positions those of the samples log, and the ledger relies on both.
 So a rebase moves the streams and keeps the ledger's numbers; and since the log is the ledger's only input, it consists

@@ -1,4 +1,4 @@
-"""Publishes tickets in order under their own numbers, and closes them when no record ends them in time."""
+"""Publishes tickets in order under their own numbers, and closes those that no record ends in time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs ``rlearner distill``: a student learns its teacher's distributions over tokens of conversations."""
+"""Runs ``rlearner distill``: a student learns its teacher's distributions on given conversations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads preference data: prompts with a chosen and a rejected answer, of which only the answers are trained."""
+"""Reads preference data: prompts with a chosen and a rejected answer; only the answers are trained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logs to Weights & Biases; ``trackers.args.wandb`` is passed to ``wandb.init``, for example ``{mode: offline}``."""
+"""Logs to Weights & Biases; ``trackers.args.wandb`` goes to ``wandb.init``, e.g. ``{mode: offline}``."""
 
 from __future__ import annotations
 
