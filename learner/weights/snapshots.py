@@ -66,9 +66,7 @@ class SnapshotServer:
         try:
             await web.TCPSite(self._runner, bind, port).start()
         except OSError as error:
-            raise ConfigError(
-                "train.weights_snapshot_port", port, f"it is not available ({error.strerror}); choose another, or 0"
-            ) from None
+            raise ConfigError("train.weights_snapshot_port", port, f"unavailable ({error.strerror}); give another, or 0") from None
         host, taken = self._runner.addresses[0][:2]
         self.address = f"http://{f'[{host}]' if ':' in host else host}:{taken}"
         log.info("snapshots of the weights at %s, API key in %s", self.address, self._where)
