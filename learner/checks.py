@@ -1,6 +1,6 @@
-"""What the learner's sections must be together, and what they name: checked before anything starts, without importing torch.
+"""Checks the learner's sections and the names in them before anything starts, without importing torch.
 
-Which packages they need is another question, see ``rlearner.doctor.lacking``.
+``rlearner.doctor.lacking`` checks which packages they need.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Final
 from broker.contract.wire import ACTOR
 from broker.errors import ConfigError
 
-# What plug-ins that are functions are called with, for those of the user's own.
+# Parameters of the plug-ins that are functions, to check the user's.
 CALLED_WITH: Final = {
     "advantages": ("trajectories", "algorithm"),
     "losses": ("tokens", "algorithm"),
@@ -23,13 +23,13 @@ CALLED_WITH: Final = {
 
 
 def check(config: dict[str, Any]) -> None:
-    """Combinations across sections, before anything starts; imports no plug-in of the registries.
+    """Check combinations across sections; import no plug-in of the registries.
 
     Args:
         config: every section with its defaults filled in.
 
     Raises:
-        ConfigError: the first that cannot work.
+        ConfigError: for the first combination that cannot work.
     """
     if not config["domains"]:
         raise ConfigError("domains", {}, "name at least one domain, with its env")
@@ -72,7 +72,7 @@ def _check_names(config: dict[str, Any]) -> None:
 
 
 def check_name(key: str, kind: str, name: str, table: Mapping[str, str]) -> None:
-    """Refuse a name that resolves to nothing, or to something that cannot be called as it will be; the table's are taken at their word."""
+    """Refuse a name that does not resolve, or resolves to an object with wrong parameters; trust the table's own."""
     from broker.settings.registry import check_call, resolve
 
     if name in table:
@@ -145,10 +145,10 @@ def _check_training(config: dict[str, Any]) -> None:
 
 
 def check_options(train: Mapping[str, Any]) -> None:
-    """What a section ``train`` asks of the backend.
+    """Check that the backend supports the options of a section ``train``.
 
     Raises:
-        ConfigError: the backend lacks it.
+        ConfigError: if the backend lacks one.
     """
     from learner.backends import BACKENDS, KNOW
 
@@ -158,28 +158,28 @@ def check_options(train: Mapping[str, Any]) -> None:
 
 
 def check_fp8(train: Mapping[str, Any]) -> None:
-    """Whether there are matrices to quantise on their way to the servers.
+    """Check that the learner sends matrices that it can quantize.
 
     Raises:
-        ConfigError: only adapters travel, or no rank has a matrix whole.
+        ConfigError: if only adapters are sent, or no rank has a whole matrix.
     """
     if train["weights_dtype"] != "fp8":
         return
     lora, rest = train["lora"], "null, float32, bfloat16 or float16"
     if lora and lora["send"] == "adapter":
-        allowed = f"{rest} with train.lora.send adapter: factors travel as they are; with merged fp8 works"
+        allowed = f"{rest} with train.lora.send adapter: factors are sent unquantized; fp8 works with merged"
         raise ConfigError("train.weights_dtype", "fp8", allowed)
     if train["backend"] == "megatron" or (lora and train["backend"] == "deepspeed" and train["deepspeed"]["stage"] == 3):
         who = "megatron" if train["backend"] == "megatron" else "deepspeed stage 3 and train.lora"
-        allowed = f"{rest} with train.backend {who}: no rank has the matrices that servers would compute with, to say what is right"
+        allowed = f"{rest} with train.backend {who}: no rank has the whole matrices that servers compute with"
         raise ConfigError("train.weights_dtype", "fp8", allowed)
 
 
 def check_layers(lora: Mapping[str, Any] | None, model: Mapping[str, Any]) -> None:
-    """Adapters are for linear layers that the model has, as far as that is known before it is loaded.
+    """Check that the model has the layers that adapters name, as far as known before it is loaded.
 
     Raises:
-        ConfigError: it has none of a name.
+        ConfigError: if it has no linear layer of a name.
     """
     from rlearner_text.hub import layer_names
     from rlearner_text.tiny import LAYERS
@@ -199,7 +199,7 @@ def _all_but(few: Collection[str]) -> str:
 
 
 def _check_divided(model: Mapping[str, Any], section: Mapping[str, int]) -> None:
-    """A model that is here, or will be made, is looked at now; another one when it is loaded."""
+    """Check the sizes of a local or tiny model now; any other model is checked when it is loaded."""
     from learner.backends.megatron.architecture import Sizes, refuse_name, refuse_sizes
     from rlearner_text.hub import is_local, read_json
 

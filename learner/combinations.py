@@ -1,4 +1,4 @@
-"""Settings of an algorithm that make no sense together, refused before anything starts; no torch, no plug-in is imported."""
+"""Refuses algorithm settings that do not work together, without importing torch or plug-ins."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from learner.config import AlgorithmSection, RewardNormalization
 
 
 def check_algorithm(config: dict[str, Any]) -> None:
-    """Everything about ``algorithm`` and what stands around it.
+    """Check ``algorithm`` and the sections that depend on it.
 
     Raises:
-        ConfigError: the first combination that cannot work; says what goes together.
+        ConfigError: for the first combination that cannot work; names the settings that do.
     """
     algorithm = AlgorithmSection.model_validate(config["algorithm"])
     _check_values(algorithm)
@@ -66,7 +66,7 @@ def _check_streaming(streaming: str, algorithm: AlgorithmSection) -> None:
 
 
 def _check_correction(algorithm: AlgorithmSection) -> None:
-    """On-policy every ratio is 1 and every correction the identity, so 1 must lie between the bounds."""
+    """Check that 1 lies between the bounds: on-policy every ratio is 1 and every correction the identity."""
     name, low, high = algorithm.correction, algorithm.correction_low, algorithm.correction_high
     bounded_above = name in ("tis", "decoupled", "icepop") or (name == "mis" and algorithm.mis_estimator == "k1")
     if bounded_above and high < 1:
@@ -76,7 +76,7 @@ def _check_correction(algorithm: AlgorithmSection) -> None:
 
 
 def _check_steps(key: str, algorithm: AlgorithmSection) -> None:
-    """Step-independent samples share one episode's reward: what treats each sample as an episode would count long ones more."""
+    """Check settings for step samples: treating each sample as an episode would weight long episodes more."""
     if algorithm.adv_estimator not in COUNT_EPISODES and ":" not in algorithm.adv_estimator:
         allowed = f"full with algorithm.adv_estimator {algorithm.adv_estimator}; with steps: {', '.join(sorted(COUNT_EPISODES))}"
         raise ConfigError(f"{key}.context", "steps", allowed)
@@ -86,20 +86,20 @@ def _check_steps(key: str, algorithm: AlgorithmSection) -> None:
 
 def _check_domain(name: str, domain: dict[str, Any], algorithm: AlgorithmSection) -> None:
     key, estimator = f"domains.{name}", algorithm.adv_estimator
-    if domain["group_size"] == 1:  # a group of one has no spread: nothing to compare with, and always filtered
+    if domain["group_size"] == 1:  # a group of one has no variance: nothing to compare with, and always filtered
         if estimator in NEEDS_GROUPS:
             raise ConfigError(f"{key}.group_size", 1, f"at least 2 with algorithm.adv_estimator {estimator}")
         if algorithm.filter_zero_variance:
             raise ConfigError(f"{key}.group_size", 1, "at least 2 with algorithm.filter_zero_variance")
         if algorithm.pg_variant == "starpo_s":
             raise ConfigError(f"{key}.group_size", 1, "at least 2 with algorithm.pg_variant starpo_s, which goes by their variance")
-    if domain["group_size_redundancy"] and estimator == "remax":  # the greedy episode is the one that the others are compared with
+    if domain["group_size_redundancy"] and estimator == "remax":  # the greedy episode is the baseline of all others
         raise ConfigError(f"{key}.group_size_redundancy", domain["group_size_redundancy"], "0 with algorithm.adv_estimator remax")
     if takes_steps(domain["context"], estimator):
         _check_steps(key, algorithm)
     elif domain["thinking"] == "drop" and domain["max_turns"] > 1:
         raise ConfigError(
-            f"{key}.thinking", "drop", "keep where whole conversations are trained, as they were sampled; drop takes context: steps"
+            f"{key}.thinking", "drop", "keep with whole conversations, trained as they were sampled; drop needs context: steps"
         )
     elif estimator == "gigpo":
         raise ConfigError(

@@ -1,6 +1,6 @@
-"""From records to steps: what a live learner and a replay have in common. No broker, no files, no clock.
+"""Turns records into steps, for a live learner and for a replay. No broker, no files, no clock.
 
-Whoever drives it decides where records come from and what else is to happen between them; the ledger decides everything else.
+The caller decides where records come from and what else happens between them; the ledger decides everything else.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from learner.training import Trained, Training
 
 @dataclass(frozen=True)
 class Step:
-    """One that was completed.
+    """A completed step.
 
     Attributes:
-        trained: what the model made of it.
-        taken: the groups that it was made of, in order.
-        actions: the ledger's answer, to be performed.
+        trained: result of training it.
+        taken: its groups, in order.
+        actions: the ledger's answer, for the caller to perform.
     """
 
     trained: Trained
@@ -32,10 +32,10 @@ class Step:
 
 
 class Consumer:
-    """Feeds the records of the log to the ledger, and the groups that it takes to the model.
+    """Feed of records to the ledger, and of the groups that it takes to the model.
 
     Args:
-        ledger: as it was resumed.
+        ledger: the resumed one.
         training: between the same two steps as the ledger.
     """
 
@@ -44,7 +44,7 @@ class Consumer:
         self._held: dict[int, wire.Group] = {}
 
     def resume(self, groups: Mapping[int, wire.Group]) -> None:
-        """Go on with the groups that had arrived and were not trained; to be called once, before any record.
+        """Restore the groups that had arrived and were not trained; call this once, before any record.
 
         Args:
             groups: by ticket, one for each of ``ledger.arrived``.
@@ -54,7 +54,7 @@ class Consumer:
             self.training.add(self._held.pop(entry.number))
 
     def apply(self, entry: LogRecord) -> tuple[Intake, list[Action]]:
-        """One record, in the order of the log, never while the ledger is full; what it says, and actions to be performed."""
+        """Apply the next record, never while the ledger is full; return it decoded, with the actions to perform."""
         read = intake.read(entry, self.ledger, self.training.backend.vocab_size)
         actions = self.ledger.apply(read.record, entry.seq)
         if read.group is not None and any(isinstance(action, Hold) for action in actions):
@@ -62,7 +62,7 @@ class Consumer:
         return read, actions
 
     def perform(self, actions: Sequence[Action]) -> None:
-        """Give the model what was taken; tickets are not this one's to issue."""
+        """Pass taken groups to the model; the caller issues tickets."""
         for action in actions:
             if isinstance(action, Take):
                 self.training.add(self._held.pop(action.number))
@@ -70,7 +70,7 @@ class Consumer:
                 self._held.pop(action.number, None)
 
     async def complete(self) -> Step | None:
-        """Train the step that is full; None when it was abandoned."""
+        """Train the full step; return None if abandoned."""
         trained = await self.training.finish(self.ledger.state.version)
         if trained is None:
             return None

@@ -1,4 +1,4 @@
-"""Compare the settings that a run is to go on with to those it has: list what changed, refuse what cannot change.
+"""Compares the settings of a resumed run to those it has; refuses those that cannot change.
 
 A run's model and tokenizer are fixed by its first weights: every checkpoint, every ticket and every sampled token depends on them.
 """
@@ -19,7 +19,7 @@ from rlearner_text.hub import is_local, read_json, tokenizer_folder
 from rlearner_text.tokenizer import Tokenizer
 
 MODEL: Final = ("path", "seed", "tiny")  # keys of the section model that decide the first weights
-# Keys of config.json that decide the shapes of the weights, and what they mean; the last three are GPT-2's.
+# Keys of config.json that decide the shapes and meaning of the weights; the last three are GPT-2's.
 SHAPES: Final = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
     "tie_word_embeddings", "num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size", "n_embd", "n_layer", "n_head",
@@ -28,14 +28,14 @@ NO_SHAPE: Final = ("model.seed", "model.tiny.max_position_embeddings")
 MAX_CHARS: Final = 80  # of a value that is shown
 OTHERWISE: Final = "a run cannot change that; choose another run.name"
 
-Change = tuple[str, Any, Any]  # dotted key, before, after; None for a key that is not there
+Change = tuple[str, Any, Any]  # dotted key, before, after; None for a missing key
 
 
 def settings_of(folder: Path) -> dict[str, Any] | None:
-    """Return the settings in a run's folder, None for a run that is new there.
+    """Return the settings in a run's folder, None for a new run.
 
     Raises:
-        UserError: they cannot be read.
+        UserError: if they cannot be read.
     """
     file = folder / "config.yaml"
     try:
@@ -50,7 +50,7 @@ def settings_of(folder: Path) -> dict[str, Any] | None:
 
 
 def changes(before: Any, after: Any, key: str = "") -> Iterator[Change]:
-    """Yield what differs, key by key; a mapping that only one side has is one change."""
+    """Yield the differences key by key; a mapping that only one side has is one change."""
     if isinstance(before, dict) and isinstance(after, dict):
         for name in dict.fromkeys([*before, *after]):
             yield from changes(before.get(name), after.get(name), f"{key}.{name}" if key else str(name))
@@ -66,14 +66,14 @@ def shown(change: Change) -> str:
 
 
 def refuse(folder: Path, config: dict[str, Any], *, force: bool) -> list[str]:
-    """Return one line for each setting that differs from the folder's; none for a run that is new.
+    """Return one line for each setting that differs from the folder's; none for a new run.
 
     Args:
-        config: validated, to go on with.
-        force: allow another model of the same shapes and tokenizer (the checkpoint's weights are used), and domains that are all new.
+        config: validated, to continue with.
+        force: allow a model of the same shapes and tokenizer (the checkpoint's weights are used), and only new domains.
 
     Raises:
-        UserError: something changed that cannot.
+        UserError: if a setting changed that cannot.
     """
     before = settings_of(folder)
     if before is None:
@@ -87,7 +87,7 @@ def refuse(folder: Path, config: dict[str, Any], *, force: bool) -> list[str]:
 
 
 def _held(folder: Path) -> Path | None:
-    """The folder of the weights that the run goes on with, None where it has none yet."""
+    """Return the folder of the weights that the run resumes from, None if it has none yet."""
     newest = checkpoint.found(folder / "checkpoints")[-1:]
     return next((path for path in [*newest, folder / "warm_start", folder / "model"] if (path / "config.json").is_file()), None)
 
@@ -115,11 +115,11 @@ def _refuse_model(held: Path, before: dict[str, Any], after: dict[str, Any], *, 
             _refuse_tokenizer(held, now["path"], trust_remote_code=model.get("trust_remote_code", False))
     if found and not force:
         key, had, value = found[0]
-        raise ConfigError(key, value, f"run {run} began with {had!r}: choose another run.name, or --force to go on from {held}")
+        raise ConfigError(key, value, f"run {run} began with {had!r}: choose another run.name, or --force to continue from {held}")
 
 
 def _first_weights(model: dict[str, Any]) -> dict[str, Any]:
-    """The settings that decide the first weights; a local path is absolute."""
+    """Return the settings that decide the first weights, with local paths absolute."""
     found: dict[str, Any] = {key: model[key] for key in MODEL if key in model}
     if isinstance(path := found.get("path"), str) and is_local(path):
         found["path"] = str(Path(path).expanduser().absolute())

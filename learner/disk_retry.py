@@ -1,4 +1,4 @@
-"""Writing to a folder that may be full or not writable for a while: wait, say so, try again."""
+"""Retries writes to a folder that is full or not writable for a while, with backoff and log messages."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ LONGEST_WAIT_S: Final = 10.0
 
 
 class Backoff:
-    """Pure: how long to wait after each failure in a row, and whether to say so."""
+    """Waiting times after failures in a row, and when to report them. Pure."""
 
     def __init__(self) -> None:
         self._wait_s, self._reason, self._reminders = FIRST_WAIT_S, "", Reminders()
 
     def failed(self, reason: str, now: float) -> tuple[float, bool]:
-        """A try failed at ``now`` for ``reason``: seconds until the next one, and whether people should hear of it (again)."""
+        """Count a failure at ``now``; return the seconds until the next try, and whether to report it."""
         if reason != self._reason:
             self._reason = reason
             self._reminders.over()
@@ -39,21 +39,21 @@ class Backoff:
         return wait_s, speak
 
     def worked(self) -> None:
-        """A try worked; the next failure is waited for briefly again, and said only if the last one is a while ago."""
+        """Reset the waiting time after a successful try."""
         self._wait_s = FIRST_WAIT_S
 
 
 class Patience:
-    """Repeats what a folder refuses until it works.
+    """Retrier of jobs that write to a folder, until they succeed.
 
     Args:
-        folder: named in what is said.
+        folder: named in messages.
         stop: ends a wait.
-        waits: what does not go on meanwhile, for people.
-        say: told what is going on while it waits, and an empty text when it is over.
+        waits: what is blocked while it waits, for users.
+        say: receives a text while it waits, and an empty one afterwards.
 
     Attributes:
-        reason: what the folder refuses for at present, empty when it does not.
+        reason: why the folder cannot be written at present, empty if it can.
     """
 
     def __init__(self, folder: Path, stop: Stop, waits: str, say: Callable[[str], None] = lambda _: None) -> None:
@@ -62,10 +62,10 @@ class Patience:
         self._backoff = Backoff()
 
     async def __call__(self, job: Callable[[], Awaitable[T]]) -> T:
-        """The result of a job that may be repeated.
+        """Return the result of a job that may be repeated.
 
         Raises:
-            UserError: asked to stop while the folder refuses.
+            UserError: if a stop is requested while the job fails.
         """
         began, said = time.monotonic(), False
         while True:
@@ -91,12 +91,12 @@ class Patience:
                 await asyncio.wait_for(self._stop.asked.wait(), wait_s)
 
     async def in_thread(self, job: Callable[..., T], *args: Any) -> T:
-        """The same for a blocking job."""
+        """Run a blocking job in a thread, with the same retries."""
         return await self(lambda: asyncio.to_thread(job, *args))
 
 
 def reason_of(error: OSError, folder: Path) -> str:
-    """One line: the folder, what the operating system said, and the space that is left."""
+    """Return one line: the folder, the operating system's error, and the free space."""
     text = f"{folder}: {error.strerror or error}"
     with suppress(OSError):
         space = os.statvfs(folder)

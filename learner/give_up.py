@@ -3,12 +3,12 @@
 Three rules, of which any one ends the run:
 
 1. The first ``give_up_after`` groups of this learner all failed.
-2. In the last ``WINDOW`` groups of each domain the share of failures, weighted by the domains' weights, reaches ``max_share``. Shares are
-   taken by domain because a group that fails at once comes back more often than one that is trained.
-3. For ``give_up_after_s`` seconds every hub of a domain or a reward pool has said that it is broken there, and no group was trained.
-   A domain that has worked in this learner's life gets ``WORKED_TIMES`` as long: a service that is down for an hour ends no run.
+2. In the last ``WINDOW`` groups of each domain the share of failures, weighted by the domains' weights, reaches
+   ``max_share``. Shares are per domain because groups that fail at once come back more often than trained ones.
+3. For ``give_up_after_s`` seconds every hub of a domain or a reward pool has reported that it is broken there, and no
+   group was trained. A domain that has worked under this learner gets ``WORKED_TIMES`` as long.
 
-Only records that were appended during this learner's life count, so a run that ended this way resumes with a count of zero.
+Only records appended while this learner runs count, so a run that ended this way resumes with a count of zero.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PLACE: Final = re.compile(r"\([^()\s]+:\d+ in [^()]+\)")  # (file.py:88 in fn), 
 
 
 class GiveUp:
-    """What became of groups, and what hubs say of themselves, in; a reason to end the run out.
+    """Detector of runs that only fail, from the outcomes of groups and the reports of hubs.
 
     Args:
         settings: the section ``failures``.
@@ -42,7 +42,7 @@ class GiveUp:
         domains: of the run.
 
     Attributes:
-        verdict: why the run must end, one line; empty while it need not.
+        verdict: one line, why the run must end; empty if it need not.
     """
 
     def __init__(self, settings: FailuresSection, groups_per_step: int, domains: Mapping[str, DomainSection]) -> None:
@@ -58,24 +58,24 @@ class GiveUp:
         }
         self._num_failed = self._num_worked = 0
         self._kinds: Counter[str] = Counter()
-        self._newest: dict[str, str] = {}  # kind of failure -> what it said last
+        self._newest: dict[str, str] = {}  # kind of failure -> its latest message
         self._worked: set[str] = set()  # domains and pools
         self._broken: dict[str, tuple[float, str]] = {}  # domain or pool -> since when all its hubs are broken, and why
         self._worked_then = 0
         self.verdict = ""
 
     def worked(self, domain: str) -> None:
-        """A group of this domain arrived scored, whether it is trained or filtered."""
+        """Count a scored group of this domain, whether it is trained or filtered."""
         self._num_worked += 1
         self._worked.update(self._needs.get(domain, ()))
         if domain in self._ended:
             self._ended[domain].append(False)
 
     def failed(self, domain: str, reason: str, detail: str) -> str:
-        """A group of this domain failed; the verdict.
+        """Count a failed group of this domain, and return the verdict.
 
         Args:
-            domain: empty if it is not known.
+            domain: empty if unknown.
             reason: why its ticket was closed.
             detail: one line, with the place in the user's code if there is one.
         """
@@ -93,10 +93,10 @@ class GiveUp:
         return self.verdict
 
     def look(self, hubs: Iterable[wire.Presence], now: float) -> str:
-        """What the hubs say now; the verdict.
+        """Take the hubs' current reports, and return the verdict.
 
         Args:
-            now: seconds during which hubs could be heard; it stands still while the broker is away.
+            now: seconds during which hubs could report; the clock stops while the broker is away.
         """
         hubs = list(hubs)
         if self._num_worked > self._worked_then:
@@ -118,7 +118,7 @@ class GiveUp:
         return self.verdict
 
     def pause(self) -> None:
-        """The run is paused: what the hubs say does not count."""
+        """Ignore the hubs' reports while the run is paused."""
         self._broken.clear()
 
     def _judge(self) -> None:
@@ -131,17 +131,17 @@ class GiveUp:
         kind, count = self._kinds.most_common(1)[0]
         self.verdict = (
             f"{what}, most often ({count} of {self._num_failed}) by {self._newest[kind]}; "
-            "fix that and start the run again, which resumes it (failures.give_up_after=0 goes on regardless)"
+            "fix that and start the run again, which resumes it (failures.give_up_after=0 continues regardless)"
         )
 
     def _share(self) -> float:
-        """Of failed groups; a domain with fewer groups than a window counts as if the others had been trained."""
+        """Return the share of failed groups; groups missing from a domain's window count as trained."""
         shares = (self._weights[name] * sum(ended) / self._window for name, ended in self._ended.items())
         return math.fsum(shares) / math.fsum(self._weights.values())
 
 
 def _broken(key: str, hubs: Iterable[wire.Presence]) -> str:
-    """What a hub says that is broken for this domain or pool, empty if there is none or another one serves it."""
+    """Return a hub's report of a broken domain or pool, empty if there is none or another hub serves it."""
     noun, _, name = key.partition(" ")
     role, why = "envhub" if noun == "domain" else "rewardhub", ""
     for hub in hubs:
@@ -155,7 +155,7 @@ def _broken(key: str, hubs: Iterable[wire.Presence]) -> str:
 
 
 async def watch_hubs(giveup: GiveUp, roster: Roster, paused: Callable[[], bool], end: Callable[[str], None]) -> None:
-    """Look once a second until there is a verdict, which ``end`` is told."""
+    """Check once a second until there is a verdict, and pass it to ``end``."""
     while True:
         await asyncio.sleep(LOOK_EVERY_S)
         if paused():

@@ -1,4 +1,4 @@
-"""``rlearner start --gpus``: which GPUs train, one rank on each; checked and set before torch loads."""
+"""Selects the GPUs that train (``rlearner start --gpus``), one rank on each, before torch loads."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from broker.errors import ConfigError, UserError
 from broker.system import gpus
 
 SMI_TIMEOUT_S: Final = 20.0
-PATIENCE_S: Final = 10.0  # an ended learner's ranks may need seconds to give their memory back
+PATIENCE_S: Final = 10.0  # an ended learner's ranks may need seconds to free their memory
 EACH_S: Final = 0.5
 
 Users = dict[int, list[str]]
 
 
 def users() -> Users:
-    """Processes on each GPU that has any, as ``pid 4711 (python)``; asks nvidia-smi, and knows of none where there is none."""
+    """Return the processes on each GPU that has any, as ``pid 4711 (python)``; empty without nvidia-smi."""
     index_of = {uuid: int(index) for index, uuid in _ask("--query-gpu=index,uuid", 2) if index.isdigit()}
     found: Users = {}
     for uuid, pid, name in _ask("--query-compute-apps=gpu_uuid,pid,process_name", 3):
@@ -43,26 +43,26 @@ def _ask(query: str, width: int) -> list[list[str]]:
 
 
 def refuse_taken(numbers: list[int], spec: str, found: Callable[[], Users] = users, patience_s: float = PATIENCE_S) -> None:
-    """Wait a little for the GPUs to be free.
+    """Wait up to ``patience_s`` for the GPUs to be free.
 
     Raises:
-        UserError: one of them is in use; names it and who uses it.
+        UserError: if one of them is still in use; names it and its processes.
     """
     deadline = time.monotonic() + patience_s
     while taken := {number: who for number, who in found().items() if number in numbers}:
         if time.monotonic() >= deadline:
             number = min(taken)
             raise UserError(
-                f"--gpus {spec}: GPU {number} is taken by {', '.join(taken[number])}; end that, take others, or add --share-gpus"
+                f"--gpus {spec}: GPU {number} is taken by {', '.join(taken[number])}; end that, choose others, or add --share-gpus"
             )
         time.sleep(EACH_S)
 
 
 def with_ranks(config: dict[str, Any], spec: str, num_gpus: int) -> dict[str, Any]:
-    """A configuration as a user wrote it, with a rank for each GPU; with none, on the CPU.
+    """Return a user's configuration with one rank per GPU, or on the CPU without any.
 
     Raises:
-        ConfigError: it names another number of ranks, or another device.
+        ConfigError: if it names another number of ranks, or another device.
     """
     train = config.get("train") or {}
     if not isinstance(train, dict):
@@ -76,7 +76,7 @@ def with_ranks(config: dict[str, Any], spec: str, num_gpus: int) -> dict[str, An
 
 
 def forget(config: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """A run's settings without the ranks and the device that its last GPUs gave it, where --gpus names others; overrides stay."""
+    """Return a run's settings without the ranks and device of its last GPUs if --gpus names others; overrides stay."""
     if options.gpus == "auto" or not Path(options.config).is_dir():
         return config
     kept = {override.partition("=")[0] for override in options.overrides}
@@ -85,14 +85,14 @@ def forget(config: dict[str, Any], options: argparse.Namespace) -> dict[str, Any
 
 
 def settle(config: dict[str, Any], spec: str, *, share: bool) -> dict[str, Any]:
-    """Take the GPUs, and say so in the configuration.
+    """Select the GPUs and return the configuration for them.
 
     Args:
-        spec: of ``--gpus``; with ``auto`` nothing is done.
-        share: others may use them, too.
+        spec: the argument of ``--gpus``; ``auto`` changes nothing.
+        share: allow GPUs that other processes use.
 
     Raises:
-        UserError: a GPU that does not exist or is taken, or a configuration that wants others.
+        UserError: if a GPU does not exist or is taken, or the configuration needs others.
     """
     seen = gpus.select(spec)
     if seen == "auto":

@@ -1,4 +1,4 @@
-"""The learner's loop: records in, steps out. All that it decides, the ledger decides; this performs it."""
+"""The learner's loop: reads records, performs what the ledger decides, and completes steps."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ log = logging.getLogger(__name__)
 
 
 class Loop:
-    """Runs from the ledger's position to the last step.
+    """Training loop from the ledger's position to the last step.
 
     Args:
         resumed: the groups that the ledger still holds.
-        offer: puts the weights of a version on offer, in the training thread; returns the seconds it took.
-        checkpoint: writes the ledger as it was dumped at the last step boundary, with the weights that belong to it.
+        offer: offers the weights of a version, in the training thread; returns the seconds it took.
+        checkpoint: writes the ledger dumped at the last step boundary, with the weights that belong to it.
         checkpoint_every: steps between two checkpoints, 0 never.
-        giveup: told what became of groups; its verdict stops the loop.
+        giveup: receives the outcome of every group; its verdict stops the loop.
         epoch: of this learner, which has appended its rules to the log. The run is not done before they have been read.
 
     Attributes:
-        boundary: the ledger at the last step boundary, dumped: what a checkpoint holds.
+        boundary: the dump of the ledger at the last step boundary, which a checkpoint holds.
     """
 
     def __init__(
@@ -74,10 +74,10 @@ class Loop:
         self.boundary = ledger.dump()
 
     async def run(self) -> bool:
-        """Train until every step is done (True) or a stop is asked for (False).
+        """Train until every step is done (True) or a stop is requested (False).
 
         Raises:
-            LostState: the broker's log ends before the ledger's position, or was trimmed beyond it.
+            LostState: if the broker's log ends before the ledger's position, or was trimmed beyond it.
         """
         self._consumer.resume(self._resumed.groups)
         opened = self._ledger.open_credit()
@@ -103,17 +103,17 @@ class Loop:
 
     @property
     def _done(self) -> bool:
-        """Whether every step is made, by the rules of this learner and not those of an earlier one."""
+        """Whether every step is done by the rules of this learner, not by those of an earlier one."""
         return self._ledger.done and self._ledger.state.rules_epoch >= self._epoch
 
     # --------------------------------------------------------------------------------------------------- records
 
     def _is_wanted(self, ticket: int) -> bool:
-        """Whether the body of a ticket's record matters; one of a ticket that has ended is counted without it."""
+        """Return whether the body of a ticket's record is needed; a record of an ended ticket is only counted."""
         return ticket in self._ledger.state.live
 
     async def _next(self, records: AsyncGenerator[LogRecord, None]) -> LogRecord | None:
-        """The next record, or None once a stop is asked for."""
+        """Return the next record, or None once a stop is requested."""
         following = asyncio.ensure_future(anext(records))
         stopping = asyncio.ensure_future(self._stop.asked.wait())
         try:
@@ -135,7 +135,7 @@ class Loop:
             log.warning("record %d of the samples log: %s", entry.seq, read.problem)
             await self._bus.dead_letter(SAMPLES, seq=entry.seq, ticket=entry.ticket, reason=read.problem, data=entry.data)
         await self._records.consumed(entry, read, actions)
-        is_new = entry.seq > self._catch_up_to  # what an earlier life left says nothing about the code that runs now
+        is_new = entry.seq > self._catch_up_to  # older records say nothing about the code that runs now
         if any(isinstance(action, Forget) and action.outcome == "dead" for action in actions):
             self._note_failure(entry, read, domain if is_new else None)
         elif read.group is not None and is_new and not any(isinstance(action, Refuse) for action in actions):
@@ -147,7 +147,7 @@ class Loop:
         if isinstance(entry.message, wire.RulesChange):
             self._say_changed(entry.message, len(forgotten))
         if isinstance(entry.message, wire.RulesChange) or (isinstance(entry.message, wire.Closed) and entry.message.by == self._bus.name):
-            for number in forgotten:  # no hub ended these, so they may still be in their queue
+            for number in forgotten:  # no hub ended these, so they may still be queued
                 self._issuer.withdraw(number)
         self._perform(actions)
         await self._offer_if_current()
@@ -159,7 +159,7 @@ class Loop:
         self._consumer.perform(actions)
 
     def _note_failure(self, entry: LogRecord, read: Intake, domain: str | None) -> None:
-        """Keep it for the live view; where it is of this life, end the run if it can only fail."""
+        """Keep a failure for the live view; stop the run if this learner's groups only fail (``domain`` is set)."""
         if isinstance(closed := entry.message, wire.Closed):
             reason, detail, by = closed.reason, closed.detail, closed.by
         else:
@@ -169,7 +169,7 @@ class Loop:
             self._stop.request(verdict)
 
     def _say_closed(self, closed: wire.Closed) -> None:
-        """The first, the tenth, the hundredth … of each reason: enough to notice, not enough to drown in."""
+        """Log the first, the tenth, the hundredth … of each reason, to limit the output."""
         count = str(self._ledger.state.reasons[closed.reason])
         if count.rstrip("0") == "1":
             log.warning(
@@ -191,7 +191,7 @@ class Loop:
     # ----------------------------------------------------------------------------------------------------- steps
 
     async def _end_step(self) -> bool:
-        """Finish the step that is full and begin the next; False when a stop came first."""
+        """Complete the full step and begin the next; return False if a stop came first."""
         waited_s = time.monotonic() - self._began
         made = await self._consumer.complete()
         if made is None:
@@ -233,7 +233,7 @@ class Loop:
         )
 
     async def _offer_if_current(self) -> float:
-        """Offer the version being trained unless it is on offer, or the log is still being caught up with; the seconds it took."""
+        """Offer the current version unless it is on offer or the log is behind; return the seconds it took."""
         version = self._ledger.state.version
         if version == self._offered or self._ledger.state.position < self._catch_up_to:
             return 0.0

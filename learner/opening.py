@@ -1,4 +1,4 @@
-"""From a configuration to a thread that trains: what a learner and a replay have in common. Needs no broker."""
+"""Opens the training thread that a configuration describes, for learners and replays; needs no broker."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ HEAVY: Final = ("transformers.models.auto.modeling_auto", "transformers.modeling
 
 
 def begin_imports(config: dict[str, Any]) -> None:
-    """Import what training will need in a thread of its own, for it takes seconds; ``open_training`` takes up what is there then."""
+    """Start importing the training libraries in a background thread: it takes seconds."""
     asyncio.get_running_loop().run_in_executor(None, _try_libraries, section(config, "train", TrainSection).backend)
 
 
 def _try_libraries(backend: str) -> None:
-    with suppress(ConfigError, ImportError):  # whoever opens training will say it
+    with suppress(ConfigError, ImportError):  # open_training raises it again
         _libraries(backend)
 
 
 def _libraries(backend: str) -> Any:
-    """The backend's class, imported with all that it will need.
+    """Return the backend's class, imported with all that it needs.
 
     Raises:
-        ConfigError: no such backend.
+        ConfigError: if there is no such backend.
     """
     with _collecting_later():
         import_transformers()
@@ -49,15 +49,15 @@ def _libraries(backend: str) -> Any:
 
 
 async def open_training(config: dict[str, Any], model_path: str, first_path: str) -> Training:
-    """Build the backend that a run's configuration asks for, in a thread of its own; to be closed by the caller.
+    """Build the backend of a run's configuration in the training thread; the caller closes it.
 
     Args:
         config: validated.
-        model_path: the weights to go on from: a checkpoint's folder, or the first ones.
-        first_path: the weights that the run began with; the reference and the tokenizer come from there.
+        model_path: the weights to continue from: a checkpoint's folder, or the first ones.
+        first_path: the weights that the run began with, source of the reference and the tokenizer.
 
     Raises:
-        ConfigError: what the backend refuses.
+        ConfigError: if the backend refuses the configuration.
     """
     train, algorithm = section(config, "train", TrainSection), section(config, "algorithm", AlgorithmSection)
     table = domains(config)
@@ -88,7 +88,7 @@ async def open_training(config: dict[str, Any], model_path: str, first_path: str
 
 @contextmanager
 def _collecting_later() -> Iterator[None]:
-    """Imports make some 600,000 objects that stay: looking for garbage among them costs a fifth of the start."""
+    """Disable garbage collection: scanning the 600,000 objects that imports create costs a fifth of the start."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -100,5 +100,5 @@ def _collecting_later() -> Iterator[None]:
 
 @cache
 def _freeze() -> None:
-    """Nor are they looked at again while training."""
+    """Exclude the imported objects from garbage collection while training."""
     gc.freeze()

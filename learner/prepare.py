@@ -26,7 +26,7 @@ Say = Callable[[str], None]  # receives what is happening, for people
 
 
 def name_run(config: dict[str, Any], path: str) -> dict[str, Any]:
-    """The config with ``run.name`` set: the file's name and the time, where the user gave none."""
+    """Return the config with ``run.name`` set; the default is the file's name and the time."""
     run = config.get("run") or {}
     if not isinstance(run, dict):
         return config  # refused by validation
@@ -38,24 +38,24 @@ def name_run(config: dict[str, Any], path: str) -> dict[str, Any]:
 
 
 def run_folder(config: dict[str, Any]) -> Path:
-    """``<run.dir>/<run.name>``, absolute, for other processes are told paths below it.
+    """Return ``<run.dir>/<run.name>``, absolute because other processes receive paths below it.
 
     Raises:
-        ConfigError: no folder can be there, for a file is.
+        ConfigError: if a file is in the way.
     """
     run = section(config, "run", RunSection)
     folder = (Path(run.dir) / str(run.name)).absolute()
     there = next(path for path in (folder, *folder.parents) if path.exists())
     if not there.is_dir():
-        raise ConfigError("run.dir", run.dir, f"a folder, or the name of one to come; {there} is a file")
+        raise ConfigError("run.dir", run.dir, f"a folder, or the name of a new one; {there} is a file")
     return folder
 
 
 def make_folder(folder: Path) -> Path:
-    """The folder, there.
+    """Create the folder if it is missing, and return it.
 
     Raises:
-        UserError: it cannot be made.
+        UserError: if it cannot be created.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -65,35 +65,35 @@ def make_folder(folder: Path) -> Path:
 
 
 def exit_code(config: dict[str, Any]) -> int:
-    """Return 0 where the run of a validated configuration has made all its steps, else 130: it was stopped before."""
+    """Return 0 if the run of a validated configuration has completed all its steps, else 130 (stopped)."""
     made = checkpoint.newest(run_folder(config) / "checkpoints")
     return 0 if made is not None and made.step >= section(config, "train", TrainSection).steps else EXIT_STOPPED
 
 
 def nothing_left(run: str, steps: int) -> str:
-    """What is said to whoever starts a completed run again."""
-    return f"run {run} has completed its {steps} steps: nothing is left to do; raise train.steps to go on, or choose another run.name"
+    """Return the message for starting a completed run again."""
+    return f"run {run} has completed its {steps} steps: nothing is left to do; raise train.steps to continue, or choose another run.name"
 
 
 def refuse_fewer_steps(folder: Path, run: str, steps: int) -> None:
-    """A run that has gone further than it is now asked to go was started with other settings: before anything is written.
+    """Refuse fewer steps than the run has already made, before anything is written.
 
     Raises:
-        UserError: so it is.
+        UserError: if the newest checkpoint is beyond ``steps``.
     """
     made = checkpoint.newest(folder / "checkpoints")
     if made is not None and made.step > steps:
         raise UserError(
             f"train.steps: {steps} is not allowed; run {run} has made {made.step} steps already: "
-            f"give the settings it was started with (see {folder / 'config.yaml'}), or choose another run.name"
+            f"give the settings of its start (see {folder / 'config.yaml'}), or choose another run.name"
         )
 
 
 def write_config(folder: Path, config: dict[str, Any]) -> Path:
-    """Leave the resolved configuration in the run's folder.
+    """Write the resolved configuration into the run's folder.
 
     Raises:
-        UserError: the folder cannot be written.
+        UserError: if the folder cannot be written.
     """
     make_folder(folder)
     try:
@@ -107,15 +107,15 @@ def write_config(folder: Path, config: dict[str, Any]) -> Path:
 
 
 def to_yaml(config: dict[str, Any]) -> str:
-    """A configuration as a user would write it."""
+    """Return a configuration as a user would write it."""
     return str(yaml.safe_dump(config, sort_keys=False, default_flow_style=None, width=110, allow_unicode=True))
 
 
 def data_digests(config: dict[str, Any]) -> dict[str, str]:
-    """Content digest of every data file that the run's hubs read.
+    """Return the content digest of every data file that the run's hubs read.
 
     Raises:
-        UserError: a file cannot be read.
+        UserError: if a file cannot be read.
     """
     digests: dict[str, str] = resolve("digests", DATA_DIGESTS, {})(config)
     return digests

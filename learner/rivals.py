@@ -1,9 +1,8 @@
-"""Refuse to start while another learner of the run is alive.
+"""Refuses to start while another learner of the run is alive.
 
-Every learner beats (``broker.runtime.announce``) from before it loads anything. One that starts looks for a holder twice: before it loads
-anything, and right before it takes the epoch. The last holder's process is noted in the members bucket and in the run's folder; if that
-process is known to have ended, or there never was one, there is nothing to wait for. Otherwise the learner listens for its beats
-for at most one presence TTL.
+Every learner sends presence beats (``broker.runtime.announce``) before it loads anything. It checks for a holder of the
+run before it loads anything, and again right before it takes the epoch. The members bucket and the run's folder name
+the last holder's process; unless it has ended, the learner waits for its beats for at most one presence TTL.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from broker.system.process_identity import has_ended, this_process
 from learner.reporting.status import ID
 from learner.run_folder import noted_epoch, noted_holder
 
-SOMEONE = ""  # a holder of whom nothing but an epoch is known
+SOMEONE = ""  # a holder of which only the epoch is known
 
 
 class Rivals:
-    """Listens to the other learners of a run.
+    """Detector of other learners of a run.
 
     Args:
         folder: of the run.
@@ -35,10 +34,10 @@ class Rivals:
         self._bus, self._folder, self._me = bus, folder, this_process()
         self._roster = Roster(bus, beats=("learner",), told=self._told)
         self._heard: dict[str, tuple[wire.Presence, float]] = {}  # by process: the newest beat, and when on the roster's clock
-        self._cleared = -1  # newest epoch whose holder is known to be gone
+        self._cleared = -1  # newest epoch whose holder has ended
 
     async def start(self) -> None:
-        """Begin to listen."""
+        """Start listening."""
         await self._roster.start()
 
     async def close(self) -> None:
@@ -46,13 +45,13 @@ class Rivals:
         await self._roster.close()
 
     async def refuse(self) -> int:
-        """Return the newest epoch, once no other learner holds the run; waits for at most one presence TTL.
+        """Return the newest epoch once no other learner holds the run; wait for at most one presence TTL.
 
-        The first call refuses also while another learner is still starting. A later one refuses only who has taken the epoch: of two
-        that start at the same moment one does.
+        The first call also refuses if another learner is still starting. Later calls refuse only a learner that has
+        taken the epoch: of two that start at the same moment, one does.
 
         Raises:
-            UserError: another learner is alive; names its host and process.
+            UserError: if another learner is alive; names its host and process.
         """
         epoch, is_first = await newest_epoch(self._bus, self._bus.run), self._cleared < 0
         if epoch > self._cleared:
@@ -70,18 +69,18 @@ class Rivals:
         return epoch
 
     async def _holders(self, epoch: int) -> set[str]:
-        """The processes that may hold the run under an epoch."""
+        """Return the processes that may hold the run under an epoch."""
         entry = await (await self._bus.key_value(MEMBERS)).get(member_key(self._bus.run, "learner", ID))
         noted = noted_epoch(self._folder)
         found = {entry[0].process} if entry is not None and isinstance(entry[0], wire.Presence) else set()
         if noted:
             found.add(noted_holder(self._folder))
-        if epoch > noted:  # taken by a learner of another folder, or this very moment
+        if epoch > noted:  # taken by a learner of another folder, or just now
             found.add(SOMEONE)
         return found - {self._me}
 
     def _alive(self, is_first: bool) -> wire.Presence | None:
-        """A learner that was heard within one presence TTL and counts as a holder."""
+        """Return a learner that sent a beat within one presence TTL and counts as a holder."""
         now = self._roster.clock
         for process, (presence, at) in self._heard.items():
             if now - at < SILENT_AFTER_S and (is_first or presence.epoch) and not has_ended(process):
@@ -90,6 +89,6 @@ class Rivals:
 
     def _told(self, presence: wire.Presence, is_there: bool) -> None:
         if not is_there:
-            self._heard.clear()  # one of them left; who did not beats again within two seconds
+            self._heard.clear()  # one of them left; the others beat again within two seconds
         elif presence.process != self._me:
             self._heard[presence.process] = (presence, self._roster.clock)

@@ -1,4 +1,4 @@
-"""Where a run lives: its folder, its configuration and, where one answers, its broker."""
+"""Finds a run: its folder, its configuration and, if it answers, its broker."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ ADDRESS: Final = "broker.url"
 EPOCH: Final = "epoch"
 STORE: Final = "broker"  # of the private broker of `rlearner up`
 UP_LOCK: Final = ".lock"  # held by `rlearner up`; a line with its process id, then one with the address of its private broker
-STARTING: Final = "the learner is starting"  # how the reason begins where there is one, and no run yet
-UNKNOWN: Final = "does not know run"  # a part of the reason where the broker has answered
+STARTING: Final = "the learner is starting"  # start of the reason if there is a learner, but no run yet
+UNKNOWN: Final = "does not know run"  # part of the reason if the broker answered
 DEADLINE_S: Final = 2.0
 
 
 @dataclass(frozen=True)
 class Place:
-    """A run's folder, and what stands in its config.yaml."""
+    """A run's folder and the contents of its config.yaml."""
 
     name: str
     folder: Path
@@ -39,22 +39,22 @@ class Place:
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """RUN, --dir."""
+    """Add RUN and --dir."""
     parser.add_argument("run_name", metavar="RUN", help="name of the run, or its folder")
     parser.add_argument("--dir", default="runs", metavar="FOLDER", help="where runs are kept (%(default)s)")
 
 
 def add_runs_options(parser: argparse.ArgumentParser) -> None:
-    """DIR, --json, --prune, --yes."""
+    """Add DIR, --json, --prune and --yes."""
     parser.add_argument("folder", nargs="?", default="runs", metavar="DIR", help="where runs are kept (%(default)s)")
     parser.add_argument("--json", action="store_true", help="one JSON object")
-    prune = "delete what can go: the broker's store of finished runs, leftovers of ended ones; docs/runs.md says what each file is for"
+    prune = "delete the broker's store of finished runs and leftovers of ended ones; docs/runs.md describes each file"
     parser.add_argument("--prune", action="store_true", help=prune)
     parser.add_argument("--yes", action="store_true", help="prune without asking")
 
 
 def add_broker_options(parser: argparse.ArgumentParser) -> None:
-    """--broker and --connect-deadline; a broker that the user named must answer."""
+    """Add --broker and --connect-deadline; a broker that the user named must answer."""
     parser.add_argument(
         "--broker",
         metavar="URL",
@@ -65,10 +65,10 @@ def add_broker_options(parser: argparse.ArgumentParser) -> None:
 
 
 def find(run: str, folder: str) -> Place:
-    """The run of that name below ``folder``, or in the folder that ``run`` names.
+    """Return the run of that name below ``folder``, or in the folder that ``run`` names.
 
     Raises:
-        UserError: there is none.
+        UserError: if there is none.
     """
     for path in (Path(folder) / run, Path(run)):
         if (path / "config.yaml").is_file():
@@ -82,18 +82,18 @@ def find(run: str, folder: str) -> Place:
 
 
 def address(named: str | None, folder: Path) -> str:
-    """The broker that the user named, else that of an ``rlearner up`` at work, else the last one of the run, else the usual one."""
+    """Return the named broker, else that of a running ``rlearner up``, else the run's last one, else the default."""
     return named or current_address(folder) or process.DEFAULT_BROKER
 
 
 def current_address(folder: Path) -> str:
-    """The private broker of the ``rlearner up`` that holds the folder, else the noted one; empty when there is none."""
+    """Return the private broker of the ``rlearner up`` that holds the folder, else the noted one, empty if none."""
     private = private_addresses(folder) if is_held(folder) else []
     return private[-1] if private else noted_address(folder)
 
 
 def is_held(folder: Path) -> bool:
-    """Whether an ``rlearner up`` holds the folder."""
+    """Return whether an ``rlearner up`` holds the folder."""
     try:
         if (folder / UP_LOCK).exists():
             lock(folder / UP_LOCK, "held").close()
@@ -103,32 +103,32 @@ def is_held(folder: Path) -> bool:
 
 
 def noted_address(folder: Path) -> str:
-    """The broker that the run was last trained with, empty when none is noted."""
+    """Return the broker that the run was last trained with, empty if none is noted."""
     note = folder / ADDRESS
     return note.read_text(encoding="utf-8").strip() if note.is_file() else ""
 
 
 def private_addresses(folder: Path) -> list[str]:
-    """Addresses that private brokers of this folder have had, oldest first; each ended with the ``rlearner up`` that started it."""
+    """Return the addresses of this folder's private brokers, oldest first; each ended with its ``rlearner up``."""
     file = folder / UP_LOCK
     lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
     return [line for line in lines if "://" in line]
 
 
 def moved_from(folder: Path, url: str) -> str:
-    """The address of another broker than ``url`` that the run was last trained with; empty when there is none, or it has ended."""
+    """Return the broker that the run was last trained with, empty if it is ``url``, has ended or is unknown."""
     noted = noted_address(folder)
     return "" if noted in (url, *private_addresses(folder)) else noted
 
 
 def note_broker(folder: Path, url: str) -> None:
-    """Leave the broker's address for the commands that operate the run; not one that holds a password."""
+    """Note the broker's address for the operator's commands, unless it holds a password."""
     if "@" not in url:
         (folder / ADDRESS).write_text(url + "\n", encoding="utf-8")
 
 
 def note_epoch(folder: Path, epoch: int, holder: str) -> None:
-    """Leave the newest epoch in the run's folder: the broker may lose its own note of it, and survivors of that know better.
+    """Note the newest epoch in the run's folder: the broker may lose it while other processes still know it.
 
     Args:
         holder: the process that took it, see ``broker/system/process_identity.py``.
@@ -142,13 +142,13 @@ def note_epoch(folder: Path, epoch: int, holder: str) -> None:
 
 
 def noted_epoch(folder: Path) -> int:
-    """The newest epoch that a learner of this folder has taken, 0 when none is noted."""
+    """Return the newest epoch that a learner of this folder has taken, 0 if none is noted."""
     epoch = _epoch_note(folder)[0]
     return int(epoch) if epoch.isdecimal() else 0
 
 
 def noted_holder(folder: Path) -> str:
-    """The process that took the newest epoch of this folder, empty when none is noted."""
+    """Return the process that took the newest epoch of this folder, empty if none is noted."""
     return _epoch_note(folder)[1]
 
 
@@ -161,10 +161,10 @@ def _epoch_note(folder: Path) -> tuple[str, str]:
 
 @asynccontextmanager
 async def connected(options: argparse.Namespace, run: str, folder: Path) -> AsyncIterator[tuple[Bus | None, str]]:
-    """The run's broker, or None and why not.
+    """Connect to the run's broker; yield it, or None and the reason.
 
     Raises:
-        UserError: the user named a broker, and it does not answer.
+        UserError: if the user named a broker that does not answer.
     """
     url = address(options.broker, folder)
     try:
@@ -178,7 +178,7 @@ async def connected(options: argparse.Namespace, run: str, folder: Path) -> Asyn
         if run in await find_runs(bus):
             yield bus, ""
         elif any(one.role == "learner" for one in await census(bus, run)):
-            yield None, f"{STARTING}: the broker at {bus.link.where} hears its learner, which has not taken the run yet"
+            yield None, f"{STARTING}: the broker at {bus.link.where} sees its learner, which has not taken the run yet"
         else:
             yield None, f"the broker at {bus.link.where} {UNKNOWN} {run}"
     finally:

@@ -1,4 +1,4 @@
-"""The learner process: opens everything, runs the loop, leaves a checkpoint and a clean table."""
+"""The learner process: takes the run, runs the training loop and writes a last checkpoint."""
 
 from __future__ import annotations
 
@@ -59,17 +59,17 @@ async def serve(
     take_over: bool = False,
     force: bool = False,
 ) -> None:
-    """Run the learner until all steps are done or a stop is asked for.
+    """Run the learner until all steps are done or a stop is requested.
 
     Args:
         config: validated, with ``run.name`` set.
-        url: of the broker.
-        rebase: go on although the broker has lost its store, see ``learner/credit/recovery.py``.
-        take_over: start although another learner of the run is alive, which is fenced once this one has loaded.
-        force: go on with settings that a run should not change, see ``learner/continuing.py``.
+        url: address of the broker.
+        rebase: continue although the broker has lost its store, see ``learner/credit/recovery.py``.
+        take_over: start although another learner of the run is alive; it is fenced once this one has loaded.
+        force: continue with settings that a run should not change, see ``learner/continuing.py``.
 
     Raises:
-        UserError: whatever the user can mend, another living learner, the broker's loss of state and a takeover among it.
+        UserError: if another learner is alive or took over, the broker lost state, or the user must fix something.
     """
     run, folder = config["run"]["name"], run_folder(config)
     logs.identify(run=run, role="learner", process_id=ID)
@@ -86,11 +86,11 @@ async def serve(
             await _refuse_a_stranger(bus, folder, is_new)
             rivals = await _refuse_rivals(stack, bus, folder, stop) if not take_over else None
             if is_new:
-                write_config(folder, config)  # demonstrations are played by it; settings of a later life take its place when it has the run
+                write_config(folder, config)  # demonstrations need it; a restart replaces it once it holds the run
                 note_broker(folder, url)
             await bus.ensure_streams()
             learner = await stack.enter_async_context(_open(config, folder, bus, stop, rivals, rebase=rebase))
-            note_broker(folder, url)  # only now: until this learner holds the run, another one may, on another broker
+            note_broker(folder, url)  # only now: until then another learner may hold the run, on another broker
             await learner.run()
     except (LostState, Fenced) as error:
         raise UserError(str(error)) from None
@@ -99,10 +99,10 @@ async def serve(
 
 
 async def _refuse_a_stranger(bus: Bus, folder: Path, is_new: bool) -> None:
-    """A run that the broker knows and this folder does not is another one of the same name.
+    """Refuse a run name that the broker already knows from elsewhere.
 
     Raises:
-        UserError: so it is.
+        UserError: if the broker already knows a run of this name that this folder did not create.
     """
     known = await (await bus.key_value(RUNS)).get(bus.run)
     if known is not None and is_new:
@@ -110,10 +110,10 @@ async def _refuse_a_stranger(bus: Bus, folder: Path, is_new: bool) -> None:
 
 
 async def _refuse_rivals(stack: AsyncExitStack, bus: Bus, folder: Path, stop: Stop) -> Rivals:
-    """Listen to other learners of the run from now on.
+    """Start listening for other learners of the run.
 
     Raises:
-        UserError: one is alive.
+        UserError: if one is alive.
     """
     rivals = Rivals(bus, folder)
     stack.push_async_callback(rivals.close)
@@ -126,7 +126,7 @@ async def _refuse_rivals(stack: AsyncExitStack, bus: Bus, folder: Path, stop: St
 async def _open(
     config: dict[str, Any], folder: Path, bus: Bus, stop: Stop, rivals: Rivals | None, *, rebase: bool
 ) -> AsyncIterator[Learner]:
-    """Everything between the broker and the loop, undone in reverse order."""
+    """Open everything between the broker and the loop; close it in reverse order."""
     async with AsyncExitStack() as stack:
         placeholder = wire.RunSpec(run=bus.run, wire_version=wire.WIRE_VERSION, epoch=0, config=config, model_path="")
         member = Member(bus, placeholder, ID, "learner", stop)
@@ -145,7 +145,7 @@ class Learner:
     """One incarnation of the learner of one run.
 
     Args:
-        rivals: asked before the run is taken; None: take it over from any.
+        rivals: checked before the run is taken; None takes it over from any learner.
     """
 
     def __init__(self, config: dict[str, Any], folder: Path, member: Member, roster: Roster, rivals: Rivals | None) -> None:
@@ -159,9 +159,9 @@ class Learner:
     # ------------------------------------------------------------------------------------------------------ prepare
 
     async def prepare(self, stack: AsyncExitStack, *, rebase: bool = False) -> None:
-        """Model, backend, epoch, weights on offer, everything that runs beside the loop.
+        """Load the model, take the epoch, and open the weight sender and the services next to the loop.
 
-        What can fail for a reason of the user's comes before the epoch where it can: then a healthy learner keeps the run.
+        Steps that a user error can fail come before the epoch where possible, so that a healthy learner keeps the run.
         """
         await self.watch.open()
         self.digests = await asyncio.to_thread(data_digests, self.config)
@@ -171,7 +171,7 @@ class Learner:
         self.resumed = await recovery.mend()
         appending = self._append_rules()
         if self.ledger.state.position or await self.bus.last_seq(SAMPLES):
-            self.member.spawn(appending)  # where the store is full, the log must be trimmed first
+            self.member.spawn(appending)  # if the store is full, the log must be trimmed first
         else:
             await appending  # the log's first record
         await asyncio.to_thread(checkpoint.tidy, self.checkpoints)
@@ -195,8 +195,8 @@ class Learner:
     async def _take_over(self, stack: AsyncExitStack, model_path: str, *, rebase: bool) -> Recovery:
         """Load the newest checkpoint and take the run.
 
-        Whoever holds the run goes on meanwhile. Where another checkpoint is the newest by the time that this one is loaded, that is
-        loaded in its place; it is the last, for the run is ours by then.
+        The current holder continues while this learner loads. If a newer checkpoint exists afterwards, it is loaded
+        instead; it is the last one, because this learner holds the run from then on.
         """
         while True:
             path, recovery = self._newest(), None
@@ -205,20 +205,20 @@ class Learner:
                     recovery = await self._load(loaded, path, model_path, rebase=rebase)
                 except (UserError, LostState, OSError):
                     if path == self._newest():
-                        raise  # else it was deleted, or the log trimmed behind it
+                        raise  # otherwise deleted, or the log was trimmed past it
                 if not self.watch.epoch:
                     await self._take_epoch(model_path)
                 if recovery is not None and path == self._newest():
                     stack.push_async_callback(loaded.pop_all().aclose)
                     return recovery
-            log.warning("another learner went on while this one was loading, to %s", self._newest())
+            log.warning("another learner continued while this one was loading, to %s", self._newest())
 
     def _newest(self) -> Path | None:
         found = checkpoint.found(self.checkpoints)
         return found[-1] if found else None
 
     async def _load(self, stack: AsyncExitStack, path: Path | None, model_path: str, *, rebase: bool) -> Recovery:
-        """Model, ledger and what the broker has, of one checkpoint or from the beginning; nothing is changed."""
+        """Load model and ledger from a checkpoint or from scratch, and inspect the broker; change nothing."""
         from learner.weights.offering import Offering  # imports torch
 
         resumed = checkpoint.read(path) if path is not None else None
@@ -231,7 +231,7 @@ class Learner:
             if resumed is None or error.value != str(resumed.path):
                 raise
             problem = f"{resumed.path} is damaged: {error.allowed.partition(';')[0]}"
-            raise UserError(f"{problem}; put its files back, or move it away to go on from the checkpoint before it") from None
+            raise UserError(f"{problem}; restore its files, or move it away to resume from the previous one") from None
         stack.push_async_callback(asyncio.to_thread, self.training.close)
         self.ledger = self.shown.ledger = Ledger.load(resumed.ledger) if resumed else Ledger(await self._first_rules())
         if resumed is not None:
@@ -245,12 +245,12 @@ class Learner:
         return recovery
 
     def _rules(self) -> Rules:
-        """The rules that the configuration asks for."""
+        """Return the rules of the configuration."""
         algorithm = section(self.config, "algorithm", AlgorithmSection)
         return rules_of(self.train, algorithm, domains(self.config), self.config["run"]["seed"])
 
     async def _first_rules(self) -> Rules:
-        """The rules that the log begins with; an earlier life that was killed before its first checkpoint may have put others there."""
+        """Return the rules that the log begins with; a learner killed before a checkpoint may have left some."""
         first = await peek(self.bus, SAMPLES, 1)
         if first is not None and isinstance(first.record.message, wire.RulesChange):
             found = rules_change(first.record.message).record
@@ -259,14 +259,14 @@ class Learner:
         return self._rules()
 
     async def _append_rules(self) -> None:
-        """Put the rules of the configuration at the end of the log: what stands before is judged by those that were in force then."""
+        """Append the rules of the configuration to the log; earlier records keep the rules in force at their time."""
         change = wire.RulesChange(epoch=self.watch.epoch, rules=self._rules().plain())
         await self.bus.publish(SAMPLES, change, message_id=f"rules.{self.bus.run}.{self.watch.epoch}")
 
     async def _end_what_is_done(self, steps: int) -> NoReturn:
-        """Nothing is left to train: tell the others, should an earlier life have been killed before it could, and end well.
+        """Announce the end of a completed run and exit cleanly.
 
-        A supervisor starts a killed learner again whenever the kill came, behind the last word too, and takes any other end for a failure.
+        A supervisor restarts a killed learner even after its last step, and treats any other exit as a failure.
 
         Raises:
             Stopped: always.
@@ -289,7 +289,7 @@ class Learner:
         return await work
 
     def _needs_warm_start(self) -> bool:
-        """Whether the first weights are used: by a run that begins with them, as a reference, or below adapters."""
+        """Return whether the first weights are used: by a new run, as the reference, or below adapters."""
         if self._newest() is None:
             return True
         began_with = ((settings_of(self.folder) or {}).get("warm_start") or {}).get("steps")
@@ -297,7 +297,7 @@ class Learner:
         return bool(began_with) and has_reference
 
     async def _take_epoch(self, model_path: str) -> None:
-        """From here on whoever held the run before is fenced, and everyone else may join."""
+        """Fence the previous holder of the run and let the other processes join."""
         spec = wire.RunSpec(
             run=self.bus.run,
             wire_version=wire.WIRE_VERSION,
@@ -308,7 +308,7 @@ class Learner:
         )
         while not self.watch.epoch:
             seen = await unless_stopped(self.stop, self.rivals.refuse()) if self.rivals is not None else None
-            with suppress(Fenced):  # another one was faster: look at that one
+            with suppress(Fenced):  # another learner was faster: check that one
                 await self.watch.take_epoch(spec, above=noted_epoch(self.folder), seen=seen)
         note_epoch(self.folder, self.watch.epoch, this_process())
         write_config(self.folder, self.config)
@@ -319,7 +319,7 @@ class Learner:
         sender = await self.training.call(lambda: self.offering.sender(self.bus, self.roster, self.watch.epoch))
         await sender.start()
         stack.push_async_callback(sender.close)
-        self.member.spawn(sender.join())  # a learner that can offer no weights any more is better started anew
+        self.member.spawn(sender.join())  # a learner that can no longer send weights must be restarted
         if self.train.weights_snapshot_every:
             from learner.weights.snapshots import open_snapshots
 
@@ -330,7 +330,7 @@ class Learner:
     # ---------------------------------------------------------------------------------------------------------- run
 
     async def run(self) -> None:
-        """The loop, and what is left behind after it."""
+        """Run the loop, write the last checkpoint and announce the end of the run."""
         ledger, roster, beside = self.ledger, self.roster, self.services
         giveup = GiveUp(section(self.config, "failures", FailuresSection), self.train.groups_per_step, domains(self.config))
         loop = Loop(
@@ -359,7 +359,7 @@ class Learner:
         try:
             done = await loop.run()
         except LostState:
-            await self.watch.refuse_if_fenced()  # who took over may have trimmed the log behind a checkpoint of its own: say that
+            await self.watch.refuse_if_fenced()  # a learner that took over may have trimmed the log: report that
             raise
         self.watch.refuse_if_seen_fenced()
         await beside.saver.finish(loop.boundary)
@@ -371,15 +371,15 @@ class Learner:
             raise UserError(giveup.verdict)
 
     def _offer(self, version: int) -> float:
-        """In the training thread."""
+        """Offer one version; runs in the training thread."""
         return self.sender.offer(version, self.offering.tensors(), self.offering.probe())
 
     def _values_beside(self) -> dict[str, float]:
-        """Of a step: what is measured beside training."""
+        """Return the step metrics that are measured outside training."""
         values: dict[str, float] = self.sender.metrics()
         return values | self.services.saver.values() | {"time/broadcast_weights": values.get("weights/seconds", 0.0)}
 
-    # -------------------------------------------------------------------------------------------------- beside the loop
+    # ------------------------------------------------------------------------------------------------ next to the loop
 
     async def _abandon_when_asked(self) -> None:
         await self.stop.asked.wait()

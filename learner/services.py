@@ -1,4 +1,4 @@
-"""What works beside the learner's loop: the book of numbers, the records, checkpoints, evaluation, tickets."""
+"""Opens the services next to the learner's loop: metrics, records, checkpoints, evaluation, tickets."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from learner.watch import Watch
 
 @dataclass(frozen=True)
 class Services:
-    """Each open, and at work as long as the member is."""
+    """The open services, which run as long as the member does."""
 
     book: Book
     records: Records
@@ -48,7 +48,7 @@ def _patience(folder: Path, stop: Stop, shown: Shown) -> Patience:
 
 
 async def open_trackers(stack: AsyncExitStack, config: dict[str, Any], folder: Path, run: str, stop: Stop, shown: Shown) -> Trackers:
-    """Open them, which needs no epoch: a tracker that refuses its settings ends a learner before it has the run."""
+    """Open the trackers; needs no epoch, so that refused settings end a learner before it has the run."""
     settings = section(config, "trackers", TrackersSection)
     trackers = await _patience(folder, stop, shown).in_thread(Trackers, settings, folder, run, config)
     stack.callback(trackers.close)
@@ -68,7 +68,7 @@ async def open_services(
     trackers: Trackers,
     written: int,
 ) -> Services:
-    """Open them one after the other; the stack closes them in reverse order.
+    """Open the services one by one; the stack closes them in reverse order.
 
     Args:
         folder: the run's.

@@ -1,7 +1,7 @@
-"""The one thread that touches the model: groups go in as they are accepted, a step comes out.
+"""The training thread, the only one that touches the model: takes groups, returns completed steps.
 
-Jobs run in the order in which they were given, so micro-batches are cut by the order of the log. A step's gradient grows while the
-rest of its groups are still being generated, unless the algorithm must see the whole step first.
+Jobs run in submission order, so micro-batches are cut in the order of the log. A step's gradient accumulates while the
+rest of its groups are still being generated, unless the algorithm needs the whole step first.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Trained:
-    """A step that was taken.
+    """Result of a training step.
 
     Attributes:
         values: metrics of the step, by their published names.
-        num_tokens: sampled tokens in it.
-        num_samples: training sequences in it.
+        num_tokens: number of sampled tokens.
+        num_samples: number of training sequences.
         busy_s: seconds that the thread spent on it.
-        tickets: of its groups that were trained on; the others were not selected.
+        tickets: of the groups that were trained on; the others were not selected.
     """
 
     values: dict[str, float]
@@ -48,12 +48,12 @@ class Trained:
 
 
 class Training:
-    """Owns the thread; made by ``open``, for a backend must be built in the thread that uses it.
+    """Owner of the training thread; ``open`` builds the backend in the thread that uses it.
 
     Args:
         build: makes the backend.
-        estimator: of the advantages.
-        stream: False waits for all groups of a step even where the algorithm could begin without them.
+        estimator: estimates the advantages.
+        stream: False waits for all groups of a step even if the algorithm could begin without them.
     """
 
     def __init__(
@@ -76,23 +76,23 @@ class Training:
         """Build the backend; only jobs may touch it.
 
         Raises:
-            ConfigError: what the backend refuses.
+            ConfigError: if the backend refuses the configuration.
         """
         self.backend = await self.call(self._build)
         self._cutter: Cutter[TrainSample] = self.backend.cutter()
         return self.backend
 
     async def call(self, job: Callable[[], T]) -> T:
-        """Run a job in the thread, after all given before."""
+        """Run a job in the thread, after all that were submitted before."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, job)
 
     def add(self, group: wire.Group) -> None:
-        """Take a group into the step under way; returns at once. What goes wrong is raised by ``failed`` and ``finish``."""
+        """Add a group to the current step; return at once. Errors are raised by ``failed`` and ``finish``."""
         future = asyncio.get_running_loop().run_in_executor(self._thread, self._add, group)
         future.add_done_callback(self._watch)
 
     async def finish(self, version: int) -> Trained | None:
-        """Train what is left and take the optimizer step; None when the step was abandoned before.
+        """Train the rest and take the optimizer step; return None if the step was abandoned.
 
         Args:
             version: the policy version that is being trained.
@@ -103,15 +103,15 @@ class Training:
         return trained
 
     def abandon(self) -> None:
-        """Train nothing more: the micro-batch at hand ends, jobs still waiting do nothing, the step under way is not taken."""
+        """Stop training: the current micro-batch ends, waiting jobs do nothing, and the current step is not taken."""
         self._abandoned.set()
 
     async def undo(self) -> None:
-        """Forget what an abandoned step has added so far: the backend is between two steps again."""
+        """Discard what an abandoned step has accumulated, so that the backend is between two steps again."""
         await self.call(self.backend.discard)
 
     def close(self) -> None:
-        """Wait for the thread to end, and for what the backend has started."""
+        """Wait for the thread and for everything that the backend started to end."""
         self.abandon()
         if hasattr(self, "backend"):
             self._thread.submit(self.backend.close).result()
@@ -137,14 +137,14 @@ class Training:
         self._busy_s += time.monotonic() - started
 
     def _train_rest(self) -> dict[str, float] | None:
-        """The end of a step whose gradient has grown as its groups came; None if it is abandoned."""
+        """Complete a step whose gradient accumulated as its groups arrived; return None if it is abandoned."""
         rest = self._cutter.flush()
         if rest and not self._abandoned.is_set():
             self.backend.forward_backward(rest)
         return None if self._abandoned.is_set() else self.backend.step()
 
     def _train_batch(self, version: int) -> dict[str, float] | None:
-        """A step that begins when all its groups are there; once begun it is taken to its end, for updates cannot be undone."""
+        """Train a step that needs all its groups; once begun it is completed, because updates cannot be undone."""
         if self._abandoned.is_set():
             return None
         samples = self._assembly.batch(self._groups, self.backend.score, self.backend.kl_coef)

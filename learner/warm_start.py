@@ -21,17 +21,17 @@ log = logging.getLogger(__name__)
 
 
 class Interrupted(Exception):
-    """Asked to stop before the model was ready."""
+    """A stop was requested before the model was ready."""
 
 
 class Preparation:
-    """Makes the model that training starts from; blocking, meant for a thread.
+    """Maker of the model that training starts from; blocking, meant for a thread.
 
     Args:
         config: validated.
-        folder: of the run; ``config.yaml`` is written already.
-        say: told what is happening, for people.
-        make_warm_start: make the warm start where it is missing; not for a run whose checkpoint replaces its weights.
+        folder: the run's, with its ``config.yaml``.
+        say: receives progress messages for users.
+        make_warm_start: make a missing warm start; False for a run whose checkpoint replaces its weights.
     """
 
     def __init__(self, config: dict[str, Any], folder: Path, say: Say, *, make_warm_start: bool = True) -> None:
@@ -42,15 +42,15 @@ class Preparation:
         self._stopped = threading.Event()
 
     def stop(self) -> None:
-        """Give up soon; ``model_path`` raises Interrupted."""
+        """Stop soon; ``model_path`` raises Interrupted."""
         self._stopped.set()
 
     def model_path(self) -> str:
-        """Folder or hub name of the first weights; what an earlier life of this run left there is taken as it is.
+        """Return the folder or hub name of the first weights; reuse those of an earlier start of this run.
 
         Raises:
-            UserError: no such model, no demonstrations to be had, or a warm start that diverged.
-            Interrupted: asked to stop.
+            UserError: if there is no such model, demonstrations cannot be generated, or the warm start diverged.
+            Interrupted: if a stop was requested.
         """
         out = self._folder / "warm_start"
         if (out / "config.json").exists() and (self._warm.steps or not self._make_warm_start):
@@ -59,24 +59,24 @@ class Preparation:
         if not self._warm.steps:
             return path
         if not self._make_warm_start:
-            log.info("no warm start: the checkpoint that the run goes on from would replace its weights")
+            log.info("no warm start: the checkpoint that the run resumes from would replace its weights")
             return path
-        # Importing torch takes seconds; they pass while the demonstrations are played in a process of their own.
+        # Importing torch takes seconds: do it while another process generates the demonstrations.
         importing = threading.Thread(target=import_module, args=("learner.offline.sft",), name="import-sft", daemon=True)
         importing.start()
         data = self._demonstrations()
-        importing.join()  # two threads that import transformers at once may find half of it
+        importing.join()  # two threads importing transformers at once may see it half-imported
         self._train(path, data, out)
         return str(out)
 
     def _demonstrations(self) -> str:
-        """The file that the warm start learns from."""
+        """Return the file that the warm start trains on."""
         if self._warm.data is not None:
             return self._warm.data
         out, output = self._folder / "demos.jsonl", self._folder / "demos.log"
         if out.exists():
             return str(out)
-        self._say(f"playing {self._warm.episodes} demonstrations")
+        self._say(f"generating {self._warm.episodes} demonstrations")
         domain = ["--domain", self._warm.domain] if self._warm.domain else []
         arguments = ["--episodes", str(self._warm.episodes), "--noise", str(self._warm.noise), "--seed", str(self._run.seed)]
         command = [sys.executable, "-m", "envhub.cli", "demos", str(self._folder / "config.yaml"), *domain, *arguments, "--out", str(out)]
@@ -86,7 +86,7 @@ class Preparation:
         if code == 2 and (errors := [line for line in lines if line.startswith("error: ")]):
             raise UserError(errors[-1].removeprefix("error: "))
         if code != 0:
-            raise UserError(f"envhub demos ended with exit code {code}: {lines[-1] if lines else 'no output'} (see {output})")
+            raise UserError(f"envhub demos failed, exit code {code}: {lines[-1] if lines else 'no output'} (see {output})")
         return str(out)
 
     def _wait(self, command: list[str], output: IO[bytes]) -> int:

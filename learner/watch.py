@@ -1,4 +1,4 @@
-"""Whether this learner still holds the run, and what the operator wants of it."""
+"""Watches whether this learner still holds the run, and which state the operator requests."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from broker.settings.runspec import publish_runspec
 
 log = logging.getLogger(__name__)
 
-ENDINGS: Final = ("draining", "stopped")  # of the operator's words those after which a learner leaves
+ENDINGS: Final = ("draining", "stopped")  # the desired states in which a learner exits
 
 
 class Watch:
-    """Takes the run's next epoch, then watches for a later one and for the operator's word.
+    """Watcher of the run's epoch and desired state; takes the next epoch first.
 
     Args:
-        say: told that the run is paused, and an empty text when it is not any more.
+        say: receives a text while the run is paused, and an empty one afterwards.
 
     Attributes:
         epoch: of this incarnation, 0 before it has taken one.
@@ -34,22 +34,22 @@ class Watch:
         self.epoch = 0
         self.paused = False
         self._fence: Fenced | None = None
-        self._said = 0  # revision of the operator's word when this learner began
+        self._said = 0  # revision of the desired state when this learner began
 
     async def open(self) -> None:
-        """Remember what the operator said last: to begin is to go on in spite of it, but not of what is said from here on."""
+        """Read the desired state: a start overrides it, but not a later one."""
         _, self._said = await self._word()
 
     async def take_epoch(self, spec: wire.RunSpec, *, above: int = 0, seen: int | None = None) -> None:
-        """From here on whoever held the run before is fenced, and everyone else may join.
+        """Fence the previous holder of the run and let the other processes join.
 
         Args:
-            above: newest epoch that was ever taken as far as the run's folder knows; the broker may have lost it.
-            seen: newest epoch whose holder is known to be gone; None: take over from any.
+            above: newest epoch noted in the run's folder; the broker may have lost it.
+            seen: newest epoch whose holder has ended; None takes over from any.
 
         Raises:
-            Fenced: another learner took an epoch above ``seen``.
-            Stopped: it is to end; the run stays with whoever has it.
+            Fenced: if another learner took an epoch above ``seen``.
+            Stopped: if a stop was requested; the run stays with its holder.
         """
         state, said = await self._word()
         if said != self._said and state in ENDINGS:
@@ -58,26 +58,26 @@ class Watch:
             raise Stopped(self._stop.reason)
         self.epoch = await publish_runspec(self._bus, spec, above=above, seen=seen)
         if said == self._said and state == "paused":
-            log.warning("run %s is paused, and stays so; go on with `rlearner resume %s`", self._bus.run, self._bus.run)
+            log.warning("run %s is paused and stays so; continue it with `rlearner resume %s`", self._bus.run, self._bus.run)
         elif said == self._said:
             control, running = await self._bus.key_value(CONTROL), wire.DesiredState(state="running")
             await (control.update(self._bus.run, running, said) if said else control.create(self._bus.run, running))
         log.info("epoch %d of run %s", self.epoch, self._bus.run)
 
     def services(self) -> list[Coroutine[Any, Any, None]]:
-        """What follows both, each until cancelled."""
+        """Return the coroutines that follow both, each until cancelled."""
         return [self._follow_epoch(), self._follow_control()]
 
     async def put(self, desired: wire.DesiredState) -> None:
-        """Tell everyone what the run is to be."""
+        """Publish the desired state of the run."""
         await (await self._bus.key_value(CONTROL)).put(self._bus.run, desired)
 
     async def desired(self) -> str:
-        """What the run is to be as far as the broker knows, empty if nobody has said."""
+        """Return the desired state of the run, empty if the broker has none."""
         return (await self._word())[0]
 
     async def _word(self) -> tuple[str, int]:
-        """The operator's, and its revision; empty and 0 where nobody has said any."""
+        """Return the desired state and its revision; empty and 0 if there is none."""
         found = await (await self._bus.key_value(CONTROL)).get(self._bus.run)
         return (found[0].state, found[1]) if found is not None and isinstance(found[0], wire.DesiredState) else ("", 0)
 
@@ -85,17 +85,17 @@ class Watch:
         """Ask the broker whether this learner still holds the run.
 
         Raises:
-            Fenced: a newer one does.
+            Fenced: if a newer one does.
         """
         found = await (await self._bus.key_value(RUNS)).get(self._bus.run)
         if found is not None and isinstance(found[0], wire.RunSpec):
             self._check(found[0].epoch)
 
     def refuse_if_seen_fenced(self) -> None:
-        """The same from what is known, whoever found out: the epoch that is followed here, or a checkpoint that asked.
+        """Check the same without asking the broker, from the watched epoch and earlier checks.
 
         Raises:
-            Fenced: a newer learner was seen; nothing may be written or trimmed any more.
+            Fenced: if a newer learner was seen; nothing may be written or trimmed any more.
         """
         if self._fence is not None:
             raise self._fence
@@ -106,7 +106,7 @@ class Watch:
             raise self._fence
 
     async def _follow_epoch(self) -> None:
-        """Leave the run to a newer incarnation."""
+        """Raise ``Fenced`` once a newer incarnation takes the run."""
         runs = await self._bus.key_value(RUNS)
         async for message, _ in runs.watch(self._bus.run):
             if isinstance(message, wire.RunSpec):

@@ -1,1 +1,1 @@
-"""From scored groups to what the loss is taken over. Pure, but for the models that are asked."""
+"""Turns scored groups into training samples and losses. Pure, except for scoring by models."""

@@ -1,8 +1,8 @@
-"""From token losses to one number, exact over the global batch however it is cut.
+"""Aggregates token losses to one number, exact over the global batch however it is cut.
 
 Every ``loss_agg_mode`` is ``sum of weight * loss over tokens / denominator``: the weight of a token is known from its own
-sequence, the denominator only when the whole batch has been seen. So micro-batches add up their weighted sums, and the
-gradient is divided once, before it is clipped.
+sequence, the denominator only after the whole batch. So micro-batches add up their weighted sums, and the gradient is
+divided once, before it is clipped.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ MODES: Final = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-
 
 @dataclass
 class Counts:
-    """What a batch holds so far; counts of micro-batches, and of ranks, add up."""
+    """Counts of a batch so far; counts of micro-batches and ranks add up."""
 
     tokens: int = 0  # trained tokens
     rows: int = 0  # sequences with at least one trained token
 
     def add(self, tokens: int, rows: int) -> None:
-        """Take one more micro-batch in."""
+        """Add a micro-batch."""
         self.tokens += tokens
         self.rows += rows
 
 
 def token_weights(mode: str, sequence: Tensor, num_sequences: int) -> Tensor:
-    """The factor of each token's loss in the numerator.
+    """Return the factor of each token's loss in the numerator.
 
     Args:
         mode: one of MODES.
-        sequence: (T,) int64, which sequence a token belongs to; all of a sequence's tokens must be here.
-        num_sequences: how many there are.
+        sequence: (T,) int64, index of each token's sequence; must hold all tokens of a sequence.
+        num_sequences: number of sequences.
 
     Returns:
         (T,) float32: 1, and 1 / (trained tokens of the sequence) for seq-mean-token-mean.
@@ -46,11 +46,11 @@ def token_weights(mode: str, sequence: Tensor, num_sequences: int) -> Tensor:
 
 
 def denominator(mode: str, counts: Counts, max_length: int | None = None) -> float:
-    """What the sum over the global batch is divided by; 1 for a batch without tokens.
+    """Return the divisor of the sum over the global batch; 1 for a batch without tokens.
 
     Args:
         mode: one of MODES.
-        counts: of the whole global batch.
+        counts: of the global batch.
         max_length: the constant of seq-mean-token-sum-norm, in tokens.
     """
     if counts.tokens == 0:

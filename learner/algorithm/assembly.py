@@ -1,6 +1,7 @@
-"""From scored groups to training samples: shaping, estimator, whitening, clips, masks. Pure but for the models it may ask.
+"""Turns scored groups into training samples: shaping, advantages, whitening, clips, masks.
 
-Group by group where the algorithm allows it, so that a step can start while it is still being generated; otherwise all at once.
+Group by group if the algorithm allows it, so that a step can start while it is still being generated; otherwise all at
+once. Pure, except for scoring by models.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ Score = Callable[[Sequence[TrainSample]], list[Scores]]
 
 
 class Assembly:
-    """What an algorithm makes of groups.
+    """Converter of groups to training samples, by an algorithm.
 
     Args:
         estimator: of the registry in learner/algorithm/advantages, resolved.
         algorithm: its settings.
-        stream: False waits for the whole step even where that is not needed.
+        stream: False waits for the whole step even if that is not needed.
 
     Attributes:
-        needs_batch: whether ``batch`` must be used, with all groups of a step, in place of ``stream``.
-        needs_scores: whether ``batch`` asks the models.
+        needs_batch: whether ``batch`` must be used, with all groups of a step, instead of ``stream``.
+        needs_scores: whether ``batch`` needs scores from the models.
     """
 
     def __init__(self, estimator: Any, algorithm: AlgorithmSection, *, stream: bool = True) -> None:
@@ -41,23 +42,23 @@ class Assembly:
         self.needs_scores = scores_needed(algorithm)
 
     def stream(self, group: wire.Group) -> list[TrainSample]:
-        """One sample per trajectory of a scored group, in its order."""
+        """Return one sample per trajectory of a scored group, in its order."""
         (shaped,) = shape([group], self._algorithm)
         estimates = self._estimator(shaped.trajectories, self._algorithm)
         return [self._sample(group, one, a) for one, a in zip(group.trajectories, self._clip(estimates), strict=True)]
 
     def selected(self, groups: Sequence[wire.Group]) -> list[wire.Group]:
-        """Those of a step's groups that are trained on."""
+        """Return the groups of a step that are trained on."""
         algorithm = self._algorithm
         return most_varied(groups, algorithm.keep_fraction) if algorithm.pg_variant == "starpo_s" else list(groups)
 
     def batch(self, groups: Sequence[wire.Group], score: Score | None = None, kl_coef: float = 0.0) -> list[TrainSample]:
-        """The samples of a whole step, in the order of its groups; groups that are not selected leave none.
+        """Return the samples of a whole step, in the order of its groups, without groups that are not selected.
 
         Args:
             groups: of the step, in the order of the log.
-            score: asks the models about samples; needed if ``needs_scores``.
-            kl_coef: weight of the divergence from the reference, where that stands in the reward.
+            score: scores samples with the models; needed if ``needs_scores``.
+            kl_coef: weight of the divergence from the reference, if it is part of the reward.
         """
         algorithm = self._algorithm
         kept = self.selected(groups)
@@ -120,7 +121,7 @@ class Assembly:
 
 
 def waits_for_batch(algorithm: AlgorithmSection) -> str:
-    """Which setting makes a step wait for all its groups, beside the estimator; empty if none does."""
+    """Return the setting, other than the estimator, that makes a step wait for all its groups; empty if none does."""
     reasons = {
         "num_epochs and num_minibatches": num_updates(algorithm) > 1,
         "whiten_advantages": algorithm.whiten_advantages,
@@ -133,13 +134,13 @@ def waits_for_batch(algorithm: AlgorithmSection) -> str:
 
 
 def scores_needed(algorithm: AlgorithmSection) -> bool:
-    """Whether the models must be asked about the samples before the step: with one update its own forward pass says as much."""
+    """Return whether the models must score the samples before the step; a single update's forward pass suffices."""
     recompute = algorithm.correction != "none" and algorithm.prox_logp_method == "recompute" and num_updates(algorithm) > 1
     return recompute or kl_in_reward(algorithm) or algorithm.critic.enabled
 
 
 def _full(trajectory: wire.Trajectory, values: Any) -> FloatArray:
-    """(T,) of the sampled tokens to (n,), 0 elsewhere."""
+    """Scatter (T,) values of the sampled tokens to (n,), 0 elsewhere."""
     found = np.zeros(len(trajectory.loss_mask.array()))
     found[sampled_positions(trajectory)] = values
     return found

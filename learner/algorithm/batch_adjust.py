@@ -1,6 +1,6 @@
-"""A step's samples brought to a number that can be divided: into minibatches of equal size. Pure.
+"""Adjusts the number of a step's samples so that it divides into minibatches of equal size. Pure.
 
-Micro-batches need none of this, for gradients are exact over whatever a minibatch holds.
+Micro-batches do not need this, because gradients are exact over a whole minibatch.
 """
 
 from __future__ import annotations
@@ -14,17 +14,14 @@ Mode = Literal["copy", "delete", "auto", "random_sample"]
 
 
 def adjust(samples: Sequence[T], divisor: int, mode: Mode, seed: int) -> list[T]:
-    """The samples, in their order, so many that ``divisor`` divides their number.
+    """Return the samples, in their order, with their number adjusted to a multiple of ``divisor``.
 
     Args:
-        divisor: at least 1.
-        mode: ``copy`` appends samples drawn at random, each at most once more than any other; ``delete`` takes samples drawn at random
-            away, none where that would leave nothing; ``auto`` does whichever changes fewer, ``copy`` on a tie and below ``divisor``;
-            ``random_sample`` draws the next lower multiple with replacement, or ``divisor`` of fewer.
+        divisor: at least 1; if it divides the number already, nothing changes.
+        mode: ``copy`` appends samples drawn at random, each at most once more than any other; ``delete`` removes
+            samples drawn at random, unless that would leave none; ``auto`` picks the mode that changes fewer, ``copy``
+            on a tie and below ``divisor``; ``random_sample`` draws the next lower multiple (at least ``divisor``).
         seed: of the draw; the same seed and number of samples draw the same.
-
-    Returns:
-        The samples themselves where their number divides already, whatever the mode.
     """
     n = len(samples)
     excess = n % divisor

@@ -6,11 +6,11 @@ from broker.contract import wire
 
 
 def episodes(group: wire.Group) -> list[wire.Trajectory]:
-    """One trajectory per episode, the last where an episode is cut into several, in order of the episodes; without greedy baselines."""
+    """Return the last trajectory of each episode, in order of the episodes, without greedy baselines."""
     last = {trajectory.episode: trajectory for trajectory in group.trajectories if not trajectory.greedy}
     return [last[number] for number in sorted(last)]
 
 
 def episode_rewards(group: wire.Group) -> tuple[float, ...]:
-    """Each episode's total reward."""
+    """Return each episode's total reward."""
     return tuple(trajectory.reward for trajectory in episodes(group))

@@ -1,4 +1,4 @@
-"""Estimators of the divergence from a reference policy, from the logprobs of sampled tokens alone.
+"""Estimates the divergence from a reference policy from the logprobs of sampled tokens.
 
 Schulman, "Approximating KL divergence" (2020). With d = log p - log ref, for tokens sampled from p:
 k1 = d is unbiased and may be negative; k2 = d^2 / 2 is biased, never negative, and has the gradient of the true divergence;
@@ -16,10 +16,10 @@ from learner.algorithm.losses.base import MAX_LOG_RATIO
 
 
 def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
-    """KL(p || ref) of each token, in nats.
+    """Return KL(p || ref) of each token, in nats.
 
     Args:
-        logprobs: (T,) under the policy being trained, with gradient.
+        logprobs: (T,) under the trained policy, with gradient.
         ref_logprobs: (T,) under the reference.
         estimator: k1, k2 or k3; in k3 the exponent is clamped to ±20.
 
@@ -38,12 +38,12 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor
 
 @dataclass
 class Coefficient:
-    """The weight of the divergence; fixed, or following a target. Ziegler et al. (arXiv 1909.08593), section 2.2.
+    """Weight of the divergence, fixed or adaptive. Ziegler et al. (arXiv 1909.08593), section 2.2.
 
     Attributes:
-        value: the weight now.
-        target: nats per token to hold, None for a fixed weight.
-        horizon: sequences over which the weight follows.
+        value: the current weight.
+        target: target in nats per token, None for a fixed weight.
+        horizon: sequences over which the weight adapts.
     """
 
     value: float
@@ -51,7 +51,7 @@ class Coefficient:
     horizon: float = 10000.0
 
     def update(self, kl: float, num_sequences: int) -> None:
-        """Take in a step: ``value *= 1 + clip(kl / target - 1, -0.2, 0.2) * num_sequences / horizon``."""
+        """Apply a step: ``value *= 1 + clip(kl / target - 1, -0.2, 0.2) * num_sequences / horizon``."""
         if self.target is not None:
             error = min(max(kl / self.target - 1.0, -0.2), 0.2)
             self.value *= 1.0 + error * num_sequences / self.horizon

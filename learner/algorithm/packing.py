@@ -1,4 +1,4 @@
-"""Where micro-batches begin and end. Pure: decided by the order of the log and the samples' lengths, never by arrival time."""
+"""Cuts samples into micro-batches, by the order of the log and their lengths, never by arrival time. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 class Sized(Protocol):
-    """Anything that a forward pass reads ``num_inputs`` tokens of."""
+    """Object of which a forward pass reads ``num_inputs`` tokens."""
 
     @property
     def num_inputs(self) -> int: ...
@@ -19,14 +19,14 @@ S = TypeVar("S", bound=Sized)
 
 
 class Cutter(Generic[S]):
-    """Takes samples one at a time in log order and gives back a micro-batch as soon as it is full.
+    """Cutter of samples, added in log order, into full micro-batches.
 
-    A micro-batch costs its rows times its longest row, in tokens, as rows are padded to the longest; packed, it costs its tokens.
-    A sample that alone exceeds the budget gets a micro-batch of its own; one without trained tokens is left out, as nothing depends on it.
+    A micro-batch costs its rows times its longest row, in tokens, as rows are padded to the longest; packed, it costs
+    its tokens. A sample above the budget gets its own micro-batch; one without trained tokens is left out.
 
     Args:
         budget: tokens of a micro-batch, padding included.
-        packed: rows are packed, so there is none.
+        packed: whether rows are packed, without padding.
     """
 
     def __init__(self, budget: int, *, packed: bool = False) -> None:
@@ -37,7 +37,7 @@ class Cutter(Generic[S]):
         self._longest = self._tokens = 0
 
     def add(self, sample: S) -> list[S] | None:
-        """The micro-batch before this sample, if the sample no longer fits in it."""
+        """Add a sample; return the micro-batch before it, if the sample no longer fits in it."""
         if sample.num_inputs == 0:
             return None
         full = self.flush() if self._held and self._cost(sample.num_inputs) > self.budget else None
@@ -47,29 +47,28 @@ class Cutter(Generic[S]):
         return full
 
     def flush(self) -> list[S] | None:
-        """What is left, at the end of a step; None if nothing is."""
+        """Return the last micro-batch of a step, None if it is empty."""
         held, self._held, self._longest, self._tokens = self._held, [], 0, 0
         return held or None
 
     def _cost(self, following: int) -> int:
-        """Of what is held and one more sample."""
         if self._packed:
             return self._tokens + following
         return max(self._longest, following) * (len(self._held) + 1)
 
 
 def cut(samples: Sequence[S], budget: int, *, packed: bool = False) -> list[list[S]]:
-    """All micro-batches of a sequence of samples at once."""
+    """Return all micro-batches of a sequence of samples."""
     cutter = Cutter[S](budget, packed=packed)
     batches = [batch for sample in samples if (batch := cutter.add(sample))]
     return batches + ([rest] if (rest := cutter.flush()) else [])
 
 
 def minibatches(samples: Sequence[S], count: int, seed: Sequence[int]) -> list[list[S]]:
-    """One pass over a step's samples in ``count`` parts of like size, fewer where there are fewer samples, but at least one.
+    """Return a step's samples in ``count`` shuffled parts of similar size; fewer for fewer samples, but at least one.
 
     Args:
-        seed: of the order; one part keeps that of the samples.
+        seed: of the order; a single part is not shuffled.
     """
     if count == 1 or len(samples) < 2:
         return [list(samples)]
@@ -78,8 +77,8 @@ def minibatches(samples: Sequence[S], count: int, seed: Sequence[int]) -> list[l
 
 
 def by_length(samples: Sequence[S], budget: int, *, packed: bool = False) -> list[list[S]]:
-    """A micro-batch in slices of like lengths, each within ``budget`` tokens: less padding, and activations that fit a cache.
+    """Cut a micro-batch into slices of similar lengths within ``budget`` tokens, for less padding and cache use.
 
-    The gradient is a sum over rows, so slicing does not change what is trained.
+    The gradient is a sum over rows, so slicing does not change it.
     """
     return cut(sorted(samples, key=lambda sample: sample.num_inputs), budget, packed=packed)

@@ -1,4 +1,4 @@
-"""One training sequence as the learner holds it: a trajectory's columns, unpacked, with its advantages beside them."""
+"""Defines training samples: unpacked trajectories with their advantages."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, eq=False)
 class TrainSample:
-    """All arrays have shape (n,), n being the tokens of the whole conversation; what stands in a masked position is never read."""
+    """One training sequence of n tokens; all arrays have shape (n,), and masked positions are never read."""
 
     token_ids: Array  # int32
-    loss_mask: Array  # uint8, 1 where a token is trained; 0 at position 0, which nothing predicts
-    rollout_logprobs: Array  # float32, natural log, of the distribution that was sampled from
+    loss_mask: Array  # uint8, 1 for trained tokens; 0 at position 0, which is never predicted
+    rollout_logprobs: Array  # float32, natural log, of the sampling distribution
     versions: Array  # int32, policy version that sampled the token, -1 where the mask is 0
     advantages: Array  # float32
     group: int  # ticket number
     reward: float
-    temperature: float = 1.0  # logits are divided by it, as they were in sampling
+    temperature: float = 1.0  # divides the logits, as in sampling
     proximal_logprobs: Array | None = None  # float32, under the policy at the start of the step; None: not recomputed
-    values: Array | None = None  # float32, the critic's at the start of the step, of the state in which the token was sampled
-    returns: Array | None = None  # float32, what the critic is to learn
+    values: Array | None = None  # float32, the critic's at the start of the step, of each token's state
+    returns: Array | None = None  # float32, targets of the critic
 
     def __post_init__(self) -> None:
         n = len(self.token_ids)
@@ -40,29 +40,29 @@ class TrainSample:
             if (found := getattr(self, name)) is not None and found.shape != (n,):
                 raise ValueError(f"{name} has shape {found.shape}, expected ({n},)")
         if n and self.loss_mask[0]:
-            raise ValueError("loss_mask is 1 at position 0, which nothing predicts")
+            raise ValueError("loss_mask is 1 at position 0, which is never predicted")
         if not self.temperature > 0:
             raise ValueError(f"temperature {self.temperature} is not above 0: greedy tokens have no gradient")
 
     @cached_property
     def positions(self) -> Array:
-        """Where the mask is 1, ascending, shape (num_tokens,) int64."""
+        """Positions where the mask is 1, ascending, (num_tokens,) int64."""
         return np.flatnonzero(self.loss_mask)
 
     @property
     def num_tokens(self) -> int:
-        """Trained tokens."""
+        """Number of trained tokens."""
         return len(self.positions)
 
     @property
     def num_inputs(self) -> int:
-        """Tokens a forward pass must read: all before the last trained one, which is only predicted. 0 if none is trained."""
+        """Number of tokens that a forward pass reads: all before the last trained one, 0 if none is trained."""
         return int(self.positions[-1]) if len(self.positions) else 0
 
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """What the models say about a sample's T trained tokens before the step; None what was not asked for."""
+    """Scores of a sample's T trained tokens before the step; None if not computed."""
 
     logprobs: Array | None = None  # (T,) float32, under the policy
     kl: Array | None = None  # (T,) float32, estimate of the divergence from the reference, in nats
@@ -76,7 +76,7 @@ def from_trajectory(
 
     Args:
         trajectory: has passed ``checks.check_trajectory``.
-        advantages: (n,) one value per token; those of masked positions are ignored.
+        advantages: (n,), one value per token; masked positions are ignored.
         group: ticket number.
         temperature: of the sampling.
         trained: False masks every token.
@@ -86,7 +86,7 @@ def from_trajectory(
     versions = np.full(len(sampled), -1, np.int32)
     versions[sampled] = np.repeat(runs[:, 0], runs[:, 1])
     mask = sampled.copy()
-    mask[:1] = False  # sampled from an empty context: no model gives it a logprob
+    mask[:1] = False  # sampled from an empty context, so it has no logprob
     if not trained:
         mask[:] = False
     return TrainSample(
@@ -102,13 +102,11 @@ def from_trajectory(
 
 
 def from_group(group: wire.Group, advantages: Sequence[Array], *, temperature: float = 1.0) -> list[TrainSample]:
-    """One sample per trajectory, in the group's order.
-
-    Greedy baselines get no trained tokens.
+    """Return one sample per trajectory, in the group's order; greedy baselines have no trained tokens.
 
     Args:
         group: scored.
-        advantages: one array per trajectory, as an estimator of ``learner.algorithm.advantages`` gives them.
+        advantages: one array per trajectory, from an estimator of ``learner.algorithm.advantages``.
         temperature: of the domain's sampling.
     """
     pairs = zip(group.trajectories, advantages, strict=True)

@@ -1,4 +1,4 @@
-"""Which of a step's groups are trained on. Pure. Wang et al., RAGEN (arXiv 2504.20073): StarPO-S."""
+"""Selects the groups of a step that are trained on. Pure. Wang et al., RAGEN (arXiv 2504.20073): StarPO-S."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from learner.algorithm.advantages.base import rewards_of
 
 
 def most_varied(groups: Sequence[wire.Group], keep_fraction: float) -> list[wire.Group]:
-    """The groups of highest reward variance, in their own order: ``ceil(keep_fraction * n)`` of n; of equals the earlier ones.
+    """Return the ``ceil(keep_fraction * n)`` of n groups with the highest reward variance, in order; ties: the first.
 
     Args:
         keep_fraction: above 0, at most 1.
@@ -24,8 +24,8 @@ def most_varied(groups: Sequence[wire.Group], keep_fraction: float) -> list[wire
 
 
 def num_kept(num_groups: int, keep_fraction: float) -> int:
-    """How many of a step's groups are trained on: ``ceil(keep_fraction * num_groups)``."""
-    return math.ceil(keep_fraction * num_groups - 1e-9)  # 0.3 * 10 is a little more than 3
+    """Return how many of a step's groups are trained on: ``ceil(keep_fraction * num_groups)``."""
+    return math.ceil(keep_fraction * num_groups - 1e-9)  # 0.3 * 10 is slightly more than 3
 
 
 def _variance(group: wire.Group) -> float:

@@ -1,4 +1,4 @@
-"""Sums and means over each sequence of a flat row of tokens, given back at every token of it."""
+"""Computes sums and means over each sequence of a flat row of tokens, at every token."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from torch import Tensor
 
 
 def sequence_sum(values: Tensor, sequence: Tensor, num_sequences: int) -> Tensor:
-    """The sum over a token's sequence, at every token.
+    """Return the sum over a token's sequence, at every token.
 
     Args:
         values: (T,).
-        sequence: (T,) int64, which sequence a token belongs to; all of a sequence's tokens must be here.
-        num_sequences: how many there are.
+        sequence: (T,) int64, index of each token's sequence; must hold all tokens of a sequence.
+        num_sequences: number of sequences.
 
     Returns:
         (T,)
@@ -22,5 +22,5 @@ def sequence_sum(values: Tensor, sequence: Tensor, num_sequences: int) -> Tensor
 
 
 def sequence_mean(values: Tensor, sequence: Tensor, num_sequences: int) -> Tensor:
-    """The mean over a token's sequence, at every token; as ``sequence_sum``."""
+    """Return the mean over a token's sequence, at every token; see ``sequence_sum``."""
     return sequence_sum(values, sequence, num_sequences) / torch.bincount(sequence, minlength=num_sequences)[sequence]

@@ -1,7 +1,7 @@
-"""What happens to rewards before an estimator sees them: penalties, then normalisation, then the clip. Pure.
+"""Shapes rewards before the estimator: penalties, then normalization, then clipping. Pure.
 
-Turn rewards follow the trajectory's: penalties for a turn are taken off that turn, a scale applies to all, and whatever else the
-total has changed by comes after the last turn, where the estimators look for it.
+Turn rewards follow the trajectory's: penalties for a turn are subtracted from that turn, a scale applies to all, and
+the rest of the total's change comes after the last turn, where the estimators expect it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ EPS: Final = 1e-6
 
 
 def shape(groups: Sequence[wire.Group], algorithm: AlgorithmSection) -> list[wire.Group]:
-    """The groups with their rewards as the algorithm wants them; reward normalisation over what it is given.
+    """Return the groups with shaped rewards, normalized over these groups.
 
-    Greedy baselines are shaped like the rest, but have no part in means and spreads.
+    Greedy baselines are shaped like the rest, but do not count in means and standard deviations.
     """
     penalised = [_replace(group, [_penalise(trajectory, algorithm) for trajectory in group.trajectories]) for group in groups]
     if algorithm.reward_normalization.norm_mean_type or algorithm.reward_normalization.norm_std_type:
@@ -37,18 +37,18 @@ def shape(groups: Sequence[wire.Group], algorithm: AlgorithmSection) -> list[wir
 
 
 def needs_batch(normalization: RewardNormalization) -> bool:
-    """Whether a group alone does not suffice to normalise its rewards."""
+    """Return whether normalizing a group's rewards needs the whole batch."""
     types = {normalization.norm_mean_type, normalization.norm_std_type} - {None}
     return bool(types) and not (normalization.grouping == "traj_group_id" and types == {"group"})
 
 
 def overlong_penalty(length: int, max_length: int, buffer: int, factor: float = 1.0) -> float:
-    """``min(-(length - (max_length - buffer)) / buffer * factor, 0)``, at least ``-factor``. Yu et al., DAPO (arXiv 2503.14476).
+    """Return ``min(-(length - (max_length - buffer)) / buffer * factor, 0)``, at least ``-factor`` (arXiv 2503.14476).
 
     Args:
         length: sampled tokens.
-        max_length: where the penalty is full, in tokens.
-        buffer: tokens before it over which it grows.
+        max_length: tokens at which the penalty is full.
+        buffer: tokens before that over which it grows.
     """
     return max(min(-(length - (max_length - buffer)) / buffer * factor, 0.0), -factor)
 
@@ -56,14 +56,14 @@ def overlong_penalty(length: int, max_length: int, buffer: int, factor: float = 
 def normalise(
     rewards: FloatArray, keys: Sequence[object], mean_type: str | None, std_type: str | None, counted: Sequence[bool] | None = None
 ) -> tuple[FloatArray, FloatArray]:
-    """Shift and scale of each reward, (B,) each: the normalised ones are ``(R - shift) / scale``.
+    """Return shift and scale of each reward, (B,) each: normalized rewards are ``(R - shift) / scale``.
 
     Args:
         rewards: (B,), one value per sample.
-        keys: which rewards belong together; ``group`` means those of the same key.
-        mean_type: whose mean is the shift: group, batch, or None for 0.
-        std_type: whose standard deviation plus 1e-6 is the scale, ddof 1, likewise; 1 where there is none: one reward, or equal ones.
-        counted: False where a reward has no part in means and spreads.
+        keys: rewards of the same key form a group.
+        mean_type: shift by the mean of the group, the batch, or None for 0.
+        std_type: scale by the standard deviation (ddof 1) plus 1e-6, likewise; 1 for equal rewards.
+        counted: False excludes a reward from means and standard deviations.
     """
     kept = np.ones(len(rewards), bool) if counted is None else np.array(counted, bool)
     numbers = {key: i for i, key in enumerate(dict.fromkeys(keys))}
@@ -88,7 +88,7 @@ def _spread(values: FloatArray) -> float:
 
 
 def minus_kl(trajectory: wire.Trajectory, kl: FloatArray) -> wire.Trajectory:
-    """The trajectory with a penalty taken off its reward and off the turn in which each token stands.
+    """Subtract a penalty per token from a trajectory's reward and from the turns of the tokens.
 
     Args:
         kl: (T,) of the sampled tokens, in the reward's unit.
@@ -100,7 +100,7 @@ def minus_kl(trajectory: wire.Trajectory, kl: FloatArray) -> wire.Trajectory:
 
 
 def is_truncated(trajectory: wire.Trajectory) -> bool:
-    """Whether the trajectory, or its last turn, was cut for its length."""
+    """Return whether the trajectory, or its last turn, was truncated."""
     return trajectory.end == "length" or (bool(trajectory.turns) and trajectory.turns[-1].finish_reason == "length")
 
 
@@ -130,7 +130,7 @@ def _normalise(groups: Sequence[wire.Group], section: RewardNormalization) -> li
 
 
 def _key(group: wire.Group, trajectory: wire.Trajectory, grouping: str) -> object:
-    """``state``: the observation first acted on, in one domain; without anchors, the ticket. ``inductive``: the kind of task."""
+    """Return the key of a trajectory's group; ``state`` is the first observation acted on, or without it the ticket."""
     if grouping == "batch":
         return 0
     if grouping == "inductive":

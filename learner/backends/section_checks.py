@@ -10,10 +10,10 @@ from learner.config import DeepspeedSection
 
 
 def check_deepspeed(train: Mapping[str, Any]) -> None:
-    """What a section ``train`` asks of DeepSpeed.
+    """Check the DeepSpeed options of a section ``train``.
 
     Raises:
-        ConfigError: it is not the backend, or asked for what the stage has not.
+        ConfigError: if DeepSpeed is not the backend, or the stage does not support an option.
     """
     section = train["deepspeed"]
     if train["backend"] != "deepspeed":
@@ -28,10 +28,10 @@ def check_deepspeed(train: Mapping[str, Any]) -> None:
 
 
 def check_megatron(train: Mapping[str, Any]) -> None:
-    """What a section ``train`` asks of Megatron-core.
+    """Check the Megatron-core options of a section ``train``.
 
     Raises:
-        ConfigError: it is not the backend, or the ranks cannot be divided so.
+        ConfigError: if Megatron is not the backend, or the number of ranks does not divide.
     """
     section = train["megatron"]
     if train["backend"] != "megatron":

@@ -1,1 +1,1 @@
-"""Checkpoints: when they are due, what is in them, and how they are written beside training."""
+"""Checkpoints: their schedule, their contents, and writing them during training."""

@@ -1,8 +1,8 @@
-"""Checkpoints: a folder that transformers loads, and beside the weights all that the next step depends on.
+"""Reads and writes checkpoints: folders that transformers loads, with the learner's state.
 
-``checkpoints/step-000020/`` holds the model in Hugging Face format and ``learner/``: ``state.safetensors`` (optimizer, schedule,
-RNG) and ``learner.json`` (ledger, log position, epoch). It is written into a temporary folder, synced and renamed, so what stands
-under its name is whole, whatever dies and whenever.
+``checkpoints/step-000020/`` holds the model in Hugging Face format and ``learner/``: ``state.safetensors`` (optimizer,
+schedule, RNG) and ``learner.json`` (ledger, log position, epoch). It is written into a temporary folder, synced and
+renamed, so a folder of that name is always complete.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NAME = re.compile(r"step-(\d{6,})")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One that was found on disk."""
+    """A checkpoint on disk."""
 
     path: Path
     step: int
@@ -36,15 +36,15 @@ class Checkpoint:
 
 
 def write(folder: Path, backend: Backend, ledger: dict[str, Any], epoch: int) -> Path:
-    """Take and write one at once; the backend must be between two steps.
+    """Take and write a checkpoint now; the backend must be between two steps.
 
     Args:
         folder: ``runs/<name>/checkpoints``.
-        ledger: as it was dumped between the same two steps.
+        ledger: dumped between the same two steps.
         epoch: incarnation of the learner that writes.
 
     Raises:
-        OSError: no space, for example.
+        OSError: if the folder cannot be written.
     """
     work = stage(folder, backend, backend.snapshot(), ledger, epoch)
     try:
@@ -54,10 +54,10 @@ def write(folder: Path, backend: Backend, ledger: dict[str, Any], epoch: int) ->
 
 
 def stage(folder: Path, backend: Backend, snapshot: Snapshot, ledger: dict[str, Any], epoch: int) -> Path:
-    """Write a snapshot into a temporary folder and sync it; from any thread, while the backend trains on.
+    """Write a snapshot into a temporary folder and sync it; from any thread, while the backend trains.
 
     Raises:
-        OSError: no space, for example; nothing is left then.
+        OSError: if the folder cannot be written; nothing is left behind.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -81,33 +81,33 @@ def stage(folder: Path, backend: Backend, snapshot: Snapshot, ledger: dict[str, 
 
 
 def commit(work: Path, folder: Path, step: int) -> Path:
-    """Give a staged folder its name; it is the run's newest checkpoint once this returns, whatever dies then."""
+    """Rename a staged folder, which makes it the run's newest checkpoint."""
     target = folder / name_of(step)
     finish_folder(work, target)
     return target
 
 
 def discard(work: Path) -> None:
-    """Delete a staged folder unless it was committed."""
+    """Delete a staged folder unless committed."""
     shutil.rmtree(work, ignore_errors=True)
 
 
 def name_of(step: int) -> str:
-    """Of the folder of a step's checkpoint."""
+    """Return the name of the folder of a step's checkpoint."""
     return f"step-{step:06d}"
 
 
 def _os_error(error: Exception) -> Exception:
-    """What the operating system said inside an error of safetensors; that error itself if it was something else."""
+    """Return the operating system's error inside an error of safetensors, else that error itself."""
     code = re.search(r"os error (\d+)", str(error))
     return OSError(int(code[1]), os.strerror(int(code[1]))) if code else error
 
 
 def load_state(checkpoint: Checkpoint, backend: Backend) -> None:
-    """Give a backend that was built from ``checkpoint.path`` its optimizer, schedule and RNG back.
+    """Restore optimizer, schedule and RNG of a backend that was built from ``checkpoint.path``.
 
     Raises:
-        UserError: the file is damaged.
+        UserError: if the file is damaged.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -121,26 +121,26 @@ def load_state(checkpoint: Checkpoint, backend: Backend) -> None:
 
 
 def found(folder: Path) -> list[Path]:
-    """All checkpoints of a run, oldest first."""
+    """Return all checkpoints of a run, oldest first."""
     named = [(int(match[1]), path) for path in folder.glob("step-*") if (match := _NAME.fullmatch(path.name)) and path.is_dir()]
     return [path for _, path in sorted(named)]
 
 
 def newest(folder: Path) -> Checkpoint | None:
-    """The one to resume from, None when there is none.
+    """Return the checkpoint to resume from, None if there is none.
 
     Raises:
-        UserError: it cannot be read, or another version of this program wrote it.
+        UserError: if it cannot be read, or another version of rlearner wrote it.
     """
     paths = found(folder)
     return read(paths[-1]) if paths else None
 
 
 def read(path: Path) -> Checkpoint:
-    """What a checkpoint says about itself.
+    """Return a checkpoint without its weights.
 
     Raises:
-        UserError: it cannot be read, or another version of this program wrote it.
+        UserError: if it cannot be read, or another version of rlearner wrote it.
     """
     file = path / "learner" / "learner.json"
     try:
@@ -156,7 +156,7 @@ def read(path: Path) -> Checkpoint:
 
 
 def prune(folder: Path, keep: int) -> list[Path]:
-    """Delete all but the newest ``keep``; those that stay, oldest first."""
+    """Delete all but the newest ``keep`` checkpoints; return those kept, oldest first."""
     paths = found(folder)
     for path in paths[:-keep]:
         remove_folder(path)
@@ -164,6 +164,6 @@ def prune(folder: Path, keep: int) -> list[Path]:
 
 
 def tidy(folder: Path) -> None:
-    """Delete what was left half written by a learner that was killed; nobody else may be writing."""
+    """Delete folders that a killed learner left half written; no other process may be writing."""
     for path in folder.glob(".step-*"):
         shutil.rmtree(path, ignore_errors=True)

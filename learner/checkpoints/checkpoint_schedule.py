@@ -1,23 +1,23 @@
-"""When a checkpoint is due. Pure; it decides only when one is written, never what is trained."""
+"""Decides when a checkpoint is due. Pure; it never affects what is trained."""
 
 from __future__ import annotations
 
 
 class Due:
-    """Due at steps that ``every_steps`` divides, and at the first step that ends ``every_s`` after the newest one was taken.
+    """Schedule: due at multiples of ``every_steps``, and at the first step that ends ``every_s`` after the newest one.
 
-    A checkpoint that falls due while another is being written stays due: it is taken at the first step that ends after that write,
-    with the state of that step. So at most one copy of the state is held in memory.
+    A checkpoint that becomes due while another is being written stays due: it is taken at the first step that ends
+    after that write, with the state of that step. So memory holds at most one copy of the state.
 
     Args:
         every_steps: 0 never.
         every_s: 0 never.
-        now: seconds on any clock that does not go back.
-        ahead: how many may fall due while writing fails before training waits for it.
+        now: seconds of any monotonic clock.
+        ahead: how many may become due while writing fails before training waits.
 
     Attributes:
-        due: one should be taken.
-        missed: how many fell due since writing began to fail.
+        due: whether one should be taken.
+        missed: how many became due since writing began to fail.
     """
 
     def __init__(self, every_steps: int, every_s: float, now: float, ahead: int) -> None:
@@ -27,7 +27,7 @@ class Due:
         self.missed = 0
 
     def completed(self, step: int, now: float, *, failing: bool) -> None:
-        """A step was completed, while writing the one before fails or not."""
+        """Count a completed step; ``failing`` if the previous checkpoint cannot be written."""
         by_step = self._every_steps > 0 and step % self._every_steps == 0
         by_clock = self._every_s > 0 and now - max(self._taken_at, self._due_at) >= self._every_s
         self.missed = self.missed + int(by_step or by_clock) if failing else 0
@@ -35,13 +35,13 @@ class Due:
             self.due, self._due_at = True, now
 
     def press(self) -> None:
-        """One is needed although no schedule asks for it."""
+        """Make a checkpoint due now."""
         self.due = True
 
     def must_wait(self, *, failing: bool) -> bool:
-        """Whether training has run on as far as it may while nothing can be written."""
+        """Return whether training must wait because too many checkpoints could not be written."""
         return failing and self.missed >= self._ahead
 
     def taken(self, now: float) -> None:
-        """The state of this step was copied."""
+        """Note that the state of this step was copied."""
         self.due, self._taken_at = False, now

@@ -1,4 +1,4 @@
-"""Checkpoints off the critical path: training waits for a copy in memory, a thread writes it while training goes on."""
+"""Writes checkpoints in the background: training waits only for a copy in memory."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PARTING_S: Final = 10.0  # longest wait for a broker that is not there, at the end
+PARTING_S: Final = 10.0  # longest wait for an unreachable broker, at the end
 
 
 class Saver:
-    """Writes one checkpoint at a time; prunes and trims the log only behind those that are on disk.
+    """Writer of one checkpoint at a time; prunes and trims the log only behind those on disk.
 
     Args:
         folder: ``runs/<name>/checkpoints``.
         written: step of the newest checkpoint there, -1 if there is none.
-        say: told when training has to wait, and an empty text when that is over.
-        pressed: whether the broker's store needs the log trimmed soon, whatever the schedule.
+        say: receives a text when training has to wait, and an empty one afterwards.
+        pressed: returns whether the broker's store needs the log trimmed soon, regardless of the schedule.
     """
 
     def __init__(
@@ -65,23 +65,23 @@ class Saver:
         self._times: dict[str, float] = {}
 
     def values(self) -> dict[str, float]:
-        """Metrics since the last call: seconds that training waited for the copy, seconds that writing took."""
+        """Return metrics since the last call: seconds that training waited for the copy, seconds of writing."""
         times, self._times = self._times, {}
         return {"time/checkpoint": 0.0} | times
 
     async def open(self) -> None:
-        """Trim what an earlier life, which may have been killed before it could, has left."""
+        """Trim the log, in case an earlier incarnation was killed before it could."""
         if kept := checkpoint.found(self._folder):
             try:
                 await self._trim(kept[0])
-            except UserError as error:  # the oldest one is not what the run resumes from
+            except UserError as error:  # the run does not resume from the oldest one
                 log.warning("%s; the log is not trimmed behind it", error)
 
     async def relieve(self) -> None:
-        """Trim the log behind the newest checkpoint, once for each; nothing is left for resuming from the older ones.
+        """Trim the log behind the newest checkpoint, once for each; the run cannot be resumed from older ones then.
 
         Raises:
-            Fenced: a newer learner holds the run.
+            Fenced: if a newer learner holds the run.
         """
         if self._written > self._relieved and len(kept := checkpoint.found(self._folder)) > 1:
             self._relieved = self._written
@@ -91,10 +91,10 @@ class Saver:
             await self._trim(kept[-1])
 
     async def at_boundary(self, ledger: dict[str, Any]) -> None:
-        """A step was completed: take a checkpoint if one is due and none is being written.
+        """Take a checkpoint after a completed step if one is due and none is being written.
 
         Args:
-            ledger: as it was dumped at this boundary.
+            ledger: dumped at this boundary.
         """
         self._due.completed(ledger["version"], time.monotonic(), failing=self._failing)
         if self._pressed():
@@ -107,15 +107,15 @@ class Saver:
     async def finish(self, ledger: dict[str, Any]) -> None:
         """Write the state of the last boundary unless that is done; return when it is on disk.
 
-        Asked to stop while there is no broker it writes none, for nobody can say whether the run is still ours: the next life goes on
-        from the one before, and the log.
+        On a stop without a reachable broker none is written, because another learner may hold the run: the next
+        incarnation resumes from the previous checkpoint and the log.
 
         Raises:
-            UserError: the folder cannot be written, and a stop is asked for.
-            Fenced: a newer learner holds the run.
+            UserError: if the folder cannot be written, and a stop is requested.
+            Fenced: if a newer learner holds the run.
         """
         if self._stop.asked.is_set() and not await self._is_ours():
-            log.warning("no broker says whether the run is still ours, so no checkpoint of step %d is written", ledger["version"])
+            log.warning("no broker confirms that the run is ours: no checkpoint of step %d is written", ledger["version"])
             if self._writing is not None:
                 self._writing.cancel()
             return
@@ -136,7 +136,7 @@ class Saver:
         return True
 
     async def close(self) -> None:
-        """Wait until nothing is being written; what went wrong was raised already."""
+        """Wait until nothing is being written; errors were raised already."""
         if self._writing is not None:
             await asyncio.wait({self._writing})
 
@@ -149,7 +149,6 @@ class Saver:
         return self._busy and bool(self._patience.reason)
 
     async def _wait_for_space(self) -> None:
-        """Training has run on as far as it may."""
         assert self._writing is not None
         log.error("%s: training waits until a checkpoint can be written", self._folder)
         self._say(f"{self._patience.reason}; training waits")
@@ -163,7 +162,7 @@ class Saver:
 
     async def _take(self, ledger: dict[str, Any]) -> None:
         if self._writing is not None:
-            await self._writing  # done; raises what went wrong
+            await self._writing  # done; raises its error
         began = time.monotonic()
         snapshot = await self._training.call(self._training.backend.snapshot)
         self._times["time/checkpoint"] = time.monotonic() - began
@@ -175,10 +174,10 @@ class Saver:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._stop.request(f"{type(error).__name__}: {error}")
 
-    # -------------------------------------------------------------------------------------- beside training
+    # ---------------------------------------------------------------------------------- during training
 
     async def _write(self, snapshot: Snapshot, ledger: dict[str, Any]) -> None:
-        """Write one, delete the oldest, and trim the log behind those that are kept."""
+        """Write a checkpoint, delete the oldest, and trim the log behind those that are kept."""
         await self._records.sync()
         began = time.monotonic()
         path = await self._patience(lambda: self._try(snapshot, ledger))
@@ -196,11 +195,11 @@ class Saver:
         await self._bus.trim_parts(SAMPLES, keep=ledger.may_read)
 
     async def _try(self, snapshot: Snapshot, ledger: dict[str, Any]) -> Path:
-        """Write it under a hidden name, make sure that the run is still ours, give it its name.
+        """Write a checkpoint under a hidden name, check that the run is still ours, and rename it.
 
         Raises:
-            OSError: no space, for example; nothing is left then.
-            Fenced: a newer learner holds the run.
+            OSError: if the folder cannot be written; nothing is left behind.
+            Fenced: if a newer learner holds the run.
         """
         await self._watch.refuse_if_fenced()
         arguments = (self._folder, self._training.backend, snapshot, ledger, self._watch.epoch)

@@ -1,1 +1,1 @@
-"""Who was granted a group and what became of it: the ledger, tickets, and the records that end them."""
+"""Tickets and their outcomes: the ledger, the tickets on the broker, and the records that end them."""

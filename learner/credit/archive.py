@@ -1,10 +1,10 @@
-"""``runs/<name>/samples/``: the records that the learner consumed, byte for byte as they stood in the log (``samples.keep``).
+"""Archives the records that the learner consumed, byte for byte, in ``runs/<name>/samples/``.
 
-From it ``rlearner trace``, ``rlearner audit`` and a replay work without a broker. A file is named by its first record's sequence and
-holds frames: magic, sequence, ticket header, length, digest, then the record's bytes. ``<sequence>.paused`` says that from there
-on, and up to the next file, nothing was archived (``samples.keep`` was off). Records of the log never change, so whoever
-writes a frame twice writes the same one; a reader leaves a file where the next one begins. A file is bounded in bytes and in frames,
-so that finding a record in it costs no more in an old run than in a young one.
+With it (``samples.keep``) ``rlearner trace``, ``rlearner audit`` and a replay work without a broker. A file is named by
+its first record's sequence and holds frames: magic, sequence, ticket header, length, digest, then the record's bytes.
+``<sequence>.paused`` marks that from there up to the next file nothing was archived (``samples.keep`` was off). Records
+never change, so a frame written twice is the same; a reader stops in a file where the next one begins. Files are
+bounded in bytes and frames, so that finding a record costs the same however long the run.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ FOLDER: Final = "samples"
 SUFFIX: Final = ".frames"
 PAUSED: Final = ".paused"
 MAGIC: Final = b"RLS1"
-MAX_FRAMES: Final = 2**14  # in one file: to find a record, the headers before it are read, about 20 ms
+MAX_FRAMES: Final = 2**14  # per file: finding a record reads the headers before it, about 20 ms
 _HEADER: Final = struct.Struct("<4sQqI8s")  # magic, sequence, ticket, bytes of the record, its digest
 
 
 @dataclass(frozen=True)
 class Frame:
-    """One archived record; with ``error`` set, what follows in its file is lost."""
+    """One archived record; if ``error`` is set, the rest of its file is lost."""
 
     seq: int
     ticket: int  # from the record's header, 0 if absent
@@ -41,18 +41,18 @@ class Frame:
     error: str = ""
 
     def record(self) -> LogRecord:
-        """As the log's reader would have given it."""
+        """Return the record as the log reader would."""
         message, error = decode(self.data, SAMPLES.messages)
         return LogRecord(self.seq, message, error, self.ticket, self.data)
 
 
 class Archive:
-    """Open for appending; one thread may append while another one syncs.
+    """Archive open for appending; one thread may append while another one syncs.
 
     Args:
         folder: ``runs/<name>/samples``.
-        position: of the resumed ledger; records beyond it are cut off, for they will be consumed again.
-        max_file_bytes: a file is left for the next one once it is this large, or holds ``MAX_FRAMES``.
+        position: of the resumed ledger; records beyond it are cut off, because they will be consumed again.
+        max_file_bytes: a new file begins once the current one is this large, or holds ``MAX_FRAMES``.
     """
 
     def __init__(self, folder: Path, position: int, max_file_bytes: int) -> None:
@@ -64,10 +64,10 @@ class Archive:
         cut(folder, position)
 
     def append(self, record: LogRecord, record_digest: str) -> None:
-        """Write one, with the digest of its bytes; after an error, the same call again repeats it in the same place.
+        """Append a record with the digest of its bytes; after an error, call again to overwrite the same place.
 
         Raises:
-            OSError: no space, for example.
+            OSError: if the folder cannot be written.
         """
         if self._file < 0 or self._size >= self._max or self._frames >= MAX_FRAMES:
             following = os.open(self._folder / f"{record.seq:012d}{SUFFIX}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -82,8 +82,8 @@ class Archive:
         self._frames += 1
 
     def sync(self) -> None:
-        """What was appended before the call survives a power loss."""
-        current, done = self._file, list(self._done)  # in this order: an append in another thread may leave the current file now
+        """Make what was appended before the call survive a power loss."""
+        current, done = self._file, list(self._done)  # in this order: another thread may switch files now
         for file in [*done, current]:
             if file >= 0:
                 os.fsync(file)
@@ -104,30 +104,30 @@ class Archive:
 
 
 def files(folder: Path) -> list[tuple[int, Path]]:
-    """(first sequence, file), oldest first."""
+    """Return (first sequence, file), oldest first."""
     return sorted((int(path.stem), path) for path in folder.glob(f"*{SUFFIX}") if path.stem.isdecimal())
 
 
 def pause(folder: Path, position: int) -> None:
-    """Note that a learner without ``samples.keep`` consumes what follows; does nothing where there is no archive.
+    """Mark that the following records are not archived (``samples.keep`` is off); do nothing without an archive.
 
     Args:
-        position: of the resumed ledger; records up to there that are missing were lost, not left out.
+        position: of the resumed ledger; records missing up to there were lost, not left out.
 
     Raises:
-        OSError: no space, for example.
+        OSError: if the folder cannot be written.
     """
     found = files(folder)
     if not found or any(first > found[-1][0] for first in _pauses(folder)):
         return
     with found[-1][1].open("rb") as file:
         end, last = _skip(file, sys.maxsize)
-    os.truncate(found[-1][1], end)  # half a frame of a crash
+    os.truncate(found[-1][1], end)  # a crash may have left half a frame
     (folder / f"{max(last, position) + 1:012d}{PAUSED}").touch()
 
 
 def paused(folder: Path) -> list[tuple[int, int]]:
-    """(first, last) sequence of each stretch that was not archived; open at the end: a very large number."""
+    """Return (first, last) sequence of each stretch that was not archived; ``last`` is huge if it is still open."""
     begins = [first for first, _ in files(folder)]
     return [(first, min((begin for begin in begins if begin >= first), default=sys.maxsize) - 1) for first in sorted(_pauses(folder))]
 
@@ -139,8 +139,7 @@ def _pauses(folder: Path) -> dict[int, Path]:
 def cut(folder: Path, position: int) -> None:
     """Remove every record beyond ``position``.
 
-    Of the files that begin at or before it, only the newest is read: where an older one goes on behind the beginning of the next,
-    nobody reads that.
+    Of the files that begin at or before it, only the newest is cut: readers ignore the overlap of older ones.
     """
     for first, path in _pauses(folder).items():
         if first > position:
@@ -157,7 +156,7 @@ def cut(folder: Path, position: int) -> None:
 
 
 def frames(folder: Path, start: int = 1) -> Iterator[Frame]:
-    """Every record from sequence ``start`` on, in order; half a frame at the very end is none."""
+    """Yield every record from sequence ``start`` on, in order; ignore half a frame at the very end."""
     found = files(folder)
     for i, (_, path) in enumerate(found):
         until = found[i + 1][0] if i + 1 < len(found) else 0
@@ -165,7 +164,7 @@ def frames(folder: Path, start: int = 1) -> Iterator[Frame]:
             continue
         whole = False
         for frame in _frames_of(path, start, is_last=not until):
-            if until and (frame.seq >= until or (whole and frame.error)):  # what follows, an earlier incarnation went on to write
+            if until and (frame.seq >= until or (whole and frame.error)):  # the rest is of an earlier incarnation
                 break
             if frame.seq >= start or frame.error:
                 yield frame
@@ -173,7 +172,7 @@ def frames(folder: Path, start: int = 1) -> Iterator[Frame]:
 
 
 def pick(folder: Path, seqs: Iterable[int]) -> Iterator[Frame]:
-    """Some records, in order, without reading the others; those that are not there, or damaged, are left out."""
+    """Yield some records, in order, without reading the others; skip missing and damaged ones."""
     found, wanted = files(folder), sorted(set(seqs))
     for i, (first, path) in enumerate(found):
         until = bisect_left(wanted, found[i + 1][0]) if i + 1 < len(found) else len(wanted)
@@ -182,7 +181,7 @@ def pick(folder: Path, seqs: Iterable[int]) -> Iterator[Frame]:
 
 
 def find(folder: Path, seq: int) -> Frame | None:
-    """One record, None when it is not there."""
+    """Return one record, None if it is missing."""
     return next(pick(folder, [seq]), None)
 
 
@@ -192,7 +191,7 @@ def _pick_from(path: Path, wanted: set[int]) -> Iterator[Frame]:
         while wanted and (header := _header(os.pread(file.fileno(), _HEADER.size, position))) is not None:
             seq, ticket, length, check = header
             position += _HEADER.size
-            if position + length > size:  # a damaged length may say gigabytes
+            if position + length > size:  # a damaged length may be gigabytes
                 return
             if seq in wanted:
                 wanted.remove(seq)
@@ -203,7 +202,7 @@ def _pick_from(path: Path, wanted: set[int]) -> Iterator[Frame]:
 
 
 def _skip(file: BinaryIO, start: int) -> tuple[int, int]:
-    """Leave the file behind the frames of records before ``start``, found by their headers; that byte, and the last of these records."""
+    """Seek behind the frames of records before ``start``; return that byte and the last of these records."""
     size, position, last = os.fstat(file.fileno()).st_size, 0, 0
     while (header := _header(os.pread(file.fileno(), _HEADER.size, position))) is not None:
         behind = position + _HEADER.size + header[2]
@@ -214,7 +213,7 @@ def _skip(file: BinaryIO, start: int) -> tuple[int, int]:
 
 
 def _header(data: bytes) -> tuple[int, int, int, bytes] | None:
-    """A frame's header without its magic, None where ``data`` is not one."""
+    """Return a frame's header without its magic, None if ``data`` is not one."""
     if len(data) < _HEADER.size or not data.startswith(MAGIC):
         return None
     _, seq, ticket, length, check = _HEADER.unpack(data)
@@ -222,7 +221,7 @@ def _header(data: bytes) -> tuple[int, int, int, bytes] | None:
 
 
 def _frames_of(path: Path, start: int, *, is_last: bool) -> Iterator[Frame]:
-    """The frames of one file from record ``start`` on."""
+    """Yield the frames of one file from record ``start`` on."""
     size = path.stat().st_size
     with path.open("rb") as file:
         begins_with = _header(file.read(_HEADER.size))
@@ -232,7 +231,7 @@ def _frames_of(path: Path, start: int, *, is_last: bool) -> Iterator[Frame]:
         _, seq = _skip(file, start)
         while (begin := file.tell()) < size:
             header = _header(file.read(_HEADER.size))
-            data = file.read(header[2]) if header and header[2] <= size - begin else b""  # a damaged length may say gigabytes
+            data = file.read(header[2]) if header and header[2] <= size - begin else b""  # a damaged length may be huge
             if header is None or len(data) < header[2]:
                 if not is_last or (header is None and size - begin >= _HEADER.size):
                     yield Frame(seq, 0, b"", error=f"{path.name}: no frame at byte {begin}, after record {seq}")

@@ -1,4 +1,4 @@
-"""How large the groups of a configuration can become, and what they cost the broker's store and the learner's memory."""
+"""Computes how large groups can become, and their cost in the broker's store and the learner's memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from broker.settings.config import PRIVATE_STORE_GIB, num_greedy, takes_steps
 
 # Of the wire's encoding; tests/unit/learner/test_capacity.py compares them with it.
 TOKEN_BYTES: Final = 9  # token_ids 4, loss_mask 1, logprobs 4
-TEXT_BYTES: Final = 4  # of a token's text, which stands once more in the response, or in what step groups compare
+TEXT_BYTES: Final = 4  # of a token's text, which the response, or what step groups compare, holds again
 TURN_BYTES: Final = 128
 SAMPLE_BYTES: Final = 512
 GROUP_BYTES: Final = 1024
@@ -44,13 +44,13 @@ class LargestGroup:
 
     @property
     def size_bytes(self) -> int:
-        """Of its encoding."""
+        """Size of its encoding."""
         per_sample = self.tokens * (TOKEN_BYTES + TEXT_BYTES) + self.turns * TURN_BYTES + SAMPLE_BYTES
         return self.episodes * self.samples * per_sample + GROUP_BYTES
 
 
 def largest_group(name: str, domain: Mapping[str, Any], adv_estimator: str) -> LargestGroup:
-    """The largest group that tickets of a domain, a section of a checked configuration, can lead to."""
+    """Return the largest group that tickets of a domain can produce; ``domain`` is a section of a checked config."""
     episodes = domain["group_size"] + domain["group_size_redundancy"] + num_greedy(adv_estimator)
     turns, tokens = domain["max_turns"], domain["max_context_tokens"]
     if takes_steps(domain["context"], adv_estimator):
@@ -59,10 +59,10 @@ def largest_group(name: str, domain: Mapping[str, Any], adv_estimator: str) -> L
 
 
 def check_groups(config: dict[str, Any]) -> None:
-    """Refuse groups that cannot travel.
+    """Refuse groups that are too large to send.
 
     Raises:
-        ConfigError: the largest group of a domain is larger than MAX_GROUP_BYTES.
+        ConfigError: if the largest group of a domain is larger than MAX_GROUP_BYTES.
     """
     for group in _groups(config):
         if group.size_bytes > MAX_GROUP_BYTES:
@@ -75,7 +75,7 @@ def check_groups(config: dict[str, Any]) -> None:
 
 
 def notes(config: dict[str, Any]) -> list[str]:
-    """What the largest groups of a checked configuration cost, in lines for the operator."""
+    """Return lines for the operator on what the largest groups of a checked configuration cost."""
     groups, train, domains = _groups(config), config["train"], config["domains"]
     weights = sum(domain["weight"] for domain in domains.values())
     step = math.ceil(sum(group.size_bytes * domains[group.domain]["weight"] for group in groups) / weights * train["groups_per_step"])
@@ -93,12 +93,10 @@ def notes(config: dict[str, Any]) -> list[str]:
     if alive * step > store_gib * (1 << 30):
         lines.append(
             f"that is more than broker.store_max_gib, which is {store_gib:g}: "
-            "where groups become so large tickets wait for room; raise it, or lower train.groups_per_step or train.max_staleness"
+            "with such groups tickets wait for room; raise it, or lower train.groups_per_step or train.max_staleness"
         )
     if alive * step > memory:
-        lines.append(
-            f"that is more than the memory of this machine, {_size(memory)}: the learner needs a larger one where groups become so large"
-        )
+        lines.append(f"that is more than the memory of this machine, {_size(memory)}: such groups need a larger one")
     return lines
 
 
@@ -112,7 +110,7 @@ def _shape(group: LargestGroup) -> str:
 
 
 def _size(size: float) -> str:
-    """Bytes in the unit that reads best."""
+    """Format a number of bytes in a readable unit."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if size < 1024 or unit == "GiB":
             break

@@ -1,4 +1,4 @@
-"""What stands on the next ticket: a pure function of what has been issued so far. No clock, no I/O, no epoch."""
+"""Decides the contents of the next ticket, purely from what has been issued so far."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _SEED_BITS = 53  # exact in every language's numbers
 
 @dataclass(frozen=True)
 class DomainRule:
-    """How groups of one domain are asked for."""
+    """Settings of the tickets of one domain."""
 
     name: str
     weight: float  # share among the domains, any positive unit
     group_size: int
     min_group_size: int
     deadline_s: float
-    num_greedy: int = 0  # baseline episodes on top of them
-    num_redundant: int = 0  # episodes on top of them that stand in for slow ones
+    num_greedy: int = 0  # additional baseline episodes
+    num_redundant: int = 0  # additional episodes that replace slow ones
 
 
 @dataclass(frozen=True)
 class Rules:
-    """The settings the ledger runs by. Changed ones apply from a record of the log on (``broker.contract.wire.RulesChange``)."""
+    """Settings of the ledger. A record of the log changes them (``broker.contract.wire.RulesChange``)."""
 
     steps: int
     groups_per_step: int
@@ -41,12 +41,12 @@ class Rules:
     seed: int
     domains: tuple[DomainRule, ...]
     filter_zero_variance: bool = False
-    group_filter: str = ""  # by name, so that whoever reads the log again can decide again
+    group_filter: str = ""  # by name, so that a reader of the log can apply it again
     max_replacements_per_step: int = 64
-    keep_fraction: float = 1.0  # groups of a full step that are trained on; the rest count as filtered, and are not replaced
+    keep_fraction: float = 1.0  # of a full step's groups; the rest count as filtered, and are not replaced
 
     def has(self, name: str) -> bool:
-        """Whether there is a domain of that name."""
+        """Return whether there is a domain of that name."""
         return any(rule.name == name for rule in self.domains)
 
     def domain(self, name: str) -> DomainRule:
@@ -58,17 +58,17 @@ class Rules:
         return next(rule for rule in self.domains if rule.name == name)
 
     def plain(self) -> dict[str, Any]:
-        """The same as JSON-able values, for the log, the checkpoint and the ledger file."""
+        """Return the rules as JSON-able values, for the log, the checkpoint and the ledger file."""
         plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
         return plain
 
     def outstanding(self, version: int) -> int:
-        """Tickets that may be alive while ``version`` is being trained: those of its own step and of ``max_staleness`` more."""
+        """Return how many tickets may be live while ``version`` is trained: those of ``1 + max_staleness`` steps."""
         return max(0, min(1 + self.max_staleness, self.steps - version)) * self.groups_per_step
 
 
 def rules_of(train: TrainSection, algorithm: AlgorithmSection, domains: dict[str, Any], seed: int) -> Rules:
-    """The rules that a validated configuration asks for."""
+    """Return the rules of a validated configuration."""
     greedy = num_greedy(algorithm.adv_estimator)
     rows = tuple(
         DomainRule(name, d.weight, d.group_size, d.min_group_size or d.group_size, seconds(d.deadline_s), greedy, d.group_size_redundancy)
@@ -89,7 +89,7 @@ def rules_of(train: TrainSection, algorithm: AlgorithmSection, domains: dict[str
 
 
 def next_domain(domains: Sequence[DomainRule], issued: dict[str, int]) -> str:
-    """The domain that lies furthest behind its share, the first of them on a tie.
+    """Return the domain that is furthest behind its share, the first one on a tie.
 
     Exact (fractions, no rounding): after n tickets every domain has had its share of n to within one ticket for two
     domains, and to within the number of domains less one in general; replacements stay in their domain and do not count.
@@ -106,6 +106,6 @@ def next_domain(domains: Sequence[DomainRule], issued: dict[str, int]) -> str:
 
 
 def task_seed(run_seed: int, split: str, domain: str, task_index: int) -> int:
-    """The seed of one task, from 0 to 2**53 - 1; the same on every machine."""
+    """Return the seed of one task, from 0 to 2**53 - 1, the same on every machine."""
     digest = blake2b(f"{run_seed}/{split}/{domain}/{task_index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> (64 - _SEED_BITS)

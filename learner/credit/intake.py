@@ -1,4 +1,4 @@
-"""From a record of the samples log to what the ledger understands. Pure; the same record always gives the same answer."""
+"""Validates records of the samples log and converts them for the ledger. Pure and deterministic."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from learner.credit.ledger import Arrived, Changed, Ended, Ledger, Record
 
 @dataclass(frozen=True)
 class Intake:
-    """What one record of the log says.
+    """A validated record of the log.
 
     Attributes:
         record: for the ledger.
-        group: the group, where there is one.
-        problem: why the record cannot be used, empty if it can; its bytes belong to the dead letters.
+        group: the group, if the record holds a usable one.
+        problem: why the record cannot be used, empty if it can; its bytes become a dead letter.
     """
 
     record: Record
@@ -30,15 +30,15 @@ class Intake:
 
 
 def read(entry: LogRecord, ledger: Ledger, vocab_size: int) -> Intake:
-    """Judge one record; whatever cannot be used ends its ticket as ``malformed``, if the ticket is known.
+    """Validate one record; an unusable one ends its ticket as ``malformed``, if the ticket is known.
 
     Args:
-        entry: as the log reader gave it.
+        entry: from the log reader.
         ledger: before the record is applied.
-        vocab_size: token ids are below this.
+        vocab_size: exclusive bound of token ids.
 
     Raises:
-        UserError: the group filter of the user's failed.
+        UserError: if the user's group filter failed.
     """
     message = entry.message
     if isinstance(message, wire.Closed):
@@ -56,7 +56,7 @@ def read(entry: LogRecord, ledger: Ledger, vocab_size: int) -> Intake:
 
 
 def rules_change(message: wire.RulesChange) -> Intake:
-    """Judge a record that sets the rules."""
+    """Validate a record that sets the rules."""
     try:
         return Intake(Changed(msgspec.convert(message.rules, Rules), message.epoch))
     except msgspec.ValidationError as error:
@@ -64,7 +64,7 @@ def rules_change(message: wire.RulesChange) -> Intake:
 
 
 def _problem(group: wire.Group, ledger: Ledger, vocab_size: int) -> str:
-    """Why a group that decodes may still not be trained on; empty if nothing speaks against it."""
+    """Return why a decoded group must not be trained on, empty if it may."""
     if group.pools:
         return f"the group was never scored by pool {group.pools[0]}"
     if group.eval_step >= 0 or group.policy != wire.ACTOR:
@@ -86,7 +86,7 @@ def _problem(group: wire.Group, ledger: Ledger, vocab_size: int) -> str:
 
 
 def version_bounds(groups: list[wire.Group]) -> tuple[int, int] | None:
-    """Oldest and newest policy version of all sampled tokens; None when nothing was sampled."""
+    """Return oldest and newest policy version of all sampled tokens, None if nothing was sampled."""
     runs = [t.version_runs.array().reshape(-1, 2) for group in groups for t in group.trajectories]
     versions = [int(version) for run in runs for version, num_tokens in run if num_tokens > 0]
     return (min(versions), max(versions)) if versions else None

@@ -1,28 +1,28 @@
-"""The ledger: who was granted a group, what became of it, and what each step is made of. Pure; no clock, no I/O.
+"""The ledger: which tickets are granted, how each ends, and which groups form each step. Pure.
 
-It takes the records of the samples log one at a time and answers with actions. Two learners that read the same log hold
-the same ledger, on any hardware and however often they were killed on the way.
+It takes the records of the samples log one at a time and returns actions, without clock or I/O. Two learners that read
+the same log hold the same ledger, on any hardware and however often they were restarted.
 
 **Credit.** ``issued = min(version + 1 + K, steps) * G + replaced``, with K = ``max_staleness``, G = ``groups_per_step`` and
 one replacement for each ticket that ended without being trained. Hence
 ``issued = trained + filtered + dropped + dead + open`` at any moment, and ``open = 0`` once ``version = steps``:
-``trained = steps * G`` and ``replaced = filtered + dropped + dead`` leave nothing over. Where only the best of a step's groups are
-trained on (``keep_fraction``), the others of the G move from trained to filtered as the step completes, and nothing replaces them.
+``trained = steps * G`` and ``replaced = filtered + dropped + dead``. If only the best of a step's groups are trained on
+(``keep_fraction``), the others move from trained to filtered as the step completes, and nothing replaces them.
 
-**Rules.** K, G, the number of steps and the domains are the rules. They are part of the state, and only a record of the log changes
-them (``Changed``), so every record is judged by the rules that were in force when it was appended, by whichever life of the learner
-reads it. At a change:
+**Rules.** K, G, the number of steps and the domains are the rules. They are part of the state, and only a record of the
+log changes them (``Changed``), so every record is judged by the rules in force when it is appended, by whichever
+incarnation of the learner reads it. At a change:
 
-- tickets of a domain that the new rules lack end as dropped (reason ``removed``) unless the step under way already holds their
-  group; each is replaced by a ticket of a domain that exists;
-- where the new rules allow fewer tickets to be alive, the newest without a group end as dropped (reason ``withdrawn``) and are not
-  replaced; where they allow more, more are issued;
-- where the domains or their weights change, their shares are counted from the change on. Counted over the whole history, a domain
-  that is added or gains weight would receive every ticket until it had caught up.
+- tickets of a domain that the new rules lack end as dropped (reason ``removed``) unless the current step already holds
+  their group; each is replaced by a ticket of a domain that exists;
+- if the new rules allow fewer live tickets, the newest without a group end as dropped (reason ``withdrawn``) and are
+  not replaced; if they allow more, more are issued;
+- if the domains or their weights change, their shares are counted from the change on. Counted over the whole history, a
+  domain that is added or gains weight would receive every ticket until it had caught up.
 
 With c tickets issued as first-time credit and not withdrawn, ``open = c - trained - unselected`` holds across changes, since a
 replacement and its ticket cancel out. So the equation above holds in its general form at any moment, and ``open`` is again at most
-``(K + 1) * G`` of the new rules once the step under way completes.
+``(K + 1) * G`` of the new rules once the current step completes.
 
 **Order.** A step is the first G groups taken. The record that fills it ends the step's part of the log: ``apply`` refuses the
 next one until ``complete_step`` has been called, so that no record is ever judged by how long training happened to take.
@@ -30,30 +30,31 @@ next one until ``complete_step`` has been called, so that no record is ever judg
 **Late.** A ticket issued at version v carries ``min_version = v``; its tokens are v or newer, so it may be trained in any step
 up to v + K, the step it is *due* in. A group whose oldest token is older than ``version - K`` is late, dropped and replaced.
 
-With ``on_late: drop`` groups are taken in log order and stragglers go late. With ``on_late: wait`` none does, because places
-are reserved: a group is taken into step t only if the tickets due earlier still find room. Write L(d) for the live tickets
-(open, or arrived and queued) due in step d or before, and a for the places of step t already taken. The invariant is
+With ``on_late: drop`` groups are taken in log order and stragglers become late. With ``on_late: wait`` none does,
+because places are reserved: a group is taken into step t only if the tickets due earlier still find room. Write L(d)
+for the live tickets (open, or arrived and queued) due in step d or before, and a for the places of step t already
+taken. The invariant is
 
     for every d >= t:   L(d) <= (d - t + 1) * G - a                                                             (*)
 
-and with d = t it says that at most G - a tickets, so never more than G, are at the bound (``min_version <= version - K``):
-they all fit into the step under way. It holds always, by cases:
+and with d = t it states that at most G - a tickets, so never more than G, are at the bound,
+``min_version <= version - K``: they all fit into the current step. It always holds, by cases:
 
 - start: (K + 1) * G tickets are due in step K, none earlier; a = 0.
 - a group due in step D is taken: for d >= D both sides fall by one. For t <= d < D the left side stays; `_horizon` lets the
   group in only if (*) still holds there with a + 1, else it waits in the queue, in log order.
 - a ticket ends untrained: its replacement is due in t + K, and no ticket is due later. L(d) does not grow for d < t + K and
-  stays what it was for d >= t + K.
+  does not change for d >= t + K.
 - the step completes: a = G turns into one step less, so (*) holds for t + 1 unchanged. The new tickets are due in t + 1 + K,
   where credit bounds all live tickets by (K + 1) * G.
 
-**Lost.** When the broker has lost its store, ``rlearner start --rebase`` closes the open tickets as ``lost``, by records of the log like
-everyone else's. Among them may be one for a number that this ledger has not issued yet: an earlier life had, in a part of the log
-that is gone. Up to that number all tickets count as issued and dead, so that no number ever stands for two tickets. They replace
-nothing and nothing replaces them: both sides of the first equation grow by as many.
+**Lost.** When the broker has lost its store, ``rlearner start --rebase`` closes the open tickets as ``lost``, by
+ordinary records of the log. One of them may name a number that this ledger has not issued yet: an earlier incarnation
+had, in a part of the log that is gone. Up to that number all tickets count as issued and dead, so that no number ever
+stands for two tickets. They replace nothing and nothing replaces them: both sides of the first equation grow equally.
 
-Nobody waits for ever: while the step is not full, credit leaves at least one live ticket; once all live ones have arrived, the
-one due first has room, since nothing is due before it.
+The ledger never deadlocks: while the step is not full, credit leaves at least one live ticket; once all live ones have
+arrived, the one due first has room, since nothing is due before it.
 """
 
 from __future__ import annotations
@@ -72,9 +73,9 @@ from learner.algorithm.selection import num_kept
 from learner.credit.grants import Rules, next_domain, task_seed
 
 ZERO_STD = 1e-6
-LOST: Final = "lost"  # why a ticket was closed that the broker no longer knows
-REMOVED: Final = "removed"  # why a ticket was dropped whose domain the rules no longer have
-WITHDRAWN: Final = "withdrawn"  # why a ticket was dropped that the rules no longer allow
+LOST: Final = "lost"  # closed: the broker no longer knows the ticket
+REMOVED: Final = "removed"  # dropped: the rules no longer have its domain
+WITHDRAWN: Final = "withdrawn"  # dropped: the rules no longer allow as many tickets
 Outcome = Literal["filtered", "dropped", "dead"]
 
 
@@ -85,12 +86,12 @@ class Arrived:
     ticket: int
     oldest_version: int  # of all its sampled tokens
     rewards: tuple[float, ...]  # one per episode
-    wanted: bool = True  # what the rules' group filter says
+    wanted: bool = True  # the verdict of the rules' group filter
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A closing in the log, or bytes that were to be a record (ticket 0 if even that is unknown)."""
+    """A closing in the log, or a record that does not decode (ticket 0 if unknown)."""
 
     ticket: int
     reason: str  # `late` counts as dropped, everything else as dead
@@ -98,7 +99,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Changed:
-    """Other rules from this record on; ``epoch`` is that of the learner that appended it."""
+    """New rules from this record on; ``epoch`` is that of the learner that appended it."""
 
     rules: Rules
     epoch: int
@@ -116,30 +117,30 @@ class Issue:
 
 @dataclass(frozen=True)
 class Take:
-    """The group belongs to the step under way."""
+    """Add the group to the current step."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Hold:
-    """Keep the group: a later action takes it, or forgets it."""
+    """Keep the group until a later action takes or forgets it."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Forget:
-    """The ticket has ended untrained; a group of it that is held is no longer needed."""
+    """Drop a held group: its ticket has ended untrained."""
 
     number: int
     outcome: Outcome
-    reason: str = ""  # set where a change of the rules ended it
+    reason: str = ""  # set if a change of the rules ended it
 
 
 @dataclass(frozen=True)
 class Refuse:
-    """The record changed nothing; a group of the same ticket that is held stays."""
+    """Ignore the record; a held group of the same ticket stays."""
 
     number: int
     why: Literal["duplicate", "unknown"]
@@ -147,7 +148,7 @@ class Refuse:
 
 @dataclass(frozen=True)
 class Skip:
-    """These tickets count as issued and dead: an earlier life issued them, and the broker has lost what came of it."""
+    """Count these tickets as issued and dead: an earlier incarnation issued them, and the broker lost their records."""
 
     first: int
     last: int
@@ -165,19 +166,19 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class State(msgspec.Struct):
-    """All of the ledger, JSON-able."""
+    """The complete state of the ledger, JSON-able."""
 
     rules: Rules
-    rules_epoch: int = 0  # of the learner that put them into the log, 0: none has
-    version: int = 0  # steps completed, and the policy version being trained
+    rules_epoch: int = 0  # of the learner that appended them to the log, 0: none has
+    version: int = 0  # completed steps, and the current policy version
     position: int = 0  # sequence of the last record applied
     issued: int = 0  # number of the newest ticket
     credit: int = 0  # tickets that replaced nothing, without those withdrawn
     base: dict[str, int] = {}  # domain -> tickets that replaced none of the same domain, since the shares last changed
     tasks: dict[str, int] = {}  # domain -> task index of its next ticket
-    live: dict[int, wire.Ticket] = {}  # open, queued or taken into the step under way
+    live: dict[int, wire.Ticket] = {}  # open, queued or taken into the current step
     queue: list[Entry] = []  # in log order
-    taken: list[Entry] = []  # the step under way, in the order in which they were taken
+    taken: list[Entry] = []  # the current step, in the order in which they were taken
     trained: int = 0
     filtered: int = 0  # and replaced
     unselected: int = 0  # groups of completed steps that were not trained on; they count as filtered
@@ -186,11 +187,11 @@ class State(msgspec.Struct):
     duplicate: int = 0
     unknown: int = 0
     filtered_in_step: int = 0
-    reasons: dict[str, int] = {}  # closing reason -> how many
+    reasons: dict[str, int] = {}  # closing reason -> count
 
 
 def is_zero_variance(rewards: tuple[float, ...]) -> bool:
-    """Whether a group says nothing about what is better: one episode, or a standard deviation (ddof 1) of at most 1e-6."""
+    """Return whether rewards carry no signal: one episode, or a standard deviation (ddof 1) of at most 1e-6."""
     if len(rewards) < 2:
         return True
     mean = math.fsum(rewards) / len(rewards)
@@ -198,10 +199,12 @@ def is_zero_variance(rewards: tuple[float, ...]) -> bool:
 
 
 class Ledger:
-    """Events in, actions out. Call ``open_credit`` once at the start (also after ``load``, where it does nothing new).
+    """State machine of tickets and steps: records in, actions out.
+
+    Call ``open_credit`` once at the start, also after ``load``, where it changes nothing.
 
     Args:
-        state: that of a new ledger begins with ``State(rules)``.
+        rules: of a new ledger, or the state of an old one.
     """
 
     def __init__(self, rules: Rules | State) -> None:
@@ -211,13 +214,13 @@ class Ledger:
         self._unplaced = Counter(ticket.min_version for number, ticket in self.state.live.items() if number not in taken)
 
     def dump(self) -> dict[str, Any]:
-        """The state as JSON-able values."""
+        """Return the state as JSON-able values."""
         dumped: dict[str, Any] = msgspec.to_builtins(self.state, str_keys=True)
         return dumped | {"rules": self.rules.plain()}
 
     @classmethod
     def load(cls, dumped: dict[str, Any]) -> Ledger:
-        """Return the ledger that ``dump`` described, under the rules that it had.
+        """Return the ledger from what ``dump`` returned, with its rules.
 
         Raises:
             UserError: if it is damaged.
@@ -232,12 +235,12 @@ class Ledger:
 
     @property
     def rules(self) -> Rules:
-        """The rules in force after the last record applied."""
+        """Rules in force after the last applied record."""
         return self.state.rules
 
     @property
     def full(self) -> bool:
-        """Whether the step under way has all its groups; ``complete_step`` comes next."""
+        """Whether the current step has all its groups; ``complete_step`` comes next."""
         return len(self.state.taken) >= self.rules.groups_per_step
 
     @property
@@ -247,7 +250,7 @@ class Ledger:
 
     @property
     def open(self) -> int:
-        """Tickets that have neither been trained nor ended, those of the step under way among them."""
+        """Number of tickets that are neither trained nor ended, including those of the current step."""
         return len(self.state.live)
 
     @property
@@ -261,24 +264,24 @@ class Ledger:
         return min([entry.seq for entry in self.arrived], default=self.state.position + 1)
 
     def may_read(self, number: int) -> bool:
-        """Whether a learner resuming from this state may use a group of this ticket: it has not ended, or is not issued yet."""
+        """Return whether a learner resuming from this state may use a group of this ticket (live or not issued)."""
         return number in self.state.live or number > self.state.issued
 
     @property
     def arrived(self) -> list[Entry]:
-        """Groups taken into the step under way, in that order, and then the queue."""
+        """Groups of the current step, in that order, and then the queue."""
         return self.state.taken + self.state.queue
 
     def ticket(self, number: int) -> wire.Ticket:
-        """What stands on a live ticket, to issue it again on a broker that lacks it.
+        """Return a live ticket.
 
         Raises:
-            KeyError: it was never issued, or has ended.
+            KeyError: if it is not issued yet, or has ended.
         """
         return self.state.live[number]
 
     def counts(self) -> dict[str, int]:
-        """The conservation equation's terms, and what was refused."""
+        """Return the terms of the conservation equation, and the numbers of refused records."""
         s = self.state
         return {
             "issued": s.issued,
@@ -294,7 +297,7 @@ class Ledger:
     # --------------------------------------------------------------------------------------------------- events
 
     def open_credit(self) -> list[Action]:
-        """Issue what the version being trained grants and has not been issued yet."""
+        """Issue the tickets that the current version grants and that are not issued yet."""
         actions: list[Action] = []
         s = self.state
         granted = s.trained + s.unselected + self.rules.outstanding(s.version)
@@ -304,10 +307,10 @@ class Ledger:
         return actions
 
     def apply(self, record: Record, seq: int) -> list[Action]:
-        """One record of the log.
+        """Apply one record of the log.
 
         Raises:
-            ValueError: the step is full, or the record is not behind the last one.
+            ValueError: if the step is full, or the record is not after the last one.
         """
         if self.full:
             raise ValueError(f"step {self.state.version} is full; complete it before record {seq}")
@@ -340,7 +343,7 @@ class Ledger:
         return actions + self._fill()
 
     def lose(self, numbers: Collection[int]) -> list[Entry]:
-        """The records of these groups are gone from the log: their tickets wait for one again, as if none had come."""
+        """Return and forget arrived groups whose records the log lost: their tickets wait for a record again."""
         gone = [entry for entry in self.arrived if entry.number in numbers]
         self._arrived.difference_update(entry.number for entry in gone)
         self._unplaced.update(self.state.live[entry.number].min_version for entry in self.state.taken if entry in gone)
@@ -349,10 +352,10 @@ class Ledger:
         return gone
 
     def complete_step(self) -> list[Action]:
-        """The step has been trained: the next version begins.
+        """Complete the trained step and begin the next version.
 
         Raises:
-            ValueError: the step is not full.
+            ValueError: if the step is not full.
         """
         if not self.full:
             raise ValueError(f"step {self.state.version} has {len(self.state.taken)} of {self.rules.groups_per_step} groups")
@@ -370,7 +373,7 @@ class Ledger:
     # ------------------------------------------------------------------------------------------------- inside
 
     def _change(self, changed: Changed) -> list[Action]:
-        """Go on by other rules."""
+        """Apply a change of the rules."""
         s, before = self.state, self.rules
         s.rules_epoch = max(s.rules_epoch, changed.epoch)
         if changed.rules == before:
@@ -380,14 +383,14 @@ class Ledger:
             s.base = {}
         actions: list[Action] = []
         taken = {entry.number for entry in s.taken}
-        free = [number for number in sorted(s.live, reverse=True) if number not in taken]  # the newest first
+        free = [number for number in sorted(s.live, reverse=True) if number not in taken]  # newest first
         gone = [number for number in free if not self.rules.has(s.live[number].domain)]
         for number in gone:
             self._count(REMOVED)
             self._leave(number, "dropped")
             actions.append(Forget(number, "dropped", REMOVED))
         surplus = s.credit - (s.trained + s.unselected + self.rules.outstanding(s.version))
-        unneeded = min(max(surplus, 0), len(gone))  # of those just ended, as many are not replaced
+        unneeded = min(max(surplus, 0), len(gone))  # this many of those just ended are not replaced
         s.credit -= unneeded
         actions += [self._issue_next() for _ in range(len(gone) - unneeded)]
         rest = [number for number in free if number in s.live]
@@ -403,7 +406,7 @@ class Ledger:
         self.state.reasons[reason] = self.state.reasons.get(reason, 0) + 1
 
     def _issue_next(self) -> Issue:
-        """Issue a ticket of the domain that lies furthest behind its share."""
+        """Issue a ticket of the domain that is furthest behind its share."""
         domain = next_domain(self.rules.domains, self.state.base)
         self.state.base[domain] = self.state.base.get(domain, 0) + 1
         return self._issue(domain)
@@ -438,12 +441,12 @@ class Ledger:
         return skipped
 
     def _end(self, number: int, outcome: Outcome) -> list[Action]:
-        """A ticket that is not in the step under way ends untrained; another one takes its place."""
+        """End a ticket that is not in the current step untrained, and issue its replacement."""
         domain = self._leave(number, outcome).domain
         return [Forget(number, outcome), self._issue(domain) if self.rules.has(domain) else self._issue_next()]
 
     def _leave(self, number: int, outcome: Outcome) -> wire.Ticket:
-        """A ticket that is not in the step under way is no longer live."""
+        """Remove a ticket that is not in the current step from the live ones."""
         s, ticket = self.state, self.state.live.pop(number)
         self._unplaced[ticket.min_version] -= 1
         if number in self._arrived:
@@ -456,13 +459,13 @@ class Ledger:
         return oldest_version < self.state.version - self.rules.max_staleness
 
     def _is_filtered(self, record: Arrived) -> bool:
-        """Whether dynamic sampling asks for another group; at the bound what there is gets trained."""
+        """Return whether dynamic sampling replaces the group; beyond the bound groups are trained unfiltered."""
         if self.state.filtered_in_step >= self.rules.max_replacements_per_step:
             return False
         return not record.wanted or (self.rules.filter_zero_variance and is_zero_variance(record.rewards))
 
     def _fill(self) -> list[Action]:
-        """Take from the queue, in log order, whatever has room, until nothing more has."""
+        """Take all groups from the queue that have room, in log order."""
         actions: list[Action] = []
         while not self.full and not self.done:
             horizon = self._horizon()
@@ -479,11 +482,11 @@ class Ledger:
         return actions
 
     def _due(self, number: int) -> int:
-        """The last step that a live ticket's group may be trained in."""
+        """Return the last step that a live ticket's group may be trained in."""
         return self.state.live[number].min_version + self.rules.max_staleness
 
     def _horizon(self) -> float:
-        """The latest due step that may still be taken into the step under way without breaking (*) of the module's docstring."""
+        """Return the latest due step that may be taken without breaking (*) of the module docstring."""
         if self.rules.on_late == "drop":
             return math.inf
         places, num_live = self.rules.groups_per_step - len(self.state.taken) - 1, 0

@@ -1,9 +1,8 @@
-"""The lines of the ledger file: what became of every ticket, one line for each event, for the auditor and for people. Pure.
+"""Lines of the ledger file: one per event of a ticket, for the auditor and for people. Pure.
 
-The lines follow from the log alone, without a clock: a learner that was killed and reads the log again writes the same bytes. A line
-of state ``boundary`` ends each step. ``learner/credit/ledger_segments.py`` keeps them in files, each of which begins with a ``summary``:
-all that
-a reader needs to know of the lines before it.
+The lines follow from the log alone, without a clock: a restarted learner that reads the log again writes the same
+bytes. A line of state ``boundary`` ends each step. ``learner/credit/ledger_segments.py`` keeps them in files, each of
+which begins with a ``summary`` of the lines before it.
 """
 
 from __future__ import annotations
@@ -36,24 +35,26 @@ FINAL: Final = ("trained", "filtered", "dropped", "dead")
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, gc=False):
-    """One event. ``duplicate`` and ``unknown`` are records that changed nothing; ``unrecorded`` stands for all that is missing before;
-    ``lost`` takes ``arrived`` back: the broker has lost the record before it was trained; ``rules`` is a record that set them.
-    ``summary`` repeats the boundary that ends the file before, with the rules in force, the groups that had arrived and not ended, and
-    why tickets died."""
+    """One event of the ledger.
+
+    ``duplicate`` and ``unknown`` are ignored records; ``unrecorded`` stands for all missing lines before; ``lost``
+    takes ``arrived`` back: the broker lost the record before training; ``rules`` is a record that set them.
+    ``summary`` repeats the boundary that ends the previous file, with the rules, held groups and closing reasons.
+    """
 
     state: State
     ticket: int = 0
     seq: int = 0  # of the record that arrived or ended the ticket; of the last record applied, at a boundary
-    step: int = 0  # the step that it was part of; steps completed, at a boundary
+    step: int = 0  # the step of the group; completed steps, at a boundary
     oldest: int = -1  # oldest policy version among its sampled tokens
     newest: int = -1  # newest one
     digest: str = ""  # of the record's bytes
     reason: str = ""  # why it ended untrained
-    domain: str = ""  # issued: what stands on the ticket
+    domain: str = ""  # issued: from the ticket
     task_index: int = -1
     min_version: int = -1
     counts: dict[str, int] = {}  # boundary: the ledger's own
-    groups_per_step: int = 0  # boundary: the rules it ran by
+    groups_per_step: int = 0  # boundary: from the rules
     max_staleness: int = -1
     rules: dict[str, Any] = {}  # rules, summary: all of them
     held: tuple[Line, ...] = ()  # summary: the `arrived` lines of groups that have not ended, in that order
@@ -65,15 +66,15 @@ _DECODER: Final = msgspec.json.Decoder(Line)
 
 
 def digest(data: bytes | bytearray) -> str:
-    """What tells one record's bytes from another's, 16 hex digits."""
+    """Return the digest of a record's bytes, 16 hex digits."""
     return blake2b(data, digest_size=8).hexdigest()
 
 
 class Scribe:
-    """From the ledger's actions to lines. Pure.
+    """Converter of the ledger's actions to lines. Pure.
 
     Args:
-        lines: those that are in the newest file already, from its first one on.
+        lines: those already in the newest file, from its first one on.
 
     Attributes:
         end: the newest boundary, without rules.
@@ -96,14 +97,14 @@ class Scribe:
         bounds: tuple[int, int] | None = None,
         rules: Rules | None = None,
     ) -> list[Line]:
-        """What one record of the log changed.
+        """Return the lines of one record of the log.
 
         Args:
             actions: the ledger's answer to it.
             seq: the record's sequence in the log.
             reason: why the ticket was closed, empty for a group.
-            bounds: oldest and newest version of the group's tokens, None when there are none.
-            rules: what the record set, None for any other record.
+            bounds: oldest and newest version of the group's tokens, None without tokens.
+            rules: the rules that the record set, None for any other record.
         """
         oldest, newest = bounds or (-1, -1)
         lines = [] if rules is None else [Line(state="rules", seq=seq, digest=data_digest, rules=rules.plain())]
@@ -117,7 +118,7 @@ class Scribe:
                 lines.append(self._note(_issued(action)))
             elif isinstance(action, Skip):
                 lines += [self._note(line) for line in _skipped(action, seq, data_digest)]
-            elif isinstance(action, Forget) and action.reason:  # by the rules, not by a record of its own
+            elif isinstance(action, Forget) and action.reason:  # by the rules, not by its record
                 lines.append(self._ended(action, Line(state=action.outcome, ticket=action.number, reason=action.reason)))
             elif isinstance(action, Forget):
                 new = Line(
@@ -133,11 +134,11 @@ class Scribe:
         return lines
 
     def step(self, taken: Sequence[Entry], trained: Collection[int], actions: Sequence[Action], ledger: Ledger) -> list[Line]:
-        """What the completion of a step changed.
+        """Return the lines of a completed step.
 
         Args:
-            taken: the groups it was made of.
-            trained: tickets of those among them that were trained on; the others count as filtered.
+            taken: its groups.
+            trained: tickets of the groups that were trained on; the others count as filtered.
             actions: the ledger's answer.
             ledger: after the step.
         """
@@ -155,29 +156,29 @@ class Scribe:
         return [*lines, self._note(boundary(ledger))]
 
     def lost(self, gone: Sequence[Entry]) -> list[Line]:
-        """Groups that had arrived and that the broker has lost."""
+        """Return the lines of arrived groups that the broker has lost."""
         held = [line for entry in gone if (line := self._held.get(entry.number)) is not None]
         return [self._note(Line(state="lost", ticket=line.ticket, seq=line.seq, digest=line.digest, reason=LOST)) for line in held]
 
     def begin(self, actions: Sequence[Action], ledger: Ledger) -> list[Line]:
-        """What opening the credit at a start changed; nothing where the newest boundary says the same already."""
+        """Return the lines of opening the credit at a start; none if the newest boundary is the same."""
         end = boundary(ledger)
         issued = [self._note(_issued(action)) for action in actions if isinstance(action, Issue)]
         return [*issued, self._note(end)] if issued or end != self.end else []
 
     def summary(self, rules: Rules) -> Line:
-        """The first line of a file that begins at the newest boundary, where these rules are in force."""
+        """Return the first line of a file that begins at the newest boundary, with these rules in force."""
         return msgspec.structs.replace(
             self.end, state="summary", rules=rules.plain(), held=tuple(self._held.values()), reasons=dict(self._reasons)
         )
 
     def _ended(self, action: Forget, line: Line) -> Line:
-        """The line of a ticket that ended; of the group's own record, where one had arrived."""
+        """Return the line of an ended ticket, from the record of its group if one had arrived."""
         held = self._held.get(action.number)
         return self._note(line if held is None else msgspec.structs.replace(held, state=action.outcome, reason=action.reason or "late"))
 
     def _note(self, line: Line) -> Line:
-        """Follow a line, new or read; the same line."""
+        """Update the state from a new or read line, and return it."""
         if line.state == "arrived":
             self._held[line.ticket] = line
         elif line.state in (*FINAL, "lost"):
@@ -199,7 +200,7 @@ def _issued(action: Issue) -> Line:
 
 
 def _skipped(action: Skip, seq: int, data_digest: str) -> list[Line]:
-    """The record that says so is that of the last one."""
+    """Return the lines of skipped tickets; the record is that of the last one."""
     lines = []
     for number in range(action.first, action.last + 1):
         dead = Line(state="dead", ticket=number, reason=LOST)
@@ -210,7 +211,7 @@ def _skipped(action: Skip, seq: int, data_digest: str) -> list[Line]:
 
 
 def boundary(ledger: Ledger) -> Line:
-    """The line that ends a step."""
+    """Return the line that ends a step."""
     s, rules = ledger.state, ledger.rules
     return Line(
         state="boundary",
@@ -223,15 +224,15 @@ def boundary(ledger: Ledger) -> Line:
 
 
 def ends(line: Line, ledger: Ledger) -> bool:
-    """Whether the line is the boundary at which the ledger stands, or the summary that repeats it."""
+    """Return whether the line is the boundary at which the ledger stands, or the summary of it."""
     s = ledger.state
     return line.state in ("boundary", "summary") and (line.step, line.seq, line.counts.get("issued")) == (s.version, s.position, s.issued)
 
 
 def tally(lines: Iterable[Line]) -> tuple[dict[str, int], dict[str, int]]:
-    """What became of all tickets up to the file's end, as the ledger counts it, and of the dead ones why.
+    """Return the ledger's counts at the file's end, and the dead tickets by reason.
 
-    A boundary holds the ledger's own counts; the lines behind the last one say what came since. So the newest file alone is enough.
+    A boundary holds the ledger's counts, and the lines after it the changes, so the newest file alone is enough.
     """
     counts = dict.fromkeys(("issued", *FINAL, "open", "duplicate", "unknown"), 0)
     reasons: dict[str, int] = {}
@@ -253,15 +254,15 @@ def tally(lines: Iterable[Line]) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def encode(lines: Sequence[Line]) -> bytes:
-    """Whole lines, as the file holds them."""
+    """Encode lines as the file holds them."""
     return b"".join(_ENCODER.encode(line) + b"\n" for line in lines)
 
 
 def decode(row: bytes) -> Line:
-    """One line without its end.
+    """Decode one line without its newline.
 
     Raises:
-        ValueError: it is not a line.
+        ValueError: if it is not a line.
     """
     try:
         return _DECODER.decode(row)

@@ -1,8 +1,9 @@
-"""``runs/<name>/ledger/``: the lines of ``learner/credit/ledger_file.py`` in files of a few MiB, so that a start reads only the newest.
+"""Keeps the lines of the ledger file in ``runs/<name>/ledger/``, in files of a few MiB.
 
-A file is named by the number of completed steps at which it begins, and begins with a ``summary`` of everything before. A resumed
-learner takes the newest file that holds its checkpoint's boundary, deletes the later ones, and cuts it behind that boundary, half a
-line of a crash with it. It continues in a new file under the old name, so an earlier incarnation that wakes up writes into the void.
+A file is named by the number of completed steps at which it begins, and begins with a ``summary`` of everything before,
+so that a start reads only the newest. A resumed learner takes the newest file that holds its checkpoint's boundary,
+deletes the later ones, and cuts it behind that boundary. It continues in a new file under the old name, so that an
+earlier incarnation that still runs writes to an unlinked file.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ log = logging.getLogger(__name__)
 
 FOLDER: Final = "ledger"
 SUFFIX: Final = ".jsonl"
-MAX_BYTES: Final = 4 * 2**20  # a file is left at the first boundary behind this size: some 25,000 lines, read in about 0.1 s
+MAX_BYTES: Final = 4 * 2**20  # a file ends at the first boundary after this size: 25,000 lines, read in about 0.1 s
 
 
 def found(folder: Path) -> list[tuple[int, Path]]:
-    """(steps completed where it begins, file), oldest first.
+    """Return (completed steps where it begins, file), oldest first.
 
     Args:
         folder: ``runs/<name>/ledger``.
 
     Raises:
-        UserError: an earlier version of this program wrote the run.
+        UserError: if an earlier version of rlearner wrote the run.
     """
     if (old := folder.with_suffix(SUFFIX)).exists():
         raise UserError(
@@ -44,7 +45,7 @@ def found(folder: Path) -> list[tuple[int, Path]]:
 
 
 class Lines:
-    """Every line of a run, oldest first; holds one file at a time in memory.
+    """All lines of a run, oldest first, with one file at a time in memory.
 
     Args:
         folder: ``runs/<name>/ledger``.
@@ -70,7 +71,7 @@ class Lines:
 
 
 def newest(folder: Path) -> tuple[list[Line], str]:
-    """The lines of the newest file, and why one of them cannot be read; nothing where there is no file yet."""
+    """Return the lines of the newest file, and why one cannot be read; both empty without a file."""
     for first, path in reversed(found(folder)):
         try:
             return read(path, first, is_last=True)
@@ -80,13 +81,13 @@ def newest(folder: Path) -> tuple[list[Line], str]:
 
 
 def read(path: Path, first: int, *, is_last: bool) -> tuple[list[Line], str]:
-    """The lines of one file, and why it cannot be read further; half a line at the end of the last file is no problem.
+    """Return the lines of one file, and why it cannot be read further; the last file may end in half a line.
 
     Args:
-        first: steps completed where it begins.
+        first: completed steps where it begins.
 
     Raises:
-        FileNotFoundError: it was deleted.
+        FileNotFoundError: if the file is deleted.
     """
     lines: list[Line] = []
     *rows, rest = path.read_bytes().split(b"\n")
@@ -103,26 +104,26 @@ def read(path: Path, first: int, *, is_last: bool) -> tuple[list[Line], str]:
 
 
 def resume(folder: Path, ledger: Ledger, max_bytes: int = MAX_BYTES) -> tuple[LedgerFile, list[Line]]:
-    """Delete what the ledger, as it was resumed, does not stand by; the file to continue in, and its lines.
+    """Delete lines beyond the resumed ledger; return the file to continue in, and its lines.
 
     Raises:
-        OSError: no space, for example.
+        OSError: if the folder cannot be written.
     """
     first, lines = _kept(folder, ledger)
     if lines[0].state == "unrecorded":
         why = newest(folder)[1] or "files are missing"
-        log.error("%s: %s; what became of the tickets before step %d is not recorded any more and cannot be audited", folder, why, first)
+        log.error("%s: %s; the tickets before step %d are no longer recorded and cannot be audited", folder, why, first)
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.glob(".step-*"):  # left by a crash
         path.unlink(missing_ok=True)
-    for begin, path in reversed(found(folder)):  # the newest first: what is left never has a gap
+    for begin, path in reversed(found(folder)):  # newest first: the rest never has a gap
         if begin > first or lines[0].state == "unrecorded":
             path.unlink()
     return LedgerFile(folder, first, lines, max_bytes), lines
 
 
 def _kept(folder: Path, ledger: Ledger) -> tuple[int, list[Line]]:
-    """The newest file that holds the ledger's boundary: where it begins, and its lines up to there."""
+    """Return where the newest file that holds the ledger's boundary begins, and its lines up to that boundary."""
     version = ledger.state.version
     if not ledger.state.issued:
         return 0, [Scribe().summary(ledger.rules)]
@@ -139,13 +140,13 @@ def _kept(folder: Path, ledger: Ledger) -> tuple[int, list[Line]]:
 
 
 class LedgerFile:
-    """The newest file, open for appending; every write lands behind the last one that succeeded.
+    """Newest file, open for appending; every write lands behind the last successful one.
 
     Args:
         folder: ``runs/<name>/ledger``.
-        first: steps completed where the file begins.
-        lines: what it holds.
-        max_bytes: size from which on it is to be left at the next boundary.
+        first: completed steps where the file begins.
+        lines: its contents.
+        max_bytes: size from which on a new file begins at the next boundary.
     """
 
     def __init__(self, folder: Path, first: int, lines: Sequence[Line], max_bytes: int = MAX_BYTES) -> None:
@@ -163,10 +164,10 @@ class LedgerFile:
         return bool(os.fstat(self._file).st_nlink)
 
     def append(self, data: bytes) -> None:
-        """Write whole lines; after an error, the same call again repeats it in the same place.
+        """Append encoded lines; after an error, call again to overwrite the same place.
 
         Raises:
-            OSError: no space, for example.
+            OSError: if the file cannot be written.
         """
         start = 0
         while start < len(data):
@@ -174,28 +175,28 @@ class LedgerFile:
         self._size += len(data)
 
     def leave(self, first: int, summary: Line) -> None:
-        """Continue in a new file; after an error, the same call again repeats it.
+        """Continue in a new file; after an error, call again to repeat it.
 
         Args:
-            first: steps completed, more than where this file begins.
+            first: completed steps, more than where this file begins.
 
         Raises:
-            OSError: no space, for example.
+            OSError: if the folder cannot be written.
         """
-        self.sync()  # a later file on disk says that this one is whole
+        self.sync()  # a later file on disk implies that this one is complete
         self._create(first, [summary])
 
     def sync(self) -> None:
-        """What was appended survives a power loss."""
+        """Make what was appended survive a power loss."""
         os.fsync(self._file)
 
     def close(self) -> None:
         os.close(self._file)
 
     def _create(self, first: int, lines: Sequence[Line]) -> None:
-        """A file of these lines, under its name at once and as a whole.
+        """Create a file of these lines atomically.
 
-        It gets no name where the one before has lost its own: a later incarnation of the learner has taken over.
+        It gets no name if the previous file has lost its own: a later incarnation of the learner has taken over.
         """
         name, data = f"step-{first:06d}{SUFFIX}", ledger_file.encode(lines)
         temporary = self._folder / f".{name}-{token_hex(4)}"

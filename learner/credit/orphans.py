@@ -1,8 +1,7 @@
-"""Finds tickets that were acknowledged although no record ends them, long before they would time out.
+"""Closes tickets that were acknowledged although no record ends them, long before they would time out.
 
-A hub stores a ticket's group first and acknowledges the ticket afterwards; a reward hub does the same with the group. So a ticket that
-has left its queue has a message in the reward queues or a record in the log, unless a hub that breaks the contract, or a group that
-names no ticket, has lost it.
+A hub stores a ticket's group first and acknowledges the ticket afterwards; a reward hub does the same with the group.
+So a ticket that has left its queue has a message in the reward queues or a record in the log, unless a hub lost it.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ class _Gone:
 
 
 class Orphans:
-    """Tells lost tickets from those whose group is in flight. Pure.
+    """Detector of lost tickets among those whose group may be in flight. Pure.
 
-    A group that was in the reward queues when its ticket had gone lies before their last sequence of that time. When all up to there
-    have left, it is in the next pool, before the last sequence of this time, or in the log. After as many passes as there are pools it
-    is in the log, before its end; once the ledger has read that far and still waits for the ticket, there is no record.
+    A group that was in the reward queues when its ticket left lies before their last sequence of that time. When all up
+    to there have left, it is in the next pool, before the last sequence of this time, or in the log. After one pass per
+    pool it is in the log, before its end; once the ledger has read that far without a record, there is none.
 
     Args:
-        pools: most reward queues that a group visits.
-        grace_s: least time for which a ticket has been gone.
+        pools: largest number of reward queues that a group visits.
+        grace_s: least time since a ticket left its queue.
     """
 
     def __init__(self, pools: int, grace_s: float) -> None:
@@ -50,7 +49,7 @@ class Orphans:
         self._gone: dict[int, _Gone] = {}
 
     def look(self, now: float, gone: Collection[int], scoring: tuple[int, int], log_end: int, position: int) -> list[int]:
-        """Return the tickets that turn out to be lost, each once.
+        """Return the tickets that are found to be lost, each once.
 
         Args:
             now: seconds of any monotonic clock.
@@ -74,19 +73,17 @@ class Orphans:
 
 
 class OrphanWatch:
-    """Closes lost tickets by a record in the log, as the reaper closes those that take too long.
+    """Service that closes lost tickets by a record in the log.
 
     Args:
-        bus: of the run.
-        ledger: of the run.
-        pools: most reward queues that a group visits.
+        pools: largest number of reward queues that a group visits.
     """
 
     def __init__(self, bus: Bus, ledger: Ledger, pools: int) -> None:
         self._bus, self._ledger, self._orphans = bus, ledger, Orphans(pools, GRACE_S)
 
     async def serve(self) -> None:
-        """Look every few seconds until cancelled."""
+        """Check every few seconds until cancelled."""
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             gone = await self._bus.missing(TICKETS, self._ledger.waiting_for)

@@ -1,4 +1,4 @@
-"""What a learner writes down of the records it consumes: the ledger file and, where asked for, the archive of the records."""
+"""Writes the ledger file and, if configured, the archive of the records that the learner consumes."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from learner.credit.ledger import Action, Changed, Ended, Entry, Ledger
 from learner.credit.ledger_file import Line, Scribe, digest
 from learner.disk_retry import Patience
 
-AT_ONCE_BYTES: Final = 2**16  # a record up to this size is in the page cache sooner than a thread takes up work
+AT_ONCE_BYTES: Final = 2**16  # writing a record up to this size is faster than starting work in a thread
 
 
 class Records:
-    """The service around ``Scribe``. Where the folder cannot be written it waits and goes on when it can.
+    """Service around ``Scribe``, which waits while the folder cannot be written.
 
     Args:
-        folder: the run's; files there are cut back to what ``ledger`` stands by.
-        ledger: as it was resumed.
+        folder: the run's; its files are cut back to the position of ``ledger``.
+        ledger: the resumed one.
         stop: ends a wait for space.
-        say: told when the folder cannot be written, and an empty text when it can again.
-        max_ledger_bytes: size from which on a ledger file is left at the next boundary.
+        say: receives a text when the folder cannot be written, and an empty one when it can again.
+        max_ledger_bytes: size from which on a new ledger file begins at the next boundary.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Records:
     ) -> None:
         self._folder, self._ledger = folder, ledger
         self._patience = Patience(folder, stop, "training waits", say)
-        self._lock = threading.Lock()  # a checkpoint's sync may run while a file is left, both in threads
+        self._lock = threading.Lock()  # a checkpoint's sync may run while a new file begins, both in threads
         self._file, lines = ledger_segments.resume(folder / ledger_segments.FOLDER, ledger, max_ledger_bytes)
         self._scribe = Scribe(lines)
         self._archive: Archive | None = None
@@ -54,15 +54,15 @@ class Records:
             archive.pause(folder / archive.FOLDER, ledger.state.position)
 
     async def began(self, actions: Sequence[Action], lost: Sequence[Entry] = ()) -> None:
-        """The learner has opened its credit; ``lost`` are the groups that had arrived and are gone from the log."""
+        """Write the lines of opening the credit; ``lost`` are arrived groups that the log has lost."""
         await self._write(self._scribe.begin(actions, self._ledger))
         await self._leave_full_file()
         await self._write(self._scribe.lost(lost))
 
     async def consumed(self, entry: LogRecord, read: Intake, actions: Sequence[Action]) -> None:
-        """The ledger has applied a record."""
+        """Write the lines of an applied record, and archive it."""
         found = digest(entry.data)
-        if self._archive is not None and self._file.has_name:  # else a later incarnation has taken over, and archives this record
+        if self._archive is not None and self._file.has_name:  # else a later incarnation archives this record
             await self._archive_record(self._archive, entry, found)
         reason = read.record.reason if isinstance(read.record, Ended) else ""
         group = read.group or (entry.message if isinstance(entry.message, wire.Group) else None)
@@ -71,12 +71,12 @@ class Records:
         await self._write(self._scribe.record(actions, seq=entry.seq, data_digest=found, reason=reason, bounds=bounds, rules=rules))
 
     async def completed(self, taken: Sequence[Entry], trained: Collection[int], actions: Sequence[Action]) -> None:
-        """The ledger has completed a step, made of ``taken``; ``trained`` are the tickets among them that were trained on."""
+        """Write the lines of a step of the groups ``taken``, of which the tickets ``trained`` were trained on."""
         await self._write(self._scribe.step(taken, trained, actions, self._ledger))
         await self._leave_full_file()
 
     async def sync(self) -> None:
-        """All of it survives a power loss; to be awaited before a checkpoint is written that covers it."""
+        """Make everything written survive a power loss; await this before writing a checkpoint that covers it."""
         await self._patience.in_thread(self._sync)
 
     def close(self) -> None:
@@ -90,7 +90,7 @@ class Records:
             await self._patience(partial(self._append, data))
 
     async def _leave_full_file(self) -> None:
-        """At a boundary. Where a file ends follows from its lines alone, so that every life writes the same files."""
+        """Begin a new file at a boundary, by its lines alone, so that every incarnation writes the same files."""
         step = self._scribe.end.step
         if self._file.is_full and step > self._file.first:
             await self._patience.in_thread(self._leave, step, self._scribe.summary(self._ledger.rules))

@@ -1,18 +1,18 @@
-"""What a learner that starts finds on the broker, and how it goes on when the broker has lost its store (``--rebase``).
+"""Compares a starting learner's ledger with the broker, and rebases it after a loss (``--rebase``).
 
-Ticket numbers are sequences of the tickets stream, positions those of the samples log, and the ledger relies on both. So a rebase
-moves the streams and leaves the ledger's numbers alone; and since the log is the ledger's only input, it says what it has to say by
-records of the log, which a later life, a replay and the audit read like all others:
+Ticket numbers are sequences of the tickets stream, positions those of the samples log, and the ledger relies on both.
+So a rebase moves the streams and keeps the ledger's numbers; and since the log is the ledger's only input, it consists
+of records of the log, which a later incarnation, a replay and the audit read like all others:
 
-1. a log that ends before the ledger's position is filled up to it: the next record comes behind it;
-2. what is left of the log is read ahead, without training, for the tickets that it will grant;
-3. where more numbers than that have been given away (by the ledger file, or by what the broker still has), the next record is
-   ``Closed{lost}`` of the highest one: all up to it count as issued and dead, so that hubs which survived never meet a number twice;
-4. ``Closed{lost}`` for each ticket up to there that is still open: the ledger replaces them as it replaces all dead ones;
+1. a log that ends before the ledger's position is filled up to it, so that the next record follows it;
+2. the rest of the log is read ahead, without training, for the tickets that it will grant;
+3. if more numbers were issued (by the ledger file, or by what the broker still has), the next record is
+   ``Closed{lost}`` of the highest one: all up to it count as issued and dead, so that hubs never see a number twice;
+4. ``Closed{lost}`` for each ticket up to there that is still open: the ledger replaces them like all dead ones;
 5. the tickets stream is emptied and filled up to the highest number: its next sequence is the next ticket's number.
 
-Killed on the way, the next life finds the loss again, or what it needs in the log. Groups that had arrived and were not trained are
-read from the archive where the log no longer has them; without an archive their tickets wait again, and end by 4.
+If the learner is killed during a rebase, the next one finds the loss again, or what it needs in the log. Groups that
+had arrived and were not trained are read from the archive if the log has lost them; else their tickets end by 4.
 """
 
 from __future__ import annotations
@@ -36,16 +36,18 @@ from learner.run_folder import moved_from
 
 log = logging.getLogger(__name__)
 
-NOBODY: Final = "_lost"  # in place of a domain: no hub reads it
+NOBODY: Final = "_lost"  # instead of a domain: no hub reads it
 FILL_AT_ONCE: Final = 512
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """Attributes:
-    groups: by ticket, those that had arrived and were not trained.
-    lost: entries of the ledger whose groups are gone.
-    unissued: tickets of the ledger that the broker has never had; they come before all that are issued from now on.
+    """What the learner resumes with.
+
+    Attributes:
+        groups: by ticket, those that had arrived and were not trained.
+        lost: entries of the ledger whose groups are gone.
+        unissued: tickets of the ledger that the broker never had; to publish before any new ones.
     """
 
     groups: dict[int, wire.Group] = field(default_factory=dict)
@@ -55,19 +57,19 @@ class Resumed:
 
 @dataclass(frozen=True)
 class Known:
-    """How far an earlier life got, by what it left on disk."""
+    """How far an earlier incarnation got, according to its files."""
 
     issued: int  # tickets
     consumed: int  # records of the log
 
 
 class Recovery:
-    """One start of the learner.
+    """Recovery of one start of the learner.
 
     Args:
-        ledger: as it was loaded; its credit is not open yet.
+        ledger: the loaded one; its credit is not open yet.
         folder: of the run; its ledger file is not cut yet.
-        vocab_size: token ids are below this.
+        vocab_size: exclusive bound of token ids.
     """
 
     def __init__(self, bus: Bus, ledger: Ledger, folder: Path, vocab_size: int) -> None:
@@ -79,11 +81,11 @@ class Recovery:
         self._lost = ""
 
     async def look(self, *, rebase: bool) -> None:
-        """Find what is there, before anything is changed.
+        """Inspect the broker, before anything is changed.
 
         Raises:
-            LostState: the broker remembers less than the learner, and ``rebase`` was not asked for; names both numbers. Or the log was
-                trimmed behind a checkpoint that is gone, which no rebase can repair.
+            LostState: if the broker remembers less than the learner, and ``rebase`` is False; names both numbers. Or if
+                the log was trimmed behind a checkpoint that is gone, which no rebase can repair.
         """
         position = self._ledger.state.position
         first, last = await self._bus.bounds(SAMPLES, known=max(position, self._known.consumed))
@@ -97,8 +99,8 @@ class Recovery:
         problems = []
         unissued = range(tickets + 1, self._ledger.state.issued + 1)
         if self._ledger.waiting_for.issuperset(unissued):
-            # A checkpoint may be ahead of the stream: it holds what a step granted, which is published after it. Nobody has seen these
-            # numbers, and what stands on a ticket follows from the ledger.
+            # A checkpoint may be ahead of the stream: it holds the tickets that a step granted, which are published
+            # after it. No hub has seen these numbers, and the ledger determines the tickets.
             self._unissued = [self._ledger.ticket(number) for number in unissued]
         else:
             problems.append(f"tickets end at number {tickets}, but {self._ledger.state.issued} were issued")
@@ -111,16 +113,16 @@ class Recovery:
             raise LostState(f"the broker's {self._lost}; {self._advice()}")
 
     def _advice(self) -> str:
-        """How to go on after a loss; on the broker that the run was last trained with, if that is another one, nothing may be lost."""
+        """Return how to continue after a loss: with the broker of the last training, if that is another one."""
         if not (other := moved_from(self._folder, self._bus.link.url)):
             return REBASE
         return (
-            f"the run was last trained with the broker at {other}: `rlearner start {self._folder} --broker {other}` goes on there; "
-            "if that has lost its store, --rebase goes on with the open tickets counted dead"
+            f"the run was last trained with the broker at {other}: `rlearner start {self._folder} --broker {other}` continues there; "
+            "if that has lost its store, --rebase continues with the open tickets counted dead"
         )
 
     async def mend(self) -> Resumed:
-        """Go on, by a rebase where ``look`` has found a loss; only for whoever holds the run."""
+        """Resume, with a rebase if ``look`` has found a loss; only for the holder of the run."""
         lost = self._ledger.lose({entry.number for entry in self._missing})
         if self._lost:
             await self._rebase()
@@ -130,7 +132,7 @@ class Recovery:
     # ------------------------------------------------------------------------------------------------- groups
 
     async def _find_groups(self, first: int, last: int) -> None:
-        """Read again the groups that the ledger holds, from the log, else from the archive."""
+        """Read the groups that the ledger holds from the log, else from the archive."""
         wanted = {entry.seq: entry for entry in self._ledger.arrived}
         if there := [seq for seq in wanted if first <= seq <= last]:
             held = {entry.number for entry in wanted.values()}
@@ -149,7 +151,7 @@ class Recovery:
             self._groups[entry.number] = record.message
 
     async def _not_closed(self) -> list[Entry]:
-        """Missing groups that an earlier life, which was killed in or after a rebase, has not closed as lost."""
+        """Return the missing groups that an earlier, interrupted rebase has not closed as lost."""
         closed = set()
         async for record in self._rest():
             if isinstance(record.message, wire.Closed) and record.message.reason == LOST:
@@ -173,10 +175,10 @@ class Recovery:
         log.warning("the broker's %s; rebased: %d open tickets counted dead, the next one is %d", self._lost, len(open_ones), highest + 1)
 
     async def _fill(self, stream: Stream, last: int) -> None:
-        """Bring a stream that ends before ``last`` there, with nothing in it.
+        """Advance a stream that ends before ``last`` to it, and empty it.
 
-        A purge beyond the end would do at once, but nats-server (2.15.1) then compares expected sequences with a count of its own that the
-        purge has not moved; so places are filled by messages that nobody reads.
+        A purge beyond the end would be faster, but nats-server (2.15.1) then compares expected sequences with a counter
+        that the purge has not moved; so places are filled with messages that no process reads.
         """
         while (short := last - await self._bus.last_seq(stream)) > 0:
             filler = self._closed(max(self._ledger.state.issued, 1), "fills a place")
@@ -184,7 +186,7 @@ class Recovery:
             await self._bus.trim(stream, min(last, await self._bus.last_seq(stream)) + 1)
 
     async def _read_ahead(self) -> Ledger:
-        """The ledger as it will be once the log is consumed up to where it ends now."""
+        """Return the ledger as it will be once the log is consumed up to its current end."""
         ahead = Ledger.load(self._ledger.dump())
         ahead.open_credit()
         async for record in self._rest():
@@ -196,7 +198,7 @@ class Recovery:
         return ahead
 
     async def _rest(self) -> AsyncGenerator[LogRecord, None]:
-        """The log from the ledger's position up to where it ends now."""
+        """Yield the log from the ledger's position up to its current end."""
         position, last = self._ledger.state.position, await self._bus.last_seq(SAMPLES)
         if last <= position:
             return
@@ -215,7 +217,7 @@ class Recovery:
 
 
 def known(folder: Path, ledger: Ledger) -> Known:
-    """By the ledger and by the newest ledger file, which may be ahead of it."""
+    """Return progress according to the ledger and the newest ledger file, which may be ahead of it."""
     lines, _ = ledger_segments.newest(folder / ledger_segments.FOLDER)
     issued = max((line.ticket if line.state == "issued" else line.counts.get("issued", 0) for line in lines), default=0)
     consumed = max((line.seq for line in lines), default=0)

@@ -1,8 +1,8 @@
-"""How much of the broker's store a run may fill. Pure: looks in, decisions out.
+"""Decides how much of the broker's store a run may fill. Pure.
 
-A run may fill what the store holds at most less what others hold in it. Tickets are permission to fill it, so they wait while what is
-there and what is expected of open tickets come near to that; and a checkpoint falls due earlier, for only behind a checkpoint is the
-log trimmed.
+A run may fill the store's limit less what others hold in it. Tickets are permission to fill it, so they wait while the
+stored messages and those expected of open tickets come near to that; and a checkpoint is due earlier, because the log
+is only trimmed behind a checkpoint.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-ADMIT_BELOW: Final = 0.8  # of what the run may fill; the rest is for errors in what is expected
-OPEN_BELOW: Final = 0.7  # from here on tickets no longer count as held back
+ADMIT_BELOW: Final = 0.8  # of what the run may fill; the rest is for errors of the estimate
+OPEN_BELOW: Final = 0.7  # below, tickets no longer count as held back
 PRESSED_ABOVE: Final = 0.6
-FIRST_GUESS_BYTES: Final = 1 << 20  # of a group, before one was seen
+FIRST_GUESS_BYTES: Final = 1 << 20  # of a group, before the first one
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What one look at the broker found. Bytes of one replica.
+    """Usage of the broker's store, in bytes of one replica.
 
     Attributes:
         used: by all streams.
         run: by this run's tickets, episodes and samples.
         groups: messages among these that are or were groups.
-        limit: of the account, None where it has none.
-        stores: whether the broker took a small message.
+        limit: of the account, None if it has none.
+        stores: whether the broker accepted a small message.
     """
 
     used: int
@@ -36,25 +36,25 @@ class Usage:
 
 
 class Room:
-    """What the newest look allows.
+    """Budget of the run, from the newest usage.
 
     Args:
-        limit: bytes that the store may hold as far as the operator says; None: only the account's limit and refusals tell.
-        press_from: bytes that stand for the limit where nothing tells it: above a share of these a checkpoint falls due, no ticket waits.
+        limit: bytes that the store may hold, as configured; None: only the account's limit and refusals are known.
+        press_from: bytes instead of an unknown limit: above a share of them a checkpoint is due, but no ticket waits.
     """
 
     def __init__(self, limit: int | None, press_from: int) -> None:
         self._configured, self._press_from = limit, press_from
-        self._learned: int | None = None  # what the store held when it was first refused
+        self._learned: int | None = None  # what the store held at the first refusal
         self._usage = Usage(0, 0, 0, None)
         self._group_bytes = float(FIRST_GUESS_BYTES)
         self._under_way = 0  # tickets published and without a record
 
     def look(self, usage: Usage, under_way: int) -> None:
-        """Take in a look at the broker.
+        """Update the usage.
 
         Args:
-            under_way: tickets published that have no record yet.
+            under_way: number of published tickets without a record.
         """
         self._usage, self._under_way = usage, under_way
         if usage.groups:
@@ -62,17 +62,17 @@ class Room:
         if not usage.stores:
             self._learned = min(usage.used, self._learned or usage.used)
         elif self._learned is not None and usage.used > self._learned:
-            self._learned = None  # there is more room now
+            self._learned = None  # the limit has grown
 
     @property
     def limit(self) -> int | None:
-        """Bytes that the store may hold, None where nobody knows."""
+        """Bytes that the store may hold, None if unknown."""
         known = [limit for limit in (self._usage.limit, self._configured, self._learned) if limit is not None]
         return min(known, default=None)
 
     @property
     def usage(self) -> Usage:
-        """The newest look."""
+        """The newest usage."""
         return self._usage
 
     @property
@@ -83,17 +83,16 @@ class Room:
 
     @property
     def relaxed(self) -> bool:
-        """Whether tickets need not be held back, by a margin."""
+        """Whether tickets need not be held back, with a margin."""
         return self._fits(0, OPEN_BELOW)
 
     def admit(self, *, needed: bool = True) -> bool:
-        """Whether one more ticket may be published now; it counts as published then.
+        """Return whether one more ticket may be published now, and count it as published.
 
-        While a step needs groups, one is always under way: a run whose steps do not fit gets on slowly until the store itself refuses, and
-        does not stop here.
+        While a step needs groups, one ticket is always admitted: a run whose steps do not fit continues slowly.
 
         Args:
-            needed: whether the step under way still lacks groups.
+            needed: whether the current step still lacks groups.
         """
         if (self._under_way or not needed) and not self._fits(1, ADMIT_BELOW):
             return False

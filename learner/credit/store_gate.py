@@ -1,4 +1,4 @@
-"""Holds tickets back before the broker's store is full, and keeps the run's reserve in it filled."""
+"""Holds back tickets before the broker's store is full, and keeps the run's reserve in it filled."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ GROWING: Final = (TICKETS, PARTS, *GROUPS)  # what a run fills the store with
 
 
 class Gate:
-    """The service around ``Room``.
+    """Service around ``Room``.
 
     Args:
-        limit_gib: what the broker may store as far as the operator says, None if that is not said.
-        press_from_gib: stands for the limit where nobody knows it.
-        say: told that tickets wait, and an empty text when they no longer do.
-        relieve: trims whatever can be spared, at each look while tickets wait or nothing is stored.
+        limit_gib: the configured limit of the store, None if there is none.
+        press_from_gib: replaces an unknown limit.
+        say: receives a text when tickets wait, and an empty one when they no longer do.
+        relieve: trims the log, at each check while tickets wait or the broker refuses messages.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Gate:
         self._looked = asyncio.Event()
         self._waiting = 0
         self._newest = 0  # ticket that was admitted, or published before this learner
-        self._admitted = 0  # since the newest look began
+        self._admitted = 0  # since the newest check began
         self._closed = False
 
     @property
@@ -56,7 +56,7 @@ class Gate:
         return self._room.pressed
 
     async def wait(self, number: int) -> None:
-        """Return when this ticket may be published; to be asked in the order of the tickets, for those that are published alone."""
+        """Wait until this ticket may be published; call this in ticket order, for published tickets only."""
         self._waiting += 1
         try:
             while not self._room.admit(needed=not self._ledger.full):
@@ -67,16 +67,16 @@ class Gate:
             self._waiting -= 1
 
     async def serve(self) -> None:
-        """Look every few seconds until cancelled."""
+        """Check every few seconds until cancelled."""
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             await self.look()
 
     async def look(self) -> None:
-        """Look at the broker now, and let tickets go on where there is room."""
+        """Check the broker's store now, and admit tickets if it has room."""
         try:
             self._newest = self._newest or await self._bus.last_seq(TICKETS)
-            # Before the broker is asked: a group that is stored after it has answered is still expected then.
+            # Before the request: a group stored after the broker's response still counts as expected.
             under_way, self._admitted = sum(number <= self._newest for number in self._ledger.waiting_for), 0
             usage, reserved = await self._usage()
             self._room.look(usage, under_way + self._admitted)
@@ -85,7 +85,7 @@ class Gate:
             if self._closed or not usage.stores:
                 await self._relieve()
         except (Disconnected, TimeoutError, NoResponders, ApiError) as error:
-            log.debug("the broker does not say what it holds: %s", error)
+            log.debug("the usage of the broker's store is unknown: %s", error)
             return
         if self._closed and self._room.relaxed and not self._waiting:
             self._closed = False
@@ -95,9 +95,9 @@ class Gate:
         looked.set()
 
     async def _usage(self) -> tuple[Usage, int]:
-        """What the broker holds, and the bytes of the reserve."""
+        """Return the usage of the broker's store, and the bytes of the reserve."""
         reserved, *ours = await asyncio.gather(*(self._bus.info(stream) for stream in (RESERVE, *GROWING)))
-        account = await ask(self._bus.link, "INFO")  # after the parts: what is stored in between counts as others'
+        account = await ask(self._bus.link, "INFO")  # after the streams: messages stored in between count as others'
         used, limit = of_one_replica(account, int(reserved["config"]["num_replicas"]))
         usage = Usage(
             used,
@@ -125,7 +125,7 @@ def _size(num_bytes: int) -> str:
 
 
 def of_one_replica(account: dict[str, Any], replicas: int) -> tuple[int, int | None]:
-    """(used, limit) of an account's answer, which counts every replica; a limit by tier is one of a single replica already."""
+    """Return (used, limit) of a single replica; the account counts all replicas, but a limit by tier only one."""
     tier = (account.get("tiers") or {}).get(f"R{replicas}")
     limit = int((tier or account)["limits"]["max_storage"])
     return int((tier or account)["storage"]) // replicas, None if limit <= 0 else limit if tier else limit // replicas

@@ -1,4 +1,4 @@
-"""Tickets on the broker: published in order under their own numbers, and closed when no record ends them in time."""
+"""Publishes tickets in order under their own numbers, and closes those that no record ends in time."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ from learner.credit.ledger import Ledger
 log = logging.getLogger(__name__)
 
 TICK_S: Final = 1.0
-PIPELINED: Final = 256  # tickets that wait for their confirmations together
-REBASE: Final = "it lost its store; `rlearner start … --rebase` goes on with the open tickets counted dead"
+PIPELINED: Final = 256  # tickets published before their confirmations are awaited
+REBASE: Final = "it lost its store; `rlearner start … --rebase` continues with the open tickets counted dead"
 
 AnyTicket = wire.Ticket | wire.EvalTicket
 
 
 class Issuer:
-    """Publishes the tickets of one stream in order; a ticket's number is its sequence there.
+    """Publisher of the tickets of one stream in order; a ticket's number is its sequence there.
 
-    Many are under way at once. Each names the sequence that must precede it, so the broker refuses whatever would come out of order, and
-    what it refused is published again.
+    Many are in flight at once. Each names the sequence that must precede it, so the broker refuses tickets out of
+    order, and refused ones are published again.
 
     Args:
         stream: TICKETS or EVALTICKETS.
-        admit: awaited with the number of each ticket before it is published, for example until the broker has room for what it permits.
+        admit: awaited with the number of each ticket before it is published, for example until the broker has room.
     """
 
     def __init__(self, bus: Bus, stream: Stream, admit: Callable[[int], Awaitable[None]] | None = None) -> None:
         self._bus, self._stream, self._admit = bus, stream, admit
         self._waiting: asyncio.Queue[AnyTicket | int] = asyncio.Queue()  # tickets to publish, numbers to withdraw
-        self._last = 0  # newest sequence known to be there
+        self._last = 0  # newest sequence known to be stored
 
     def put(self, ticket: AnyTicket) -> None:
-        """Publish this one after all that were put before."""
+        """Queue a ticket for publishing."""
         self._waiting.put_nowait(ticket)
 
     def withdraw(self, number: int) -> None:
-        """Take a ticket out of its queue, so that no hub plays it; one that a hub holds already is played to its end."""
+        """Delete a ticket from its stream, so that no hub runs it; a hub that already holds it completes it."""
         self._waiting.put_nowait(number)
 
     async def serve(self) -> None:
@@ -62,7 +62,7 @@ class Issuer:
             await asyncio.gather(*(self._bus.delete(self._stream, one) for one in batch if isinstance(one, int)))
 
     async def _publish(self, batch: list[AnyTicket]) -> None:
-        """Publish tickets with consecutive numbers; those that an earlier life of this learner published are skipped."""
+        """Publish tickets with consecutive numbers; skip those that an earlier incarnation published."""
         missing = [ticket for ticket in batch if ticket.number > self._last]
         while missing:
             storing = []
@@ -84,10 +84,10 @@ class Issuer:
 
 
 class Ages:
-    """How long open tickets have been in work. Pure.
+    """Ages of the open tickets. Pure.
 
-    A ticket ages from its first delivery to a hub on, while a hub that serves its domain is there and the run is not paused. So neither
-    long steps, nor a pause, nor a fleet that is away make a ticket late.
+    A ticket ages from its first delivery to a hub on, while a hub that serves its domain is alive and the run is not
+    paused. So neither long steps, nor a pause, nor missing hubs make a ticket expire.
 
     Args:
         timeout_s: the age at which a ticket expires.
@@ -104,9 +104,9 @@ class Ages:
 
         Args:
             waiting: number -> domain of the tickets without a record.
-            delivered: domain -> highest number ever delivered. A domain's tickets are delivered in the order of their numbers.
+            delivered: domain -> highest number ever delivered. A domain's tickets are delivered in numerical order.
             served: domains with at least one hub.
-            paused: the operator has paused the run.
+            paused: whether the operator has paused the run.
         """
         self._age_s = {number: age for number, age in self._age_s.items() if number in waiting}
         if paused:
@@ -123,11 +123,11 @@ class Ages:
 
 
 class Reaper:
-    """Closes tickets that no hub ends, by a record in the log like everyone else's.
+    """Service that closes tickets that no hub ends, by a record in the log.
 
     Args:
-        paused: whether the operator has paused the run.
-        every_s: seconds between two looks.
+        paused: returns whether the operator has paused the run.
+        every_s: seconds between two checks.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class Reaper:
         self._ages, self._every_s = Ages(timeout_s), every_s
 
     async def serve(self) -> None:
-        """Look every now and then until cancelled."""
+        """Check every ``every_s`` seconds until cancelled."""
         loop = asyncio.get_running_loop()
         looked_at = loop.time()
         while True:
@@ -152,14 +152,14 @@ class Reaper:
             waiting = {number: self._ledger.ticket(number).domain for number in self._ledger.waiting_for}
             delivered = {domain: await self._bus.last_delivered(TICKETS, domain) for domain in sorted(set(waiting.values()))}
             served = {domain for hub in self._roster.alive("envhub") for domain in hub.serves}
-            # A broker that was away, or a loop that stood still, must not count as time that a hub had.
+            # A disconnected broker or a stalled event loop must not count as time that a hub had.
             elapsed_s, looked_at = min(loop.time() - looked_at, 2 * self._every_s), loop.time()
             for number in self._ages.passed(elapsed_s, waiting, delivered, served, paused=self._paused()):
                 await self._close(number, waiting[number])
 
     async def _close(self, number: int, domain: str) -> None:
         if number not in self._ledger.waiting_for:
-            return  # its record came while another ticket was being closed
+            return  # its record arrived while another ticket was being closed
         detail = f"no record within train.ticket_timeout_s = {self._timeout_s:g} s of its first delivery"
         log.warning("ticket %d (%s) closed: %s", number, domain, detail)
         closed = wire.Closed(ticket=number, domain=domain, reason="timeout", detail=detail, by=self._bus.name)

@@ -1,1 +1,1 @@
-"""Evaluation on held-out tasks while training goes on."""
+"""Evaluation on held-out tasks during training."""

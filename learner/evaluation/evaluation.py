@@ -1,4 +1,4 @@
-"""Evaluation on held-out tasks: which tickets to ask for and what came back. The same tasks and seeds every time."""
+"""Issues evaluation tickets and collects their results, with the same tasks and seeds every time. Pure."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from learner.reporting.transcripts import Transcript
 
 @dataclass(frozen=True)
 class Measured:
-    """What is kept of one task: numbers only.
+    """Numeric result of one task.
 
     Attributes:
         successes: of each episode.
         rewards: of each episode.
-        versions: oldest and newest policy version of its sampled tokens, None when nothing was sampled.
+        versions: oldest and newest policy version of its sampled tokens, None if nothing was sampled.
     """
 
     domain: str
@@ -39,11 +39,11 @@ class Measured:
 
 @dataclass(frozen=True)
 class Row:
-    """What is kept of one task until it stands in a file.
+    """Full result of one task, kept until it is written to a file.
 
     Attributes:
-        first: the first episode; the last of its trajectories where it was cut into several.
-        frames: of the first episode, for a replay; empty where the environment has none.
+        first: the first episode; the last of its trajectories if cut into several.
+        frames: of the first episode, for a replay; empty if the environment has none.
     """
 
     domain: str
@@ -54,7 +54,7 @@ class Row:
     frames: list[str]
 
     def plain(self, transcript: Transcript) -> dict[str, Any]:
-        """Its line in the file.
+        """Return the row for the file.
 
         Args:
             transcript: of the first episode.
@@ -73,14 +73,14 @@ class Row:
 
 @dataclass
 class Evaluation:
-    """One policy measured once.
+    """One evaluation of one policy.
 
     Attributes:
-        step: the optimizer step after which it was asked for.
-        waiting: numbers of the tickets that have not been answered.
-        measured: the tasks that came back.
-        rows: one for each task that came back, until they stand in a file.
-        closed: reason -> how many tickets ended without a group.
+        step: the optimizer step after which it began.
+        waiting: numbers of the tickets without a result.
+        measured: the finished tasks.
+        rows: one for each finished task, until they are written to a file.
+        closed: reason -> number of tickets that ended without a group.
         began_s: seconds of any monotonic clock.
     """
 
@@ -93,16 +93,16 @@ class Evaluation:
     closed: dict[str, int] = field(default_factory=dict)
 
     def add(self, group: wire.Group) -> None:
-        """Take in a group that came back."""
+        """Add the group of a finished task."""
         own = episodes(group)
         successes, rewards = tuple(one.success for one in own), tuple(one.reward for one in own)
         self.measured.append(Measured(group.domain, group.task_index, successes, rewards, version_bounds([group])))
         self.rows.append(Row(group.domain, group.task_index, successes, rewards, own[0], group.frames))
 
     def values(self) -> dict[str, float]:
-        """Its line: ``eval/<name>`` for the actor, with avg@k and pass@k where a task has several episodes.
+        """Return the metrics: ``eval/<name>`` for the actor, with avg@k and pass@k if tasks have several episodes.
 
-        For another policy ``eval/<policy>/<name>``; empty when nothing came back.
+        For another policy ``eval/<policy>/<name>``; empty without results.
         """
         successes = [success for task in self.tries() for success in task]
         if not successes:
@@ -129,9 +129,9 @@ class Evaluation:
         return values
 
     def ahead(self, other: Evaluation) -> dict[str, float]:
-        """By how much this policy succeeds more often than another on the tasks that both were measured on, and the standard error.
+        """Return the lead in success rate over another policy on their common tasks, and its standard error.
 
-        Tasks and seeds are the same, so it is the error of the mean of the differences, task by task. Empty below two tasks.
+        Tasks and seeds are the same: it is the error of the mean of the differences per task. Empty below two tasks.
         """
         mine, theirs = self._by_task(), other._by_task()
         gaps = [mine[task] - theirs[task] for task in sorted(mine.keys() & theirs.keys())]
@@ -140,25 +140,25 @@ class Evaluation:
         return {"ahead": statistics.fmean(gaps), "ahead_stderr": statistics.stdev(gaps) / math.sqrt(len(gaps))}
 
     def _by_task(self) -> dict[tuple[str, int], float]:
-        """The share of a task's episodes that succeeded."""
+        """Return the share of each task's episodes that succeeded."""
         return {(one.domain, one.task_index): statistics.fmean(one.successes) for one in self.measured}
 
     @property
     def domains(self) -> list[str]:
-        """Names of those of which a task came back, sorted."""
+        """Names of the domains with a finished task, sorted."""
         return sorted({one.domain for one in self.measured})
 
     def tries(self, domain: str | None = None) -> list[list[bool]]:
-        """Of each task, which of its episodes succeeded; of one domain or all."""
+        """Return the successes of each task's episodes, of one domain or all."""
         return [list(one.successes) for one in self.measured if domain in (None, one.domain)]
 
     def rewards(self, domain: str | None = None) -> list[float]:
-        """Of every episode; of one domain or all."""
+        """Return the reward of every episode, of one domain or all."""
         return [reward for one in self.measured if domain in (None, one.domain) for reward in one.rewards]
 
 
 class Evaluations:
-    """All that were asked for. Pure: tickets out, records in.
+    """Evaluations of a run: tickets out, records in. Pure.
 
     Args:
         seed: of the run.
@@ -171,14 +171,14 @@ class Evaluations:
         self.pending: list[Evaluation] = []
 
     def due(self, step: int, last_step: int) -> bool:
-        """Whether the actor is measured after ``step`` optimizer steps; the last step always is."""
+        """Return whether the actor is evaluated after ``step`` optimizer steps; always after the last one."""
         every = self._section.every_steps
         if every == 0:
             return False
         return self._section.at_start if step == 0 else step % every == 0 or step == last_step
 
     def start(self, step: int, policy: str, min_version: int, now_s: float) -> list[wire.EvalTicket]:
-        """The tickets of a new evaluation."""
+        """Begin an evaluation, and return its tickets."""
         tickets = [
             wire.EvalTicket(
                 number=number,
@@ -199,7 +199,7 @@ class Evaluations:
         return tickets
 
     def apply(self, record: wire.Group | wire.Closed) -> Evaluation | None:
-        """One record; the evaluation that it completed. The first record of a ticket counts, strangers and later ones do not."""
+        """Apply a record, and return the evaluation that it completed; only the first record of a ticket counts."""
         evaluation = next((one for one in self.pending if record.ticket in one.waiting), None)
         if evaluation is None:
             return None
@@ -211,11 +211,11 @@ class Evaluations:
         return self._finish(evaluation) if not evaluation.waiting else None
 
     def may_come(self, number: int) -> bool:
-        """Whether a group of this ticket will count: it is waited for, or not asked for yet."""
+        """Return whether a group of this ticket will count: it is expected, or not issued yet."""
         return number >= self._next or any(number in one.waiting for one in self.pending)
 
     def expire(self, now_s: float) -> list[Evaluation]:
-        """Evaluations that have waited longer than ``eval.timeout_s``, with what there is; they end here."""
+        """End and return evaluations that have waited longer than ``eval.timeout_s``, with their partial results."""
         late = [one for one in self.pending if now_s - one.began_s >= seconds(self._section.timeout_s)]
         for evaluation in late:
             evaluation.closed["timeout"] = evaluation.closed.get("timeout", 0) + len(evaluation.waiting)
@@ -226,6 +226,6 @@ class Evaluations:
         return evaluation
 
     def _tasks(self) -> list[tuple[str, int]]:
-        """Domains take turns, so that none is measured at much newer weights than another."""
+        """Return (domain, index) of all tasks; domains alternate, so that all are evaluated at similar weights."""
         assert self._section.tasks is not None, "validation fills it in wherever tasks are measured"
         return [(name, index) for index in range(self._section.tasks) for name in self._domains]

@@ -1,4 +1,4 @@
-"""Evaluation beside training: asks for it, reads what comes back, keeps the results until a line takes them."""
+"""Runs evaluations during training: issues tickets, reads records, keeps results for the metrics."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from learner.reporting.transcripts import Transcripts
 log = logging.getLogger(__name__)
 
 TICK_S: Final = 0.5
-ACTORS_KEPT: Final = 4  # evaluations of the actor, for others to be compared with
+ACTORS_KEPT: Final = 4  # evaluations of the actor, for comparison with others
 
 
 class Evaluator:
-    """The service around ``Evaluations``.
+    """Service around ``Evaluations``.
 
     Args:
         folder: ``runs/<name>/evals``; one JSONL of episodes for each evaluation, for replays.
-        baseline: a policy to measure once, as soon as a server offers it; empty: none.
-        patience: with a folder that cannot be written for a while.
+        baseline: a policy to evaluate once, as soon as a server offers it; empty: none.
+        patience: retries writes while the folder cannot be written.
         transcripts: makes the texts of evaluated episodes.
-        against: policies to measure whenever the actor is, on the same tasks.
-        show: given the rows of each evaluation of the actor once they are in their file; blocks, called in a thread.
-        every_s: seconds between two looks at the clock.
+        against: policies to evaluate whenever the actor is, on the same tasks.
+        show: receives the rows of each evaluation of the actor once they are in their file; blocks, called in a thread.
+        every_s: seconds between two checks of the clock.
 
     Attributes:
-        completed: evaluations that no line has shown yet, oldest first.
+        completed: evaluations that are not in the metrics yet, oldest first.
     """
 
     def __init__(
@@ -59,22 +59,22 @@ class Evaluator:
         self._patience, self._transcripts, self._against, self._show, self._every_s = patience, transcripts, list(against), show, every_s
         self._actors: dict[int, Evaluation] = {}  # by step, the last few
         self._unkept = 0  # evaluations whose episodes are not in the folder yet
-        self._withdrawn: set[int] = set()  # numbers of tickets that nobody waits for, and that may be in the stream
+        self._withdrawn: set[int] = set()  # numbers of expired tickets that may be in the stream
         self._issuer = Issuer(bus, EVALTICKETS)
         self.completed: list[Evaluation] = []
         self._changed = asyncio.Event()
 
     def services(self) -> list[Coroutine[Any, Any, None]]:
-        """What publishes tickets, reads answers and looks at the clock, each until cancelled."""
+        """Return the coroutines that publish tickets, read records and check the clock, each until cancelled."""
         return [self._issuer.serve(), self._read(), self._tick()]
 
     @property
     def busy(self) -> bool:
-        """Whether an evaluation goes on, or has not left its file yet."""
+        """Whether an evaluation is running, or not written to its file yet."""
         return bool(self._evaluations.pending or self._unkept)
 
     def step_completed(self, step: int, last_step: int) -> None:
-        """Ask for what is due after ``step`` optimizer steps."""
+        """Begin the evaluations that are due after ``step`` optimizer steps."""
         if self._evaluations.due(step, last_step):
             self.start(step, ACTOR, min_version=step)
             for policy in self._against:
@@ -85,10 +85,10 @@ class Evaluator:
         self._start_baseline(step)
 
     def take(self, *, last: bool) -> dict[str, float]:
-        """What one line shows: the oldest actor's result not shown yet (the newest on the last line), and baselines."""
+        """Return one line's metrics: the actor's oldest result not shown yet (the newest if ``last``) and baselines."""
         actors = [one for one in self.completed if one.policy == ACTOR]
         others = [one for one in self.completed if one.policy != ACTOR]
-        # Who is compared with the actor waits for it.
+        # A policy that is compared with the actor waits for its result.
         early = [one for one in others if one.policy in self._against and one.step not in self._actors and not last]
         baselines = [one for one in others if one not in early]
         shown = actors[-1:] if last else actors[:1]
@@ -102,11 +102,11 @@ class Evaluator:
         return values
 
     async def open(self) -> None:
-        """Withdraw the tickets of an earlier learner, which hubs would play first. Only the learner that holds the run may call this."""
+        """Withdraw the tickets of an earlier learner, which hubs would run first; only the holder of the run may."""
         await self._bus.trim(EVALTICKETS, await self._bus.last_seq(EVALTICKETS) + 1)
 
     async def drain(self, stop: asyncio.Event) -> None:
-        """Wait for what was asked for, ``eval.timeout_s`` at most, and for its files, or until asked to stop."""
+        """Wait for running evaluations, ``eval.timeout_s`` at most, and for their files, or until a stop."""
         if self._baseline:
             log.warning("no rollout server offers policy %s; it is not measured", self._baseline)
         while self.busy and not stop.is_set():
@@ -126,7 +126,7 @@ class Evaluator:
         return {server.policy for server in self._roster.alive("rollout") if server.state == "serving"}
 
     def start(self, step: int, policy: str, min_version: int) -> None:
-        """Ask for one evaluation now."""
+        """Begin one evaluation now."""
         tickets = self._evaluations.start(step, policy, min_version, asyncio.get_running_loop().time())
         log.info("evaluating %s after step %d on %d tasks", policy, step, len(tickets))
         for ticket in tickets:
@@ -161,7 +161,7 @@ class Evaluator:
                 await self._finish(evaluation)
 
     async def _withdraw(self) -> None:
-        """Delete tickets that nobody waits for, so that they are not played before the next evaluation's; those published, for now."""
+        """Delete published tickets that expired, so that they do not run before the next evaluation's."""
         last = await self._bus.last_seq(EVALTICKETS)
         published = sorted(number for number in self._withdrawn if number <= last)
         for number in published:
@@ -183,7 +183,7 @@ class Evaluator:
                 extra={name: round(value, 4) for name, value in values.items() if name.endswith("success_rate")},
             )
         else:
-            log.warning("evaluation of %s after step %d brought nothing: %s", evaluation.policy, evaluation.step, evaluation.closed)
+            log.warning("evaluation of %s after step %d has no results: %s", evaluation.policy, evaluation.step, evaluation.closed)
         self._unkept += 1
         rows = await self._patience.in_thread(self._keep, evaluation)
         evaluation.rows.clear()

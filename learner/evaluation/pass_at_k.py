@@ -1,4 +1,4 @@
-"""avg@k and pass@k of a task that was tried several times. Pure."""
+"""Computes avg@k and pass@k of tasks that were tried several times. Pure."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Sequence
 
 
 def pass_at_k(num_tries: int, num_right: int, k: int) -> float:
-    """The chance that at least one of k tries is right, estimated without bias from n tries of which c were: 1 - C(n-c, k) / C(n, k).
+    """Return the unbiased estimate of the chance that one of k tries is right: ``1 - C(n - c, k) / C(n, k)``.
 
-    Source: Chen et al., Evaluating Large Language Models Trained on Code (arXiv 2107.03374), equation 1.
+    n are the tries and c the right ones. Source: Chen et al., Evaluating Large Language Models Trained on Code
+    (arXiv 2107.03374), equation 1.
 
     Raises:
-        ValueError: k is not from 1 to n, or c not from 0 to n.
+        ValueError: if k is not from 1 to n, or c not from 0 to n.
     """
     if not 1 <= k <= num_tries or not 0 <= num_right <= num_tries:
         raise ValueError(f"pass@{k} of {num_right} right among {num_tries} tries is not defined")
@@ -20,14 +21,14 @@ def pass_at_k(num_tries: int, num_right: int, k: int) -> float:
 
 
 def ks(num_tries: int) -> list[int]:
-    """Which k are shown for n tries: powers of two below n, and n."""
+    """Return the k to report for n tries: powers of two below n, and n."""
     return [2**i for i in range(num_tries.bit_length()) if 2**i < num_tries] + [num_tries]
 
 
 def values(tasks: Sequence[Sequence[bool]]) -> dict[str, float]:
-    """``avg@n`` and every ``pass@k`` over tasks that were tried equally often; tasks with fewer tries than the most are left out.
+    """Return ``avg@n`` and every ``pass@k`` over the tasks with the most tries, n; empty for n = 1.
 
-    avg@n is the mean over tasks of the share of right tries. Nothing for tasks that were tried once.
+    avg@n is the mean over tasks of the share of right tries.
     """
     most = max((len(tries) for tries in tasks), default=0)
     whole = [tries for tries in tasks if len(tries) == most]
@@ -40,12 +41,12 @@ def values(tasks: Sequence[Sequence[bool]]) -> dict[str, float]:
 
 
 def interval(tasks: Sequence[Sequence[bool]]) -> tuple[float, float]:
-    """95 % interval of the mean success over tasks: Wilson's for tasks tried once, else the normal one of the tasks' means.
+    """Return the 95 % interval of the mean success: Wilson's for tasks tried once, else the normal one of task means.
 
-    Tries of one task are no independent draws, so several of them are taken as one measurement.
+    Tries of one task are not independent, so they count as one measurement.
 
     Raises:
-        ValueError: there are no tasks.
+        ValueError: if there are no tasks.
     """
     if not tasks:
         raise ValueError("no tasks")

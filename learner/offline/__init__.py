@@ -1,4 +1,4 @@
-"""Offline training on the learner's backends: pipelines and preference losses by name, resolved by ``broker.settings.registry.resolve``."""
+"""Offline training on the learner's backends: registries of pipelines and preference losses."""
 
 from __future__ import annotations
 

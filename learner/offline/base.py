@@ -1,4 +1,4 @@
-"""What a pipeline is to the runner, and what the runner gives it."""
+"""Defines offline pipelines, and the job that the runner makes them from."""
 
 from __future__ import annotations
 
@@ -28,35 +28,35 @@ _UNLIMITED: Final = 1 << 20  # tokens, for a model that names no limit
 
 
 class Pipeline(Protocol):
-    """One kind of offline training; data and models are loaded when it is made."""
+    """One kind of offline training; the constructor loads data and models."""
 
     backend: Backend
     num_rows: int  # rows to train on
 
     def step(self, rows: Sequence[int]) -> dict[str, float]:
-        """One optimizer step on these rows; its metrics, ``train/loss`` and ``train/tokens`` (read) among them."""
+        """Take an optimizer step on these rows; return its metrics, including ``train/loss`` and ``train/tokens``."""
         ...
 
     def evaluate(self) -> dict[str, float]:
-        """Metrics of the held-out rows, ``eval/…``; empty where there are none."""
+        """Return metrics of the held-out rows, ``eval/…``; empty without such rows."""
         ...
 
     def close(self) -> None:
-        """Let go of what is not the backend's."""
+        """Release resources other than the backend's."""
         ...
 
 
 @dataclass(frozen=True)
 class Job:
-    """All that a pipeline is made from.
+    """Inputs of a pipeline.
 
     Attributes:
         config: validated.
         folder: of the run.
         first_path: folder or hub name of the weights that the run started from.
-        model_path: weights to go on from; of the newest checkpoint, or the same.
+        model_path: weights to continue from: the newest checkpoint, or the first ones.
         tokenizer: of the first weights.
-        url: of the broker, where a pipeline talks to rollout servers.
+        url: of the broker, for a pipeline that uses rollout servers.
     """
 
     config: dict[str, Any]
@@ -91,10 +91,10 @@ class Job:
         return section(self.config, "checkpoint", CheckpointSection)
 
     def max_tokens(self) -> int:
-        """Longest row: what the user says, and never more than the model takes.
+        """Return the longest row in tokens: the configured limit, or the model's.
 
         Raises:
-            ConfigError: the user asks for more.
+            ConfigError: if the configured limit is above the model's.
         """
         from rlearner_text.hub import read_json, tokenizer_folder
 
@@ -107,7 +107,7 @@ class Job:
         return wanted
 
     def make_backend(self, algorithm: AlgorithmSection, *, path: str | None = None) -> Backend:
-        """A backend at the weights to go on from, or at others, which are only looked at: without adapters."""
+        """Return a backend with the weights to continue from, or with others, to score only, without adapters."""
         train = backend_train(self.train)
         backend: Backend = resolve("backends", self.train.backend, BACKENDS)(
             path or self.model_path,
@@ -120,10 +120,10 @@ class Job:
         return backend
 
     def load(self, read: Callable[[str, str], list[Any]]) -> tuple[list[Any], list[Any]]:
-        """Rows to train on and rows held out.
+        """Return rows to train on, and held-out rows.
 
         Args:
-            read: rows of a file; its key, for error messages.
+            read: returns the rows of a file, given its path and its key for error messages.
         """
         data = self.data
         rows = read(data.train, "data.train")

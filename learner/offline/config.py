@@ -1,4 +1,4 @@
-"""The sections of an offline configuration; ``run``, ``model``, ``checkpoint`` and ``trackers`` are those of a run."""
+"""Defines the sections of an offline configuration; some are those of a run."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ FREE: Final = (
 
 
 class DataSection(Section):
-    """Which rows are trained on and which are held out."""
+    """Rows for training and held-out rows."""
 
     train: str  # JSONL or Parquet
     eval: str | None = None  # a file of held-out rows; null: the share below
     eval_share: Annotated[float, Field(ge=0, lt=1)] = 0.05  # of the rows of ``train``, taken from its end
-    max_tokens: PositiveInt | None = None  # longer rows are cut (sft, distill) or left out (dpo); null: what the model takes
+    max_tokens: PositiveInt | None = None  # longer rows are cut (sft, distill) or omitted (dpo); null: the model's limit
 
 
 class OfflineTrainSection(Optimization):
-    """How many steps, how large, how fast."""
+    """Number and size of the steps, and the learning rate."""
 
     steps: Annotated[PositiveInt, Field(le=2**31 - 1)] = 300
     batch_size: PositiveInt = 32  # rows of one step
@@ -66,43 +66,43 @@ class OfflineTrainSection(Optimization):
 
 
 class HeldOutSection(Section):
-    """Held-out rows, measured between steps."""
+    """Evaluation on held-out rows between steps."""
 
     every_steps: NonNegativeInt = 0  # 0: only after the last step
-    rows: PositiveInt = 256  # at most so many, the first ones
+    rows: PositiveInt = 256  # at most this many, the first ones
     at_start: bool = True
 
 
 class DpoSection(Section):
-    """Which preference loss, and against what."""
+    """Preference loss and its reference."""
 
-    loss: str = "dpo"  # dpo, ipo, or a path to a function of your own
-    beta: PositiveFloat = 0.1  # how far from the reference a preference may pull; in ipo the paper's tau
+    loss: str = "dpo"  # dpo, ipo, or a path to your function
+    beta: PositiveFloat = 0.1  # smaller: further from the reference; in ipo the paper's tau
     reference: str | None = None  # folder or hub name; null: the model that training starts from
 
 
 class DistillSection(Section):
-    """Who teaches, and what is compared."""
+    """Teacher, and the divergence from it."""
 
     teacher: str  # folder or hub name
     kl: Literal["forward", "reverse"] = "forward"  # KL(teacher || student), KL(student || teacher)
-    top_k: NonNegativeInt = 0  # the teacher's best candidates and the rest of its mass as one; 0: every token of the vocabulary
-    served: bool = False  # ask rollout servers that joined this run, in place of loading the teacher here
-    timeout_s: PositiveFloat = 120.0  # served: longest wait for the answer to one row
-    concurrency: PositiveInt = 64  # served: rows asked for at once
+    top_k: NonNegativeInt = 0  # the teacher's best candidates, and the rest of its mass as one; 0: the whole vocabulary
+    served: bool = False  # use rollout servers that joined this run, instead of loading the teacher here
+    timeout_s: PositiveFloat = 120.0  # served: longest wait for the response to one row
+    concurrency: PositiveInt = 64  # served: rows requested at once
 
 
 def pipeline_of(config: Mapping[str, Any]) -> str:
-    """Which pipeline a configuration is for: the one whose own section it has."""
+    """Return the pipeline whose section a configuration has, ``sft`` without one."""
     return next((name for name in SECTIONS if name in config), "sft")
 
 
 def validate(pipeline: str, config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of a pipeline with all defaults filled in.
+    """Return the configuration of a pipeline with all defaults filled in.
 
     Raises:
-        UserError: it is for something else.
-        ConfigError: the first key that cannot work.
+        UserError: if it is not for offline training.
+        ConfigError: for the first key that cannot work.
     """
     from learner.backends import BACKENDS
     from learner.reporting.trackers import TRACKERS
@@ -142,7 +142,7 @@ def _check_distill(config: dict[str, Any]) -> None:
 
 
 def backend_train(train: OfflineTrainSection) -> TrainSection:
-    """The same settings as a backend knows them."""
+    """Return the settings in the form that backends take."""
     same = {name: getattr(train, name) for name in OfflineTrainSection.model_fields if name != "batch_size"}
     if train.warmup_steps is None:
         same["warmup_steps"] = min(max(1, train.steps // 20), train.steps - 1)
@@ -150,7 +150,7 @@ def backend_train(train: OfflineTrainSection) -> TrainSection:
 
 
 def differing(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> str | None:
-    """The first key that may not change when a run goes on, None when there is none."""
+    """Return the first changed key that must not change when a run resumes, None if there is none."""
     for key in sorted({*before, *now}):
         name, old, new = f"{prefix}{key}", before.get(key), now.get(key)
         if isinstance(old, Mapping) and isinstance(new, Mapping):

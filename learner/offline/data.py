@@ -1,4 +1,4 @@
-"""Conversations for offline training: rows of a file in, tokens, masks and batches out."""
+"""Reads conversations for offline training, and makes tokens, masks and batches of them."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Example:
 
     @property
     def num_trained(self) -> int:
-        """Tokens that carry loss; the first token of a sequence is never predicted."""
+        """Number of tokens with loss; the first token of a sequence is never predicted."""
         return sum(self.loss_mask[1:])
 
     def sample(self) -> TrainSample:
-        """What a backend takes: every trained token has weight 1, where RL has its advantage."""
+        """Return the training sample: every trained token has weight 1 instead of an advantage."""
         n = len(self.token_ids)
         mask = np.array(self.loss_mask, np.uint8)
         mask[:1] = 0
@@ -40,11 +40,13 @@ class Example:
 
 
 def read_conversations(path: str | Path, key: str = "data") -> Iterator[tuple[int, Messages]]:
-    """(line, messages) of every row: ``{"messages": [...]}``, or ``{"prompt": …, "response": …}``, each a text or a list of messages.
+    """Yield (line, messages) of every row.
+
+    Rows are ``{"messages": [...]}``, or ``{"prompt": …, "response": …}``, each a text or a list of messages.
 
     Raises:
-        ConfigError: no such file.
-        DataError: a malformed row; names file and line.
+        ConfigError: if the file cannot be read.
+        DataError: if a row is malformed; names file and line.
     """
     for number, row in read_rows(path, key):
         try:
@@ -58,20 +60,20 @@ def _messages(row: Row) -> Messages:
         return check_messages(row["messages"])
     if "prompt" in row and "response" in row:
         return conversation(row["prompt"], row["response"], "response")
-    raise ValueError("the row is no object with the key 'messages', or with 'prompt' and 'response'")
+    raise ValueError("expected an object with the key 'messages', or with 'prompt' and 'response'")
 
 
 def conversation(prompt: Any, answer: Any, key: str) -> Messages:
-    """Messages of a prompt and its answer.
+    """Return the messages of a prompt and its answer.
 
-    A text is one message. A list of messages as the answer goes on from the prompt; one that begins with the user or the system
-    is the whole conversation, and the prompt is not looked at.
+    A text is one message. A list of messages as the answer continues the prompt; one that begins with the user or the
+    system is the whole conversation, and the prompt is ignored.
 
     Args:
-        key: of the answer, for messages.
+        key: of the answer, for error messages.
 
     Raises:
-        ValueError: they are neither texts nor such lists, or no conversation that ends with the assistant.
+        ValueError: if they are neither texts nor such lists, or the conversation does not end with the assistant.
     """
     if isinstance(answer, str):
         answer = [{"role": "assistant", "content": answer}]
@@ -90,15 +92,15 @@ def conversation(prompt: Any, answer: Any, key: str) -> Messages:
 
 
 def load_examples(path: str | Path, tokenizer: Tokenizer, max_tokens: int, key: str = "data") -> list[Example]:
-    """Every conversation of the file as tokens, cut to ``max_tokens``; those with nothing left to train are dropped.
+    """Return every conversation of the file as tokens, cut to ``max_tokens``, without those with nothing to train.
 
     Raises:
-        ConfigError: no such file, or the chat template refuses the messages.
-        DataError: a malformed row, or a file without any row to train on.
+        ConfigError: if the file cannot be read, or the chat template refuses the messages.
+        DataError: if a row is malformed, or the file has no row to train on.
     """
     examples: list[Example] = []
     last_line = 0
-    for last_line, messages in read_conversations(path, key):  # noqa: B007 - used below, for a file without any
+    for last_line, messages in read_conversations(path, key):  # noqa: B007 - used below
         token_ids, mask = encode_supervised(tokenizer, messages)
         example = Example(token_ids[:max_tokens], mask[:max_tokens])
         if example.num_trained:
@@ -109,7 +111,7 @@ def load_examples(path: str | Path, tokenizer: Tokenizer, max_tokens: int, key: 
 
 
 def shuffled_batches(num_examples: int, batch_size: int, seed: int) -> Iterator[list[int]]:
-    """Indices of one batch after another for ever: every example once an epoch, in an order of its own each epoch."""
+    """Yield the indices of batches without end: every example once per epoch, in a new order each epoch."""
     random = np.random.default_rng(seed)
     waiting: list[int] = []
     while True:
@@ -120,10 +122,10 @@ def shuffled_batches(num_examples: int, batch_size: int, seed: int) -> Iterator[
 
 
 def micro_batches(examples: Sequence[Example], max_padded_tokens: int) -> list[list[Example]]:
-    """Cut a batch into parts of at most that many padded tokens (at least one example each), similar lengths together."""
+    """Cut a batch into parts of similar lengths, of at most ``max_padded_tokens`` or a single example."""
     parts: list[list[Example]] = []
     for example in sorted(examples, key=lambda e: len(e.token_ids), reverse=True):
-        # The first of a part is its longest, so it sets the width.
+        # The first of a part is its longest, so it determines the width.
         if not parts or (len(parts[-1]) + 1) * len(parts[-1][0].token_ids) > max_padded_tokens:
             parts.append([])
         parts[-1].append(example)

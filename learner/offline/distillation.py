@@ -1,4 +1,4 @@
-"""``rlearner distill``: a student learns its teacher's distributions over the tokens of given conversations."""
+"""Runs ``rlearner distill``: a student learns its teacher's distributions on given conversations."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MEAN: Final = AlgorithmSection(pg_variant="sft", loss_agg_mode="token-mean")
 
 
 class Distillation:
-    """See ``learner.offline.base.Pipeline``. The loss of a step is the mean divergence over all trained tokens of its rows."""
+    """A ``Pipeline``; the loss of a step is the mean divergence over all trained tokens of its rows."""
 
     def __init__(self, job: Job) -> None:
         distill = section(job.config, "distill", DistillSection)
@@ -58,12 +58,12 @@ class Distillation:
             self._served = ServedTeacher(job, distill)
 
     def step(self, rows: Sequence[int]) -> dict[str, float]:
-        """One update; ``train/loss`` is the divergence in nats per trained token."""
+        """Take an update; ``train/loss`` is the divergence in nats per trained token."""
         samples = self._taught([self._rows[row] for row in rows])
         return optimizer_metrics(self.backend.update(samples), samples)
 
     def evaluate(self) -> dict[str, float]:
-        """``eval/loss``, the same of the held-out rows."""
+        """Return ``eval/loss``, the divergence of the held-out rows."""
         if not self._held_out:
             return {}
         if self._taught_held_out is None:
@@ -71,12 +71,12 @@ class Distillation:
         return {"eval/loss": self.backend.divergence(self._taught_held_out)}
 
     def close(self) -> None:
-        """Let the teacher's servers go."""
+        """Stop the teacher's servers."""
         if self._served is not None:
             self._served.close()
 
     def _taught(self, samples: Sequence[TrainSample]) -> list[TrainSample]:
-        """The samples with the word of a teacher elsewhere, or as they are."""
+        """Return the samples with a served teacher's candidates, or unchanged."""
         if self._served is None:
             return list(samples)
         answers = self._served.ask([sample.token_ids for sample in samples])
@@ -84,17 +84,17 @@ class Distillation:
 
 
 def taught(sample: TrainSample, ids: np.ndarray, logprobs: np.ndarray) -> TaughtSample:
-    """A sample with a teacher's best candidates for every token but the first, (n - 1, k) each; those of trained tokens are kept."""
+    """Return a sample with a teacher's candidates for its trained tokens, from (n - 1, k) for all but the first."""
     own = {field.name: getattr(sample, field.name) for field in fields(TrainSample)}
     rows = sample.positions - 1
     return TaughtSample(**own, top_ids=ids[rows].astype(np.int64), top_logprobs=logprobs[rows])
 
 
 def _check_vocabulary(student: Tokenizer, teacher: str, *, trust_remote_code: bool) -> None:
-    """Refuse a teacher whose token ids mean something else.
+    """Refuse a teacher with another vocabulary.
 
     Raises:
-        ConfigError: names the first token that differs.
+        ConfigError: if it differs; names the first token.
     """
     try:
         other = Tokenizer.load(teacher, trust_remote_code=trust_remote_code)

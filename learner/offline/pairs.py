@@ -1,4 +1,4 @@
-"""Preference data: a prompt with a chosen and a rejected answer, as tokens of which only the answers are trained."""
+"""Reads preference data: prompts with a chosen and a rejected answer; only the answers are trained."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from rlearner_text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Pair:
-    """Two conversations that begin the same; the mask is 1 from where they part."""
+    """Two conversations with the same beginning; the mask is 1 from where they differ."""
 
     chosen: Example
     rejected: Example
 
 
 def load_pairs(path: str | Path, tokenizer: Tokenizer, max_tokens: int, key: str = "data") -> tuple[list[Pair], int]:
-    """Every pair of the file, and how many were left out because an answer ends beyond ``max_tokens``: cut, it would mean something else.
+    """Return every pair of the file, and the number of pairs left out because an answer ends beyond ``max_tokens``.
 
-    Rows are ``{"prompt": …, "chosen": …, "rejected": …}``, each a text (one message) or a list of messages; chosen and rejected may
-    also be whole conversations with the same beginning.
+    Rows are ``{"prompt": …, "chosen": …, "rejected": …}``, each a text (one message) or a list of messages; chosen and
+    rejected may also be whole conversations with the same beginning.
 
     Raises:
-        ConfigError: no such file, or the chat template refuses the messages.
-        DataError: a malformed row, or a file without any pair to train on.
+        ConfigError: if the file cannot be read, or the chat template refuses the messages.
+        DataError: if a row is malformed, or the file has no pair to train on.
     """
     pairs: list[Pair] = []
     number = num_long = 0
@@ -48,7 +48,7 @@ def load_pairs(path: str | Path, tokenizer: Tokenizer, max_tokens: int, key: str
 
 
 def _conversations(row: Row) -> tuple[Messages, Messages, int]:
-    """Both conversations, and how many messages they share at the beginning."""
+    """Return both conversations, and the number of messages that they share at the beginning."""
     if missing := [key for key in ("chosen", "rejected") if key not in row]:
         raise ValueError(f"the row has no key {missing[0]!r}; known: prompt, chosen, rejected")
     chosen, rejected = (conversation(row.get("prompt"), row[key], key) for key in ("chosen", "rejected"))
@@ -58,12 +58,12 @@ def _conversations(row: Row) -> tuple[Messages, Messages, int]:
     if shared in (len(chosen), len(rejected)):
         raise ValueError("chosen and rejected are the same, or one is the beginning of the other")
     if chosen[shared]["role"] != "assistant":
-        raise ValueError(f"chosen and rejected part at message {shared}, which the {chosen[shared]['role']} says, not the assistant")
+        raise ValueError(f"chosen and rejected differ at message {shared}, of the {chosen[shared]['role']}, not assistant")
     return chosen, rejected, shared
 
 
 def _example(tokenizer: Tokenizer, messages: Messages, shared: int) -> Example:
-    """The conversation with what the assistant said in its first ``shared`` messages masked."""
+    """Return the conversation with the assistant's turns among its first ``shared`` messages masked."""
     token_ids, mask = encode_supervised(tokenizer, messages)
     turns = sum(message["role"] == "assistant" for message in messages[:shared])
     for index, value in enumerate(mask):

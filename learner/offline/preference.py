@@ -1,9 +1,9 @@
-"""``rlearner dpo``: preference losses on pairs of answers, against a frozen reference.
+"""Runs ``rlearner dpo``: preference losses on pairs of answers, against a frozen reference.
 
-A preference loss couples two sequences, a backend takes each on its own. So a step scores all its answers first, takes the
-derivative of the loss by the logprob of each answer, and gives it to the backend as the weight of that answer's tokens in a
-likelihood loss: the gradient is exactly that of the preference loss, however the batch is cut or packed. It costs one more forward pass.
-With ``train.lora.dropout`` it is not: the scores are taken without dropout, and only the other pass has it.
+A preference loss couples two sequences, but a backend takes each separately. So a step scores all its answers first,
+takes the derivative of the loss by the logprob of each answer, and passes it to the backend as the weight of that
+answer's tokens in a likelihood loss: the gradient is exactly that of the preference loss, however the batch is cut or
+packed, for one more forward pass. With ``train.lora.dropout`` it is not exact: scores are taken without dropout.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ Two = tuple[TrainSample, TrainSample]
 
 
 def answer_logprobs(backend: Backend, pairs: Sequence[Two]) -> Tensor:
-    """Logprobs of both answers of each pair, summed over their tokens, (P, 2) float64."""
+    """Return the logprobs of both answers of each pair, summed over their tokens, (P, 2) float64."""
     scores = backend.score([sample for pair in pairs for sample in pair])
     sums = [float(one.logprobs.astype(np.float64).sum()) for one in scores if one.logprobs is not None]
     return torch.tensor(sums, dtype=torch.float64).reshape(-1, 2)
 
 
 def compare(loss: PreferenceLoss, beta: float, logprobs: Tensor, ref: Tensor, pairs: Sequence[Two]) -> tuple[Tensor, Tensor]:
-    """Losses and margins, (P,) each; gradient flows into ``logprobs``, (P, 2) as ``ref``."""
+    """Return losses and margins, (P,) each; gradient flows into ``logprobs``, (P, 2) like ``ref``."""
     counts = torch.tensor([[sample.num_tokens for sample in pair] for pair in pairs], dtype=torch.float64)
     return loss(Pairs(*logprobs.unbind(1), *ref.unbind(1), *counts.unbind(1)), beta)
 
 
 def weighted(pairs: Sequence[Two], slopes: Tensor) -> list[TrainSample]:
-    """The answers, each token weighted by minus the derivative of the mean loss, (P, 2), times the number of answers.
+    """Return the answers, with tokens weighted by minus the derivative of the mean loss, (P, 2), times their number.
 
-    ``seq-mean-token-sum`` divides by that number again.
+    ``seq-mean-token-sum`` divides by the number of answers again.
     """
     weights = (-slopes * 2 * len(pairs)).tolist()
     return [
@@ -61,7 +61,7 @@ def weighted(pairs: Sequence[Two], slopes: Tensor) -> list[TrainSample]:
 
 
 def summary(prefix: str, losses: Tensor, margins: Tensor, logprobs: Tensor, ref: Tensor, beta: float) -> dict[str, float]:
-    """Loss, margin, accuracy, and the implicit rewards ``beta (log p - log ref)``, means over pairs."""
+    """Return means over pairs: loss, margin, accuracy, and the implicit rewards ``beta (log p - log ref)``."""
     rewards = beta * (logprobs - ref).mean(0)
     return {
         f"{prefix}/loss": losses.mean().item(),
@@ -73,7 +73,7 @@ def summary(prefix: str, losses: Tensor, margins: Tensor, logprobs: Tensor, ref:
 
 
 class Preference:
-    """See ``learner.offline.base.Pipeline``."""
+    """A ``Pipeline`` for preference losses."""
 
     def __init__(self, job: Job) -> None:
         section_ = section(job.config, "dpo", DpoSection)
@@ -84,7 +84,7 @@ class Preference:
         def read(path: str, key: str) -> list[Two]:
             pairs, num_long = load_pairs(path, job.tokenizer, most, key)
             if num_long:
-                log.warning("%s: %d of %d pairs are left out, an answer ends beyond %d tokens", path, num_long, num_long + len(pairs), most)
+                log.warning("%s: %d of %d pairs omitted, longer than %d tokens", path, num_long, num_long + len(pairs), most)
             return [(pair.chosen.sample(), pair.rejected.sample()) for pair in pairs]
 
         self._rows, self._held_out = job.load(read)
@@ -93,7 +93,7 @@ class Preference:
         self.backend = job.make_backend(LIKELIHOOD)
 
     def step(self, rows: Sequence[int]) -> dict[str, float]:
-        """One update; ``train/loss`` is the mean over pairs."""
+        """Take an update; ``train/loss`` is the mean over pairs."""
         pairs, ref = [self._rows[row] for row in rows], self._ref[list(rows)]
         logprobs = answer_logprobs(self.backend, pairs).requires_grad_()
         losses, margins = compare(self._loss, self._beta, logprobs, ref, pairs)
@@ -104,7 +104,7 @@ class Preference:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """The same of the held-out pairs."""
+        """Return the metrics of the held-out pairs."""
         if not self._held_out:
             return {}
         logprobs = answer_logprobs(self.backend, self._held_out)
@@ -112,16 +112,16 @@ class Preference:
         return summary("eval", losses, margins, logprobs, self._ref_held_out, self._beta)
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing."""
 
 
 def _reference(job: Job, dpo: DpoSection, rows: Sequence[Two], held_out: Sequence[Two]) -> tuple[Tensor, Tensor]:
-    """The reference's logprobs of every answer, (rows, 2) float64 each: computed once, then read from the run's folder.
+    """Return the reference's logprobs of every answer, (rows, 2) float64 each, cached in the run's folder.
 
-    So no second model stays in memory, and a run that goes on compares with the very same numbers.
+    So no second model stays in memory, and a resumed run compares with the same numbers.
 
     Raises:
-        UserError: the data changed since the run was started.
+        UserError: if the data changed since the run was started.
     """
     file = job.folder / REFERENCE
     digests = json.dumps([digest_file(path) for path in (job.data.train, job.data.eval) if path is not None])

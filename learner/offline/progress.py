@@ -1,4 +1,4 @@
-"""What a person sees of offline training: a bar on a terminal, otherwise about twenty plain lines."""
+"""Shows the progress of offline training: a bar on a terminal, otherwise about twenty plain lines."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ Show = Callable[[int, Mapping[str, float]], None]
 
 @contextmanager
 def progress(name: str, first: int, steps: int) -> Iterator[Show]:
-    """Gives a function to be called with each step, from 1, and the numbers to show.
+    """Yield a function to call with each step, from 1, and the metrics to show.
 
     Args:
         name: of the pipeline.
-        first: steps made already.
+        first: completed steps.
     """
     if not sys.stderr.isatty():
         every = max(1, steps // 20)

@@ -1,4 +1,4 @@
-"""Rows of a JSONL or Parquet file, with the number that error messages name."""
+"""Reads rows of a JSONL or Parquet file, with their numbers for error messages."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Row = dict[str, Any]
 
 
 def read_rows(path: str | Path, key: str = "data") -> Iterator[tuple[int, Row]]:
-    """(line, row) of every row: lines of a JSONL file from 1, empty ones skipped; rows of a Parquet file (``.parquet``) from 1.
+    """Return (number from 1, row) of every row: non-empty lines of a JSONL file, or rows of a ``.parquet`` file.
 
     Args:
         key: of the configuration, for error messages.
 
     Raises:
-        ConfigError: no such file, or no Parquet file, or pyarrow is missing.
-        DataError: a line that is no JSON object; names file and line.
+        ConfigError: if the file cannot be read, is not a Parquet file, or pyarrow is missing.
+        DataError: if a line is not a JSON object; names file and line.
     """
     return _parquet(path, key) if str(path).endswith(".parquet") else _jsonl(path, key)
 
@@ -43,7 +43,7 @@ def _object(path: str, number: int, line: bytes) -> Row:
     except strict.BadJson as error:
         raise DataError(path, number, f"not JSON: {error}") from None
     if not isinstance(row, dict):
-        raise DataError(path, number, "the row is no object")
+        raise DataError(path, number, "the row is not an object")
     return row
 
 
@@ -56,9 +56,9 @@ def _parquet(path: str | Path, key: str) -> Iterator[tuple[int, Row]]:
     number = 0
     try:
         for batch in ParquetFile(path).iter_batches():
-            for number, row in enumerate(batch.to_pylist(), start=number + 1):  # noqa: B020 - goes on from the batch before
+            for number, row in enumerate(batch.to_pylist(), start=number + 1):  # noqa: B020 - continues the numbers
                 yield number, row
     except OSError as error:
         raise ConfigError(key, str(path), f"the file cannot be read: {error.strerror or error}") from None
     except ArrowException as error:
-        raise ConfigError(key, str(path), f"no Parquet file: {' '.join(str(error).split())[:200]}") from None
+        raise ConfigError(key, str(path), f"not a Parquet file: {' '.join(str(error).split())[:200]}") from None

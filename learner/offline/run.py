@@ -1,7 +1,7 @@
-"""The run of a pipeline: its folder, steps, evaluations, checkpoints. Killed and started again, it ends with the same bits.
+"""Runs a pipeline: its folder, steps, evaluations, checkpoints. A restarted run ends with the same bits.
 
-A step depends on nothing but the seed, its number and what the newest checkpoint holds, so a run goes on from there as if nothing
-had happened; lines of ``metrics.jsonl`` beyond it are cut off and written again.
+A step depends only on the seed, its number and the newest checkpoint, so a run resumes from there exactly; lines of
+``metrics.jsonl`` beyond it are cut off and written again.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ EPOCH: Final = 1  # offline runs have no incarnations that could compete
 
 @dataclass(frozen=True)
 class Result:
-    """What a run came to: the checkpoint of its last step, and the numbers of that step."""
+    """Result of a run: the checkpoint of its last step, and the metrics of that step."""
 
     path: Path
     steps: int
@@ -55,12 +55,12 @@ def run(name: str, config: dict[str, Any], url: str = "") -> Result:
 
     Args:
         name: of the pipeline.
-        config: validated, ``run.name`` set.
-        url: of the broker, for a teacher that is served.
+        config: validated, with ``run.name`` set.
+        url: of the broker, for a served teacher.
 
     Raises:
-        UserError: settings other than those that the run was started with, no such model, a malformed row, a loss that is not finite,
-            or another process is at it.
+        UserError: if the settings differ from those that the run was started with, there is no such model, a row is
+            malformed, the loss is not finite, or another process trains the run.
     """
     folder = run_folder(config)
     with _hold(folder, config["run"]["name"]):
@@ -68,7 +68,7 @@ def run(name: str, config: dict[str, Any], url: str = "") -> Result:
 
 
 def _hold(folder: Path, run: str) -> IO[bytes]:
-    """The run's folder for this process alone; who trains with a broker is fenced by that instead."""
+    """Lock the run's folder for this process; a learner with a broker is fenced instead."""
     make_folder(folder)
     try:
         problem = f"run.name: another process trains run {run} in {folder}; wait for its end, or choose another run.name"
@@ -89,7 +89,7 @@ def _run(name: str, config: dict[str, Any], folder: Path, url: str) -> Result:
     tokenizer = Tokenizer.load(first_path, trust_remote_code=config["model"]["trust_remote_code"])
     job = Job(config, folder, first_path, model_path, tokenizer, url)
     pipeline: Pipeline = resolve("pipelines", name, PIPELINES)(job)
-    write_config(folder, config)  # only now that the input has proved good: from here on the settings may not change
+    write_config(folder, config)  # only now that the input is valid: from here on the settings must not change
     try:
         if newest is not None:
             checkpoint.load_state(newest, pipeline.backend)
@@ -112,14 +112,14 @@ def _refuse_other_settings(folder: Path, config: dict[str, Any]) -> None:
 
 
 def _forget_what_never_began(folder: Path) -> None:
-    """Remove what a start that refused its input left: the next one may have other settings."""
+    """Remove files of a start that refused its input: the next one may have other settings."""
     if not (folder / "config.yaml").exists():
         shutil.rmtree(folder / "model", ignore_errors=True)
         (folder / REFERENCE).unlink(missing_ok=True)
 
 
 class _Loop:
-    """From one step to the last."""
+    """Loop over the steps."""
 
     def __init__(self, name: str, job: Job, pipeline: Pipeline, *, first: int, resumed: bool) -> None:
         self._name, self._job, self._pipeline = name, job, pipeline
@@ -181,6 +181,6 @@ class _Loop:
 
 
 def _shown(values: Mapping[str, float]) -> dict[str, float]:
-    """What fits on a line."""
+    """Return the metrics that fit on a line."""
     names = {"loss": "train/loss", "accuracy": "train/accuracy", "held-out": "eval/loss", "lr": "train/lr", "tok/s": "perf/tokens_per_s"}
     return {shown: values[name] for shown, name in names.items() if name in values}

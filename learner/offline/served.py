@@ -1,11 +1,10 @@
-"""A teacher served by rollout servers: this process publishes a run whose only policy is the teacher, and asks whoever joins it.
+"""Scores rows with a teacher on rollout servers, which join a run whose only policy is the teacher.
 
     broker serve
     rlearner distill configs/distill.yaml distill.served=true distill.top_k=16 run.name=taught
     rollout-server --run taught
 
-Servers come and go as in any run; a row that one did not answer is asked of another. When training is over the run is stopped, and
-they end.
+Servers join and leave as in any run; a row that one did not score is sent to another. Training ends with the run.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ log = logging.getLogger(__name__)
 
 POLICY: Final = "teacher"
 MAX_REFUSALS: Final = 3  # of one row
-AVOID_S: Final = 6.0  # a server that did not answer; when it is dead, presence says so by then
+AVOID_S: Final = 6.0  # a server that did not respond; if it is dead, presence reports it within this time
 CONNECT_S: Final = 20.0
 FAREWELL_S: Final = 5.0
 
@@ -47,10 +46,10 @@ Answer = tuple[Array, Array]  # top_ids int32 and top_logprobs float32, (n - 1, 
 
 
 class ServedTeacher:
-    """Asks from a thread of its own, so that training code need not be asynchronous.
+    """Client of a served teacher, with its own thread, so that training code need not be asynchronous.
 
     Raises:
-        UserError: no broker at the address.
+        UserError: if there is no broker at the address.
     """
 
     def __init__(self, job: Job, distill: DistillSection) -> None:
@@ -65,17 +64,17 @@ class ServedTeacher:
             raise
 
     def ask(self, rows: Sequence[Array]) -> list[Answer]:
-        """The teacher's best candidates for every token but the first of each row.
+        """Return the teacher's best candidates for every token but the first of each row.
 
         Raises:
-            UserError: servers refuse a row.
+            UserError: if servers refuse a row.
         """
         assert self._asker is not None
         answers: list[Answer] = self._wait(asyncio.run_coroutine_threadsafe(self._asker.ask(rows), self._loop))
         return answers
 
     def close(self) -> None:
-        """Stop the run, so that its servers end; idempotent."""
+        """Stop the run, so that its servers exit; idempotent."""
         if not self._thread.is_alive():
             return
         if self._asker is not None:
@@ -93,7 +92,7 @@ class ServedTeacher:
 
 
 def _absolute(path: str) -> str:
-    """As a server in another folder finds it."""
+    """Return an absolute path for servers in other folders, or a hub name unchanged."""
     local = Path(path).expanduser()
     return str(local.absolute()) if local.is_dir() else path
 
@@ -112,19 +111,19 @@ async def _open(job: Job, distill: DistillSection, path: str) -> _Asker:
 
 
 class _Asker:
-    """The asynchronous side."""
+    """Asynchronous part of ``ServedTeacher``."""
 
     def __init__(self, bus: Bus, roster: Roster, distill: DistillSection, carrier: str) -> None:
         self._bus, self._roster, self._distill = bus, roster, distill
         self._client = carriers.connect(carrier, bus)
         self._numbers = itertools.count(1)
-        self._asking: dict[str, int] = {}  # server -> rows that it has not answered yet
+        self._asking: dict[str, int] = {}  # server -> rows in flight
         self._avoid: dict[str, float] = {}  # server -> until when, on the monotonic clock
         self._waiting = Reminders()
         self._room = asyncio.Semaphore(distill.concurrency)
 
     async def ask(self, rows: Sequence[Array]) -> list[Answer]:
-        """All at once, ``distill.concurrency`` at a time; the first failure ends the others."""
+        """Score all rows, ``distill.concurrency`` at a time; the first failure cancels the others."""
         tasks = [asyncio.ensure_future(self._row(row)) for row in rows]
         try:
             return list(await asyncio.gather(*tasks))
@@ -133,13 +132,13 @@ class _Asker:
                 task.cancel()
 
     async def close(self) -> None:
-        """Say that the run is over, and leave; a broker that is gone is not waited for."""
+        """Stop the run and disconnect, without waiting for an unreachable broker."""
         try:
             async with asyncio.timeout(FAREWELL_S):
                 await (await self._bus.key_value(CONTROL)).put(self._bus.run, wire.DesiredState(state="stopped", reason="training is done"))
         except TimeoutError:
             log.warning(
-                "the broker at %s does not answer, so the servers of run %s are not told that it is over",
+                "the broker at %s does not respond, so the servers of run %s are not stopped",
                 self._bus.link.where,
                 self._bus.run,
             )
@@ -156,8 +155,8 @@ class _Asker:
                     reply = await self._ask(server, token_ids)
                     if reply.top_ids is None and reply.finish_reason != "error":
                         raise RequestFailed(f"{reply.finish_reason}: it is leaving")
-                except RequestFailed as error:  # a server that is gone costs nothing but the time until there is another
-                    log.info("asking elsewhere: %s: %s", server.id, error)
+                except RequestFailed as error:  # not a refusal: another server will score the row
+                    log.info("trying another server: %s: %s", server.id, error)
                     self._avoid[server.id] = time.monotonic() + AVOID_S
                     continue
                 try:
@@ -167,7 +166,7 @@ class _Asker:
         raise UserError(f"distill.teacher: a row of {len(token_ids)} tokens was refused {len(refused)} times, last by {refused[-1]}")
 
     async def _server(self) -> wire.Presence:
-        """The least asked of the teacher's servers; waits until there is one and says so."""
+        """Return the teacher's server with the fewest rows in flight; wait, with a log message, until there is one."""
         while True:
             now = time.monotonic()
             serving = [one for one in self._roster.alive("rollout") if one.policy == POLICY and one.state == "serving" and one.address]
@@ -195,15 +194,15 @@ class _Asker:
             self._asking[server.id] -= 1
 
     def _read(self, reply: wire.GenerateReply, num_tokens: int) -> Answer:
-        """(n - 1, k) each.
+        """Return the candidates and their logprobs, (n - 1, k) each.
 
         Raises:
-            RequestFailed: the server answered something else.
+            RequestFailed: if the server returned something else.
         """
         shape = (num_tokens - 1, self._distill.top_k)
         if reply.top_ids is None or reply.top_logprobs is None:
             raise RequestFailed(f"{reply.server}: {reply.error or reply.finish_reason}")
         ids, logprobs = np.array(reply.top_ids.array()), np.array(reply.top_logprobs.array())
         if ids.size != shape[0] * shape[1]:
-            raise RequestFailed(f"{reply.server}: answered {ids.size} candidates, expected {shape[0] * shape[1]}")
+            raise RequestFailed(f"{reply.server}: returned {ids.size} candidates, expected {shape[0] * shape[1]}")
         return ids.reshape(shape), logprobs.reshape(shape)

@@ -1,6 +1,7 @@
-"""The warm start of a run: supervised fine-tuning in one function; the loss covers what the assistant says, its end of turn included.
+"""Supervised fine-tuning in one function, for the warm start of a run.
 
-The loss of a step is the mean over all trained tokens of its batch, exactly, however the batch is cut into micro-batches.
+The loss covers the assistant's turns, with their end. It is exactly the mean over all trained tokens of a step's batch,
+however the batch is cut into micro-batches.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from rlearner_text.tokenizer import Tokenizer
 OnStep = Callable[[int, dict[str, float]], None]
 
 _IGNORED: Final = -100
-_CPU_MICRO_BATCH_TOKENS: Final = 2048  # larger ones fall out of the cache: 8192 took 1.35 times as long for a model of 0.65 M
+_CPU_MICRO_BATCH_TOKENS: Final = 2048  # larger ones exceed the cache: 8192 takes 1.35 times as long (0.65 M parameters)
 
 
 def run_sft(
@@ -54,12 +55,12 @@ def run_sft(
     Args:
         model_path: Hugging Face folder or hub name.
         data_path: rows ``{"messages": [{"role": …, "content": …}, …]}``.
-        out_path: folder to write; replaced when it exists.
+        out_path: folder to write; replaced if it exists.
         steps: optimizer steps.
         batch_size: conversations of one step.
         lr: peak learning rate, reached after ``warmup_steps`` (None: a twentieth of the steps) and decayed linearly to 0.
-        seed: of the order of the data (and of dropout, where a model has any).
-        num_threads: torch threads, 0 leaves the default; put back afterwards.
+        seed: of the order of the data, and of dropout.
+        num_threads: torch threads, 0 leaves the default; restored afterwards.
         on_step: called with the step, from 1, and loss, lr, grad_norm, tokens_per_s.
         warmup_steps: of the learning rate.
         weight_decay: of AdamW, on matrices only.
@@ -67,14 +68,14 @@ def run_sft(
         micro_batch_tokens: padded tokens of one forward pass, on a CPU at most 2048.
         dtype: of weights and arithmetic.
         device: auto, cpu, cuda, cuda:1.
-        trust_remote_code: let the model's folder bring code.
+        trust_remote_code: allow code from the model's folder.
 
     Returns:
         steps, first_loss, loss (mean of the last tenth of the steps), examples, epochs, tokens (without padding),
         trained_tokens, seconds.
 
     Raises:
-        UserError: no such model or file, malformed row (file and line), loss no longer finite.
+        UserError: if there is no such model or file, a row is malformed, or the loss is not finite.
     """
     check_model_path(model_path)
     tokenizer = Tokenizer.load(model_path, trust_remote_code=trust_remote_code)
@@ -118,7 +119,7 @@ def run_sft(
 
 
 def lr_scale(step: int, steps: int, warmup_steps: int) -> float:
-    """Share of the peak learning rate at a step, from 1: linear up to 1 at ``warmup_steps``, then linear to 0 after the last."""
+    """Return the factor of the peak learning rate at a step, from 1: linear up to 1 at ``warmup_steps``, then to 0."""
     peak = max(1, warmup_steps)
     return step / peak if step <= peak else (steps + 1 - step) / (steps + 1 - peak)
 
@@ -142,11 +143,11 @@ class _Trainer:
         matrices = [p for p in self._parameters if p.ndim >= 2]
         others = [p for p in self._parameters if p.ndim < 2]
         groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-        # One fused kernel over all parameters; small models spend much of a step between kernels otherwise.
+        # One fused kernel over all parameters: otherwise small models spend much of a step between kernels.
         self._optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
 
     def step(self, batch: Sequence[Example], lr: float) -> tuple[float, float]:
-        """One optimizer step; mean loss per trained token, and the gradient norm before clipping."""
+        """Take an optimizer step; return the mean loss per trained token, and the gradient norm before clipping."""
         denominator = sum(example.num_trained for example in batch)
         total = 0.0
         for part in micro_batches(batch, self._micro_batch_tokens):
@@ -163,14 +164,14 @@ class _Trainer:
 
     def _loss_sum(self, part: Sequence[Example]) -> Tensor:
         ids, labels = (t.to(self._model.device) for t in pad(part, self._pad))
-        # Padding stands on the right, where causal attention never looks; without a mask the fast causal kernel is used.
+        # Causal attention never reads padding on the right; without a mask the fast causal kernel is used.
         logits = self._model(input_ids=ids, use_cache=False).logits
         flat = logits[:, :-1].reshape(-1, logits.shape[-1]).float()
         return functional.cross_entropy(flat, labels[:, 1:].reshape(-1), ignore_index=_IGNORED, reduction="sum")
 
 
 def pad(part: Sequence[Example], pad_token_id: int) -> tuple[Tensor, Tensor]:
-    """Token ids and labels of shape (batch, longest), int64, padded on the right; labels are -100 off the mask."""
+    """Return token ids and labels, (batch, longest) int64, padded on the right; labels are -100 off the mask."""
     shape = (len(part), max(len(e.token_ids) for e in part))
     ids = torch.full(shape, pad_token_id)
     labels = torch.full(shape, _IGNORED)

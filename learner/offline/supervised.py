@@ -1,4 +1,4 @@
-"""``rlearner sft``: maximum likelihood of what the assistant says, its end of turn included."""
+"""Runs ``rlearner sft``: maximum likelihood of the assistant's turns, with their end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SFT = AlgorithmSection(pg_variant="sft", loss_agg_mode="token-mean")
 
 
 class Supervised:
-    """See ``learner.offline.base.Pipeline``. The loss of a step is the mean over all trained tokens of its rows."""
+    """A ``Pipeline``; the loss of a step is the mean over all trained tokens of its rows."""
 
     def __init__(self, job: Job) -> None:
         most = job.max_tokens()
@@ -27,12 +27,12 @@ class Supervised:
         self.num_rows = len(self._rows)
 
     def step(self, rows: Sequence[int]) -> dict[str, float]:
-        """One update; ``train/loss`` in nats per trained token."""
+        """Take an update; ``train/loss`` is in nats per trained token."""
         samples = [self._rows[row] for row in rows]
         return optimizer_metrics(self.backend.update(samples), samples)
 
     def evaluate(self) -> dict[str, float]:
-        """``eval/loss`` in nats per trained token, and its exponential."""
+        """Return ``eval/loss`` in nats per trained token, and its exponential, ``eval/perplexity``."""
         if not self._held_out:
             return {}
         found = self.backend.score(self._held_out)
@@ -41,11 +41,11 @@ class Supervised:
         return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing."""
 
 
 def optimizer_metrics(values: dict[str, float], samples: Sequence[TrainSample]) -> dict[str, float]:
-    """What of a backend's metrics means the same offline."""
+    """Return those of a backend's metrics that apply offline."""
     return {
         "train/loss": values["actor/pg_loss"],
         "train/grad_norm": values["actor/grad_norm"],

@@ -1,1 +1,1 @@
-"""What a learner tells: metrics, trackers, its state, whom it waits for."""
+"""What a learner reports: metrics, trackers, its state, missing processes."""

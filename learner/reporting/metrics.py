@@ -1,4 +1,4 @@
-"""What a step was made of, as numbers under the field's own names; and the file they go to, one object a step."""
+"""Computes the metrics of a step from its groups, and writes them to ``metrics.jsonl``."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from broker.contract import wire
 from learner.algorithm.episodes import episode_rewards, episodes
 from learner.credit.ledger import Ledger, is_zero_variance
 
-BLOCK_BYTES: Final = 2**16  # read at once when looking for a line from the end
+BLOCK_BYTES: Final = 2**16  # per read when searching for a line from the end
 
 
 def describe(groups: Sequence[wire.Group], version: int) -> dict[str, float]:
-    """Reward, environment, response and staleness figures of a step.
+    """Return reward, environment, response and staleness metrics of a step.
 
     Args:
-        groups: those that were trained, at least one.
-        version: the policy version that was being trained.
+        groups: the trained groups, at least one.
+        version: the policy version that was trained.
     """
     found = [(group.domain, trajectory) for group in groups for trajectory in episodes(group)]
     rewards = [trajectory.reward for _, trajectory in found]
@@ -58,7 +58,7 @@ def _turns(trajectories: Sequence[wire.Trajectory], num_episodes: int) -> dict[s
 
 
 def _staleness(trajectories: Sequence[wire.Trajectory], version: int) -> dict[str, float]:
-    """Versions that the trained tokens lag behind the one being trained, token by token."""
+    """Return mean and maximum number of versions that the trained tokens lag behind, per token."""
     runs = np.concatenate([trajectory.version_runs.array().reshape(-1, 2) for trajectory in trajectories]).astype(np.int64)
     lags, tokens = version - runs[:, 0], runs[:, 1]
     total = int(tokens.sum())
@@ -76,7 +76,7 @@ def _seconds(groups: Sequence[wire.Group]) -> dict[str, float]:
 
 
 def count_tickets(ledger: Ledger) -> dict[str, float]:
-    """``ticket/*`` and ``off_policy/*``: what became of everything granted so far."""
+    """Return ``ticket/*`` and ``off_policy/*``: the outcomes of all tickets so far."""
     counts = ledger.counts()
     values = {f"ticket/{name}": float(count) for name, count in counts.items()}
     values |= {f"ticket/closed_{reason}": float(count) for reason, count in sorted(ledger.state.reasons.items())}
@@ -87,13 +87,13 @@ def count_tickets(ledger: Ledger) -> dict[str, float]:
 
 
 class MetricsFile:
-    """``metrics.jsonl``: every line is written whole, and on disk once ``write`` returns.
+    """File ``metrics.jsonl``: lines are written whole, and are on disk once ``write`` returns.
 
-    It is continued in a copy under the same name, so that an earlier incarnation that wakes up writes into the void. Of the lines
-    only those that are cut off are read; the kernel copies the others, a GB or more per second.
+    It continues in a copy under the same name, so that an earlier incarnation that still runs writes to an unlinked
+    file. Only lines that are cut off are read; the kernel copies the others, a GB or more per second.
 
     Args:
-        last_step: lines of later steps, and half a line of a crash, are cut off: they will be written again.
+        last_step: lines of later steps and incomplete ones are cut off: they will be written again.
     """
 
     def __init__(self, path: Path, last_step: int = 0) -> None:
@@ -108,10 +108,10 @@ class MetricsFile:
         self._file = os.open(path, os.O_WRONLY)
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Append one object; after an error, the same call again repeats it in the same place.
+        """Append one object; after an error, call again to overwrite the same place.
 
         Raises:
-            OSError: no space, for example.
+            OSError: if the file cannot be written.
         """
         data, start = (json.dumps(line, allow_nan=False) + "\n").encode(), 0
         while start < len(data):
@@ -124,24 +124,24 @@ class MetricsFile:
 
 
 def _end_of(path: Path, last_step: int) -> int:
-    """The byte behind the newest line that is whole and not of a later step."""
+    """Return the byte behind the newest complete line that is not of a later step."""
     with path.open("rb") as file:
         for end, row in _rows_from_end(file):
             try:
                 if json.loads(row)["step"] <= last_step:
                     return end
             except (ValueError, TypeError, KeyError):
-                continue  # not a line of this file: cut off with what is behind it
+                continue  # not a line of this file: cut off with the rest
     return 0
 
 
 def _rows_from_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """(byte behind its newline, row without it) of every row that ends in one, the last row first."""
+    """Yield (byte behind its newline, row without it) of every complete row, the last row first."""
     begin, rest, is_torn = file.seek(0, os.SEEK_END), b"", True
     while begin:
         size = min(BLOCK_BYTES, begin)
         begin = file.seek(begin - size)
-        rest, *rows = (file.read(size) + rest).split(b"\n")  # what `rest` begins with may lie before `begin`
+        rest, *rows = (file.read(size) + rest).split(b"\n")  # the start of `rest` may lie before `begin`
         ends = accumulate((len(row) + 1 for row in rows), initial=begin + len(rest) + 1)
         found = list(zip(list(ends)[1:], rows, strict=True))
         if is_torn and found:
@@ -153,7 +153,7 @@ def _rows_from_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSONL file up to the first line that is none."""
+    """Return the objects of a JSONL file up to the first malformed line."""
     lines: list[dict[str, Any]] = []
     for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         try:
@@ -164,7 +164,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def finite(values: Mapping[str, float]) -> dict[str, float]:
-    """Without what JSON and trackers cannot hold."""
+    """Return the values without NaN and infinities, which JSON and trackers cannot hold."""
     return {name: value for name, value in values.items() if math.isfinite(value)}
 
 
@@ -173,7 +173,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _average(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Mean of each name over the rows that have it."""
+    """Return the mean of each name over the rows that have it."""
     collected: dict[str, list[float]] = defaultdict(list)
     for row in rows:
         for name, value in row.items():

@@ -1,4 +1,4 @@
-"""The run's book: one line a step into metrics.jsonl, the trackers and the live view, with what is seen of the fleet beside it."""
+"""Writes one line of metrics per step to metrics.jsonl, the trackers and the live view."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ QUEUES: Final = (TICKETS, EPISODES, EVALTICKETS)
 
 
 class Book:
-    """Composes and writes lines.
+    """Writer of the run's metrics.
 
     Args:
         last_step: steps whose lines stay in the file; later ones are written again.
         stop: ends a wait for space.
-        say: told when the file cannot be written, and an empty text when it can again.
+        say: receives a text when the file cannot be written, and an empty one when it can again.
     """
 
     def __init__(
@@ -56,22 +56,22 @@ class Book:
         self._patience = Patience(path.parent, stop, "training waits", say)
         self._depths = {f"queue/{stream.name}/depth": 0.0 for stream in (*QUEUES, SAMPLES)}
         self._signals = Signals()
-        self.newest: dict[str, float] = {}  # the numbers of the newest line
-        self.failure: dict[str, str] = {}  # of the newest group that came to nothing: what, and who gave it up
+        self.newest: dict[str, float] = {}  # the newest line
+        self.failure: dict[str, str] = {}  # of the newest failed group: the reason, and the process that closed it
 
     def services(self) -> list[Coroutine[Any, Any, None]]:
-        """What looks at the fleet, each until cancelled."""
+        """Return the coroutines that sample the queues, each until cancelled."""
         return [self._sample()]
 
     def compose(self, values: dict[str, float]) -> dict[str, float]:
-        """A step's line without its evaluation."""
+        """Return a step's line without its evaluation."""
         version = float(self._ledger.state.version)
         head = {"step": version, "policy_version": version, "time": time.time()}
         fleet = {"rollouter/idle_ratio": self._idle_ratio()}
         return head | finite(values) | count_tickets(self._ledger) | fleet | self._depths
 
     async def write(self, line: dict[str, float]) -> None:
-        """Put a composed line wherever lines go."""
+        """Write a composed line to the file, the trackers, the log and the live view."""
         step = int(line["step"])
         row: dict[str, Any] = line | {"step": step, "policy_version": step}
         row |= {name: int(value) for name, value in line.items() if name.startswith("ticket/")}
@@ -94,7 +94,7 @@ class Book:
         self._file.close()
 
     def _idle_ratio(self) -> float:
-        """Mean over the actor's servers; 1 where none has said what it does."""
+        """Return the mean over the actor's servers; 1 if none has reported."""
         known = [server.idle_ratio for server in self._roster.alive("rollout") if server.policy == ACTOR and server.idle_ratio >= 0]
         return sum(known) / len(known) if known else 1.0
 

@@ -1,4 +1,4 @@
-"""Says whom the learner waits for: tickets are open, and nobody is there to take them."""
+"""Reports missing processes: tickets are open, and no hub or server has joined to take them."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ NAMES: Final = {"envhub": "envhub", "rollout": "rollout server", "rewardhub": "r
 
 
 class Company:
-    """Pure: what to say of who is there; who is missing is said again at growing intervals.
+    """Detector of missing roles, which are reported again at growing intervals. Pure.
 
     Args:
-        run: named in the command that would help.
+        run: named in the suggested command.
     """
 
     def __init__(self, run: str) -> None:
         self._run = run
         self._alone_since: dict[str, float] = {}
         self._reminders: dict[str, Reminders] = {}
-        self.missing: list[str] = []  # roles whose absence was said
+        self.missing: list[str] = []  # roles reported as missing
 
     def look(self, present: dict[str, bool], has_work: bool, now: float) -> list[str]:
-        """Lines to say at ``now``.
+        """Return the lines to log at ``now``.
 
         Args:
-            present: whether anyone is there of each role that the run needs.
-            has_work: tickets are open.
+            present: whether a process of each role that the run needs is alive.
+            has_work: whether tickets are open.
         """
         lines = []
         for role, is_there in present.items():
@@ -63,12 +63,12 @@ class Company:
 
 
 def roles(domains: Mapping[str, DomainSection]) -> list[str]:
-    """The roles that a run needs beside the learner."""
+    """Return the roles that a run needs in addition to the learner."""
     return [role for role in COMMANDS if role != "rewardhub" or any(domain.rewards for domain in domains.values())]
 
 
 async def watch_company(run: str, roster: Roster, needed: Sequence[str], has_work: Callable[[], bool], say: Callable[[str], None]) -> None:
-    """Look once a second, until cancelled; ``say`` is told the newest want, and an empty text when there is none."""
+    """Check once a second, until cancelled; ``say`` receives the newest missing role, and an empty text if none is."""
     company = Company(run)
     while True:
         present = {role: bool(roster.alive(role)) for role in needed}

@@ -1,4 +1,4 @@
-"""What trackers show of episodes beside numbers: sample texts, and animated pictures where the environment draws its states."""
+"""Sends sample texts and animated pictures of episodes to the trackers."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from learner.reporting.transcripts import Transcript, Transcripts
 
 log = logging.getLogger(__name__)
 
-EACH: Final = 2  # evaluated episodes of each domain that solved their task, and as many that did not
+EACH: Final = 2  # evaluated episodes per domain that solved their task, and as many that did not
 RENDER_TIMEOUT_S: Final = 60.0
 
 
 class Showcase:
-    """Gives trackers what people look at.
+    """Sender of texts and pictures to the trackers.
 
     Args:
         folder: of the run.
@@ -38,7 +38,7 @@ class Showcase:
         self._undrawn: set[str] = set()  # domains without pictures
 
     def accepted(self, group: wire.Group) -> None:
-        """Remember the newest group of each domain."""
+        """Keep the newest group of each domain."""
         self._newest[group.domain] = group
 
     def step_completed(self, step: int) -> None:
@@ -57,8 +57,8 @@ class Showcase:
         """Show evaluated episodes of each domain; blocks.
 
         Args:
-            step: the optimizer step after which it was asked for.
-            rows: as they stand in ``evals/``.
+            step: the optimizer step after which the evaluation began.
+            rows: as in ``evals/``.
         """
         of_domain: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
         for row in rows:
@@ -83,7 +83,7 @@ class Showcase:
 
 
 def _texts(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A few episodes of one domain as Markdown, solved and not."""
+    """Return a few episodes of one domain as Markdown, solved and not."""
     solved = [row for row in rows if row["success"][0]][:EACH]
     failed = [row for row in rows if not row["success"][0]][:EACH]
     return "\n\n".join(
@@ -93,7 +93,7 @@ def _texts(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def render(folder: Path, row: Mapping[str, Any], step: int, out: Path) -> None:
-    """Draw the first episode of an evaluated task by ``envhub render``, in a process of its own.
+    """Draw the first episode of an evaluated task with ``envhub render``, in a separate process.
 
     Args:
         folder: of the run, for its settings.
@@ -102,14 +102,14 @@ def render(folder: Path, row: Mapping[str, Any], step: int, out: Path) -> None:
         out: path of the GIF.
 
     Raises:
-        UserError: the environment draws no pictures, cannot be loaded on this machine, or takes too long.
+        UserError: if the environment draws no pictures, cannot be loaded on this machine, or takes too long.
     """
     try:
         start, *rest = (json.loads(frame) for frame in row["frames"])
         actions = [frame["action"] for frame in rest]
         task, seed, split = str(start["task_index"]), str(start["seed"]), str(start["split"])
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"its hub wrote frames of its own kind: {type(error).__name__}: {error}") from None
+        raise UserError(f"its hub wrote frames of an unknown format: {type(error).__name__}: {error}") from None
     place = ["--domain", row["domain"], "--task-index", task, "--seed", seed, "--split", split]
     what = ["--actions", json.dumps(actions), "--title", f"step {step}, task {task}"]
     command = [sys.executable, "-m", "envhub.cli", "render", str(folder / "config.yaml"), *place, *what, "--out", str(out)]

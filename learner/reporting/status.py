@@ -1,4 +1,4 @@
-"""What others see of a learner: its presence, the newest line of numbers, what it is doing."""
+"""Publishes the learner's status: its presence, its newest metrics, its current phase."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ ID: Final = "learner"
 
 
 class Shown:
-    """Told by the learner as it gets on, read by presence, metrics and the live view.
+    """Status of the learner, read by presence, metrics and the live view.
 
     Args:
         slots: groups of a step.
-        epoch: of this incarnation, 0 before it has taken one.
+        epoch: returns the epoch of this incarnation, 0 before it has taken one.
 
     Attributes:
-        phase: what it does, for people.
+        phase: current activity, for users.
         serving: whether it trains, or is about to.
-        ledger: once it is read.
-        book: once it is open.
+        ledger: set once it is loaded.
+        book: set once it is open.
     """
 
     def __init__(self, stop: Stop, slots: int, epoch: Callable[[], int]) -> None:
@@ -42,7 +42,7 @@ class Shown:
         self.book: Book | None = None
 
     def presence(self) -> wire.Presence:
-        """The learner, as presence tells it."""
+        """Return the learner's presence."""
         state: Literal["starting", "serving", "draining"] = "serving" if self.serving else "starting"
         return wire.Presence(
             role="learner",
@@ -59,19 +59,19 @@ class Shown:
         )
 
     def values(self) -> dict[str, float]:
-        """The newest line, again and again, for those who begin to watch late; what became of tickets as it is now."""
+        """Return the newest line, repeated for late subscribers, with current ticket counts."""
         return (self.book.newest if self.book else {}) | (count_tickets(self.ledger) if self.ledger else {})
 
     def text(self) -> dict[str, str]:
-        """What goes with it."""
+        """Return the texts that go with the values."""
         return {"phase": self.phase} | (self.book.failure if self.book else {})
 
     def say(self, phase: str) -> None:
-        """Tell people what is going on; from any thread."""
+        """Log and show a new phase; from any thread."""
         self.phase = phase
         log.info("%s", phase)
 
     def say_waiting(self, waits: str) -> None:
-        """Show what training waits for in place of "training"; nothing when it goes on. It stands in the log already."""
+        """Show what training waits for, "training" if ``waits`` is empty; the caller logs it."""
         if self.serving:
             self.phase = waits or "training"

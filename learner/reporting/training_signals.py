@@ -1,4 +1,4 @@
-"""Warnings that a run has nothing to learn from, or is breaking, read off its metrics. Pure: lines of metrics.jsonl in, warnings out."""
+"""Warns from a run's metrics that it has nothing to learn from, or is breaking. Pure."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-OVER_AFTER: Final = 3  # steps in a row without the condition, before a warning is taken back
-RECENT: Final = 100  # lines that status looks at
+OVER_AFTER: Final = 3  # steps in a row without the condition before a warning ends
+RECENT: Final = 100  # lines that status reads
 EQUAL: Final = 1e-9
 FEW_TOKENS: Final = 8
 
@@ -17,12 +17,12 @@ Line = Mapping[str, Any]  # metric name to value
 
 @dataclass(frozen=True)
 class Rule:
-    """One condition.
+    """Condition for a warning.
 
     Attributes:
-        holds: of a line and the lowest reward so far; None where the line does not measure it.
+        holds: whether a line and the lowest reward so far meet it; None if the line lacks the metric.
         after: steps in a row for which it must hold.
-        says: with ``{…}`` for metrics of the line, their names with ``_`` for ``/``.
+        says: the warning, with ``{…}`` for metrics of the line, their names with ``_`` for ``/``.
     """
 
     holds: Callable[[Line, float], bool | None]
@@ -31,7 +31,7 @@ class Rule:
 
 
 def _above(limit: float, *names: str) -> Callable[[Line, float], bool | None]:
-    """Whether any of these metrics is above a limit."""
+    """Return a condition: any of these metrics is above a limit."""
 
     def holds(line: Line, _: float) -> bool | None:
         found = [abs(line[name]) for name in names if name in line]
@@ -41,7 +41,7 @@ def _above(limit: float, *names: str) -> Callable[[Line, float], bool | None]:
 
 
 def _cut_responses(line: Line, _: float) -> bool | None:
-    """Whether most responses are cut for their length. A turn of a few tokens is an action that need not end by itself."""
+    """Return whether most responses are truncated; a turn of a few tokens is an action that need not end by itself."""
     if "response_length/clip_ratio" not in line:
         return None
     per_turn = line.get("response_length/mean", math.inf) / max(line.get("env/num_turns", 1.0), 1.0)
@@ -49,14 +49,14 @@ def _cut_responses(line: Line, _: float) -> bool | None:
 
 
 def _lowest_reward(line: Line, lowest: float) -> bool | None:
-    """Whether every episode got the lowest reward so far, and none succeeded."""
+    """Return whether every episode got the lowest reward so far, and none succeeded."""
     if "reward/max" not in line:
         return None
     return bool(line["reward/max"] <= lowest + EQUAL and line.get("env/success_rate", 0.0) == 0)
 
 
 def _no_gradient(line: Line, _: float) -> bool | None:
-    """Whether the gradient is zero although rewards differ."""
+    """Return whether the gradient is zero although rewards differ."""
     if "actor/grad_norm" not in line:
         return None
     return bool(line["actor/grad_norm"] == 0 and line.get("frac_reward_zero_std", 0.0) < 1)
@@ -100,7 +100,7 @@ RULES: Final[dict[str, Rule]] = {
         "correction_high, advantage_clip), and train.lora.target_modules",
     ),
     "not_finite": Rule(
-        _above(0.0, "actor/skipped"),  # a norm that is not finite is not written
+        _above(0.0, "actor/skipped"),  # a non-finite norm is not written
         1,
         "the gradient was not finite, so the update was skipped: lower train.lr, set train.max_grad_norm, or try model.dtype=float32",
     ),
@@ -108,10 +108,10 @@ RULES: Final[dict[str, Rule]] = {
 
 
 class Signals:
-    """The warnings of one run, step by step.
+    """Warnings of one run, step by step.
 
     Attributes:
-        active: rule to its text, of those that have begun and are not over.
+        active: rule to its text, of the current warnings.
     """
 
     def __init__(self) -> None:
@@ -121,7 +121,7 @@ class Signals:
         self._lowest = float("inf")
 
     def take(self, line: Line) -> tuple[list[str], list[str]]:
-        """Take a step's line in; the warnings that begin with it, and those that are over."""
+        """Apply a step's line; return the warnings that begin with it, and those that end."""
         self._lowest = min(self._lowest, line.get("reward/min", self._lowest))
         begun, over = [], []
         for name, rule in RULES.items():
@@ -139,7 +139,7 @@ class Signals:
 
 
 def warnings(lines: Iterable[Line]) -> list[str]:
-    """Those in force after these lines."""
+    """Return the warnings that are active after these lines."""
     signals = Signals()
     for line in lines:
         signals.take(line)

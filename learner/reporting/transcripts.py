@@ -1,4 +1,4 @@
-"""Trajectories as text, for people: what ``rlearner show``, ``evals/`` and the trackers hold."""
+"""Renders trajectories as text, for ``rlearner show``, ``evals/`` and the trackers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ log = logging.getLogger(__name__)
 
 
 def load_tokenizer(config: Mapping[str, Any], folder: Path) -> tuple[Tokenizer | None, str]:
-    """The tokenizer of a run's model and its path, or None and why there is none.
+    """Return the tokenizer of a run's model and its path, or None and the reason.
 
     Args:
         config: of the run.
-        folder: of the run; holds the model where the configuration names none.
+        folder: of the run; holds the model if the configuration names none.
     """
     section = config.get("model") or {}
     path = section.get("path") or folder / "model"
@@ -34,7 +34,7 @@ def load_tokenizer(config: Mapping[str, Any], folder: Path) -> tuple[Tokenizer |
 
 
 def decode(ids: Iterable[Any], tokenizer: Tokenizer | None) -> str:
-    """Text of tokens, special ones included; their numbers where there is no tokenizer."""
+    """Return the text of tokens, including special ones; their numbers without a tokenizer."""
     if tokenizer is None:
         return " ".join(str(int(number)) for number in ids)
     return tokenizer.decode([int(number) for number in ids], skip_special_tokens=False)
@@ -42,11 +42,11 @@ def decode(ids: Iterable[Any], tokenizer: Tokenizer | None) -> str:
 
 @dataclass(frozen=True)
 class Transcript:
-    """One trajectory.
+    """Text of one trajectory.
 
     Attributes:
-        prompt: all that the policy saw before the first token that it sampled.
-        text: everything after it: answers, and what the environment said between them.
+        prompt: everything before the first sampled token.
+        text: everything after it: responses, and the environment's output between them.
     """
 
     prompt: str
@@ -55,7 +55,7 @@ class Transcript:
     success: bool
 
     def markdown(self, heading: str) -> str:
-        """As trackers show it; both texts as code, so that markup in them is shown and not interpreted."""
+        """Format for trackers, with both texts as code, so that their markup is not interpreted."""
         outcome = f"reward {self.reward:g}, {'solved' if self.success else 'not solved'}"
         return f"**{heading}**: {outcome}\n\n{_code(self.prompt)}\n\n{_code(self.text)}"
 
@@ -65,7 +65,7 @@ def _code(text: str) -> str:
 
 
 class Transcripts:
-    """Makes them; the tokenizer is loaded when it is first needed, in the thread that needs it."""
+    """Factory of transcripts; loads the tokenizer when first needed."""
 
     def __init__(self, config: Mapping[str, Any], folder: Path) -> None:
         self._config, self._folder = config, folder
@@ -78,7 +78,7 @@ class Transcripts:
         return tokenizer
 
     def of(self, trajectory: wire.Trajectory) -> Transcript:
-        """The text of a trajectory."""
+        """Return the text of a trajectory."""
         ids = trajectory.token_ids.array()
         start = trajectory.turns[0].start if trajectory.turns else len(ids)
         prompt, text = decode(ids[:start], self._tokenizer), decode(ids[start:], self._tokenizer)

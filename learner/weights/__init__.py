@@ -1,1 +1,1 @@
-"""The learner's use of the weight channel."""
+"""The learner's side of the weight channel."""

@@ -1,4 +1,4 @@
-"""The learner's use of the weight channel: what is offered, and the probe that goes with it. Imports torch."""
+"""Prepares weights for sending: selects the tensors, and probes them. Imports torch."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from learner.config import TrainSection
 log = logging.getLogger(__name__)
 
 PROBE_TOKENS: Final = 64
-# Largest difference between two correct computations of one logprob, in nats: another kernel adds up in another order.
+# Largest difference between two correct computations of one logprob, in nats: kernels sum in different orders.
 PROBE_TOLERANCE: Final = {"float32": 5e-3, "bfloat16": 0.25, "float16": 0.05}
 
 
 class Offering:
-    """What is sent of a backend's weights: all of them, or where adapters are trained their factors alone.
+    """Weights of a backend to send: all of them, or only the factors of trained adapters.
 
     Attributes:
-        adapter: None: all of them.
+        adapter: the adapters; None sends all weights.
 
     Raises:
-        ConfigError: they are to be read on a GPU, and lie on none.
+        ConfigError: if ``train.weights_backend`` is ipc and the weights are not on a GPU.
     """
 
     def __init__(self, backend: Backend, train: TrainSection, dtype: str) -> None:
@@ -49,12 +49,12 @@ class Offering:
         if self.adapter is not None:
             mine = {name: factor.shape for name, factor in backend.factors().items()}
             theirs = factor_shapes(backend.shapes(), self.adapter.targets, self.adapter.rank)
-            if mine != {name: factor.shape for name, factor in theirs.items()}:  # weights that no server would take for adapted ones
+            if mine != {name: factor.shape for name, factor in theirs.items()}:  # servers could not map them
                 log.warning("weights: servers could not tell which weights the adapters change, so the whole model is sent")
                 self.adapter = None
 
     def sender(self, bus: Bus, roster: Roster, epoch: int) -> Sender:
-        """A sender for it, staged on the device where the weights lie."""
+        """Return a sender for the weights, staged on their device."""
         train, device = self._train, self._backend.device
         carrier = train.weights_backend or "auto"
         if carrier == "auto":
@@ -77,16 +77,16 @@ class Offering:
         )
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """The live tensors of the plan, by name."""
+        """Return the live tensors of the plan, by name."""
         return self._backend.weights() if self.adapter is None else self._backend.factors()
 
     def probe(self) -> wire.Probe:
-        """What goes with an offer of them."""
+        """Return the probe for an offer of the weights."""
         return probe(self._backend, self._dtype, self._train.weights_dtype)
 
 
 def probe(backend: Backend, dtype: str, wire_dtype: str | None = None) -> wire.Probe:
-    """The same few tokens every time, and what the weights of now make of them, within what the coarser of model and wire allows."""
-    tolerance = max(PROBE_TOLERANCE[kind] for kind in (dtype, wire_dtype or dtype) if kind != fp8.NAME)  # of that the backend knows
+    """Return fixed tokens, their logprobs under the current weights, and the tolerance of the coarser dtype."""
+    tolerance = max(PROBE_TOLERANCE[kind] for kind in (dtype, wire_dtype or dtype) if kind != fp8.NAME)
     token_ids = np.random.default_rng(0).integers(0, backend.vocab_size, PROBE_TOKENS).tolist()
     return make_probe(token_ids, backend.logprobs(token_ids), tolerance=tolerance)

@@ -1,4 +1,4 @@
-"""The learner's snapshots of the weights: written into the run's folder, and offered over HTTP where a port is given."""
+"""Writes snapshots of the weights into the run's folder, and serves them over HTTP."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from rlearner_text.openai import keys
 log = logging.getLogger(__name__)
 
 FOLDER: Final = "snapshots"  # in the run's
-CLOSE_S: Final = 5.0  # for those who are reading when the learner ends
+CLOSE_S: Final = 5.0  # for open downloads when the learner ends
 
 
 async def open_snapshots(stack: AsyncExitStack, train: TrainSection, bind: str, folder: Path, run: str, sender: Sender) -> None:
-    """Have the sender's versions written.
+    """Make the sender write snapshots of its versions.
 
     Args:
-        stack: closes what was opened; the sender's own closing comes after it.
+        stack: closes what was opened; the sender closes later.
 
     Raises:
-        UserError: the port or the key cannot be had.
+        UserError: if the port or the API key is not available.
     """
     publisher = Publisher(folder / FOLDER, run, train.weights_snapshot_every)
     if train.weights_snapshot_port is not None:
@@ -41,7 +41,7 @@ async def open_snapshots(stack: AsyncExitStack, train: TrainSection, bind: str, 
 
 
 class SnapshotServer:
-    """GET /newest.json and the files that it names, read only, for whoever has the API key.
+    """HTTP server of /newest.json and the files that it names, read-only, for clients with the API key.
 
     Attributes:
         address: for example ``http://127.0.0.1:8100``; known once started.
@@ -54,10 +54,10 @@ class SnapshotServer:
         self.address = ""
 
     async def start(self, bind: str, port: int) -> None:
-        """Begin to answer; port 0 takes any that is free.
+        """Start serving; port 0 takes any free port.
 
         Raises:
-            ConfigError: the port cannot be had.
+            ConfigError: if the port is not available.
         """
         app = web.Application()
         app.router.add_get("/{name}", self._file)
@@ -66,13 +66,13 @@ class SnapshotServer:
         try:
             await web.TCPSite(self._runner, bind, port).start()
         except OSError as error:
-            raise ConfigError("train.weights_snapshot_port", port, f"it cannot be had ({error.strerror}); give another, or 0") from None
+            raise ConfigError("train.weights_snapshot_port", port, f"unavailable ({error.strerror}); give another, or 0") from None
         host, taken = self._runner.addresses[0][:2]
         self.address = f"http://{f'[{host}]' if ':' in host else host}:{taken}"
         log.info("snapshots of the weights at %s, API key in %s", self.address, self._where)
 
     async def close(self) -> None:
-        """Answer nothing more; idempotent."""
+        """Stop serving; idempotent."""
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None

@@ -259,7 +259,7 @@ async def test_a_completed_run_ends_well_however_often_it_is_started(
             await run(bus, broker_url, config)
     assert (
         caplog.messages.count(
-            f"run {run_name} has completed its 1 steps: nothing is left to do; raise train.steps to go on, or choose another run.name"
+            f"run {run_name} has completed its 1 steps: nothing is left to do; raise train.steps to continue, or choose another run.name"
         )
         == 2
     )

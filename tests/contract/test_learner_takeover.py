@@ -176,7 +176,7 @@ async def test_a_paused_run_stays_paused_when_its_learner_is_started_again(
     control = await bus.key_value(CONTROL)
     await control.put(bus.run, wire.DesiredState(state="paused"))
     training = asyncio.create_task(train(bus, broker_url, fleet.config(str(tmp_path), run_name, train={"steps": 2})))
-    await until(lambda: f"run {run_name} is paused, and stays so; go on with `rlearner resume {run_name}`" in caplog.text)
+    await until(lambda: f"run {run_name} is paused and stays so; continue it with `rlearner resume {run_name}`" in caplog.text)
     assert (await word(bus), await epoch(bus)) == ("paused", 2)
     await training  # the made-up hub follows no word
 
@@ -186,7 +186,7 @@ async def test_a_checkpoint_without_weights_is_said_to_be_damaged(bus: Bus, brok
     await train(bus, broker_url, fleet.config(str(tmp_path), run_name, train={"steps": 1}))
     (newest,) = checkpoint.found(tmp_path / run_name / "checkpoints")
     (newest / "model.safetensors").unlink()
-    said = rf"^{newest} is damaged: the folder holds no weights .*; put its files back, or move it away"
+    said = rf"^{newest} is damaged: the folder holds no weights .*; restore its files, or move it away"
     with pytest.raises(UserError, match=said):
         await train(bus, broker_url, fleet.config(str(tmp_path), run_name, train={"steps": 2}))
     assert await epoch(bus) == 1

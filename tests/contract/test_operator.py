@@ -300,7 +300,7 @@ async def test_status_of_a_run_that_its_broker_does_not_have(bus: Bus, broker_ur
     async with announced(bus, wire.Presence(role="learner", id="learner", host="h", pid=1, state="starting")):
         _, out, _ = await command("status", *where)
     assert out.splitlines()[0] == f"run {run_name}: step 0 of 3"
-    assert f"the learner is starting: the broker at {broker_url} hears its learner, which has not taken the run yet" in out
+    assert f"the learner is starting: the broker at {broker_url} sees its learner, which has not taken the run yet" in out
     _, out, _ = await command("status", *where)
     again = f"`rlearner start {relative} --broker URL`"
     assert out.splitlines()[0] == f"no learner is running; {again} starts the run again, with --rebase if the broker has lost its store"

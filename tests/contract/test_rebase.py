@@ -173,7 +173,7 @@ async def test_the_whole_store_is_lost(broker: Broker, tmp_path: Path, keep: boo
         await last_life(broker, config, rebase=False)
     assert str(refused.value) == (
         "the broker's tickets end at number 0, but 8 were issued; samples end at record 0, but 7 were consumed; "
-        "it lost its store; `rlearner start … --rebase` goes on with the open tickets counted dead"
+        "it lost its store; `rlearner start … --rebase` continues with the open tickets counted dead"
     )
     numbers = await last_life(broker, config, rebase=True)
     # 9 and 10 were granted behind the checkpoint, 7 and 8 were open; without an archive the groups of 5 and 6 are gone, too

@@ -80,7 +80,7 @@ async def test_a_learner_notes_its_broker_once_it_holds_the_run(bus: Bus, broker
         with pytest.raises(UserError, match=r"tickets end at number 0, but 4 were issued") as refused:
             await serve(fleet.config(str(tmp_path), run_name, train={"steps": 3}), broker_url, Stop(), connect_deadline_s=60)
     assert str(refused.value).endswith(
-        f"the run was last trained with the broker at {other}: `rlearner start {folder} --broker {other}` goes on there; "
-        "if that has lost its store, --rebase goes on with the open tickets counted dead"
+        f"the run was last trained with the broker at {other}: `rlearner start {folder} --broker {other}` continues there; "
+        "if that has lost its store, --rebase continues with the open tickets counted dead"
     )
     assert noted_address(folder) == other

@@ -1,4 +1,4 @@
-"""Advantage estimators by name; a new one is one file plus one line here. Resolved by ``broker.settings.registry.resolve``."""
+"""Registry of advantage estimators; a new one is one file plus one line here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ADVANTAGES: Final[dict[str, str]] = {
     "gigpo": "learner.algorithm.advantages.gigpo:estimate",
 }
 
-# What settings are checked by, without importing anything.
+# Properties of the estimators, to check settings without importing them.
 WHOLE_BATCH: Final = frozenset({"gae", "reinforce++", "reinforce++_baseline"})  # take all groups of a step at once
 NEEDS_GROUPS: Final = frozenset({"grpo", "dr_grpo", "rloo", "reinforce++_baseline", "gigpo"})  # compare episodes of one group
-COUNT_EPISODES: Final = frozenset({"grpo", "dr_grpo", "rloo", "gigpo"})  # an episode counts once, however many samples it was cut into
+COUNT_EPISODES: Final = frozenset({"grpo", "dr_grpo", "rloo", "gigpo"})  # an episode counts once

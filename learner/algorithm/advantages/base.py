@@ -1,4 +1,4 @@
-"""What every estimator is: a pure function of one group's trajectories, or of a whole step's rows."""
+"""Defines estimators: pure functions of one group's trajectories, or of a whole step's rows."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Estimator(Protocol):
-    """``(trajectories, algorithm)`` to one array of shape (n,) per trajectory: each token's advantage, 0 where the mask is 0."""
+    """Maps ``(trajectories, algorithm)`` to one (n,) array per trajectory: each token's advantage, 0 if masked."""
 
     def __call__(self, trajectories: Sequence[wire.Trajectory], algorithm: AlgorithmSection) -> list[FloatArray]: ...
 
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """One trajectory of a step as its T sampled tokens, in order; what the environment said is no step."""
+    """Sampled tokens of one trajectory of a step, T in order, without those of the environment."""
 
     group: int  # ticket number
-    rewards: FloatArray  # (T,) what each token earned: a turn's reward on its last token, the KL penalty on each
+    rewards: FloatArray  # (T,) reward of each token: a turn's on its last token, the KL penalty on each
     values: FloatArray | None = None  # (T,) the critic's, of the state in which each token was sampled
-    trained: bool = True  # False: it counts in its group's mean, but no gradient comes from it
+    trained: bool = True  # False: counts in its group's mean, but has no gradient
 
 
 @dataclass(frozen=True, eq=False)
 class Estimate:
-    """What a whole-batch estimator says about one row."""
+    """Result of a whole-batch estimator for one row."""
 
     advantages: FloatArray  # (T,)
-    returns: FloatArray | None = None  # (T,) what the critic is to learn
+    returns: FloatArray | None = None  # (T,) targets of the critic
 
 
 class BatchEstimator(Protocol):
-    """``(rows, algorithm)`` of a whole step to one estimate per row; marked by ``whole_batch``, for it cannot stream."""
+    """Maps ``(rows, algorithm)`` of a whole step to one estimate per row; marked by ``whole_batch``."""
 
     needs_batch: bool
 
@@ -49,24 +49,24 @@ class BatchEstimator(Protocol):
 
 
 def whole_batch(estimator: F) -> F:
-    """Marks an estimator that takes the rows of a whole step in place of one group's trajectories."""
+    """Mark an estimator that takes the rows of a whole step instead of one group's trajectories."""
     estimator.needs_batch = True  # type: ignore[attr-defined]
     return estimator
 
 
 def rewards_of(trajectories: Sequence[wire.Trajectory]) -> FloatArray:
-    """Total rewards, shape (num_episodes,); step-independent samples share their episode's number, and the last one's reward counts."""
+    """Return the episodes' total rewards, (num_episodes,); of an episode's samples the last one's reward counts."""
     return np.array(list({one.episode: one.reward for one in trajectories}.values()), dtype=np.float64)
 
 
 def spread(values: FloatArray, trajectories: Sequence[wire.Trajectory]) -> list[FloatArray]:
-    """One value per episode, as ``rewards_of`` orders them, repeated over the sampled tokens of its trajectories."""
+    """Repeat one value per episode, ordered as by ``rewards_of``, over the sampled tokens of its trajectories."""
     by_episode = dict(zip(dict.fromkeys(one.episode for one in trajectories), values, strict=True))
     return [by_episode[one.episode] * one.loss_mask.array().astype(np.float64) for one in trajectories]
 
 
 def turn_rewards(trajectory: wire.Trajectory) -> FloatArray:
-    """What each turn earned, (num_turns,): what the turns do not account for (reward hubs) came after the last one."""
+    """Return each turn's reward, (num_turns,); the rest of the total (from reward hubs) goes to the last turn."""
     rewards = np.array([turn.reward for turn in trajectory.turns], dtype=np.float64)
     if len(rewards):
         rewards[-1] += trajectory.reward - rewards.sum()
@@ -74,12 +74,12 @@ def turn_rewards(trajectory: wire.Trajectory) -> FloatArray:
 
 
 def sampled_positions(trajectory: wire.Trajectory) -> npt.NDArray[np.int64]:
-    """Where the sampled tokens stand, ascending, (T,); position 0 never counts, as nothing predicts it."""
+    """Return the positions of the sampled tokens, ascending, (T,), without position 0, which is never predicted."""
     return np.flatnonzero(trajectory.loss_mask.array()[1:]) + 1
 
 
 def token_rewards(trajectory: wire.Trajectory) -> FloatArray:
-    """What each sampled token earned, (T,): a turn's reward stands on its last token, that of a turn without tokens on the one before."""
+    """Return each sampled token's reward, (T,): a turn's on its last token, or on the one before if it has none."""
     positions = sampled_positions(trajectory)
     rewards = np.zeros(len(positions))
     if len(positions):
@@ -89,7 +89,7 @@ def token_rewards(trajectory: wire.Trajectory) -> FloatArray:
 
 
 def discounted(rewards: FloatArray, gamma: float) -> FloatArray:
-    """``sum over k >= 0 of gamma^k r[t + k]``, (T,) to (T,)."""
+    """Return ``sum over k >= 0 of gamma^k r[t + k]``, (T,) to (T,)."""
     returns = np.empty_like(rewards)
     running = 0.0
     for t in range(len(rewards) - 1, -1, -1):
@@ -99,11 +99,11 @@ def discounted(rewards: FloatArray, gamma: float) -> FloatArray:
 
 
 def whiten(arrays: Sequence[FloatArray], counted: Sequence[bool]) -> list[FloatArray]:
-    """``(A - mean) / (std + 1e-8)`` over the tokens of the counted arrays together, ddof 1; equal ones, and one alone, give exactly 0.
+    """Return ``(A - mean) / (std + 1e-8)`` over all tokens of the counted arrays, ddof 1; exactly 0 if all are equal.
 
     Args:
         arrays: (T,) each.
-        counted: False where no gradient comes from an array; it is 0 then.
+        counted: False for arrays without gradient, which become 0.
     """
     pool = np.concatenate([array for array, counts in zip(arrays, counted, strict=True) if counts] or [np.zeros(0)])
     if len(pool) < 2 or pool.min() == pool.max():

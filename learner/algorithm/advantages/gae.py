@@ -11,10 +11,10 @@ from learner.config import AlgorithmSection
 
 
 def gae(rewards: FloatArray, values: FloatArray, gamma: float, lam: float) -> FloatArray:
-    """``A_t = sum over k of (gamma lam)^k delta_{t+k}`` with ``delta_t = r_t + gamma V_{t+1} - V_t``; after the last token V is 0.
+    """Return ``A_t = sum over k of (gamma lam)^k delta_{t+k}``, ``delta_t = r_t + gamma V_{t+1} - V_t``, ``V_T = 0``.
 
     Args:
-        rewards: (T,) of sampled tokens in order; what the environment said between them is skipped.
+        rewards: (T,) of the sampled tokens in order; the environment's tokens between them are skipped.
         values: (T,) V_t, of the state in which token t was sampled.
 
     Returns:
@@ -30,7 +30,7 @@ def gae(rewards: FloatArray, values: FloatArray, gamma: float, lam: float) -> Fl
 
 @whole_batch
 def estimate(rows: Sequence[Row], algorithm: AlgorithmSection) -> list[Estimate]:
-    """A ``BatchEstimator``: advantages whitened over the batch; value targets ``A + V`` from those that are not."""
+    """Return advantages whitened over the batch, and value targets ``A + V`` before whitening; a ``BatchEstimator``."""
     plain = [gae(row.rewards, _values(row), algorithm.gamma, algorithm.gae_lambda) for row in rows]
     targets = [advantages + _values(row) for row, advantages in zip(rows, plain, strict=True)]
     white = whiten(plain, [row.trained for row in rows])

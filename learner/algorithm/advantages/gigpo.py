@@ -1,4 +1,4 @@
-"""Group-in-group policy optimization: episodes compared as wholes, and steps taken from the same state. Feng et al. (arXiv 2505.10978)."""
+"""Group-in-group policy optimization: compares episodes, and steps from one state. Feng et al. (arXiv 2505.10978)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from learner.config import AlgorithmSection
 
 
 def step_groups(anchors: Sequence[str], similarity: float = 1.0) -> list[int]:
-    """Which step group each step belongs to, numbered in order of appearance.
+    """Return the step group of each step, numbered in order of appearance.
 
     Args:
         anchors: observations acted on; an empty one equals no other.
-        similarity: 1 for identical ones only; below, a step joins the first group whose first anchor is at least so similar
-            (``difflib`` ratio).
+        similarity: 1 for identical anchors only; below, a step joins the first group whose first anchor is at least as
+            similar (``difflib`` ratio).
     """
     heads: list[str] = []
     found: list[int] = []
@@ -37,11 +37,11 @@ def _same(head: str, anchor: str, similarity: float) -> bool:
 
 
 def step_advantages(returns: FloatArray, groups: Sequence[int], *, norm_std: bool = True) -> FloatArray:
-    """Discounted returns-to-go normalised inside each step group, as GRPO normalises rewards; a singleton gives 0.
+    """Return discounted returns-to-go normalized inside each step group like rewards in GRPO; 0 for a singleton.
 
     Args:
         returns: (num_steps,) over all episodes of one task's group.
-        groups: of ``step_groups``.
+        groups: from ``step_groups``.
 
     Returns:
         (num_steps,)
@@ -53,13 +53,14 @@ def step_advantages(returns: FloatArray, groups: Sequence[int], *, norm_std: boo
 
 
 def estimate(trajectories: Sequence[wire.Trajectory], algorithm: AlgorithmSection) -> list[FloatArray]:
-    """An ``Estimator``: ``A_episode + step_advantage_w * A_step`` on the tokens of each step; ``gamma`` discounts per step.
+    """Return ``A_episode + step_advantage_w * A_step`` on the tokens of each step; an ``Estimator``.
 
-    A step is a turn. Samples may be step-independent (trajectories of one turn that share their episode's number, the last of which
-    has the episode's total reward) or whole conversations; an episode counts once in A_episode, a step once in A_step.
+    A step is a turn; ``gamma`` discounts per step. Samples may be step-independent (trajectories of one turn that share
+    their episode's number, the last of which has the episode's total reward) or whole conversations; an episode counts
+    once in A_episode, a step once in A_step.
 
     Raises:
-        ConfigError: no step has an anchor, so that there is nothing to compare.
+        ConfigError: if no step has an anchor to compare.
     """
     steps = [(row, turn) for row, trajectory in enumerate(trajectories) for turn in trajectory.turns]
     if steps and not any(turn.anchor for _, turn in steps):

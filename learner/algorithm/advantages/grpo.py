@@ -1,6 +1,6 @@
-"""Group-relative advantages: how much better than the group's mean, in units of the group's spread.
+"""Group-relative advantages: the difference from the group's mean over the group's standard deviation.
 
-Shao et al., DeepSeekMath (arXiv 2402.03300), section 4.1; without the division by Liu et al. (arXiv 2503.20783, "Dr. GRPO").
+Shao et al., DeepSeekMath (arXiv 2402.03300), section 4.1; without the division: Liu et al. (arXiv 2503.20783).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ EPS: Final = 1e-6
 
 
 def advantages(rewards: FloatArray, *, norm_std: bool = True) -> FloatArray:
-    """``(R - mean) / (std + 1e-6)`` with ddof 1; equal rewards, and a group of one, give exactly 0.
+    """Return ``(R - mean) / (std + 1e-6)`` with ddof 1; exactly 0 for equal rewards and for a group of one.
 
     Args:
         rewards: (group_size,) total rewards.
-        norm_std: False leaves the division out.
+        norm_std: False omits the division.
 
     Returns:
         (group_size,)
@@ -35,5 +35,5 @@ def advantages(rewards: FloatArray, *, norm_std: bool = True) -> FloatArray:
 
 
 def estimate(trajectories: Sequence[wire.Trajectory], algorithm: AlgorithmSection) -> list[FloatArray]:
-    """An ``Estimator``: the group's advantages, spread over each trajectory's sampled tokens."""
+    """Return the group's advantages on each trajectory's sampled tokens; an ``Estimator``."""
     return spread(advantages(rewards_of(trajectories), norm_std=algorithm.norm_std), trajectories)

@@ -12,7 +12,7 @@ from learner.config import AlgorithmSection
 
 
 def estimate(trajectories: Sequence[wire.Trajectory], algorithm: AlgorithmSection) -> list[FloatArray]:
-    """An ``Estimator``: each sampled token gets what comes after it, discounted by ``gamma`` per sampled token.
+    """Return the return-to-go of each sampled token, discounted by ``gamma`` per sampled token; an ``Estimator``.
 
     A turn's reward comes with its last token, so without a discount every token of a turn has the turn's return-to-go.
     """

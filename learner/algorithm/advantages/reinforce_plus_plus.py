@@ -1,4 +1,4 @@
-"""REINFORCE++ and its variant with a group baseline: no critic, whitened over the whole batch. Hu et al. (arXiv 2501.03262)."""
+"""REINFORCE++, also with a group baseline: no critic, whitened over the batch. Hu et al. (arXiv 2501.03262)."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from learner.config import AlgorithmSection
 
 @whole_batch
 def estimate(rows: Sequence[Row], algorithm: AlgorithmSection) -> list[Estimate]:
-    """A ``BatchEstimator``: discounted return-to-go of the tokens' rewards, the KL penalty among them, whitened over the batch."""
+    """Return the discounted return-to-go, KL penalty included, whitened over the batch; a ``BatchEstimator``."""
     returns = [discounted(row.rewards, algorithm.gamma) for row in rows]
     return [Estimate(advantages) for advantages in whiten(returns, [row.trained for row in rows])]
 
 
 @whole_batch
 def estimate_baseline(rows: Sequence[Row], algorithm: AlgorithmSection) -> list[Estimate]:
-    """A ``BatchEstimator``: the row's total minus its group's mean, on every token, whitened over the batch."""
+    """Return the row's total minus its group's mean on every token, whitened over the batch; a ``BatchEstimator``."""
     centred = minus_group_mean(np.array([row.rewards.sum() for row in rows]), [row.group for row in rows])
     tokens = [np.full(len(row.rewards), value) for row, value in zip(rows, centred, strict=True)]
     return [Estimate(advantages) for advantages in whiten(tokens, [row.trained for row in rows])]
 
 
 def minus_group_mean(rewards: FloatArray, groups: Sequence[int]) -> FloatArray:
-    """Each reward minus the mean of those of its group, (B,); equal rewards, and a group of one, give exactly 0."""
+    """Return each reward minus its group's mean, (B,); exactly 0 for equal rewards and for a group of one."""
     names, centred = np.array(groups), np.zeros_like(rewards)
     for name in np.unique(names):
         members = rewards[names == name]

@@ -12,15 +12,15 @@ from learner.config import AlgorithmSection
 
 
 def advantages(rewards: FloatArray, greedy_reward: float) -> FloatArray:
-    """``R - R_greedy``, (group_size,)."""
+    """Return ``R - R_greedy``, (group_size,)."""
     return rewards - greedy_reward
 
 
 def estimate(trajectories: Sequence[wire.Trajectory], algorithm: AlgorithmSection) -> list[FloatArray]:
-    """An ``Estimator``: the greedy episodes of the group are the baseline, by their mean, and get 0 themselves.
+    """Return rewards minus the mean of the group's greedy episodes, which get 0 themselves; an ``Estimator``.
 
-    Where the divergence from the reference stands in the reward, the greedy episode's reward has it too (``learner.algorithm.assembly``).
-    A group whose greedy episode is missing (it did not end in time) has no baseline and teaches nothing.
+    A KL penalty in the reward applies to greedy episodes, too (``learner.algorithm.assembly``). A group without a
+    greedy episode (it did not end in time) has no baseline, and all its advantages are 0.
     """
     greedy = np.array(list({one.episode: one.greedy for one in trajectories}.values()), dtype=bool)
     rewards = rewards_of(trajectories)

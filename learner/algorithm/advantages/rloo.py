@@ -1,4 +1,4 @@
-"""Leave-one-out advantages: each reward against the mean of the others. Ahmadian et al. (arXiv 2402.14740)."""
+"""Leave-one-out advantages: each reward minus the mean of the others. Ahmadian et al. (arXiv 2402.14740)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from learner.config import AlgorithmSection
 
 
 def advantages(rewards: FloatArray) -> FloatArray:
-    """``R_i - mean of R_j over j != i``; equal rewards, and a group of one, give exactly 0.
+    """Return ``R_i - mean of R_j over j != i``; exactly 0 for equal rewards and for a group of one.
 
     Args:
         rewards: (group_size,) total rewards.
@@ -28,5 +28,5 @@ def advantages(rewards: FloatArray) -> FloatArray:
 
 
 def estimate(trajectories: Sequence[wire.Trajectory], algorithm: AlgorithmSection) -> list[FloatArray]:
-    """An ``Estimator``: the group's advantages, spread over each trajectory's sampled tokens."""
+    """Return the group's advantages on each trajectory's sampled tokens; an ``Estimator``."""
     return spread(advantages(rewards_of(trajectories)), trajectories)

@@ -1,4 +1,4 @@
-"""Off-policy corrections by name; a new one is one file plus one line here. Resolved by ``broker.settings.registry.resolve``."""
+"""Registry of off-policy corrections; a new one is one file plus one line here."""
 
 from __future__ import annotations
 

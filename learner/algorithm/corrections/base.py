@@ -1,6 +1,6 @@
-"""What a correction is: a weight for each token's loss that makes up for who sampled it. Pure; nothing here carries gradient.
+"""Defines corrections: weights of token losses that correct for the sampling policy. Pure, without gradient.
 
-The ratio is p / β everywhere: p the proximal policy (the one at the start of the step), β the one that sampled, token by token.
+The ratio is always p / β: p the proximal policy (the one at the start of the step), β the sampling one, token by token.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from learner.config import AlgorithmSection
 
 @dataclass(frozen=True)
 class Facts:
-    """T trained tokens of S sequences, in order, without gradient."""
+    """Inputs of a correction: T trained tokens of S sequences, in order, without gradient."""
 
-    logprobs: Tensor  # (T,) under the policy being trained, as it is now
+    logprobs: Tensor  # (T,) under the current policy
     proximal_logprobs: Tensor  # (T,) at the start of the step
-    rollout_logprobs: Tensor  # (T,) of the policy that sampled
+    rollout_logprobs: Tensor  # (T,) of the sampling policy
     advantages: Tensor  # (T,)
     sequence: Tensor  # (T,) int64, index of the sequence, ascending
     num_sequences: int
@@ -30,22 +30,22 @@ class Facts:
 
 @dataclass(frozen=True)
 class Correction:
-    """What a correction says about T tokens."""
+    """Result of a correction for T tokens."""
 
-    old_logprobs: Tensor  # (T,) what the loss takes its ratios against
-    weights: Tensor  # (T,) factors of the losses; 0 masks, the token still counts in the denominator
-    clipped: Tensor  # (T,) bool, where a bound changed the weight to another one above 0
-    masked: Tensor  # (T,) bool, where the token counts nothing
+    old_logprobs: Tensor  # (T,) reference of the loss's ratios
+    weights: Tensor  # (T,) factors of the losses; 0 masks, but the token still counts in the denominator
+    clipped: Tensor  # (T,) bool, whether a bound changed the weight to another one above 0
+    masked: Tensor  # (T,) bool, whether the weight is 0
 
 
 class Corrector(Protocol):
-    """``(facts, algorithm)`` to weights; where nothing has moved the weights are 1."""
+    """Maps ``(facts, algorithm)`` to weights, which are 1 on-policy."""
 
     def __call__(self, facts: Facts, algorithm: AlgorithmSection) -> Correction: ...
 
 
 def log_ratio(facts: Facts, level: str) -> Tensor:
-    """``log p/β`` at every token, (T,).
+    """Return ``log p/β`` at every token, (T,).
 
     Args:
         level: ``token``; ``sequence``, the sum over the token's sequence (the ratio is a product); ``geometric``, its mean.
@@ -58,25 +58,25 @@ def log_ratio(facts: Facts, level: str) -> Tensor:
 
 
 def exp(log_values: Tensor) -> Tensor:
-    """The exponential, the logarithm clamped to ±20."""
+    """Return the exponential of logarithms clamped to ±20."""
     return log_values.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def keep(facts: Facts, weights: Tensor, kept: Tensor) -> Correction:
-    """Weights where ``kept`` is true, 0 elsewhere."""
+    """Return a correction with the weights where ``kept`` is true, 0 elsewhere."""
     return Correction(facts.proximal_logprobs, torch.where(kept, weights, 0.0), torch.zeros_like(kept), ~kept)
 
 
 def interpolate(logprobs: Tensor, rollout_logprobs: Tensor, versions: Tensor, version: int) -> Tensor:
-    """Proximal logprobs without another forward pass: ``log β + α (log θ - log β)``, ``α = (v_p - v_β) / (v_p + 1 - v_β)``.
+    """Return ``log β + α (log θ - log β)``, ``α = (v_p - v_β) / (v_p + 1 - v_β)``, as proximal logprobs.
 
-    On a line from the version that sampled to the one that this step makes. "AReaL" (arXiv 2505.24298) trains on the decoupled
-    objective; the line is what its later releases put in place of a second forward pass.
+    This interpolates from the sampling version to the one that this step makes. "AReaL" (arXiv 2505.24298) trains on
+    the decoupled objective; its later releases interpolate instead of a second forward pass.
 
     Args:
         logprobs: (T,) of θ, without gradient.
         rollout_logprobs: (T,) of β.
-        versions: (T,) int64, v_β of each token; one from the future counts as current.
+        versions: (T,) int64, v_β of each token; a future one counts as current.
         version: v_p, the version at the start of the step.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The decoupled objective: trust region around p, importance weights for β. Hilton et al. (arXiv 2110.00641); AReaL (arXiv 2505.24298)."""
+"""Decoupled objective: trust region around p. Hilton et al. (arXiv 2110.00641); AReaL (arXiv 2505.24298)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from learner.config import AlgorithmSection
 
 
 def decoupled(facts: Facts, algorithm: AlgorithmSection) -> Correction:
-    """``sg(p/β)`` times the loss on θ/p; a token's weight above ``correction_high`` is cut, or the token masked."""
+    """Weight the loss on θ/p by ``sg(p/β)``; truncate weights above ``correction_high``, or mask these tokens."""
     raw = exp(log_ratio(facts, "token"))
     above = raw > algorithm.correction_high
     if algorithm.correction_mode == "mask":

@@ -1,4 +1,4 @@
-"""IcePop: tokens on which trainer and generator disagree too much are left out, on both sides. Ling team (arXiv 2510.18855)."""
+"""IcePop: masks tokens on which trainer and generator disagree too much. Ling team (arXiv 2510.18855)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from learner.config import AlgorithmSection
 
 
 def icepop(facts: Facts, algorithm: AlgorithmSection) -> Correction:
-    """``p/β`` of the token where it lies in [correction_low, correction_high], 0 outside."""
+    """Weight tokens by ``p/β`` within [correction_low, correction_high], by 0 outside."""
     raw = exp(log_ratio(facts, "token"))
     return keep(facts, raw, (raw >= algorithm.correction_low) & (raw <= algorithm.correction_high))

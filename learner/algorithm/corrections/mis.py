@@ -1,4 +1,4 @@
-"""Masked importance sampling: what lies too far from the sampler is rejected, the rest weighted.
+"""Masked importance sampling: masks tokens too far from the sampling policy, and weights the rest.
 
 Liu, Li et al., "When speed kills stability: demystifying RL collapse from the training-inference mismatch" (2025); estimators of
 the divergence by Schulman, "Approximating KL divergence" (2020).
@@ -31,7 +31,7 @@ def mis(facts: Facts, algorithm: AlgorithmSection) -> Correction:
 
 
 def _divergence(facts: Facts, estimator: str, level: str) -> Tensor:
-    """(T,), in nats, never negative."""
+    """Return the divergence, (T,), in nats, never negative."""
     log = log_ratio(facts, "token")
     values = 0.5 * torch.square(log) if estimator == "k2" else log.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() - 1 - log
     if level == "token":

@@ -1,4 +1,4 @@
-"""No correction: the loss takes its ratios against the policy that sampled, and so corrects for it in its own way."""
+"""No correction: the loss takes its ratios against the sampling policy."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from learner.config import AlgorithmSection
 
 
 def none(facts: Facts, algorithm: AlgorithmSection) -> Correction:
-    """Weights of 1, ratios against β."""
+    """Return weights of 1, and ratios against β."""
     nowhere = torch.zeros_like(facts.sequence, dtype=torch.bool)
     return Correction(facts.rollout_logprobs, torch.ones_like(facts.rollout_logprobs), nowhere, nowhere)

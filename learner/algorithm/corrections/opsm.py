@@ -1,4 +1,4 @@
-"""Off-policy sequence masking: bad samples that the policy would hardly make any more teach nothing. DeepSeek-V3.2 (arXiv 2512.02556)."""
+"""Off-policy sequence masking: drops bad samples that are now unlikely. DeepSeek-V3.2 (arXiv 2512.02556)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from learner.config import AlgorithmSection
 
 
 def opsm(facts: Facts, algorithm: AlgorithmSection) -> Correction:
-    """Weight 0 where A < 0 and the sequence's mean ``log β - log θ`` exceeds ``opsm_delta``, 1 elsewhere.
+    """Weight tokens by 0 if A < 0 and the sequence's mean ``log β - log θ`` exceeds ``opsm_delta``, else by 1.
 
-    The mean estimates KL(β || θ) per token. Sequences without a negative advantage are never touched.
+    The mean estimates KL(β || θ) per token.
     """
     divergence = sequence_mean(facts.rollout_logprobs - facts.logprobs, facts.sequence, facts.num_sequences)
     dropped = (facts.advantages < 0) & (divergence > algorithm.opsm_delta)

@@ -1,5 +1,6 @@
-"""Truncated importance sampling. Yao et al., "Your efficient RL framework secretly brings you off-policy training" (2025);
-Ionides, Journal of Computational and Graphical Statistics 17 (2008).
+"""Truncated importance sampling. Ionides, Journal of Computational and Graphical Statistics 17 (2008).
+
+Yao et al., "Your efficient RL framework secretly brings you off-policy training" (2025).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from learner.config import AlgorithmSection
 
 
 def tis(facts: Facts, algorithm: AlgorithmSection) -> Correction:
-    """``min(p/β, correction_high)``, cut from above only; of the token, the sequence (a product) or its geometric mean."""
+    """Weight by ``min(p/β, correction_high)`` of the token, the sequence (a product) or its geometric mean."""
     raw = exp(log_ratio(facts, algorithm.correction_level))
     weights = raw.clamp_max(algorithm.correction_high)
     clipped = raw > algorithm.correction_high

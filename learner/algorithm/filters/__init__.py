@@ -1,7 +1,8 @@
-"""Group filters by name, for dynamic sampling: a group that one does not want is filtered, and another ticket replaces its own.
+"""Registry of group filters, for dynamic sampling: the ticket of a rejected group is replaced.
 
-A filter is a pure function of one scored ``wire.Group``: True keeps it. It must depend on nothing else, for every learner that reads the
-log again decides again. Resolved by ``broker.settings.registry.resolve``; a function of the user's comes by dotted path or file path.
+A filter is a pure function of one scored ``wire.Group``: True keeps it. It must depend on nothing else, because every
+learner that reads the log again applies it again. Resolved by ``broker.settings.registry.resolve``; a user's function
+is given by dotted path or file path.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ FILTERS: Final[dict[str, str]] = {
 
 
 def is_wanted(name: str, group: wire.Group) -> bool:
-    """Whether a filter keeps a group; without a name all are kept.
+    """Return whether a filter keeps a group; without a name all are kept.
 
     Raises:
-        UserError: it raised, or returned no boolean. Nothing was consumed: with the filter mended the run goes on.
+        UserError: if it raised, or did not return a bool. Nothing was consumed: fix it to resume the run.
     """
     if not name:
         return True
     judge = _filter(name)
     try:
         wanted = judge(group)
-    except Exception as error:  # someone else's code
+    except Exception as error:  # user code
         raise UserError(
             f"algorithm.group_filter: {name} raised {type(error).__name__} for the group of ticket {group.ticket}: {error}"
         ) from error

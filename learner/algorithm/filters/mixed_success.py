@@ -1,4 +1,4 @@
-"""Groups in which some episodes succeeded and some did not, whatever their rewards. Yu et al., DAPO (arXiv 2503.14476)."""
+"""Keeps groups in which some episodes succeeded and some did not. Yu et al., DAPO (arXiv 2503.14476)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from learner.algorithm.episodes import episodes
 
 
 def wanted(group: wire.Group) -> bool:
-    """Whether between none and all of the group's episodes succeeded, greedy baselines aside."""
+    """Return whether some, but not all of the group's episodes succeeded, without greedy baselines."""
     found = [episode.success for episode in episodes(group)]
     return 0 < sum(found) < len(found)

@@ -1,4 +1,4 @@
-"""Policy losses by name; a new one is one file plus one line here. Resolved by ``broker.settings.registry.resolve``."""
+"""Registry of policy losses; a new one is one file plus one line here."""
 
 from __future__ import annotations
 

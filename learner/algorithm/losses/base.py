@@ -1,4 +1,4 @@
-"""What every loss takes and gives. The tokens of a micro-batch lie in one flat row, only the trained ones."""
+"""Defines losses, which take the trained tokens of a micro-batch in one flat row."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ MAX_LOG_RATIO: Final = 20.0  # log-ratios are clamped to this before exp
 class Tokens:
     """T trained tokens of S sequences, in order; float tensors are float32."""
 
-    logprobs: Tensor  # (T,) under the policy being trained, with gradient
-    old_logprobs: Tensor  # (T,) what ratios are taken against
+    logprobs: Tensor  # (T,) under the trained policy, with gradient
+    old_logprobs: Tensor  # (T,) reference of the ratios
     advantages: Tensor  # (T,)
     sequence: Tensor  # (T,) int64, index of the sequence, ascending
     num_sequences: int
 
 
 class Loss(Protocol):
-    """``(tokens, algorithm)`` to the loss of each token (T,), to be minimised, and statistics as sums over the tokens.
+    """Maps ``(tokens, algorithm)`` to the loss of each token (T,), to minimize, and statistics as sums over the tokens.
 
-    Where the advantage of a whole sequence is 0, its loss and its gradient must be 0: the backward pass leaves it out.
+    If the advantage of a whole sequence is 0, its loss and gradient must be 0: the backward pass omits it.
     """
 
     def __call__(self, tokens: Tokens, algorithm: AlgorithmSection) -> tuple[Tensor, dict[str, Tensor]]: ...
 
 
 def ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """``exp(logprobs - old_logprobs)``, (T,), the log clamped to ±20."""
+    """Return ``exp(logprobs - old_logprobs)``, (T,), the log clamped to ±20."""
     return torch.exp((logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))

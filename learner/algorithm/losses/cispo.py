@@ -9,10 +9,10 @@ from learner.config import AlgorithmSection
 
 
 def cispo(tokens: Tokens, algorithm: AlgorithmSection) -> tuple[Tensor, dict[str, Tensor]]:
-    """``-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log p``; ``clip_low: 1`` means no lower bound.
+    """Return ``-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log p``; ``clip_low: 1`` means no lower bound.
 
     Returns:
-        Losses (T,), and the sum ``clipped``: tokens whose weight was cut.
+        Losses (T,), and the sum ``clipped``: tokens whose weight was clipped.
     """
     r = ratio(tokens.logprobs, tokens.old_logprobs).detach()
     weight = r.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)

@@ -1,4 +1,4 @@
-"""Divergences between a teacher's and a student's next-token distributions.
+"""Computes divergences between a teacher's and a student's next-token distributions.
 
 Forward KL: Hinton et al. (arXiv 1503.02531). Reverse KL for language models: Gu et al., MiniLLM (arXiv 2306.08543).
 """
@@ -11,22 +11,22 @@ from typing import Final
 import torch
 from torch import Tensor
 
-SMALLEST_REST: Final = math.log(1e-6)  # a teacher's float32 logprobs cannot say how much less than this is left
+SMALLEST_REST: Final = math.log(1e-6)  # float32 logprobs cannot resolve a smaller rest
 
 
 def categorical_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """``sum_v p_v (log p_v - log q_v)`` over the last dimension, in nats; what has no mass in p adds nothing."""
+    """Return ``sum_v p_v (log p_v - log q_v)`` over the last dimension, in nats; outcomes without mass in p add 0."""
     empty = log_p == -math.inf
     gap = torch.where(empty, 0.0, log_p - log_q)
     return (log_p.exp() * gap).sum(-1)
 
 
 def kl(student: Tensor, teacher: Tensor, direction: str) -> Tensor:
-    """``forward``: KL(teacher || student), which covers all that the teacher does; ``reverse``: KL(student || teacher), its mode.
+    """Return KL(teacher || student) for ``forward`` (mode-covering), the other way for ``reverse`` (mode-seeking).
 
     Args:
-        student: (T, N) log-probabilities over the same N outcomes, each row adding up to 1; with gradient.
-        teacher: (T, N) likewise, without.
+        student: (T, N) log-probabilities over the same N outcomes, normalized per row; with gradient.
+        teacher: (T, N) likewise, without gradient.
 
     Returns:
         (T,) nats, at least 0.
@@ -35,12 +35,12 @@ def kl(student: Tensor, teacher: Tensor, direction: str) -> Tensor:
 
 
 def candidates(logits: Tensor, ids: Tensor) -> Tensor:
-    """The student's view of a teacher's top-k: log-probabilities of the k candidates and of all other tokens together.
+    """Return the student's log-probabilities of a teacher's k candidates, and of all other tokens together.
 
-    What remains outside the top-k is neither dropped nor spread over the candidates, but kept as one more outcome. By the log-sum
-    inequality (Cover and Thomas, Elements of Information Theory, theorem 2.7.1) the divergence over the k + 1 outcomes never
-    exceeds the whole one, is 0 for equal distributions, and is exact at k = vocabulary; dropping the mass would make it
-    negative at times, and spreading it would teach that the teacher never says anything else.
+    The mass outside the top-k is neither dropped nor spread over the candidates, but kept as one more outcome. By the
+    log-sum inequality (Cover and Thomas, Elements of Information Theory, theorem 2.7.1) the divergence over the k + 1
+    outcomes never exceeds the whole one, is 0 for equal distributions, and is exact at k = vocabulary; dropping the
+    mass could make it negative, and spreading it would teach that the teacher never samples other tokens.
 
     Args:
         logits: (T, V) of the student.
@@ -55,6 +55,6 @@ def candidates(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 def with_rest(logprobs: Tensor) -> Tensor:
-    """A teacher's top-k with the mass that it leaves as one more outcome: (T, k) to (T, k + 1), the rest at least 1e-6."""
+    """Append the rest of a teacher's top-k mass as one more outcome, (T, k) to (T, k + 1), at least 1e-6."""
     left = torch.log1p(-logprobs.double().exp().sum(-1, keepdim=True).clamp(max=1.0))
     return torch.cat([logprobs, left.clamp(min=SMALLEST_REST).to(logprobs.dtype)], -1)

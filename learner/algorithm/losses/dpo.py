@@ -9,7 +9,7 @@ from learner.algorithm.losses.preference import Pairs
 
 
 def dpo(pairs: Pairs, beta: float) -> tuple[Tensor, Tensor]:
-    """``-log sigmoid(beta ((log p_w - log p_l) - (log ref_w - log ref_l)))``, w the chosen answer, l the rejected one; eq. 7.
+    """Return ``-log sigmoid(beta ((log p_w - log p_l) - (log ref_w - log ref_l)))``, w chosen, l rejected; eq. 7.
 
     Returns:
         Losses (P,) and margins (P,): the argument of the sigmoid, the difference of the implicit rewards.

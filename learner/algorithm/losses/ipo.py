@@ -9,13 +9,13 @@ from learner.algorithm.losses.preference import Pairs
 
 
 def ipo(pairs: Pairs, beta: float) -> tuple[Tensor, Tensor]:
-    """``(h - 1 / (2 beta))^2``, h the difference of the log-ratios to the reference, each averaged over its answer's tokens; eq. 17.
+    """Return ``(h - 1 / (2 beta))^2``, h the difference of log-ratios to the reference, averaged over tokens; eq. 17.
 
-    The paper writes sums and its tau is beta here. Averages keep the target reachable by answers of any length; its authors have
-    confirmed to other implementations that this is what their results were made with.
+    The paper writes sums, and its tau is beta here. Averages keep the target reachable by answers of any length; its
+    authors have confirmed to other implementations that their results use them.
 
     Returns:
-        Losses (P,) and margins (P,): ``beta h``, which the loss draws to 1/2.
+        Losses (P,) and margins (P,): ``beta h``, which the loss pulls to 1/2.
     """
     chosen = (pairs.chosen - pairs.ref_chosen) / pairs.chosen_tokens
     rejected = (pairs.rejected - pairs.ref_rejected) / pairs.rejected_tokens

@@ -13,10 +13,10 @@ from learner.config import AlgorithmSection
 
 
 def ppo(tokens: Tokens, algorithm: AlgorithmSection) -> tuple[Tensor, dict[str, Tensor]]:
-    """``-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)``, for A < 0 at most ``-dual_clip * A`` where that is set.
+    """Return ``-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)``, for A < 0 at most ``-dual_clip * A`` if set.
 
     Returns:
-        Losses (T,), and the sums ``clipped`` (tokens whose clipped branch was the worse one) and ``dual_clipped``.
+        Losses (T,), and the sums ``clipped`` (tokens with the larger loss in the clipped branch) and ``dual_clipped``.
     """
     advantages = tokens.advantages
     losses, stats = clipped_surrogate(ratio(tokens.logprobs, tokens.old_logprobs), advantages, algorithm.clip_low, algorithm.clip_high)
@@ -29,7 +29,7 @@ def ppo(tokens: Tokens, algorithm: AlgorithmSection) -> tuple[Tensor, dict[str, 
 
 
 def clipped_surrogate(r: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """``-min(r A, clip(r, 1 - low, 1 + high) A)``, and the sum ``clipped``; (T,) each."""
+    """Return ``-min(r A, clip(r, 1 - low, 1 + high) A)``, (T,), and the sum ``clipped``."""
     plain = -r * advantages
     bounded = -r.clamp(1 - low, 1 + high) * advantages
     return torch.maximum(plain, bounded), {"clipped": (bounded > plain).sum()}

@@ -1,4 +1,4 @@
-"""What every preference loss takes and gives: one number a sequence, for P pairs of a chosen and a rejected answer."""
+"""Defines preference losses, over P pairs of a chosen and a rejected answer."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor
 class Pairs:
     """Logprobs of whole answers, sums over their tokens in nats, (P,) each."""
 
-    chosen: Tensor  # under the policy being trained, with gradient
-    rejected: Tensor  # the same
+    chosen: Tensor  # under the trained policy, with gradient
+    rejected: Tensor
     ref_chosen: Tensor  # under the frozen reference
-    ref_rejected: Tensor  # the same
+    ref_rejected: Tensor
     chosen_tokens: Tensor  # trained tokens of the answer, at least 1
-    rejected_tokens: Tensor  # the same
+    rejected_tokens: Tensor
 
 
 class PreferenceLoss(Protocol):
-    """``(pairs, beta)`` to the loss of each pair (P,), to be minimised, and the reward margin (P,) by which the chosen answer leads."""
+    """Maps ``(pairs, beta)`` to each pair's loss (P,), to minimize, and the chosen answer's reward margin (P,)."""
 
     def __call__(self, pairs: Pairs, beta: float) -> tuple[Tensor, Tensor]: ...

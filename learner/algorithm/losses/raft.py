@@ -1,4 +1,4 @@
-"""RAFT++: importance-weighted, clipped imitation of the good samples alone. Xiong et al. (arXiv 2504.11343)."""
+"""RAFT++: importance-weighted, clipped imitation of good samples only. Xiong et al. (arXiv 2504.11343)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from learner.config import AlgorithmSection
 
 
 def raft_plus_plus(tokens: Tokens, algorithm: AlgorithmSection) -> tuple[Tensor, dict[str, Tensor]]:
-    """``-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`` where A > 0, and 0 elsewhere.
+    """Return ``-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`` if A > 0, else 0.
 
-    With the estimator ``reinforce`` and rewards of 0 and 1 this is the paper's; tokens left out still count in the denominator.
+    With the estimator ``reinforce`` and rewards of 0 and 1 this is the paper's; all tokens count in the denominator.
 
     Returns:
         Losses (T,), and the sum ``clipped``.

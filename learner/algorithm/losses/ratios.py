@@ -1,4 +1,4 @@
-"""How far the policy being trained has moved from the one that sampled: sums that add up over micro-batches, and what they mean."""
+"""Measures how far the trained policy has moved from the sampling one, by sums over micro-batches."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from learner.algorithm.losses.base import MAX_LOG_RATIO
 
 
 def ratio_sums(logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Tensor]:
-    """Sums over the tokens of a micro-batch, float64, from which ``ratio_metrics`` makes the figures of a whole step.
+    """Return float64 sums over the tokens of a micro-batch, for ``ratio_metrics``.
 
     Args:
-        logprobs: (T,) under the policy being trained.
-        rollout_logprobs: (T,) of the policy that sampled.
+        logprobs: (T,) under the trained policy.
+        rollout_logprobs: (T,) of the sampling policy.
     """
     log_ratio = (logprobs.detach() - rollout_logprobs).double()
     weight = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
@@ -29,7 +29,7 @@ def ratio_sums(logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Tensor]:
 
 
 def correction_sums(correction: Correction) -> dict[str, Tensor]:
-    """Sums over the tokens of a micro-batch for the truncated figures of ``correction_metrics``, float64."""
+    """Return float64 sums over the tokens of a micro-batch, for ``correction_metrics``."""
     weight = correction.weights.double()
     return {
         "corrected": weight.sum(),
@@ -40,7 +40,7 @@ def correction_sums(correction: Correction) -> dict[str, Tensor]:
 
 
 def correction_metrics(sums: Mapping[str, float], num_tokens: float) -> dict[str, float]:
-    """What a correction made of the raw ratios: mean and effective sample size of its weights, shares of tokens cut and masked."""
+    """Return mean and effective sample size of a correction's weights, and shares of clipped and masked tokens."""
     if num_tokens == 0 or "corrected" not in sums:
         return {"rollout_corr/clipped_fraction": 0.0, "rollout_corr/masked_fraction": 0.0}
     squared = sums["corrected_squared"]
@@ -53,10 +53,10 @@ def correction_metrics(sums: Mapping[str, float], num_tokens: float) -> dict[str
 
 
 def ratio_metrics(sums: Mapping[str, float], num_tokens: float) -> dict[str, float]:
-    """The raw token-level figures of a step.
+    """Return the raw token-level metrics of a step.
 
-    ``kl`` and ``k3_kl`` estimate KL(sampler || trained) in nats per token, ``is_mean`` is the mean importance weight, ``ess`` the
-    effective sample size ``(sum w)^2 / (n * sum w^2)``, 1 when nothing has moved.
+    ``kl`` and ``k3_kl`` estimate KL(sampler || trained) in nats per token, ``is_mean`` is the mean importance weight,
+    ``ess`` the effective sample size ``(sum w)^2 / (n * sum w^2)``, 1 on-policy.
     """
     if num_tokens == 0 or "log_ratio" not in sums:
         return {"rollout_corr/kl": 0.0, "rollout_corr/k3_kl": 0.0, "rollout_corr/is_mean": 1.0, "rollout_corr/ess": 1.0}

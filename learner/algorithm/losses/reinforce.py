@@ -9,5 +9,5 @@ from learner.config import AlgorithmSection
 
 
 def reinforce(tokens: Tokens, algorithm: AlgorithmSection) -> tuple[Tensor, dict[str, Tensor]]:
-    """``-A log p``, (T,); no importance weight, so no statistics."""
+    """Return ``-A log p``, (T,); without importance weights there are no statistics."""
     return -tokens.advantages * tokens.logprobs, {}

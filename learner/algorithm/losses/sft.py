@@ -9,5 +9,5 @@ from learner.config import AlgorithmSection
 
 
 def sft(tokens: Tokens, algorithm: AlgorithmSection) -> tuple[Tensor, dict[str, Tensor]]:
-    """``-w log p``, (T,); the weight w of a token stands in the place of its advantage and is 1 for a plain demonstration."""
+    """Return ``-w log p``, (T,); the weight w of a token replaces its advantage and is 1 for a plain demonstration."""
     return -tokens.advantages * tokens.logprobs, {}

@@ -1,7 +1,7 @@
 """StarPO: the clipped surrogate over whole trajectories of many turns. Wang et al., RAGEN (arXiv 2504.20073).
 
-A trajectory is one sequence here anyway, its observations masked, so the loss is PPO's. StarPO-S adds what keeps it from
-collapsing: groups are chosen by their spread (``learner.algorithm.selection``), no KL, and an upper clip above the lower one.
+A trajectory is one sequence here, with masked observations, so the loss is PPO's. StarPO-S prevents collapse: it
+selects groups by their variance (``learner.algorithm.selection``), without KL, and with a larger upper clip.
 """
 
 from __future__ import annotations

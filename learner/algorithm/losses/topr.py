@@ -11,10 +11,10 @@ from learner.config import AlgorithmSection
 
 
 def topr(tokens: Tokens, algorithm: AlgorithmSection) -> tuple[Tensor, dict[str, Tensor]]:
-    """``-A log p`` for A >= 0; ``-sg(clip(r, 0, 1)) A log p`` for A < 0.
+    """Return ``-A log p`` for A >= 0, ``-sg(clip(r, 0, 1)) A log p`` for A < 0.
 
-    Good samples are imitated whoever made them; bad ones are pushed down only as far as the policy still makes them. r is the
-    ratio of the whole sequence, a product over its tokens, as in the paper, or of the token (``importance_sampling_level``).
+    Good samples are imitated regardless of their policy; bad ones are pushed down only as far as the policy still makes
+    them. r is the ratio of the whole sequence, as in the paper, or of the token (``importance_sampling_level``).
 
     Returns:
         Losses (T,), and the sum ``clipped``: tokens with A < 0 and r > 1.

@@ -1,8 +1,7 @@
-"""Where metrics go beside metrics.jsonl, by name; a new one is one file plus one line here. Resolved by
-``broker.settings.registry.resolve``.
+"""Registry of trackers, which receive metrics; a new one is one file plus one line here.
 
-A tracker is a class: ``Tracker(folder, run, project, config, args)`` with ``log(step, values)`` and ``close()``. Where it also has
-``texts(step, texts)`` and ``picture(step, name, gif)``, it gets sample texts and pictures of episodes, too.
+A tracker is a class: ``Tracker(folder, run, project, config, args)`` with ``log(step, values)`` and ``close()``. If it
+also has ``texts(step, texts)`` and ``picture(step, name, gif)``, it receives sample texts and pictures of episodes.
 """
 
 from __future__ import annotations
@@ -29,29 +28,29 @@ FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Tracker(Protocol):
-    """One destination.
+    """Destination of metrics.
 
     Args:
         folder: of the run; a tracker writes below it.
         run: the run's name.
-        project: what runs are grouped under.
+        project: groups runs.
         config: the whole resolved configuration.
-        args: this tracker's own, ``trackers.args.<name>``.
+        args: ``trackers.args.<name>``.
     """
 
     def __init__(self, folder: Path, run: str, project: str, config: Mapping[str, Any], args: Mapping[str, Any]) -> None: ...
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Record one step's numbers."""
+        """Record the metrics of one step."""
 
     # def texts(self, step: int, texts: Mapping[str, str]) -> None: optional; Markdown by name, for example samples/lake
     # def picture(self, step: int, name: str, gif: bytes) -> None: optional; an animated GIF
 
     def close(self) -> None:
-        """Write out what is left."""
+        """Write pending data and close."""
 
 
 class Trackers:
-    """All of a run's trackers; one that fails is left out from then on, unless the disk is full, and costs the run nothing."""
+    """All trackers of a run; one that fails is disabled, unless the disk is full, and never fails the run."""
 
     def __init__(self, section: TrackersSection, folder: Path, run: str, config: Mapping[str, Any]) -> None:
         names = list(dict.fromkeys([ALWAYS, *section.use]))
@@ -62,16 +61,16 @@ class Trackers:
         }
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Give every tracker the step's numbers."""
+        """Send the metrics of a step to every tracker."""
         self._each(step, "log", values)
 
     def texts(self, step: int, texts: Mapping[str, str]) -> None:
-        """Give sample texts, Markdown by name, to those that take texts."""
+        """Send sample texts, Markdown by name, to the trackers that take texts."""
         if texts:
             self._each(step, "texts", texts)
 
     def picture(self, step: int, name: str, gif: bytes) -> None:
-        """Give an animated GIF to those that take pictures."""
+        """Send an animated GIF to the trackers that take pictures."""
         self._each(step, "picture", name, gif)
 
     def _each(self, step: int, method: str, *arguments: Any) -> None:
@@ -81,14 +80,14 @@ class Trackers:
                     if (take := getattr(tracker, method, None)) is not None:
                         take(step, *arguments)
                 except Exception as error:
-                    if isinstance(error, OSError) and error.errno in FULL:  # not for good
+                    if isinstance(error, OSError) and error.errno in FULL:  # temporary
                         log.warning("tracker %s: step %d: %s", name, step, error.strerror)
                         continue
-                    log.exception("tracker %s failed at step %d and is left out from here on", name, step)
+                    log.exception("tracker %s failed at step %d and is disabled", name, step)
                     del self._open[name]
 
     def close(self) -> None:
-        """Close every tracker; what a thread still gives them afterwards is dropped."""
+        """Close every tracker; later calls from other threads are dropped."""
         with self._lock:
             for name, tracker in self._open.items():
                 try:

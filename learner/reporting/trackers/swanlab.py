@@ -1,4 +1,4 @@
-"""SwanLab; ``trackers.args.swanlab`` goes to ``swanlab.init``, for example ``{mode: local}``."""
+"""Logs to SwanLab; ``trackers.args.swanlab`` goes to ``swanlab.init``, for example ``{mode: local}``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TensorBoard event files in ``runs/<name>/tensorboard``."""
+"""Writes TensorBoard event files in ``runs/<name>/tensorboard``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 
 class TensorBoard:
-    """A ``Tracker``. TensorBoard's own writer has a thread that dies on a full disk; this one keeps what it cannot write for later.
+    """A ``Tracker`` that keeps unwritten events on a full disk, where TensorBoard's own writer thread exits.
 
     Args:
         args: ``filename_suffix``.
@@ -79,7 +79,7 @@ def _text(name: str, text: str) -> Summary.Value:
 
 
 def _hyperparameters(run: str, config: Mapping[str, Any]) -> Summary.Value:
-    """What the HPARAMS page compares runs by: every setting under its dotted name."""
+    """Return every setting under its dotted name, for the HPARAMS page."""
     started = SessionStartInfo(group_name=run, start_time_secs=time.time())
     for name, value in flatten(config).items():
         field = started.hparams[name]
@@ -94,7 +94,7 @@ def _hyperparameters(run: str, config: Mapping[str, Any]) -> Summary.Value:
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Settings by dotted name; lists are one setting."""
+    """Return settings by dotted name; a list is one setting."""
     found: dict[str, Any] = {}
     for key, value in config.items():
         name = f"{prefix}{key}"

@@ -1,4 +1,4 @@
-"""Weights & Biases; ``trackers.args.wandb`` goes to ``wandb.init``, for example ``{mode: offline}``."""
+"""Logs to Weights & Biases; ``trackers.args.wandb`` goes to ``wandb.init``, e.g. ``{mode: offline}``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import wandb
 
 
 class WandB:
-    """A ``Tracker``. A run of the same name and project goes on where it was."""
+    """A ``Tracker``. A run of the same name and project continues."""
 
     def __init__(self, folder: Path, run: str, project: str, config: Mapping[str, Any], args: Mapping[str, Any]) -> None:
         settings: dict[str, Any] = {"id": run, "resume": "allow"} | dict(args)
@@ -28,7 +28,7 @@ class WandB:
         self._add({name: wandb.Video(io.BytesIO(gif), caption=f"step {step}", format="gif")})
 
     def _add(self, values: Mapping[str, Any]) -> None:
-        """Put it into the row of the newest step: rows of earlier ones, which evaluations are about, are closed."""
+        """Add values to the row of the newest step: earlier rows, which evaluations belong to, are closed."""
         self._run.log(dict(values), commit=False)
 
     def close(self) -> None:

@@ -98,7 +98,7 @@ def test_what_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert len(lines) == 2 + (psutil.virtual_memory().total < 4 * 64 * 13_642_752)
     small = notes(checked | {"broker": {"store_max_gib": 3.0}})
-    assert small[2].startswith("that is more than broker.store_max_gib, which is 3: where groups become so large tickets wait for room")
+    assert small[2].startswith("that is more than broker.store_max_gib, which is 3: with such groups tickets wait for room")
     monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"total": 2 << 30}))
     assert notes(checked)[2].startswith("that is more than the memory of this machine, 2 GiB: ")
 

@@ -97,7 +97,7 @@ def test_a_model_that_is_replaced_under_the_same_path_is_refused(begun: Path, mo
 def test_another_model_of_the_same_shapes_needs_force(begun: Path, models: Path) -> None:
     again = settings(models, path=str(models / "again"))
     with pytest.raises(
-        ConfigError, match=r"run mine began with '.*first': choose another run.name, or --force to go on from .*step-000004"
+        ConfigError, match=r"run mine began with '.*first': choose another run.name, or --force to continue from .*step-000004"
     ):
         refuse(begun, again, force=False)
     assert refuse(begun, again, force=True) == [f"model.path: {json.dumps(str(models / 'first'))} -> {json.dumps(str(models / 'again'))}"]

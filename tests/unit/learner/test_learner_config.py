@@ -61,7 +61,7 @@ def merged(**sections: Any) -> dict[str, Any]:
         (
             {"domains": {"lake": LAKE | {"thinking": "drop", "max_turns": 2}}},
             "domains.lake.thinking",
-            "keep where whole conversations are trained, as they were sampled; drop takes context: steps",
+            "keep with whole conversations, trained as they were sampled; drop needs context: steps",
         ),
         ({"model": {"tiny": {"max_position_embeddings": 128}}}, "domains.lake.max_context_tokens", "max_position_embeddings, which is 128"),
         ({"model": {"path": "./no-such-folder"}}, "model.path", "no such folder"),

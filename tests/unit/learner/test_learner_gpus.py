@@ -61,7 +61,7 @@ def test_a_taken_gpu_is_named_with_who_takes_it(machine, monkeypatch):
     monkeypatch.setattr(gpus, "EACH_S", 0.01)
     machine.write_text("GPU-cc, 4711, /usr/bin/python3\nGPU-cc, 4712, python3\nGPU-aa, 1, vllm\n")
     assert gpus.users() == {0: ["pid 1 (vllm)"], 2: ["pid 4711 (python3)", "pid 4712 (python3)"]}
-    line = r"^--gpus 1-3: GPU 2 is taken by pid 4711 \(python3\), pid 4712 \(python3\); end that, take others, or add --share-gpus$"
+    line = r"^--gpus 1-3: GPU 2 is taken by pid 4711 \(python3\), pid 4712 \(python3\); end that, choose others, or add --share-gpus$"
     with pytest.raises(UserError, match=line):
         gpus.refuse_taken([1, 2, 3], "1-3", patience_s=0.02)
     gpus.refuse_taken([1, 3], "1,3", patience_s=0)

@@ -100,7 +100,7 @@ async def test_a_run_older_than_its_ledger_file(tmp_path: Path, caplog: pytest.L
         why = "step-000000.jsonl:3: "
     await world.learn()
     assert caplog.text.count(f"{folder}: {why}") == 1
-    assert "what became of the tickets before step 2 is not recorded any more and cannot be audited" in caplog.text
+    assert "the tickets before step 2 are no longer recorded and cannot be audited" in caplog.text
     status = on_disk(tmp_path / "run", {"train": {"steps": 4}})
     assert status["ledger_file"] == "nothing is recorded of tickets before step 2"
     lines = kit.ledger_lines(tmp_path / "run")

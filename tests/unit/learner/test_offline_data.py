@@ -88,7 +88,7 @@ def test_long_pairs_are_left_out_whole(tokenizer: Tokenizer, tmp_path: Path) -> 
         ),
         (
             {"chosen": [user("a"), assistant("c")], "rejected": [user("b"), assistant("c")]},
-            "chosen and rejected part at message 0, which the user says",
+            "chosen and rejected differ at message 0, of the user",
         ),
     ],
 )
@@ -118,7 +118,7 @@ def test_parquet_rows_read_as_lines_do(tokenizer: Tokenizer, tmp_path: Path) -> 
     with pytest.raises(DataError, match=r"bad\.parquet:4: rejected is neither a text nor a list"):
         load_pairs(tmp_path / "bad.parquet", tokenizer, 100)
     (tmp_path / "no.parquet").write_text("no")
-    with pytest.raises(ConfigError, match=r"^data.train: .*no Parquet file"):
+    with pytest.raises(ConfigError, match=r"^data.train: .*not a Parquet file"):
         list(read_conversations(tmp_path / "no.parquet", "data.train"))
 
 

@@ -36,4 +36,4 @@ async def test_a_broker_that_is_gone_is_not_waited_for(monkeypatch: pytest.Monke
     async with asyncio.timeout(60):
         await asker.close()
     assert everything.closed == 3
-    assert "the broker at nats://gone:4222 does not answer, so the servers of run taught are not told" in caplog.text
+    assert "the broker at nats://gone:4222 does not respond, so the servers of run taught are not stopped" in caplog.text

@@ -128,8 +128,8 @@ def test_learning_rate_by_hand() -> None:
     ("row", "problem"),
     [
         ('{"messages": [', "not JSON"),
-        ("[1]", "the row is no object"),
-        ('{"text": "x"}', "no object with the key 'messages'"),
+        ("[1]", "the row is not an object"),
+        ('{"text": "x"}', "an object with the key 'messages'"),
         ('{"messages": [{"role": "user", "content": "x"}]}', "the last message must be the assistant's"),
         ('{"messages": [{"role": "robot", "content": "x"}, {"role": "assistant", "content": "y"}]}', "role 'robot', expected 'user'"),
     ],

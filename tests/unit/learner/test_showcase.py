@@ -135,4 +135,4 @@ def test_frames_of_another_kind_are_no_picture(tmp_path: Path, caplog: pytest.Lo
     caplog.set_level("INFO")
     shows.evaluated(4, [row(1, success=False, frames=["a drawing"])])
     assert kept.pictures == []
-    assert "no pictures of domain lake: its hub wrote frames of its own kind: JSONDecodeError" in caplog.text
+    assert "no pictures of domain lake: its hub wrote frames of an unknown format: JSONDecodeError" in caplog.text

@@ -135,7 +135,7 @@ def test_a_broken_tracker_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureF
         trackers.log(step, {"a": 1.0})
     trackers.close()
     assert Broken.logged == [1]
-    assert "failed at step 2 and is left out from here on" in caplog.text
+    assert "failed at step 2 and is disabled" in caplog.text
 
 
 def test_what_comes_after_the_end_is_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -32,7 +32,7 @@ def test_a_completed_run_is_told_so_and_nothing_is_started(tmp_path: Path, capsy
     given = ["train.steps=3", f"run.dir={tmp_path}", "run.name=a"]
     assert main(["up", "configs/quickstart.yaml", *given]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "run a has completed its 3 steps: nothing is left to do; raise train.steps to go on, or choose another run.name",
+        "run a has completed its 3 steps: nothing is left to do; raise train.steps to continue, or choose another run.name",
         f"go on with this run: rlearner up {tmp_path / 'a'} train.steps=6",
     ]
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["checkpoints", "epoch"]

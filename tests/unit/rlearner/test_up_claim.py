@@ -62,4 +62,4 @@ def test_a_run_that_has_made_more_steps_than_it_is_asked_for(tmp_path: Path, cap
     own.mkdir(parents=True)
     (own / "learner.json").write_text('{"format": 1, "step": 99, "epoch": 1, "ledger": {"version": 99}}')
     said = refused(tmp_path / "a", capsys)
-    assert said.startswith("error: train.steps: 40 is not allowed; run a has made 99 steps already: give the settings it was started with")
+    assert said.startswith("error: train.steps: 40 is not allowed; run a has made 99 steps already: give the settings of its start")
