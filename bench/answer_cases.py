@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 CANARY: Final = "CANARY"  # in an answer: replaced by the path of a file that only executed code would make
 
 
-class Pair(NamedTuple):
+class AnswerPair(NamedTuple):
     """A response, its reference, and whether they are equal."""
 
     response: str
@@ -183,7 +183,7 @@ def _prose() -> Iterator[str]:
     yield "\\boxed{18}, \\boxed{17}, \\boxed{16}"
 
 
-def pairs() -> list[Pair]:
+def pairs() -> list[AnswerPair]:
     """Responses with references, equal and unequal ones."""
     families = (
         _integers,
@@ -202,7 +202,7 @@ def pairs() -> list[Pair]:
     return [pair for family in families for pair in family()]
 
 
-def _integers() -> Iterator[Pair]:
+def _integers() -> Iterator[AnswerPair]:
     for n in (0, 7, 42, 1234, 36000, 1234567, -15):
         forms = [
             f"#### {n}",
@@ -222,21 +222,21 @@ def _integers() -> Iterator[Pair]:
             f"#### Step 2: 5 more\n\\boxed{{{n}}}",
         ]
         for form in forms:
-            yield Pair(form, f"work\n#### {n:,}", True)
-            yield Pair(form, str(n + 1), False)
-        yield Pair(f"\\boxed{{{n - 1}}} or \\boxed{{{n}}}", str(n), False)
-        yield Pair(f"#### ${abs(n):,}", str(abs(n)), True)
+            yield AnswerPair(form, f"work\n#### {n:,}", True)
+            yield AnswerPair(form, str(n + 1), False)
+        yield AnswerPair(f"\\boxed{{{n - 1}}} or \\boxed{{{n}}}", str(n), False)
+        yield AnswerPair(f"#### ${abs(n):,}", str(abs(n)), True)
     for n in (2, 5, 10):
-        yield Pair(f"#### 2^{n}", str(2**n), True)
-        yield Pair(f"#### 2**{n}", f"{2**n}", True)
-        yield Pair(f"\\boxed{{{n}!}}", str(n), n == 2)
-        yield Pair(f"#### {n}*3", str(3 * n), True)
-        yield Pair(f"\\boxed{{\\binom{{{n + 2}}}{{2}}}}", str((n + 2) * (n + 1) // 2), True)
-        yield Pair(f"\\boxed{{\\sum_{{i=1}}^{{{n}}} i}}", str(n * (n + 1) // 2), True)
-        yield Pair(f"#### 1.5e{n}", str(15 * 10 ** (n - 1)), True)
+        yield AnswerPair(f"#### 2^{n}", str(2**n), True)
+        yield AnswerPair(f"#### 2**{n}", f"{2**n}", True)
+        yield AnswerPair(f"\\boxed{{{n}!}}", str(n), n == 2)
+        yield AnswerPair(f"#### {n}*3", str(3 * n), True)
+        yield AnswerPair(f"\\boxed{{\\binom{{{n + 2}}}{{2}}}}", str((n + 2) * (n + 1) // 2), True)
+        yield AnswerPair(f"\\boxed{{\\sum_{{i=1}}^{{{n}}} i}}", str(n * (n + 1) // 2), True)
+        yield AnswerPair(f"#### 1.5e{n}", str(15 * 10 ** (n - 1)), True)
 
 
-def _fractions() -> Iterator[Pair]:
+def _fractions() -> Iterator[AnswerPair]:
     for a, b in ((1, 2), (3, 4), (5, 8), (-7, 20), (9, 5)):
         for form in (
             f"#### {a}/{b}",
@@ -245,33 +245,33 @@ def _fractions() -> Iterator[Pair]:
             f"#### {a / b:g}",
             f"\\boxed{{\\dfrac{{{a}}}{{{b}}}}}",
         ):
-            yield Pair(form, f"\\frac{{{a}}}{{{b}}}", True)
-            yield Pair(form, f"{a / b:g}", True)
-            yield Pair(form, f"\\frac{{{a}}}{{{b + 1}}}", False)
-    yield Pair("#### 0.3333333", "\\frac{1}{3}", True)
-    yield Pair("#### 0.33", "\\frac{1}{3}", False)
+            yield AnswerPair(form, f"\\frac{{{a}}}{{{b}}}", True)
+            yield AnswerPair(form, f"{a / b:g}", True)
+            yield AnswerPair(form, f"\\frac{{{a}}}{{{b + 1}}}", False)
+    yield AnswerPair("#### 0.3333333", "\\frac{1}{3}", True)
+    yield AnswerPair("#### 0.33", "\\frac{1}{3}", False)
     for power in (4, 7, 20):
-        yield Pair(f"#### 2e-{power}", f"2 \\cdot 10^{{-{power}}}", True)
-        yield Pair(f"\\boxed{{10^{{-{power}}}}}", f"2 \\cdot 10^{{-{power}}}", False)
-        yield Pair("#### 0.0", f"10^{{-{power}}}", False)
-        yield Pair("#### 0", f"1e-{power}", False)
-    yield Pair("\\boxed{3\\frac{1}{2}}", "7/2", True)
+        yield AnswerPair(f"#### 2e-{power}", f"2 \\cdot 10^{{-{power}}}", True)
+        yield AnswerPair(f"\\boxed{{10^{{-{power}}}}}", f"2 \\cdot 10^{{-{power}}}", False)
+        yield AnswerPair("#### 0.0", f"10^{{-{power}}}", False)
+        yield AnswerPair("#### 0", f"1e-{power}", False)
+    yield AnswerPair("\\boxed{3\\frac{1}{2}}", "7/2", True)
 
 
-def _sets() -> Iterator[Pair]:
+def _sets() -> Iterator[AnswerPair]:
     for items in ((2, 3, 5), (100, 200), (-2, 1), (1, 10, 100)):
         reference = ", ".join(f"\\boxed{{{item}}}" for item in items)
         for order in list(permutations(items))[:4]:
-            yield Pair(" and ".join(f"\\boxed{{{item}}}" for item in order), reference, True)
-            yield Pair(" and ".join(f"$\\boxed{{{item}}}$" for item in order), f"\\{{{','.join(map(str, items))}\\}}", True)
-            yield Pair(f"\\boxed{{\\{{{', '.join(map(str, order))}\\}}}}", f"\\{{{', '.join(map(str, items))}\\}}", True)
-        yield Pair(f"\\boxed{{{items[-1]}}}", reference, False)
-        yield Pair(f"\\boxed{{{', '.join(map(str, items[1:]))}}}", reference, False)
-        yield Pair(f"\\boxed{{\\{{{', '.join(map(str, (*items, 7)))}\\}}}}", reference, False)
-        yield Pair(f"\\boxed{{{''.join(map(str, items))}}}", f"\\{{{','.join(map(str, items))}\\}}", False)
+            yield AnswerPair(" and ".join(f"\\boxed{{{item}}}" for item in order), reference, True)
+            yield AnswerPair(" and ".join(f"$\\boxed{{{item}}}$" for item in order), f"\\{{{','.join(map(str, items))}\\}}", True)
+            yield AnswerPair(f"\\boxed{{\\{{{', '.join(map(str, order))}\\}}}}", f"\\{{{', '.join(map(str, items))}\\}}", True)
+        yield AnswerPair(f"\\boxed{{{items[-1]}}}", reference, False)
+        yield AnswerPair(f"\\boxed{{{', '.join(map(str, items[1:]))}}}", reference, False)
+        yield AnswerPair(f"\\boxed{{\\{{{', '.join(map(str, (*items, 7)))}\\}}}}", reference, False)
+        yield AnswerPair(f"\\boxed{{{''.join(map(str, items))}}}", f"\\{{{','.join(map(str, items))}\\}}", False)
 
 
-def _tuples() -> Iterator[Pair]:
+def _tuples() -> Iterator[AnswerPair]:
     for a, b in ((3, 4), (100, 200), (-1, 0), (12, 345)):
         reference = f"({a},{b})"
         for form in (
@@ -280,39 +280,39 @@ def _tuples() -> Iterator[Pair]:
             f"$\\left({a},{b}\\right)$",
             f"The point is \\boxed{{({2 * a}/2, {b})}}.",
         ):
-            yield Pair(form, reference, True)
-            yield Pair(form, f"({b},{a})", False)
-            yield Pair(form, f"({a},{b},0)", False)
-        yield Pair(f"#### {abs(a)}{abs(b)}", f"({abs(a)},{abs(b)})", False)
-        yield Pair(f"#### ({abs(a)},{abs(b):03})", f"{abs(a)}{abs(b):03}", False)
+            yield AnswerPair(form, reference, True)
+            yield AnswerPair(form, f"({b},{a})", False)
+            yield AnswerPair(form, f"({a},{b},0)", False)
+        yield AnswerPair(f"#### {abs(a)}{abs(b)}", f"({abs(a)},{abs(b)})", False)
+        yield AnswerPair(f"#### ({abs(a)},{abs(b):03})", f"{abs(a)}{abs(b):03}", False)
 
 
-def _intervals() -> Iterator[Pair]:
+def _intervals() -> Iterator[AnswerPair]:
     for a, b in ((0, 1), (-3, 5), (2, 100)):
-        yield Pair(f"\\boxed{{[{a},{b})}}", f"[{a}, {b})", True)
-        yield Pair(f"\\boxed{{[{2 * a}/2,{b}]}}", f"[{a},{b}]", True)
-        yield Pair(f"\\boxed{{[{a},{b}]}}", f"[{a},{b})", False)
-        yield Pair(f"\\boxed{{[{a},{b + 1})}}", f"[{a},{b})", False)
-        yield Pair(f"\\boxed{{(-\\infty,{a})\\cup({b},\\infty)}}", f"(-\\infty,{a})\\cup({b},\\infty)", True)
-        yield Pair(f"$x > {a}$", f"x > {a}", True)
-        yield Pair(f"${a} < x$", f"x > {a}", True)
-        yield Pair(f"$x < {a}$", f"x > {a}", False)
+        yield AnswerPair(f"\\boxed{{[{a},{b})}}", f"[{a}, {b})", True)
+        yield AnswerPair(f"\\boxed{{[{2 * a}/2,{b}]}}", f"[{a},{b}]", True)
+        yield AnswerPair(f"\\boxed{{[{a},{b}]}}", f"[{a},{b})", False)
+        yield AnswerPair(f"\\boxed{{[{a},{b + 1})}}", f"[{a},{b})", False)
+        yield AnswerPair(f"\\boxed{{(-\\infty,{a})\\cup({b},\\infty)}}", f"(-\\infty,{a})\\cup({b},\\infty)", True)
+        yield AnswerPair(f"$x > {a}$", f"x > {a}", True)
+        yield AnswerPair(f"${a} < x$", f"x > {a}", True)
+        yield AnswerPair(f"$x < {a}$", f"x > {a}", False)
 
 
-def _polynomials() -> Iterator[Pair]:
+def _polynomials() -> Iterator[AnswerPair]:
     for a, b in ((1, 2), (3, 5), (-1, 4), (2, 2)):
         expanded, factored = f"x^2 + {a + b}x + {a * b}", f"(x+{a})(x+{b})".replace("+-", "-")
         for form in (f"#### {expanded}", f"\\boxed{{{factored}}}", f"${factored}$"):
-            yield Pair(form, expanded.replace("+ -", "- "), True)
-            yield Pair(form, factored, True)
-            yield Pair(form, f"x^2 + {a + b + 1}x + {a * b}", False)
-    yield Pair("\\boxed{-q+p}", "p - q", True)
-    yield Pair("\\boxed{q-p}", "p - q", False)
-    yield Pair("\\boxed{x}", "x", True)
-    yield Pair("\\boxed{y}", "x", False)
+            yield AnswerPair(form, expanded.replace("+ -", "- "), True)
+            yield AnswerPair(form, factored, True)
+            yield AnswerPair(form, f"x^2 + {a + b + 1}x + {a * b}", False)
+    yield AnswerPair("\\boxed{-q+p}", "p - q", True)
+    yield AnswerPair("\\boxed{q-p}", "p - q", False)
+    yield AnswerPair("\\boxed{x}", "x", True)
+    yield AnswerPair("\\boxed{y}", "x", False)
 
 
-def _roots() -> Iterator[Pair]:
+def _roots() -> Iterator[AnswerPair]:
     for a, b in ((2, 2), (3, 5), (10, 3)):
         for form in (
             f"\\boxed{{\\sqrt{{{a * a * b}}}}}",
@@ -320,29 +320,29 @@ def _roots() -> Iterator[Pair]:
             f"#### {a}*sqrt({b})",
             f"\\boxed{{\\frac{{{a * b}}}{{\\sqrt{{{b}}}}}}}",
         ):
-            yield Pair(form, f"{a}\\sqrt{{{b}}}", True)
-            yield Pair(form, f"{a}\\sqrt{{{b + 2}}}", False)
-    yield Pair("\\boxed{\\sqrt[3]{8}}", "2", True)
+            yield AnswerPair(form, f"{a}\\sqrt{{{b}}}", True)
+            yield AnswerPair(form, f"{a}\\sqrt{{{b + 2}}}", False)
+    yield AnswerPair("\\boxed{\\sqrt[3]{8}}", "2", True)
 
 
-def _complex() -> Iterator[Pair]:
+def _complex() -> Iterator[AnswerPair]:
     for a, b in ((6, 5), (1, 2), (3, 4)):
         for form in (f"#### {a} - {b}i", f"\\boxed{{{a}-{b}i}}", f"\\boxed{{-{b}i+{a}}}", f"$\\frac{{{2 * a}-{2 * b}i}}{{2}}$"):
-            yield Pair(form, f"{a} - {b}i", True)
-            yield Pair(form, f"{a} + {b}i", False)
-        yield Pair(f"\\boxed{{({a}+i)^2}}", f"{a * a - 1}+{2 * a}i", True)
-        yield Pair(f"\\boxed{{{b}}}", f"{a} - {b}i", False)
+            yield AnswerPair(form, f"{a} - {b}i", True)
+            yield AnswerPair(form, f"{a} + {b}i", False)
+        yield AnswerPair(f"\\boxed{{({a}+i)^2}}", f"{a * a - 1}+{2 * a}i", True)
+        yield AnswerPair(f"\\boxed{{{b}}}", f"{a} - {b}i", False)
 
 
-def _percents() -> Iterator[Pair]:
+def _percents() -> Iterator[AnswerPair]:
     for n in (5, 25, 50):
         for form in (f"#### {n}%", f"\\boxed{{{n}\\%}}", f"\\boxed{{{n}}}\\%", f"$\\boxed{{{n}\\%}}$"):
-            yield Pair(form, f"{n}\\%", True)
-            yield Pair(form, f"{n / 100:g}", True)
-            yield Pair(form, f"{n + 1}\\%", False)
+            yield AnswerPair(form, f"{n}\\%", True)
+            yield AnswerPair(form, f"{n / 100:g}", True)
+            yield AnswerPair(form, f"{n + 1}\\%", False)
 
 
-def _functions() -> Iterator[Pair]:
+def _functions() -> Iterator[AnswerPair]:
     equal = (
         ("\\sin\\frac{\\pi}{6}", "1/2"),
         ("\\sin^2 x + \\cos^2 x", "1"),
@@ -356,32 +356,32 @@ def _functions() -> Iterator[Pair]:
         ("\\begin{pmatrix}1\\\\2\\end{pmatrix}", "\\begin{pmatrix}1\\\\2\\end{pmatrix}"),
     )
     for formula, reference in equal:
-        yield Pair(f"\\boxed{{{formula}}}", reference, True)
-        yield Pair(f"$${formula}$$", reference, True)
-        yield Pair(
+        yield AnswerPair(f"\\boxed{{{formula}}}", reference, True)
+        yield AnswerPair(f"$${formula}$$", reference, True)
+        yield AnswerPair(
             f"\\boxed{{{formula}+1}}" if "begin" not in formula else "\\boxed{\\begin{pmatrix}1\\\\3\\end{pmatrix}}", reference, False
         )
-    yield Pair("#### 2pi", "2\\pi", True)
-    yield Pair("#### sin(x)", "\\sin x", True)
+    yield AnswerPair("#### 2pi", "2\\pi", True)
+    yield AnswerPair("#### sin(x)", "\\sin x", True)
 
 
-def _equations() -> Iterator[Pair]:
+def _equations() -> Iterator[AnswerPair]:
     for n in (3, 12, -4):
-        yield Pair(f"\\boxed{{x={n}}}", str(n), True)
-        yield Pair(f"#### x = {n}", str(n), True)
-        yield Pair(f"#### {n}", f"x={n}", True)
-        yield Pair(f"\\boxed{{x={n}}}", str(n + 1), False)
-        yield Pair(f"\\boxed{{y = 2x + {n}}}".replace("+ -", "- "), f"y={n}+2x", True)
-        yield Pair(f"\\boxed{{y = 3x + {n}}}".replace("+ -", "- "), f"y={n}+2x", False)
+        yield AnswerPair(f"\\boxed{{x={n}}}", str(n), True)
+        yield AnswerPair(f"#### x = {n}", str(n), True)
+        yield AnswerPair(f"#### {n}", f"x={n}", True)
+        yield AnswerPair(f"\\boxed{{x={n}}}", str(n + 1), False)
+        yield AnswerPair(f"\\boxed{{y = 2x + {n}}}".replace("+ -", "- "), f"y={n}+2x", True)
+        yield AnswerPair(f"\\boxed{{y = 3x + {n}}}".replace("+ -", "- "), f"y={n}+2x", False)
 
 
-def _words() -> Iterator[Pair]:
+def _words() -> Iterator[AnswerPair]:
     for word, other in (("yes", "no"), ("left", "right"), ("Mount Everest", "Mont Blanc")):
         for form in (word, f"{word.upper()}.", f"#### **{word}**", f"\\boxed{{\\text{{{word}}}}}", f"The answer is {word}."):
-            yield Pair(form, word, True)
-            yield Pair(form, other, False)
+            yield AnswerPair(form, word, True)
+            yield AnswerPair(form, other, False)
     for letter in "ABCD":
-        yield Pair(f"\\boxed{{{letter}}}", letter, True)
-        yield Pair(f"#### ({letter})", letter, True)
-        yield Pair(f"\\boxed{{\\text{{({letter})}}}}", letter, True)
-        yield Pair(f"\\boxed{{{letter}}}", "E", False)
+        yield AnswerPair(f"\\boxed{{{letter}}}", letter, True)
+        yield AnswerPair(f"#### ({letter})", letter, True)
+        yield AnswerPair(f"\\boxed{{\\text{{({letter})}}}}", letter, True)
+        yield AnswerPair(f"\\boxed{{{letter}}}", "E", False)

@@ -20,18 +20,18 @@ import time
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from bench.answer_cases import CANARY, Pair, adversarial, pairs
-from broker.settings.config import Reward
+from bench.answer_cases import CANARY, AnswerPair, adversarial, pairs
+from broker.settings.config import RewardConfig
 from rewardhub.rewards.base import Sample
-from rewardhub.workers import ScoreFailed, Workers
+from rewardhub.workers import RewardWorkerPool, ScoreError
 
-REWARD: Final = Reward(name="math_answer")
+REWARD: Final = RewardConfig(name="math_answer")
 TIMEOUT_S: Final = 10.0  # rewardhub.timeout_s
 LIMIT_S: Final = 2.0
 ORDINARY: Final = 6000
 
 
-class Outcome(NamedTuple):
+class AnswerOutcome(NamedTuple):
     """What became of one answer; ``right`` is None without a score."""
 
     right: bool | None
@@ -46,19 +46,19 @@ def sample(response: str, reference: str) -> Sample:
     )  # fmt: skip
 
 
-async def judge(workers: Workers, cases: Sequence[Pair], at_once: int) -> list[Outcome]:
+async def judge(workers: RewardWorkerPool, cases: Sequence[AnswerPair], at_once: int) -> list[AnswerOutcome]:
     """The outcome of each; no more of them at once than there are workers, so that none waits for another."""
     room = asyncio.Semaphore(at_once)
 
-    async def one(case: Pair) -> Outcome:
+    async def one(case: AnswerPair) -> AnswerOutcome:
         async with room:
             started = time.monotonic()
             try:
                 value = (await workers.score(REWARD, sample(case.response, case.reference))).value
-            except ScoreFailed as error:
+            except ScoreError as error:
                 print(f"voided: {case.response[:80]!r} against {case.reference[:40]!r}: {error}")
-                return Outcome(None, time.monotonic() - started)
-            return Outcome((value == 1.0) == case.equal, time.monotonic() - started)
+                return AnswerOutcome(None, time.monotonic() - started)
+            return AnswerOutcome((value == 1.0) == case.equal, time.monotonic() - started)
 
     found = await asyncio.gather(*map(one, cases))
     for case, outcome in zip(cases, found, strict=True):
@@ -72,21 +72,25 @@ async def judge(workers: Workers, cases: Sequence[Pair], at_once: int) -> list[O
 async def measure(num_workers: int, every: int) -> dict[str, float]:
     """Judge every n-th case."""
     with tempfile.TemporaryDirectory() as folder:
-        attacks = [Pair(text.replace(CANARY, f"{folder}/made_{n}"), "#### 18", False) for n, text in enumerate(adversarial())][::every]
+        attacks = [AnswerPair(text.replace(CANARY, f"{folder}/made_{n}"), "#### 18", False) for n, text in enumerate(adversarial())][
+            ::every
+        ]
         equivalent = pairs()[::every]
-        workers = Workers(num_workers, TIMEOUT_S, [REWARD], memory_mib=4096)
+        workers = RewardWorkerPool(num_workers, TIMEOUT_S, [REWARD], memory_mib=4096)
         await workers.start()
         try:
             outcomes = [*await judge(workers, attacks, num_workers), *await judge(workers, equivalent, num_workers)]
             executed = len(os.listdir(folder))
             costly = asyncio.create_task(workers.score(REWARD, sample(r"\boxed{\binom{10^9}{5\cdot 10^8}}", "#### 18")))
-            plain = [Pair(f"#### {n}", "18", n == 18) for n in range(40)]
+            plain = [AnswerPair(f"#### {n}", "18", n == 18) for n in range(40)]
             started = time.monotonic()
             await judge(workers, plain, 40)
             neighbours_s = time.monotonic() - started
             await costly
-            ordinary = [Pair(f"{n} apples and 1 more.\n#### {n + 1}", f"{n}+1\n#### {n + 1:,}", True) for n in range(ORDINARY // every)]
-            ordinary[::2] = [Pair(f"So it is $\\boxed{{{n}}}$.", str(n), True) for n in range(len(ordinary[::2]))]
+            ordinary = [
+                AnswerPair(f"{n} apples and 1 more.\n#### {n + 1}", f"{n}+1\n#### {n + 1:,}", True) for n in range(ORDINARY // every)
+            ]
+            ordinary[::2] = [AnswerPair(f"So it is $\\boxed{{{n}}}$.", str(n), True) for n in range(len(ordinary[::2]))]
             started = time.monotonic()
             outcomes += await judge(workers, ordinary, 8 * num_workers)
             per_s = len(ordinary) / (time.monotonic() - started)

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 
 @dataclass(frozen=True)
-class Problem:
+class CanonicalProblem:
     """A function, its source, and arguments with results; results are what JSON can say, so that every form can."""
 
     name: str
@@ -19,30 +19,30 @@ class Problem:
 
 
 PROBLEMS: Final = (
-    Problem("add", "def add(a, b): return a + b", (((1, 2), 3), ((-4, 0.5), -3.5), (([1], [2]), [1, 2]))),
-    Problem("fib", "def fib(n):\n    a, b = 0, 1\n    for _ in range(n): a, b = b, a + b\n    return a", (((0,), 0), ((10,), 55), ((300,), 222232244629420445529739893461909967206666939096499764990979600))),
-    Problem("is_prime", "def is_prime(n): return n > 1 and all(n % k for k in range(2, int(n ** 0.5) + 1))", (((7,), True), ((1,), False), ((91,), False), ((7919,), True))),
-    Problem("reverse_words", "def reverse_words(text): return ' '.join(text.split()[::-1])", ((("a b  c",), "c b a"), (("",), ""))),
-    Problem("count_letters", "from collections import Counter\ndef count_letters(text): return Counter(text)", ((("aab",), {"a": 2, "b": 1}), (("",), {}))),
-    Problem("flatten", "def flatten(x):\n    return [z for y in x for z in (flatten(y) if isinstance(y, list) else [y])]", ((([1, [2, [3, []]]],), [1, 2, 3]), (([],), []))),
-    Problem("transpose", "def transpose(m): return [list(row) for row in zip(*m)]", ((([[1, 2], [3, 4], [5, 6]],), [[1, 3, 5], [2, 4, 6]]),)),
-    Problem("two_sum", "def two_sum(xs, t):\n    seen = {}\n    for i, x in enumerate(xs):\n        if t - x in seen: return [seen[t - x], i]\n        seen[x] = i", ((([2, 7, 11], 9), [0, 1]), (([1, 2], 9), None))),
-    Problem("gcd", "import math\ndef gcd(a, b): return math.gcd(a, b)", (((12, 18), 6), ((0, 5), 5))),
-    Problem("palindrome", "def palindrome(s):\n    s = [c for c in s.lower() if c.isalnum()]\n    return s == s[::-1]", ((("A man, a plan, a canal: Panama",), True), (("ab",), False))),
-    Problem("mean", "def mean(xs): return sum(xs) / len(xs)", ((([1, 2, 4],), 7 / 3), (([0.1],), 0.1))),
-    Problem("unique", "def unique(xs): return sorted(set(xs))", ((([3, 1, 3],), [1, 3]), (([],), []))),
-    Problem("caesar", "def caesar(s, k): return ''.join(chr((ord(c) - 97 + k) % 26 + 97) if 'a' <= c <= 'z' else c for c in s)", ((("abz!", 1), "bca!"), (("é", 5), "é"))),
-    Problem("powerset_size", "from itertools import chain, combinations\ndef powerset_size(xs): return len(list(chain.from_iterable(combinations(xs, r) for r in range(len(xs) + 1))))", ((([1, 2, 3],), 8),)),
-    Problem("merge", "import heapq\ndef merge(a, b): return list(heapq.merge(a, b))", ((([1, 4], [2, 3]), [1, 2, 3, 4]),)),
-    Problem("roman", "def roman(n):\n    out = ''\n    for v, s in ((1000,'M'),(900,'CM'),(500,'D'),(400,'CD'),(100,'C'),(90,'XC'),(50,'L'),(40,'XL'),(10,'X'),(9,'IX'),(5,'V'),(4,'IV'),(1,'I')):\n        while n >= v: out += s; n -= v\n    return out", (((1994,), "MCMXCIV"), ((4,), "IV"))),
-    Problem("binary", "def binary(n): return bin(n)[2:]", (((10,), "1010"), ((0,), "0"))),
-    Problem("group", "from collections import defaultdict\ndef group(xs):\n    d = defaultdict(list)\n    for x in xs: d[str(len(x))].append(x)\n    return d", (((["a", "bb", "c"],), {"1": ["a", "c"], "2": ["bb"]}),)),
-    Problem("depth", "import sys\nsys.setrecursionlimit(10**6)\ndef depth(n): return 0 if n == 0 else 1 + depth(n - 1)", (((5000,), 5000),)),
-    Problem("matmul", "def matmul(a, b): return [[sum(x * y for x, y in zip(r, c)) for c in zip(*b)] for r in a]", ((([[1, 2]], [[3], [4]]), [[11]]),)),
-    Problem("levenshtein", "def levenshtein(a, b):\n    row = list(range(len(b) + 1))\n    for i, x in enumerate(a, 1):\n        last, row[0] = row[0], i\n        for j, y in enumerate(b, 1):\n            last, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, last + (x != y))\n    return row[-1]", ((("kitten", "sitting"), 3), (("", "ab"), 2))),
-    Problem("nothing", "def nothing(x): pass", (((1,), None),)),
-    Problem("nested", "def nested(x): return {'a': [x, {'b': None}], 'c': True}", ((("\0é\U0001f600",), {"a": ["\0é\U0001f600", {"b": None}], "c": True}),)),
-    Problem("median", "import statistics\ndef median(xs): return statistics.median(xs)", ((([3, 1, 2],), 2), (([1, 2],), 1.5))),
+    CanonicalProblem("add", "def add(a, b): return a + b", (((1, 2), 3), ((-4, 0.5), -3.5), (([1], [2]), [1, 2]))),
+    CanonicalProblem("fib", "def fib(n):\n    a, b = 0, 1\n    for _ in range(n): a, b = b, a + b\n    return a", (((0,), 0), ((10,), 55), ((300,), 222232244629420445529739893461909967206666939096499764990979600))),
+    CanonicalProblem("is_prime", "def is_prime(n): return n > 1 and all(n % k for k in range(2, int(n ** 0.5) + 1))", (((7,), True), ((1,), False), ((91,), False), ((7919,), True))),
+    CanonicalProblem("reverse_words", "def reverse_words(text): return ' '.join(text.split()[::-1])", ((("a b  c",), "c b a"), (("",), ""))),
+    CanonicalProblem("count_letters", "from collections import Counter\ndef count_letters(text): return Counter(text)", ((("aab",), {"a": 2, "b": 1}), (("",), {}))),
+    CanonicalProblem("flatten", "def flatten(x):\n    return [z for y in x for z in (flatten(y) if isinstance(y, list) else [y])]", ((([1, [2, [3, []]]],), [1, 2, 3]), (([],), []))),
+    CanonicalProblem("transpose", "def transpose(m): return [list(row) for row in zip(*m)]", ((([[1, 2], [3, 4], [5, 6]],), [[1, 3, 5], [2, 4, 6]]),)),
+    CanonicalProblem("two_sum", "def two_sum(xs, t):\n    seen = {}\n    for i, x in enumerate(xs):\n        if t - x in seen: return [seen[t - x], i]\n        seen[x] = i", ((([2, 7, 11], 9), [0, 1]), (([1, 2], 9), None))),
+    CanonicalProblem("gcd", "import math\ndef gcd(a, b): return math.gcd(a, b)", (((12, 18), 6), ((0, 5), 5))),
+    CanonicalProblem("palindrome", "def palindrome(s):\n    s = [c for c in s.lower() if c.isalnum()]\n    return s == s[::-1]", ((("A man, a plan, a canal: Panama",), True), (("ab",), False))),
+    CanonicalProblem("mean", "def mean(xs): return sum(xs) / len(xs)", ((([1, 2, 4],), 7 / 3), (([0.1],), 0.1))),
+    CanonicalProblem("unique", "def unique(xs): return sorted(set(xs))", ((([3, 1, 3],), [1, 3]), (([],), []))),
+    CanonicalProblem("caesar", "def caesar(s, k): return ''.join(chr((ord(c) - 97 + k) % 26 + 97) if 'a' <= c <= 'z' else c for c in s)", ((("abz!", 1), "bca!"), (("é", 5), "é"))),
+    CanonicalProblem("powerset_size", "from itertools import chain, combinations\ndef powerset_size(xs): return len(list(chain.from_iterable(combinations(xs, r) for r in range(len(xs) + 1))))", ((([1, 2, 3],), 8),)),
+    CanonicalProblem("merge", "import heapq\ndef merge(a, b): return list(heapq.merge(a, b))", ((([1, 4], [2, 3]), [1, 2, 3, 4]),)),
+    CanonicalProblem("roman", "def roman(n):\n    out = ''\n    for v, s in ((1000,'M'),(900,'CM'),(500,'D'),(400,'CD'),(100,'C'),(90,'XC'),(50,'L'),(40,'XL'),(10,'X'),(9,'IX'),(5,'V'),(4,'IV'),(1,'I')):\n        while n >= v: out += s; n -= v\n    return out", (((1994,), "MCMXCIV"), ((4,), "IV"))),
+    CanonicalProblem("binary", "def binary(n): return bin(n)[2:]", (((10,), "1010"), ((0,), "0"))),
+    CanonicalProblem("group", "from collections import defaultdict\ndef group(xs):\n    d = defaultdict(list)\n    for x in xs: d[str(len(x))].append(x)\n    return d", (((["a", "bb", "c"],), {"1": ["a", "c"], "2": ["bb"]}),)),
+    CanonicalProblem("depth", "import sys\nsys.setrecursionlimit(10**6)\ndef depth(n): return 0 if n == 0 else 1 + depth(n - 1)", (((5000,), 5000),)),
+    CanonicalProblem("matmul", "def matmul(a, b): return [[sum(x * y for x, y in zip(r, c)) for c in zip(*b)] for r in a]", ((([[1, 2]], [[3], [4]]), [[11]]),)),
+    CanonicalProblem("levenshtein", "def levenshtein(a, b):\n    row = list(range(len(b) + 1))\n    for i, x in enumerate(a, 1):\n        last, row[0] = row[0], i\n        for j, y in enumerate(b, 1):\n            last, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, last + (x != y))\n    return row[-1]", ((("kitten", "sitting"), 3), (("", "ab"), 2))),
+    CanonicalProblem("nothing", "def nothing(x): pass", (((1,), None),)),
+    CanonicalProblem("nested", "def nested(x): return {'a': [x, {'b': None}], 'c': True}", ((("\0é\U0001f600",), {"a": ["\0é\U0001f600", {"b": None}], "c": True}),)),
+    CanonicalProblem("median", "import statistics\ndef median(xs): return statistics.median(xs)", ((([3, 1, 2],), 2), (([1, 2],), 1.5))),
 )  # fmt: skip
 
 # What JSON cannot say; only tests that are Python can.
@@ -63,12 +63,12 @@ MORE: Final[tuple[tuple[str, str], ...]] = (  # source, a test file
 )  # fmt: skip
 
 
-def asserts(problem: Problem) -> str:
+def asserts(problem: CanonicalProblem) -> str:
     """The cases as statements."""
     return json.dumps([f"assert {problem.name}{_arguments(given)} == {wanted!r}" for given, wanted in problem.cases])
 
 
-def test_file(problem: Problem) -> str:
+def test_file(problem: CanonicalProblem) -> str:
     """The cases as a test file of unittest."""
     lines = [
         f"    def test_{number}(self): self.assertEqual({problem.name}{_arguments(given)}, {wanted!r})"
@@ -78,18 +78,18 @@ def test_file(problem: Problem) -> str:
     return "\n".join((*head, *lines))
 
 
-def calls(problem: Problem) -> str:
+def calls(problem: CanonicalProblem) -> str:
     """The cases as calls."""
     given, wanted = zip(*problem.cases, strict=True)
     return json.dumps({"fn_name": problem.name, "inputs": given, "outputs": wanted})
 
 
-def pairs(problem: Problem) -> str:
+def pairs(problem: CanonicalProblem) -> str:
     """The cases as texts that a script reads and prints; see ``script``."""
     return json.dumps([{"input": json.dumps(given), "output": json.dumps(wanted)} for given, wanted in problem.cases])
 
 
-def script(problem: Problem) -> str:
+def script(problem: CanonicalProblem) -> str:
     """The solution as a script."""
     return f"{problem.source}\nimport json\nprint(json.dumps({problem.name}(*json.loads(input()))))"
 

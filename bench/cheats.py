@@ -19,9 +19,9 @@ from bench import canonical
 from bench.cheat_programs import FUNCTIONS, SCRIPTS, SPECIAL
 from broker.errors import UserError
 from rewardhub.rewards.base import Sample
-from rewardhub.rewards.code import Code, CodeArgs
-from rewardhub.rewards.code_tests import Statements, parse
-from rlearner_sandbox import Limits, Sandbox
+from rewardhub.rewards.code import CodeArgs, CodeReward
+from rewardhub.rewards.code_tests import StatementTests, parse
+from rlearner_sandbox import Sandbox, SandboxLimits
 
 FORMS: Final = ("asserts", "test_file", "calls", "pairs")
 LIMITS: Final[dict[str, Any]] = {"timeout_s": 20.0, "cpu_s": 2, "memory_mib": 512}
@@ -74,7 +74,7 @@ def solutions(form: str) -> list[tuple[str, str]]:
     return [(problem.source, write(problem)) for problem in canonical.PROBLEMS] + (list(canonical.MORE) if form == "test_file" else [])
 
 
-def score(code: Code, program: str, reference: str) -> float:
+def score(code: CodeReward, program: str, reference: str) -> float:
     """What the reward gives the program."""
     sample = Sample(
         domain="cheats", task_index=0, prompt="", response=f"```python\n{program}\n```", reference=reference, reward=0.0, reward_parts={},
@@ -88,7 +88,7 @@ def score(code: Code, program: str, reference: str) -> float:
 def ends_well(sandbox: Sandbox, program: str, reference: str) -> bool:
     """Whether the process ends with exit code 0 where program and tests share it."""
     tests = parse(reference)
-    assert isinstance(tests, Statements)
+    assert isinstance(tests, StatementTests)
     head = "import math, sys, types\nsolution = sys.modules['solution'] = types.ModuleType('solution')\n"
     scope = "scope = {'math': math, **{k: v for k, v in solution.__dict__.items() if k != '__builtins__'}}\n"
     whole = (
@@ -108,8 +108,8 @@ def main() -> int:
     options = parser.parse_args()
     began = time.monotonic()
     try:
-        code = Code(CodeArgs(sandbox=options.sandbox, **LIMITS))
-        bare = Sandbox(Limits(cpu_s=2, memory_mib=512), options.sandbox)
+        code = CodeReward(CodeArgs(sandbox=options.sandbox, **LIMITS))
+        bare = Sandbox(SandboxLimits(cpu_s=2, memory_mib=512), options.sandbox)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -11,17 +11,17 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from bench.fleet import Fleet, free_port
+from bench.fleet import RunFleet, free_port
 from broker.contract.streams import STREAMS
 from broker.jetstream.api import ask
 from broker.jetstream.bus import Bus
 from broker.jetstream.provision import stream_config
-from broker.server.private_server import BrokerServer, Cluster
+from broker.server.private_server import BrokerServer, ClusterConfig
 
 NODES = 3
 
 
-class Nodes:
+class ClusterNodes:
     """The servers, numbered from 0.
 
     Args:
@@ -44,7 +44,7 @@ class Nodes:
     def start(self, number: int) -> None:
         """Start one, on the ports and the store that are its own."""
         routes = tuple(f"127.0.0.1:{port}" for other, port in enumerate(self._cluster_ports) if other != number)
-        cluster = Cluster("test", f"n{number}", self._cluster_ports[number], routes, monitor=self._monitor_ports[number])
+        cluster = ClusterConfig("test", f"n{number}", self._cluster_ports[number], routes, monitor=self._monitor_ports[number])
         server = BrokerServer(str(self._folder / f"n{number}"), port=self.ports[number], binary=self._binary, cluster=cluster)
         server.start()
         self.servers[number] = server
@@ -118,12 +118,12 @@ def _complete(cluster: dict[str, Any]) -> bool:
     return bool(cluster.get("leader")) and len(current) == NODES - 1
 
 
-class ClusterFleet(Fleet):
+class ClusterFleet(RunFleet):
     """A fleet on a cluster of three brokers."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.nodes = Nodes(self.folder / "cluster", os.environ.get("RL_TEST_NATS_SERVER"))
+        self.nodes = ClusterNodes(self.folder / "cluster", os.environ.get("RL_TEST_NATS_SERVER"))
 
     @property
     def url(self) -> str:

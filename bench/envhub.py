@@ -29,7 +29,7 @@ from typing import Any, Final
 
 import uvloop
 
-from bench.hub_scene import Scene, scene
+from bench.hub_scene import HubScene, scene
 from broker.channel import carriers
 from broker.contract import wire
 from broker.errors import UserError
@@ -70,7 +70,7 @@ async def row(folder: Path, n: int, latency_s: float, seconds: float) -> dict[st
     }
 
 
-async def _bare(made: Scene, folder: Path, seconds: float) -> float:
+async def _bare(made: HubScene, folder: Path, seconds: float) -> float:
     """Turns a second of the bare client, in a process of its own."""
     command = [sys.executable, "-m", "bench.envhub", "--bare", str(made.n), made.bus.link.url, made.server.address]
     with (folder / "bare.log").open("ab") as log:

@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Final
 
 from rlearner_sandbox import Sandbox
-from rlearner_sandbox.command import Limits, python
+from rlearner_sandbox.command import SandboxLimits, python
 
 SECRET: Final = "a-secret-of-the-host-5261"
 GOT: Final = b"ESCAPED"
-LIMITS: Final = Limits(wall_s=20.0, cpu_s=1, memory_mib=128, processes=16, open_files=32, output_kib=256, file_mib=16)
+LIMITS: Final = SandboxLimits(wall_s=20.0, cpu_s=1, memory_mib=128, processes=16, open_files=32, output_kib=256, file_mib=16)
 
 
 @dataclass
-class Scene:
+class EscapeScene:
     """What there is outside."""
 
     folder: Path  # holds the file ``secret``, may be written
@@ -51,7 +51,7 @@ class Scene:
 
 
 @contextlib.contextmanager
-def scene() -> Iterator[Scene]:
+def scene() -> Iterator[EscapeScene]:
     """Set it up: standard input and the environment of this process hold the secret too."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -76,11 +76,11 @@ def scene() -> Iterator[Scene]:
         os.dup2(fd, 0)
         stack.callback(os.close, before)
         stack.callback(os.dup2, before, 0)
-        yield Scene(folder, listener.getsockname()[1], listener, name, unix, bystander, fd)
+        yield EscapeScene(folder, listener.getsockname()[1], listener, name, unix, bystander, fd)
 
 
 @dataclass
-class Result:
+class EscapeResult:
     """What can be seen of an attempt from outside."""
 
     stdout: bytes
@@ -88,16 +88,16 @@ class Result:
     how: str = ""
 
 
-Effect = Callable[[Scene, Result], bool]
+Effect = Callable[[EscapeScene, EscapeResult], bool]
 
 
-def says(_: Scene, result: Result) -> bool:
+def says(_: EscapeScene, result: EscapeResult) -> bool:
     """The program prints what it got hold of."""
     return GOT in result.stdout or SECRET.encode() in result.stdout
 
 
 @dataclass(frozen=True)
-class Escape:
+class EscapeAttempt:
     """One attempt: names in braces are attributes of the scene.
 
     Attributes:
@@ -114,28 +114,28 @@ class Escape:
     how: str = ""
     wall_s: float | None = None
 
-    def source(self, scene: Scene) -> str:
+    def source(self, scene: EscapeScene) -> str:
         """The program with the scene's names in it."""
         source = PRELUDE + self.program
         for name in ("secret", "port", "abstract", "folder", "marker", "open_fd"):
             source = source.replace("{" + name + "}", str(getattr(scene, name)))
         return source.replace("{pid}", str(scene.bystander.pid))
 
-    def inside(self, sandbox: Sandbox, scene: Scene) -> Result:
+    def inside(self, sandbox: Sandbox, scene: EscapeScene) -> EscapeResult:
         """Try it in the sandbox."""
         began = time.monotonic()
         ended = sandbox.run(self.source(scene), wall_s=self.wall_s)
         how = "time" if ended.timed_out else "memory" if ended.out_of_memory else ended.killed_for
-        return Result(ended.stdout, time.monotonic() - began, how)
+        return EscapeResult(ended.stdout, time.monotonic() - began, how)
 
-    def bare(self, scene: Scene) -> Result:
+    def bare(self, scene: EscapeScene) -> EscapeResult:
         """Try it without."""
         began = time.monotonic()
         done = subprocess.run(
             [python(), "-I", "-c", self.source(scene)], stdin=0, capture_output=True, timeout=30,
             pass_fds=(scene.open_fd,), cwd=scene.folder, check=False,
         )  # fmt: skip
-        return Result(done.stdout, time.monotonic() - began)
+        return EscapeResult(done.stdout, time.monotonic() - began)
 
 
 PRELUDE: Final = """

@@ -27,8 +27,8 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any, Final
 
-from bench.fleet import Child, Fleet, run_audit
-from bench.watch import Watch
+from bench.fleet import RunFleet, RunProcess, run_audit
+from bench.watch import FleetWatch
 from broker.jetstream.bus import Bus
 from broker.settings.runspec import validate
 from learner.prepare import to_yaml
@@ -77,9 +77,9 @@ def config(folder: Path) -> dict[str, Any]:
     )
 
 
-async def hit(fleet: Fleet, watch: Watch, role: str, rng: random.Random, found: dict[str, list[float]]) -> None:
+async def hit(fleet: RunFleet, watch: FleetWatch, role: str, rng: random.Random, found: dict[str, list[float]]) -> None:
     """Kill one of a role, and note how long it took until all work in flight had arrived."""
-    victim: Child | None = None if role == "broker" else rng.choice(fleet.of(role))
+    victim: RunProcess | None = None if role == "broker" else rng.choice(fleet.of(role))
 
     async def strike() -> None:
         if victim is None:
@@ -93,7 +93,7 @@ async def hit(fleet: Fleet, watch: Watch, role: str, rng: random.Random, found: 
 
 
 async def phase(
-    fleet: Fleet, watch: Watch, victims: Sequence[str], step_s: float, rng: random.Random, found: dict[str, list[float]]
+    fleet: RunFleet, watch: FleetWatch, victims: Sequence[str], step_s: float, rng: random.Random, found: dict[str, list[float]]
 ) -> float:
     """Kill one after the other; the effective share of the time."""
     before = watch.step()
@@ -112,15 +112,15 @@ async def phase(
 
 
 @asynccontextmanager
-async def running(folder: Path) -> AsyncIterator[tuple[Fleet, Watch, dict[str, Any]]]:
+async def running(folder: Path) -> AsyncIterator[tuple[RunFleet, FleetWatch, dict[str, Any]]]:
     """A fleet that trains; the last one is filled with the audit's figures, once it has stopped."""
     file = folder / "run.yaml"
     file.write_text(to_yaml(config(folder)), encoding="utf-8")
     figures: dict[str, Any] = {}
-    async with Fleet(folder / "fleet", RUN) as fleet:
+    async with RunFleet(folder / "fleet", RUN) as fleet:
         bus = await Bus.connect(fleet.url, RUN, name="watch", deadline_s=20)
         await bus.ensure_streams()
-        watch = Watch(bus, folder / "runs" / RUN)
+        watch = FleetWatch(bus, folder / "runs" / RUN)
         watching = asyncio.create_task(watch.serve())
         learner = fleet.add("learner", "learner", "start", str(file))
         for number in range(2):

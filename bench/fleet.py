@@ -1,6 +1,6 @@
 """The processes of one run, each of which may be killed, frozen, and started again as systemd would: for ``tests/chaos`` and ``bench``.
 
-Nothing here takes part in the run. A process that ends without having been asked to is noted in ``Fleet.crashes``.
+Nothing here takes part in the run. A process that ends without having been asked to is noted in ``RunFleet.crashes``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MODULES: Final = {"learner": "rlearner.cli", "rollout": "rollout.cli", "envhub":
 
 
 @dataclass
-class Child:
+class RunProcess:
     """One process of a role, under one name through all its lives."""
 
     name: str
@@ -102,7 +102,7 @@ class Child:
 
 
 @dataclass
-class Fleet:
+class RunFleet:
     """A broker on one port and one store, and the children of one run.
 
     Args:
@@ -112,7 +112,7 @@ class Fleet:
 
     folder: Path
     run: str
-    children: list[Child] = field(default_factory=list)
+    children: list[RunProcess] = field(default_factory=list)
     crashes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -152,19 +152,19 @@ class Fleet:
 
     # ---------------------------------------------------------------------------------------------- children
 
-    def add(self, role: str, name: str, *arguments: str) -> Child:
+    def add(self, role: str, name: str, *arguments: str) -> RunProcess:
         """Start ``role`` under ``name``."""
         own = [] if role == "learner" else ["--run", self.run, "--id", name]
         command = [sys.executable, "-m", MODULES[role], *arguments, "--broker", self.url, *own]
-        child = Child(name, role, command, self.folder / f"{name}.log")
+        child = RunProcess(name, role, command, self.folder / f"{name}.log")
         child.start()
         self.children.append(child)
         return child
 
-    def of(self, role: str) -> list[Child]:
+    def of(self, role: str) -> list[RunProcess]:
         return [child for child in self.children if child.role == role]
 
-    async def __aenter__(self) -> Fleet:
+    async def __aenter__(self) -> RunFleet:
         await asyncio.to_thread(self.start_broker)
         self._watching = asyncio.create_task(self._watch())
         return self
@@ -182,7 +182,7 @@ class Fleet:
         if self._server is not None:
             await asyncio.to_thread(self._server.stop)
 
-    async def wait_done(self, children: Sequence[Child], timeout_s: float = PATIENCE_S) -> None:
+    async def wait_done(self, children: Sequence[RunProcess], timeout_s: float = PATIENCE_S) -> None:
         """Until all of them have ended with 0: by themselves, or told to because they came back when the run was over; or were fenced.
 
         Raises:
@@ -204,7 +204,7 @@ class Fleet:
                 self._look_at(child)
             await asyncio.sleep(LOOK_EVERY_S)
 
-    def _look_at(self, child: Child) -> None:
+    def _look_at(self, child: RunProcess) -> None:
         if child.running or child.done or child.fenced or child.process is None:
             return
         if not child.not_before:

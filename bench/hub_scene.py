@@ -59,7 +59,7 @@ class HangingLake(FrozenLake):
 
 
 @dataclass
-class Scene:
+class HubScene:
     """One run with one hub of n slots.
 
     Attributes:
@@ -116,7 +116,7 @@ class Scene:
 
 
 @asynccontextmanager
-async def scene(folder: Path, n: int, latency_s: float, group_size: int, *, hanging: int | None = None) -> AsyncIterator[Scene]:
+async def scene(folder: Path, n: int, latency_s: float, group_size: int, *, hanging: int | None = None) -> AsyncIterator[HubScene]:
     """A hub at work.
 
     Args:
@@ -146,7 +146,7 @@ async def scene(folder: Path, n: int, latency_s: float, group_size: int, *, hang
         with log.open("ab") as output:
             hub = spawn(command, output, env={**os.environ, "OMP_NUM_THREADS": "1"})
         await _joined(bus, hub)
-        made = Scene(bus, server, hub, log, n, group_size)
+        made = HubScene(bus, server, hub, log, n, group_size)
         await server.start()
         made.idle_mib = made.mib()
         tasks.append(asyncio.create_task(_feed(bus, n, group_size)))

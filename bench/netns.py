@@ -44,7 +44,7 @@ def why_not() -> str:
     return ""
 
 
-class Network:
+class NamespaceNetwork:
     """A bridge with ``num_nodes`` namespaces on it, one for each broker."""
 
     def __init__(self, num_nodes: int) -> None:
@@ -110,9 +110,9 @@ class Network:
 
 
 @contextlib.contextmanager
-def network(num_nodes: int) -> Iterator[Network]:
+def network(num_nodes: int) -> Iterator[NamespaceNetwork]:
     """A network, with the calling thread, and what it starts from now on, in the namespace that reaches all nodes."""
-    made = Network(num_nodes)
+    made = NamespaceNetwork(num_nodes)
     before = os.open(f"/proc/self/task/{threading.get_native_id()}/ns/net", os.O_RDONLY)
     try:
         made.create()

@@ -11,7 +11,7 @@ import psutil
 NEVER_QUIET: Final = "nothing was measured: other processes took their share of the processors all the time; see --others"
 
 
-class Others:
+class OtherLoad:
     """Counts from its making, then from call to call; this process and all its descendants are the run.
 
     A descendant that ended since the last call counts to the others from then on.

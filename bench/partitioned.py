@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Final
 
 from bench.cluster import settled
-from bench.fleet import Child, Fleet
-from bench.netns import MONITOR_PORT, Network, broker_configuration
+from bench.fleet import RunFleet, RunProcess
+from bench.netns import MONITOR_PORT, NamespaceNetwork, broker_configuration
 from broker.contract import wire
 from broker.jetstream.bus import Bus
 from broker.server.private_server import HEADROOM_BYTES, find_binary
@@ -25,14 +25,14 @@ READY_WITHIN_S: Final = 20.0
 
 
 @dataclass
-class PartitionedFleet(Fleet):
+class PartitionedFleet(RunFleet):
     """One broker for each node of the network; several form a cluster.
 
     Attributes:
         addresses: by the name of a process, the brokers' addresses that it alone uses.
     """
 
-    network: Network = field(default_factory=lambda: Network(1))
+    network: NamespaceNetwork = field(default_factory=lambda: NamespaceNetwork(1))
     addresses: dict[str, list[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -55,7 +55,7 @@ class PartitionedFleet(Fleet):
         for address in self._own:
             _wait_listening(address)
 
-    def add(self, role: str, name: str, *arguments: str) -> Child:
+    def add(self, role: str, name: str, *arguments: str) -> RunProcess:
         self.addresses[name] = self._current = [self.network.address(node) for node in range(len(self.network.nodes))]
         try:
             return super().add(role, name, *arguments)

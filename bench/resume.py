@@ -22,7 +22,7 @@ from typing import Any, Final
 import numpy as np
 
 from bench import made_up
-from bench.fleet import Fleet
+from bench.fleet import RunFleet
 from broker.contract import wire
 from broker.contract.streams import SAMPLES, TICKETS
 from broker.jetstream.bus import Bus
@@ -88,7 +88,7 @@ async def disturbed(folder: Path, steps: int, resumes: int, seed: int) -> int:
     file.write_text(to_yaml(config(folder / "runs", steps, 3)), encoding="utf-8")
     moments = sorted(rng.sample(range(4, steps - 1), resumes))
     metrics = folder / "runs" / RUN / "metrics.jsonl"
-    async with Fleet(folder / "fleet", RUN) as fleet:
+    async with RunFleet(folder / "fleet", RUN) as fleet:
         bus = await Bus.connect(fleet.url, RUN, name="bench", deadline_s=60)
         await bus.ensure_streams()
         work = asyncio.create_task(answer(bus, seed, 0.05))

@@ -17,11 +17,11 @@ import time
 from collections.abc import Sequence
 
 from broker.errors import DataError, UserError
-from broker.settings.config import Reward
+from broker.settings.config import RewardConfig
 from rewardhub.rewards.base import Sample
-from rewardhub.workers import Workers
+from rewardhub.workers import RewardWorkerPool
 
-REWARD = Reward(name="math_answer")
+REWARD = RewardConfig(name="math_answer")
 
 
 def read(path: str) -> list[tuple[str, str]]:
@@ -49,7 +49,7 @@ def _final(answer: str) -> str:
     return answer.rpartition("####")[2].strip().replace(",", "")
 
 
-async def score_all(workers: Workers, pairs: Sequence[tuple[str, str, str]]) -> list[float]:
+async def score_all(workers: RewardWorkerPool, pairs: Sequence[tuple[str, str, str]]) -> list[float]:
     """The reward of each (question, response, reference)."""
 
     async def one(index: int, question: str, response: str, reference: str) -> float:
@@ -66,7 +66,7 @@ async def score_all(workers: Workers, pairs: Sequence[tuple[str, str, str]]) -> 
 async def measure(path: str, num_workers: int) -> dict[str, float]:
     """Score right and wrong solutions; prints the rows whose own solution does not score 1."""
     rows = read(path)
-    workers = Workers(num_workers, 10.0, [REWARD])
+    workers = RewardWorkerPool(num_workers, 10.0, [REWARD])
     await workers.start()
     try:
         started = time.monotonic()

@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from bench.engine import Requests, make_model, make_requests, measurable
-from bench.others import NEVER_QUIET, Others
+from bench.others import NEVER_QUIET, OtherLoad
 from bench.pairs import interval, median
-from bench.server_http import KEY, Streamed, add_tokenizer
+from bench.server_http import KEY, StreamedServer, add_tokenizer
 from broker.channel import carriers
 from broker.channel.carriers import ChannelClient
 from broker.contract import wire
@@ -59,7 +59,7 @@ def asked(requests: Requests, turn: str) -> list[wire.GenerateRequest]:
     ]  # fmt: skip
 
 
-class Bare:
+class BareEngine:
     """``bench.server_bare`` in a process of its own, driven by lines."""
 
     def __init__(self, engine: str, folder: Path, threads: int, log: Path) -> None:
@@ -95,7 +95,7 @@ class Bare:
             self._process.wait()
 
 
-class Served:
+class ServedEngine:
     """A rollout server in a process of its own, and a client that asks it."""
 
     def __init__(self, client: ChannelClient, address: str, bus: Bus, roster: Roster) -> None:
@@ -113,7 +113,9 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def serving(engine: str, model: Path, folder: Path, options: argparse.Namespace, *, frozen: bool = True) -> AsyncIterator[Served]:
+async def serving(
+    engine: str, model: Path, folder: Path, options: argparse.Namespace, *, frozen: bool = True
+) -> AsyncIterator[ServedEngine]:
     """A broker, a run, and a server of a policy whose weights stay as they are, or else of one that waits for the learner's.
 
     The latter has no prefix cache: new weights empty it, which would make room here and take hits from nobody, as all prompts differ.
@@ -143,7 +145,7 @@ async def serving(engine: str, model: Path, folder: Path, options: argparse.Name
                         words = log.read_text(errors="replace")
                         raise SystemExit(words.splitlines()[-1]) if process.returncode == EXIT_USER_ERROR else RuntimeError(words[-2000:])
                     await roster.changed(0.5)
-            yield Served(client, seen.address, bus, roster)
+            yield ServedEngine(client, seen.address, bus, roster)
         finally:
             process.terminate()
             process.wait(60)
@@ -160,14 +162,14 @@ async def compare(
     shares: list[float] = []
     identical = True
     (folder / "requests.json").write_text(json.dumps(requests))
-    bare = Bare(engine, model, options.threads, folder / f"bare-{engine}.log")
+    bare = BareEngine(engine, model, options.threads, folder / f"bare-{engine}.log")
     try:
         async with serving(engine, model, folder, options) as server:
             await bare.line()
-            asking = Streamed(folder / f"server-{engine}.log") if options.http else server
+            asking = StreamedServer(folder / f"server-{engine}.log") if options.http else server
             turn = disturbed = 0
             while len(ratios) < options.pairs and disturbed <= 2 * options.pairs:
-                new, others = asked(requests, str(turn)), Others()
+                new, others = asked(requests, str(turn)), OtherLoad()
                 if turn % 2:
                     plain, whole = await bare.run(), await asking.run(new)
                 else:
@@ -177,7 +179,7 @@ async def compare(
                 same = plain[1] == whole[1]
                 verdict = "warm-up" if turn < options.warm_up else "disturbed, does not count" if share > options.others else "counts"
                 ratio = plain[0] / whole[0]
-                chunks = f"  {tokens / asking.chunks:.2f} tokens a chunk" if isinstance(asking, Streamed) else ""
+                chunks = f"  {tokens / asking.chunks:.2f} tokens a chunk" if isinstance(asking, StreamedServer) else ""
                 rates = f"bare {tokens / plain[0]:.0f}  server {tokens / whole[0]:.0f} tokens/s"
                 print(f"{engine}  {rates}  {ratio:.3f}  same {same}{chunks}  others {share:.2f}  {verdict}", flush=True)
                 if verdict == "counts":

@@ -25,7 +25,7 @@ def add_tokenizer(folder: Path) -> None:
     _write_tokenizer(folder, TinyModel())
 
 
-class Streamed:
+class StreamedServer:
     """Asks the server whose log this is.
 
     Attributes:

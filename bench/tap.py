@@ -26,7 +26,7 @@ from nats.aio.msg import Msg
 from broker.contract.streams import SAMPLES, TICKETS
 
 
-class Tap:
+class TapFile:
     """Appends what it is told to a file, each line at once."""
 
     def __init__(self, path: Path) -> None:
@@ -122,7 +122,7 @@ async def tap(url: str, run: str, out: Path, stop: asyncio.Event, ready: asyncio
         out: where lines are appended.
         ready: set once nothing more can be missed.
     """
-    recorder = Tap(out)
+    recorder = TapFile(out)
 
     async def disconnected() -> None:
         recorder.write("disconnected")

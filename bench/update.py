@@ -38,25 +38,25 @@ import torch
 import transformers
 
 from bench.engine import make_model, measurable
-from bench.others import NEVER_QUIET, Others
+from bench.others import NEVER_QUIET, OtherLoad
 from bench.pairs import by_second, interval, median
-from bench.server import Served, serving
-from bench.update_bare import Movers
+from bench.server import ServedEngine, serving
+from bench.update_bare import ByteMovers
 from broker.contract import wire
 from broker.jetstream.bus import Bus
 from broker.jetstream.core_messages import watch_metrics
 from broker.weights.memory.staging import plan_of
 from broker.weights.probe import make_probe
-from broker.weights.sender.send import Sender
+from broker.weights.sender.send import WeightSender
 
 PROBE: Final = [9, 20, 31, 42, 53, 64, 75, 86]
 SKIPPED: Final = 2  # reports after the last window
 
 
-class Learner:
+class WeightOfferer:
     """Offers weights that change a little each time; all are made beforehand, so that this costs the server's cores nothing later."""
 
-    def __init__(self, served: Served, model: Any, versions: int = 8) -> None:
+    def __init__(self, served: ServedEngine, model: Any, versions: int = 8) -> None:
         self.version = -1
         self._offers: list[tuple[dict[str, torch.Tensor], wire.Probe]] = []
         for _ in range(versions):
@@ -67,7 +67,7 @@ class Learner:
                 expected = table[:-1].gather(-1, torch.tensor(PROBE[1:])[:, None])[:, 0].numpy()
             tensors = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
             self._offers.append((tensors, make_probe(PROBE, expected, tolerance=1e-2)))
-        self.sender = Sender(served.bus, plan_of(self._offers[0][0], 32.0), epoch=1, roster=served.roster)
+        self.sender = WeightSender(served.bus, plan_of(self._offers[0][0], 32.0), epoch=1, roster=served.roster)
 
     def offer(self) -> None:
         self.version += 1
@@ -75,10 +75,10 @@ class Learner:
         self.sender.offer(self.version, tensors, probe)
 
 
-class Load:
+class RequestLoad:
     """Keeps requests in flight. The first ones are short by different amounts, so that from then on as many end in any second."""
 
-    def __init__(self, served: Served, vocab_size: int, length: int) -> None:
+    def __init__(self, served: ServedEngine, vocab_size: int, length: int) -> None:
         self._served, self._vocab_size, self._length = served, vocab_size, length
         self._numbers = itertools.count()
         self.versions: set[int] = set()
@@ -104,7 +104,7 @@ class Load:
             length = self._length
 
 
-class Reports:
+class ServerReports:
     """The server's own numbers, as it publishes them every second."""
 
     def __init__(self, bus: Bus) -> None:
@@ -128,7 +128,7 @@ class Reports:
         self._task.cancel()
 
 
-async def window(reports: Reports, every: int, seconds: int, happens: Callable[[], None] | None) -> list[float]:
+async def window(reports: ServerReports, every: int, seconds: int, happens: Callable[[], None] | None) -> list[float]:
     """Tokens a second, report by report, as many as the window has seconds. Updates happen just after every n-th of the server's
     reports, a second each, before and in the window; the first one that counts holds it."""
     first = len(reports.rates) + SKIPPED  # the reports that come next cover some time before
@@ -151,9 +151,9 @@ async def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     number = disturbed = 0
     rates: dict[str, list[float]] = {arm: [] for arm in ("nothing", "updates", "moved") if arm != "moved" or options.moved}
     async with serving(options.engine, folder / "model", folder, options, frozen=False) as served:
-        learner, reports, load = Learner(served, model), Reports(served.bus), Load(served, vocab_size, options.length)
+        learner, reports, load = WeightOfferer(served, model), ServerReports(served.bus), RequestLoad(served, vocab_size, options.length)
         await learner.sender.start()
-        movers = await asyncio.to_thread(Movers, size_bytes) if options.moved else None
+        movers = await asyncio.to_thread(ByteMovers, size_bytes) if options.moved else None
         happens = {"nothing": None, "updates": learner.offer, "moved": movers.move if movers is not None else None}
         try:
             learner.offer()
@@ -166,7 +166,7 @@ async def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
             while len(rates["nothing"]) < options.rounds and disturbed <= 2 * options.rounds:
                 now: dict[str, float] = {}
                 neighbours: list[float] = []
-                others = Others()
+                others = OtherLoad()
                 for arm in orders[number % len(orders)]:
                     seconds = await window(reports, options.every, options.window, happens[arm])
                     now[arm] = mean(seconds)

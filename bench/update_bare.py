@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 
-class Movers:
+class ByteMovers:
     """The two processes.
 
     Args:

@@ -18,7 +18,7 @@ from learner.reporting.metrics import read_lines
 LOOK_EVERY_S: Final = 0.02
 
 
-class Watch:
+class FleetWatch:
     """Reads the samples log from its beginning, and the run's metrics.
 
     Attributes:

@@ -34,24 +34,24 @@ from typing import Any, Final
 
 import torch
 
-from bench.weights_ends import HOST, Channel, End, large_model, small_tensors
+from bench.weights_ends import HOST, ChannelEnd, EndProcess, large_model, small_tensors
 from broker.weights import fp8
 from broker.weights.group import serve_store
 from broker.weights.memory.copying import copy_into
-from broker.weights.memory.staging import Flat, plan_of
+from broker.weights.memory.staging import FlatBuffer, plan_of
 
 CHANGED: Final = 0.03
 TRANSPORTS: Final = ("shared", "gloo")
 LARGE: Final = ("transfer", "end_to_end", "end_to_end_copied")  # ratios to one bare broadcast
 
 
-def measure_large(end: End) -> dict[str, Any]:
+def measure_large(end: EndProcess) -> dict[str, Any]:
     """One large model: bare broadcast; transfer alone and all of it, by either transport."""
     model = large_model(end.options.layers)
-    buffer = Flat(plan_of(model, end.options.bucket_mib)).buffer
-    versions: dict[Channel, int] = {}  # in staging
+    buffer = FlatBuffer(plan_of(model, end.options.bucket_mib)).buffer
+    versions: dict[ChannelEnd, int] = {}  # in staging
 
-    def whole(channel: Channel) -> None:
+    def whole(channel: ChannelEnd) -> None:
         versions[channel] = versions.get(channel, -1) + 1
         channel.whole(versions[channel])
 
@@ -65,7 +65,7 @@ def measure_large(end: End) -> dict[str, Any]:
     return {"size_bytes": buffer.numel(), "pairs": pairs}
 
 
-def measure_small(end: End) -> dict[str, Any]:
+def measure_small(end: EndProcess) -> dict[str, Any]:
     """Many small tensors: one broadcast each, and all through the channel."""
     model = small_tensors()
     shared, gloo = (end.channel(model, shared=transport == "shared") for transport in TRANSPORTS)
@@ -73,7 +73,7 @@ def measure_small(end: End) -> dict[str, Any]:
     return {"pairs": end.pairs(lambda pair: end.broadcast(tensors), shared.whole, gloo.whole)}
 
 
-def measure_delta(end: End) -> dict[str, Any]:
+def measure_delta(end: EndProcess) -> dict[str, Any]:
     """Versions that differ in 3 % of their elements, against whole ones of the same model."""
     model = {name: tensor.bfloat16() for name, tensor in large_model(end.options.layers).items()}
     full, changes = end.channel(model, shared=False), end.channel(model, shared=False, delta=True)
@@ -107,7 +107,7 @@ def measure_delta(end: End) -> dict[str, Any]:
     }
 
 
-def measure_fp8(end: End) -> dict[str, Any]:
+def measure_fp8(end: EndProcess) -> dict[str, Any]:
     """The large model as bfloat16, as it is and as FP8."""
     model = {name: tensor.bfloat16() for name, tensor in large_model(end.options.layers).items()}
     exact = True
@@ -126,7 +126,7 @@ def measure_fp8(end: End) -> dict[str, Any]:
 
 def run(rank: int, port: int, options: argparse.Namespace, results: Any) -> None:
     """All rounds of one end; the sender puts what was measured."""
-    end = End(rank, port, options)
+    end = EndProcess(rank, port, options)
     measured = {"large": measure_large(end), "small": measure_small(end), "delta": measure_delta(end), "fp8": measure_fp8(end)}
     if rank == 0:
         results.put(measured)

@@ -15,20 +15,20 @@ from torch import Tensor
 
 from broker.contract import wire
 from broker.weights import fp8
-from broker.weights.bucket_payload import Base
-from broker.weights.group import Communicator, Watch, connect_store
+from broker.weights.bucket_payload import ReferenceBytes
+from broker.weights.group import WaitMonitor, WeightGroup, connect_store
 from broker.weights.memory.copying import copy_all
-from broker.weights.memory.shared import Segment, Window
-from broker.weights.memory.staging import Flat, Staging, plan_of
-from broker.weights.receiver.buffers import Buffers
+from broker.weights.memory.shared import SegmentReader, SharedSegment
+from broker.weights.memory.staging import FlatBuffer, StagingBuffers, plan_of
+from broker.weights.receiver.buffers import ReceiveBuffers
 from broker.weights.receiver.follow import follow
-from broker.weights.sender.membership import Start, session_name
-from broker.weights.sender.transfer import Settings, lead
+from broker.weights.sender.membership import StartTransfer, session_name
+from broker.weights.sender.transfer import TransferSettings, lead
 from rollout.engines.hf.weights import HeldWeights
 
 HOST: Final = "127.0.0.1"
 CPU: Final = torch.device("cpu")
-SETTINGS: Final = Settings(timeout_s=60.0, connect_timeout_s=60.0)
+SETTINGS: Final = TransferSettings(timeout_s=60.0, connect_timeout_s=60.0)
 WAIT: Final = timedelta(seconds=120)
 WARM_UP: Final = 2  # pairs: pages, sockets
 SMALL_TENSORS: Final = 4_000
@@ -54,7 +54,7 @@ def small_tensors() -> dict[str, Tensor]:
     return {f"t{index:04}": torch.rand(2048, generator=generator) for index in range(SMALL_TENSORS)}
 
 
-class Holder(torch.nn.Module):
+class TensorHolder(torch.nn.Module):
     """Tensors as the parameters of a model."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
@@ -69,7 +69,7 @@ class Holder(torch.nn.Module):
             owner.register_parameter(last, torch.nn.Parameter(tensor, requires_grad=False))
 
 
-class Channel:
+class ChannelEnd:
     """One end of a weight channel that carries one model.
 
     Args:
@@ -98,17 +98,17 @@ class Channel:
     ) -> None:
         self.store, self.port, self.rank, self.serial, self.model, self.shared = store, port, rank, serial, model, shared
         self.plan, self.dtype, self.copies = plan_of(model, bucket_mib, dtype=dtype), dtype, list[float]()
-        self.window: Window | None = None
-        segment = Segment(self.plan) if rank == 0 and shared else None
+        self.window: SegmentReader | None = None
+        segment = SharedSegment(self.plan) if rank == 0 and shared else None
         if segment is not None:
             store.set(f"segment/{serial}", segment.address)
         elif shared:
-            self.window = Window(store.get(f"segment/{serial}").decode(), self.plan)
-        self.staging = Staging(self.plan, memory=segment) if rank == 0 else None
-        self.base = Base(self.plan, full_every=10**9) if rank == 0 and delta else None
-        self.buffers, self.flat = Buffers(kept=kept and dtype != fp8.NAME), Flat(self.plan)
-        self.engine = HeldWeights(Holder(model)) if kept else None
-        self.communicator: Communicator | None = None
+            self.window = SegmentReader(store.get(f"segment/{serial}").decode(), self.plan)
+        self.staging = StagingBuffers(self.plan, memory=segment) if rank == 0 else None
+        self.base = ReferenceBytes(self.plan, full_every=10**9) if rank == 0 and delta else None
+        self.buffers, self.flat = ReceiveBuffers(kept=kept and dtype != fp8.NAME), FlatBuffer(self.plan)
+        self.engine = HeldWeights(TensorHolder(model)) if kept else None
+        self.communicator: WeightGroup | None = None
         self.uses = 0
         self.sent_bytes = 0
 
@@ -117,9 +117,9 @@ class Channel:
         session = session_name(1, self.serial, self.uses)
         self.uses += 1
         if self.staging is not None:
-            start = Start(session, version, ("receiver",), fresh=self.uses == 1 and not self.shared, num_shared=int(self.shared))
+            start = StartTransfer(session, version, ("receiver",), fresh=self.uses == 1 and not self.shared, num_shared=int(self.shared))
             with self.staging.sending(version) as staged:
-                sent = lead(self.store, start, staged, self.communicator, SETTINGS, Watch(), self.base)
+                sent = lead(self.store, start, staged, self.communicator, SETTINGS, WaitMonitor(), self.base)
             self.communicator, self.sent_bytes = sent.communicator, sent.size_bytes
         else:
             answer = wire.WeightsSession(
@@ -133,7 +133,7 @@ class Channel:
                 shared=self.shared,
             )
             arrival = self.buffers.take(self.plan, CPU)
-            received = follow(self.store, answer, digest, arrival, self.communicator, SETTINGS, Watch(), self.window)
+            received = follow(self.store, answer, digest, arrival, self.communicator, SETTINGS, WaitMonitor(), self.window)
             self.communicator, self.flat = received.communicator, arrival.flat
             self.buffers.arrived(arrival, received.digest)
 
@@ -156,31 +156,31 @@ class Channel:
         for thread in threads:
             thread.join()
 
-    def _write(self, staging: Staging, version: int, begun: threading.Event) -> None:
+    def _write(self, staging: StagingBuffers, version: int, begun: threading.Event) -> None:
         started = time.perf_counter()
         staging.write(version, self.model, begun.set)
         self.copies.append(time.perf_counter() - started)
 
     def _dequantised(self) -> dict[str, Tensor]:
-        return fp8.Dequantised(self.flat.tensors, {name: tensor.dtype for name, tensor in self.model.items()}).made()
+        return fp8.DequantizedModel(self.flat.tensors, {name: tensor.dtype for name, tensor in self.model.items()}).made()
 
 
-class End:
+class EndProcess:
     """One process; the two run the same rounds in lockstep."""
 
     def __init__(self, rank: int, port: int, options: argparse.Namespace) -> None:
         torch.set_num_threads(1)
         self.rank, self.port, self.options = rank, port, options
         self.store = connect_store(HOST, port, 60.0)
-        self.bare = Communicator(self.store, "bare", rank, 2, backend="gloo", host=HOST, timeout_s=60.0, connect_timeout_s=60.0)
+        self.bare = WeightGroup(self.store, "bare", rank, 2, backend="gloo", host=HOST, timeout_s=60.0, connect_timeout_s=60.0)
         self.meetings, self.channels = 0, 0
 
     def channel(
         self, model: dict[str, Tensor], *, shared: bool, delta: bool = False, kept: bool = True, dtype: str | None = None
-    ) -> Channel:
+    ) -> ChannelEnd:
         self.channels += 1
         more = {"delta": delta, "kept": kept, "shared": shared, "dtype": dtype}
-        return Channel(self.store, self.port, self.rank, self.channels, model, self.options.bucket_mib, **more)  # type: ignore[arg-type]
+        return ChannelEnd(self.store, self.port, self.rank, self.channels, model, self.options.bucket_mib, **more)  # type: ignore[arg-type]
 
     def meet(self) -> None:
         """Both ends are here."""

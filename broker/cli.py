@@ -16,9 +16,9 @@ from broker.jetstream.bus import Bus
 from broker.operations import dead_letters, runs
 from broker.runtime import process
 from broker.runtime.process import Stop
-from broker.server.private_server import BrokerServer, Cluster
-from broker.server.server_supervisor import Keeper
-from broker.settings.arguments import Parser, complete, natural, port, positive
+from broker.server.private_server import BrokerServer, ClusterConfig
+from broker.server.server_supervisor import ServerSupervisor
+from broker.settings.arguments import ArgumentParser, complete, natural, port, positive
 from broker.system.entry import enter
 
 LOOK_EVERY_S: Final = 0.5
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command's arguments."""
-    root = Parser(prog="broker", description=__doc__)
+    root = ArgumentParser(prog="broker", description=__doc__)
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     serve = commands.add_parser("serve", help="run a private nats-server until stopped")
@@ -137,7 +137,7 @@ async def _serve(options: argparse.Namespace, stop: Stop) -> None:
     await asyncio.to_thread(server.start)
     try:
         print(f"broker at {server.url}, store {server.store}, log {server.log_path}", flush=True)
-        keeper = Keeper(server, revive=False)  # a service manager starts a dead broker again, and is told so by our own end
+        keeper = ServerSupervisor(server, revive=False)  # a service manager starts a dead broker again, and is told so by our own end
         while server.running and not stop.asked.is_set():
             for event in await asyncio.to_thread(keeper.look):
                 print(event, flush=True)
@@ -148,14 +148,14 @@ async def _serve(options: argparse.Namespace, stop: Stop) -> None:
         await asyncio.to_thread(server.stop)
 
 
-def _cluster(options: argparse.Namespace) -> Cluster | None:
+def _cluster(options: argparse.Namespace) -> ClusterConfig | None:
     given = {"--cluster": options.cluster, "--node": options.node, "--cluster-port": options.cluster_port, "--routes": options.routes}
     if not any(given.values()):
         return None
     if missing := [name for name, value in given.items() if not value]:
         raise UserError(f"one server of a cluster needs {', '.join(given)}; missing: {', '.join(missing)}")
     routes = tuple(route.strip() for route in options.routes.split(",") if route.strip())
-    return Cluster(name=options.cluster, node=options.node, port=options.cluster_port, routes=routes)
+    return ClusterConfig(name=options.cluster, node=options.node, port=options.cluster_port, routes=routes)
 
 
 async def _sleep_unless(stop: Stop, seconds: float) -> None:

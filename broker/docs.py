@@ -20,7 +20,7 @@ import msgspec
 from broker.channel.bundle import FULL_AT, MAX_TOKEN_CHARS
 from broker.contract import checks, codec, sizes, streams, wire
 from broker.contract.examples import EXAMPLES
-from broker.contract.streams import STREAMS, Kind, Stream
+from broker.contract.streams import STREAMS, Stream, StreamKind
 from broker.jetstream import consumers
 
 TARGET: Final = Path(__file__).parents[1] / "docs" / "wire.md"
@@ -152,7 +152,7 @@ def schema() -> list[str]:
 
 def _subject(stream: Stream) -> str:
     key = ".".join("{" + part + "}" for part in stream.key.split(".") if part)
-    if stream.kind is Kind.KV:
+    if stream.kind is StreamKind.KV:
         return f"rl_{stream.name}/{key}"
     return ".".join(filter(None, ["rl", "{run}", stream.name, key]))
 
@@ -170,7 +170,7 @@ def _streams_table() -> str:
 
 
 def _section(struct: type) -> str:
-    ranges: dict[str, checks.Range] = checks.RANGES.get(struct, {})
+    ranges: dict[str, checks.ValueRange] = checks.RANGES.get(struct, {})
     names = checks.NAMES.get(struct, ())
     parts = [f"### {struct.__name__}\n", f"{inspect.cleandoc(struct.__doc__ or '')}\n"]
     parts += ["| field | type | default | allowed | meaning |", "|---|---|---|---|---|"]

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from broker.settings.arguments import Parser, add_config, complete, count, natural, share, tokens
+from broker.settings.arguments import ArgumentParser, add_config, complete, count, natural, share, tokens
 from broker.system.entry import enter
 
 EPILOG = """also:
@@ -35,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
     """The options of a hub."""
     from broker.runtime import process
 
-    parser = Parser(prog="envhub", description="Run environments for a run.", epilog=EPILOG)
+    parser = ArgumentParser(prog="envhub", description="Run environments for a run.", epilog=EPILOG)
     parser.add_argument("--n", type=count, default=None, metavar="N", help="environments running at once (the run's envhub.n)")
     parser.add_argument("--domains", type=tokens, default=[], metavar="A,B", help="which domains to serve (all)")
     process.add_join_options(parser)
@@ -115,7 +115,7 @@ def _render(arguments: Sequence[str]) -> int:
 
 
 def _offline_parser(command: str, description: str) -> argparse.ArgumentParser:
-    parser = Parser(prog=f"envhub {command}", description=description)
+    parser = ArgumentParser(prog=f"envhub {command}", description=description)
     add_config(parser)
     parser.add_argument("--domain", default=None, metavar="D", help="which domain (the only one)")
     return parser

@@ -87,7 +87,7 @@ def num_eval_tasks(config: dict[str, Any]) -> int:
 
 
 def _check_numbers(domain: Domain, config: dict[str, Any]) -> None:
-    from envhub.envs.agent import Agent, check_section
+    from envhub.envs.agent import AgentEnvironment, check_section
 
     section, key = domain.section, f"domains.{domain.name}"
     if section.min_group_size is not None and section.min_group_size > section.group_size:
@@ -101,7 +101,7 @@ def _check_numbers(domain: Domain, config: dict[str, Any]) -> None:
     served = (config.get("rollout") or {}).get("max_context_tokens")
     if served is not None and section.max_context_tokens > served:
         raise ConfigError(f"{key}.max_context_tokens", section.max_context_tokens, f"at most rollout.max_context_tokens, which is {served}")
-    if issubclass(domain.environment, Agent):
+    if issubclass(domain.environment, AgentEnvironment):
         check_section(domain.name, section, domain.args)
     if not domain.environment.has_reward and not section.rewards:
         raise ConfigError(f"{key}.rewards", [], f"environment {section.env} gives no reward of its own; name at least one reward")

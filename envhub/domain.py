@@ -15,7 +15,7 @@ from broker.settings.runspec import domains as sections
 from broker.settings.sections import parse
 from envhub.context import Memory, StepContext, load_memory
 from envhub.envs import AGENTS, ENVS
-from envhub.envs.agent import Agent
+from envhub.envs.agent import AgentEnvironment
 from envhub.envs.base import Environment, Isolation, Split
 
 
@@ -96,7 +96,7 @@ def load_domain(name: str, section: DomainSection, adv_estimator: str = "") -> D
 
 
 def _check_methods(key: str, name: str, environment: type[Environment]) -> None:
-    if issubclass(environment, Agent):
+    if issubclass(environment, AgentEnvironment):
         return  # its program acts
     check_method(key, name, environment, "reset", ("task_index", "split", "seed"), base=Environment)
     check_method(key, name, environment, "step", ("text",), base=Environment)

@@ -7,13 +7,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from broker.settings.preflight import Finding
+from broker.settings.preflight import PreflightFinding
 from envhub.agents.imports import imported, missing
 from envhub.domain import load_domains
-from envhub.envs.agent import PYTHON, Agent, AgentArgs
+from envhub.envs.agent import PYTHON, AgentArgs, AgentEnvironment
 
 
-def look(config: dict[str, Any]) -> list[Finding]:
+def look(config: dict[str, Any]) -> list[PreflightFinding]:
     """Whether the programs of ``env: agent`` find what they import.
 
     Args:
@@ -21,7 +21,7 @@ def look(config: dict[str, Any]) -> list[Finding]:
     """
     if not any(domain["env"] == "agent" for domain in config["domains"].values()):
         return []
-    agents = {name: domain for name, domain in load_domains(config).items() if issubclass(domain.environment, Agent)}
+    agents = {name: domain for name, domain in load_domains(config).items() if issubclass(domain.environment, AgentEnvironment)}
     found = [(f"domains.{name}.env_args", domain.args) for name, domain in agents.items() if isinstance(domain.args, AgentArgs)]
     return [finding for key, args in found if (finding := _program(key, args)) is not None]
 
@@ -35,7 +35,7 @@ def references(config: dict[str, Any]) -> dict[str, list[tuple[str, str]]]:
     return {name: domain.environment.references(domain.args) for name, domain in load_domains(config).items()}
 
 
-def _program(key: str, args: AgentArgs) -> Finding | None:
+def _program(key: str, args: AgentArgs) -> PreflightFinding | None:
     """None for what is no Python file that we know of."""
     interpreter, file = _file(args)
     if file is None or not file.is_file():
@@ -43,11 +43,11 @@ def _program(key: str, args: AgentArgs) -> Finding | None:
     try:
         names = imported(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, SyntaxError) as error:
-        return Finding("agents", key, "missing", f"{file} cannot be run: {error}", f"{interpreter} {file}")
+        return PreflightFinding("agents", key, "missing", f"{file} cannot be run: {error}", f"{interpreter} {file}")
     lacking = missing(interpreter, names, str(file.parent.absolute()), args.env, args.cwd)
     if not lacking:
-        return Finding("agents", key, "ok", f"{file} finds what it imports")
-    return Finding(
+        return PreflightFinding("agents", key, "ok", f"{file} finds what it imports")
+    return PreflightFinding(
         "agents", key, "missing", f"{file} imports {', '.join(lacking)}, not installed", f"{interpreter} -m pip install {' '.join(lacking)}"
     )
 

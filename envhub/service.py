@@ -23,28 +23,28 @@ from broker.contract.streams import EVALTICKETS, TICKETS, Stream
 from broker.errors import ConfigError, RlearnerError, UserError
 from broker.jetstream.bus import Delivery
 from broker.runtime.process import Member, Stop, join
-from broker.runtime.work_health import Health
+from broker.runtime.work_health import WorkHealth
 from broker.settings.config import BrokerSection
 from broker.settings.runspec import section
 from broker.settings.timeouts import seconds
 from broker.system.process_identity import this_process
-from broker.system.workers.fault import Traces
+from broker.system.workers.fault import TracebackLog
 from envhub.config import EnvhubSection
 from envhub.domain import Domain, load_domains
-from envhub.episodes.rerun import Reruns
-from envhub.episodes.runners import Limits, Players
+from envhub.episodes.rerun import TicketReruns
+from envhub.episodes.runners import EpisodeLimits, EpisodeRunners
 from envhub.episodes.trial import trial
-from envhub.scheduling.slots import OF_THE_HOST, Abort, Action, Close, Finish, HandBack, Slots, Start
-from envhub.servers.generate import Generator
-from envhub.servers.servers import Servers
-from envhub.tally import Tally
+from envhub.scheduling.slots import OF_THE_HOST, AbortEpisode, Action, CloseTicket, EpisodeSlots, FinishGroup, HandBack, StartEpisode
+from envhub.servers.generate import TurnGenerator
+from envhub.servers.servers import ServerRoster
+from envhub.tally import HubMetrics
 from envhub.task import EpisodeFailed
 from envhub.tickets.assignment import assignment, task
-from envhub.tickets.attempts import Attempts
-from envhub.tickets.feed import Feed, Turnstile
-from envhub.tickets.outbox import InHand, Outbox
-from envhub.workers.calls import Calls
-from envhub.workers.worker_pool import Nurseries
+from envhub.tickets.attempts import AttemptNotes
+from envhub.tickets.feed import QueueTurns, TicketFeed
+from envhub.tickets.outbox import InHand, TicketOutbox
+from envhub.workers.calls import EnvironmentCalls
+from envhub.workers.worker_pool import WorkerPools
 from rlearner_text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -65,10 +65,10 @@ async def serve(options: argparse.Namespace, stop: Stop) -> None:
         UserError: no such domain, an environment that cannot run here, a data file that differs from the run's.
     """
     async with join("envhub", options, stop) as member:
-        await Hub(member, n=options.n, names=options.domains).run()
+        await EnvironmentHub(member, n=options.n, names=options.domains).run()
 
 
-class Hub:
+class EnvironmentHub:
     """One environment hub in one run."""
 
     def __init__(self, member: Member, *, n: int | None = None, names: Iterable[str] = ()) -> None:
@@ -81,18 +81,18 @@ class Hub:
             domain.check()
         tokenizer = Tokenizer.load(member.spec.model_path, trust_remote_code=(config.get("model") or {}).get("trust_remote_code", False))
         self.client = carriers.connect(section(config, "broker", BrokerSection).channel, member.bus)
-        self.servers = Servers(member.bus, lambda: self.generator.in_use(), random.Random())
-        self.generator = Generator(self.client, self.servers, name=member.id, max_retries=self.settings.max_retries)
-        limits = Limits(seconds(self.settings.episode_timeout_s), seconds(self.settings.generate_timeout_s))
-        self.slots = Slots(n or self.settings.n, self.settings.max_retries)
-        calls, nurseries = Calls(self.settings.step_timeout_s), Nurseries(self.settings.worker_memory_mib)
-        self.players = Players(tokenizer, self.generator, calls, limits, nurseries, max_workers=self.slots.n)
-        self.health = Health("domain", self.domains, self._broken_after, trial=self._trial, changed=member.poke)
-        self.tally = Tally()
-        self.turnstile = Turnstile(self.slots)
-        self.attempts = Attempts(member.bus, member.id)
-        self.outbox = Outbox(member, self.tally, self.attempts)
-        self._traces = Traces()
+        self.servers = ServerRoster(member.bus, lambda: self.generator.in_use(), random.Random())
+        self.generator = TurnGenerator(self.client, self.servers, name=member.id, max_retries=self.settings.max_retries)
+        limits = EpisodeLimits(seconds(self.settings.episode_timeout_s), seconds(self.settings.generate_timeout_s))
+        self.slots = EpisodeSlots(n or self.settings.n, self.settings.max_retries)
+        calls, nurseries = EnvironmentCalls(self.settings.step_timeout_s), WorkerPools(self.settings.worker_memory_mib)
+        self.players = EpisodeRunners(tokenizer, self.generator, calls, limits, nurseries, max_workers=self.slots.n)
+        self.health = WorkHealth("domain", self.domains, self._broken_after, trial=self._trial, changed=member.poke)
+        self.tally = HubMetrics()
+        self.turnstile = QueueTurns(self.slots)
+        self.attempts = AttemptNotes(member.bus, member.id)
+        self.outbox = TicketOutbox(member, self.tally, self.attempts)
+        self._traces = TracebackLog()
         self._in_hand: dict[str, InHand] = {}
         self._addresses: set[str] = set()
         self._feeds: dict[str, list[asyncio.Task[None]]] = {}  # by domain
@@ -105,7 +105,7 @@ class Hub:
         self.member.report(self.metrics)
         self.member.spawn(self.servers.serve())
         self.member.spawn(self._watch_servers())
-        self.member.spawn(Reruns(self.member, self.players, self.domains).serve())
+        self.member.spawn(TicketReruns(self.member, self.players, self.domains).serve())
         for name in self.domains:
             self._open_feeds(name)
         asked = asyncio.create_task(self.member.stop.asked.wait())
@@ -136,11 +136,11 @@ class Hub:
         at_once = self.slots.n // self.domains[domain].section.group_size
         return min(self.settings.broken_after, max(at_once, 2))
 
-    def _feed(self, stream: Stream, domain: str) -> Feed:
+    def _feed(self, stream: Stream, domain: str) -> TicketFeed:
         config = self.spec.config
         group_size = (config.get("eval") or {}).get("group_size", 1) if stream is EVALTICKETS else self.domains[domain].section.group_size
         of_hub = (self.accept, self._episodes_in_hand, partial(self._ready, domain), self.servers.changed)
-        return Feed(self.member, self.turnstile, stream, domain, group_size, *of_hub)
+        return TicketFeed(self.member, self.turnstile, stream, domain, group_size, *of_hub)
 
     def _episodes_in_hand(self, stream: Stream) -> int:
         return sum(held.asked.group_size for held in self._in_hand.values() if held.asked.stream is stream)
@@ -294,15 +294,15 @@ class Hub:
         for action in actions:
             held = self._in_hand[action.key]
             match action:
-                case Start(key, episode, attempt):
+                case StartEpisode(key, episode, attempt):
                     held.tasks[episode] = asyncio.create_task(self._play(key, held, episode, attempt))
-                case Abort(_, episode):
+                case AbortEpisode(_, episode):
                     held.tasks.pop(episode).cancel()
-                case Finish(key, episodes):
+                case FinishGroup(key, episodes):
                     del self._in_hand[key]
                     self.health.settled(held.domain.name, key)
                     self.outbox.finish(held, [held.played[episode] for episode in episodes])
-                case Close(key, reason, detail):
+                case CloseTicket(key, reason, detail):
                     del self._in_hand[key]
                     self.health.settled(held.domain.name, key)
                     self.outbox.close(held, reason, detail)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 
-from envhub.task import Played
+from envhub.task import EpisodeResult
 
 
-class Tally:
+class HubMetrics:
     """Means over the episodes since the last report, and counts since the start."""
 
     def __init__(self) -> None:
@@ -17,7 +17,7 @@ class Tally:
         self._sums: dict[str, float] = defaultdict(float)
         self._since = time.monotonic()
 
-    def add(self, played: Played) -> None:
+    def add(self, played: EpisodeResult) -> None:
         """One more episode ended."""
         trajectory, sums = played.trajectory, self._sums
         self._episodes += 1

@@ -20,7 +20,7 @@ class EpisodeFailed(RlearnerError):
 
 
 @dataclass(frozen=True)
-class Task:
+class EpisodeTask:
     """What an episode is to play and how it samples.
 
     Attributes:
@@ -44,7 +44,7 @@ class Task:
 
 
 @dataclass
-class Played:
+class EpisodeResult:
     """A finished episode: one trajectory, or one for each turn, the last of which has the metrics and the last words."""
 
     trajectories: list[wire.Trajectory]

@@ -40,7 +40,7 @@ class MegatronSection(Section):
     pipeline_parallel: PositiveInt = 1  # pipeline stages; must divide the number of layers
 
 
-class Optimization(Section):
+class OptimizationSection(Section):
     """Options of training, shared by runs and offline training."""
 
     backend: str = "torch"  # a name of the registry in learner/backends
@@ -60,7 +60,7 @@ class Optimization(Section):
     num_threads: NonNegativeInt = 0  # torch threads, 0 leaves the default
 
 
-class TrainSection(Optimization):
+class TrainSection(OptimizationSection):
     """Number, size and staleness of the steps, and how weights are sent."""
 
     steps: Annotated[PositiveInt, Field(le=2**31 - 1)] = 100  # a version's number has 31 bits

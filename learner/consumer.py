@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from broker.contract import wire
 from broker.jetstream.bus import LogRecord
 from learner.credit import intake
-from learner.credit.intake import Intake
-from learner.credit.ledger import Action, Entry, Forget, Hold, Ledger, Take
-from learner.training import Trained, Training
+from learner.credit.intake import RecordIntake
+from learner.credit.ledger import Action, ForgetTicket, HoldGroup, Ledger, LedgerEntry, TakeGroup
+from learner.training import TrainingResult, TrainingThread
 
 
 @dataclass(frozen=True)
-class Step:
+class CompletedStep:
     """A completed step.
 
     Attributes:
@@ -26,12 +26,12 @@ class Step:
         actions: the ledger's answer, for the caller to perform.
     """
 
-    trained: Trained
-    taken: Sequence[Entry]
+    trained: TrainingResult
+    taken: Sequence[LedgerEntry]
     actions: list[Action]
 
 
-class Consumer:
+class RecordConsumer:
     """Feed of records to the ledger, and of the groups that it takes to the model.
 
     Args:
@@ -39,7 +39,7 @@ class Consumer:
         training: between the same two steps as the ledger.
     """
 
-    def __init__(self, ledger: Ledger, training: Training) -> None:
+    def __init__(self, ledger: Ledger, training: TrainingThread) -> None:
         self.ledger, self.training = ledger, training
         self._held: dict[int, wire.Group] = {}
 
@@ -53,26 +53,26 @@ class Consumer:
         for entry in self.ledger.state.taken:
             self.training.add(self._held.pop(entry.number))
 
-    def apply(self, entry: LogRecord) -> tuple[Intake, list[Action]]:
+    def apply(self, entry: LogRecord) -> tuple[RecordIntake, list[Action]]:
         """Apply the next record, never while the ledger is full; return it decoded, with the actions to perform."""
-        read = intake.read(entry, self.ledger, self.training.backend.vocab_size)
+        read = intake.read_record(entry, self.ledger, self.training.backend.vocab_size)
         actions = self.ledger.apply(read.record, entry.seq)
-        if read.group is not None and any(isinstance(action, Hold) for action in actions):
+        if read.group is not None and any(isinstance(action, HoldGroup) for action in actions):
             self._held[read.group.ticket] = read.group
         return read, actions
 
     def perform(self, actions: Sequence[Action]) -> None:
         """Pass taken groups to the model; the caller issues tickets."""
         for action in actions:
-            if isinstance(action, Take):
+            if isinstance(action, TakeGroup):
                 self.training.add(self._held.pop(action.number))
-            elif isinstance(action, Forget):
+            elif isinstance(action, ForgetTicket):
                 self._held.pop(action.number, None)
 
-    async def complete(self) -> Step | None:
+    async def complete(self) -> CompletedStep | None:
         """Train the full step; return None if abandoned."""
         trained = await self.training.finish(self.ledger.state.version)
         if trained is None:
             return None
         taken = list(self.ledger.state.taken)
-        return Step(trained, taken, self.ledger.complete_step())
+        return CompletedStep(trained, taken, self.ledger.complete_step())

@@ -31,7 +31,7 @@ OTHERWISE: Final = "a run cannot change that; choose another run.name"
 Change = tuple[str, Any, Any]  # dotted key, before, after; None for a missing key
 
 
-def settings_of(folder: Path) -> dict[str, Any] | None:
+def read_settings(folder: Path) -> dict[str, Any] | None:
     """Return the settings in a run's folder, None for a new run.
 
     Raises:
@@ -58,14 +58,14 @@ def changes(before: Any, after: Any, key: str = "") -> Iterator[Change]:
         yield key, before, after
 
 
-def shown(change: Change) -> str:
+def format_change(change: Change) -> str:
     """Return one line: ``train.lr: 1e-05 -> 2e-05``."""
     key, *values = change
     before, after = (text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}…" for text in map(json.dumps, values))
     return f"{key}: {before} -> {after}"
 
 
-def refuse(folder: Path, config: dict[str, Any], *, force: bool) -> list[str]:
+def check_changes(folder: Path, config: dict[str, Any], *, force: bool) -> list[str]:
     """Return one line for each setting that differs from the folder's; none for a new run.
 
     Args:
@@ -75,20 +75,20 @@ def refuse(folder: Path, config: dict[str, Any], *, force: bool) -> list[str]:
     Raises:
         UserError: if a setting changed that cannot.
     """
-    before = settings_of(folder)
+    before = read_settings(folder)
     if before is None:
         return []
     held = _held(folder)
     if held is not None:
         _refuse_model(held, before, config, force=force)
-    if noted_epoch(folder) or checkpoint.found(folder / "checkpoints"):
+    if noted_epoch(folder) or checkpoint.list_checkpoints(folder / "checkpoints"):
         _refuse_domains(before, config, force=force)
-    return [shown(change) for change in changes(before, config)]
+    return [format_change(change) for change in changes(before, config)]
 
 
 def _held(folder: Path) -> Path | None:
     """Return the folder of the weights that the run resumes from, None if it has none yet."""
-    newest = checkpoint.found(folder / "checkpoints")[-1:]
+    newest = checkpoint.list_checkpoints(folder / "checkpoints")[-1:]
     return next((path for path in [*newest, folder / "warm_start", folder / "model"] if (path / "config.json").is_file()), None)
 
 

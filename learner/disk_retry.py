@@ -23,7 +23,7 @@ FIRST_WAIT_S: Final = 0.5
 LONGEST_WAIT_S: Final = 10.0
 
 
-class Backoff:
+class RetryBackoff:
     """Waiting times after failures in a row, and when to report them. Pure."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Backoff:
         self._wait_s = FIRST_WAIT_S
 
 
-class Patience:
+class DiskRetry:
     """Retrier of jobs that write to a folder, until they succeed.
 
     Args:
@@ -59,7 +59,7 @@ class Patience:
     def __init__(self, folder: Path, stop: Stop, waits: str, say: Callable[[str], None] = lambda _: None) -> None:
         self._folder, self._stop, self._waits, self._say = folder, stop, waits, say
         self.reason = ""
-        self._backoff = Backoff()
+        self._backoff = RetryBackoff()
 
     async def __call__(self, job: Callable[[], Awaitable[T]]) -> T:
         """Return the result of a job that may be repeated.

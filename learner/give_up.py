@@ -33,7 +33,7 @@ MAX_CHARS: Final = 400  # of a failure's detail
 PLACE: Final = re.compile(r"\([^()\s]+:\d+ in [^()]+\)")  # (file.py:88 in fn), see broker.system.workers.fault
 
 
-class GiveUp:
+class FailureMonitor:
     """Detector of runs that only fail, from the outcomes of groups and the reports of hubs.
 
     Args:
@@ -154,7 +154,7 @@ def _broken(key: str, hubs: Iterable[wire.Presence]) -> str:
     return why
 
 
-async def watch_hubs(giveup: GiveUp, roster: Roster, paused: Callable[[], bool], end: Callable[[str], None]) -> None:
+async def watch_hubs(giveup: FailureMonitor, roster: Roster, paused: Callable[[], bool], end: Callable[[str], None]) -> None:
     """Check once a second until there is a verdict, and pass it to ``end``."""
     while True:
         await asyncio.sleep(LOOK_EVERY_S)

@@ -20,7 +20,7 @@ EACH_S: Final = 0.5
 Users = dict[int, list[str]]
 
 
-def users() -> Users:
+def gpu_users() -> Users:
     """Return the processes on each GPU that has any, as ``pid 4711 (python)``; empty without nvidia-smi."""
     index_of = {uuid: int(index) for index, uuid in _ask("--query-gpu=index,uuid", 2) if index.isdigit()}
     found: Users = {}
@@ -42,7 +42,7 @@ def _ask(query: str, width: int) -> list[list[str]]:
     return [row for row in rows if len(row) == width] if answer.returncode == 0 else []
 
 
-def refuse_taken(numbers: list[int], spec: str, found: Callable[[], Users] = users, patience_s: float = PATIENCE_S) -> None:
+def refuse_taken(numbers: list[int], spec: str, found: Callable[[], Users] = gpu_users, patience_s: float = PATIENCE_S) -> None:
     """Wait up to ``patience_s`` for the GPUs to be free.
 
     Raises:
@@ -75,7 +75,7 @@ def with_ranks(config: dict[str, Any], spec: str, num_gpus: int) -> dict[str, An
     return {**config, "train": {**train, "device": device, **({"ranks": num_gpus} if num_gpus else {})}}
 
 
-def forget(config: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+def forget_gpus(config: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """Return a run's settings without the ranks and device of its last GPUs if --gpus names others; overrides stay."""
     if options.gpus == "auto" or not Path(options.config).is_dir():
         return config
@@ -84,7 +84,7 @@ def forget(config: dict[str, Any], options: argparse.Namespace) -> dict[str, Any
     return {**config, "train": train}
 
 
-def settle(config: dict[str, Any], spec: str, *, share: bool) -> dict[str, Any]:
+def assign_gpus(config: dict[str, Any], spec: str, *, share: bool) -> dict[str, Any]:
     """Select the GPUs and return the configuration for them.
 
     Args:

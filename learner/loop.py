@@ -13,21 +13,21 @@ from broker.contract import wire
 from broker.contract.streams import SAMPLES
 from broker.jetstream.bus import Bus, LogRecord
 from broker.runtime.process import Stop
-from learner.consumer import Consumer
-from learner.credit.intake import Intake
-from learner.credit.ledger import Action, Forget, Issue, Ledger, Refuse
-from learner.credit.records import Records
-from learner.credit.recovery import Resumed
-from learner.credit.tickets import Issuer
+from learner.consumer import RecordConsumer
+from learner.credit.intake import RecordIntake
+from learner.credit.ledger import Action, ForgetTicket, IssueTicket, Ledger, RefuseRecord
+from learner.credit.records import LedgerRecorder
+from learner.credit.recovery import RecoveryResult
+from learner.credit.tickets import TicketIssuer
 from learner.evaluation.evaluator import Evaluator
-from learner.give_up import GiveUp
-from learner.reporting.metrics_writer import Book
-from learner.training import Trained, Training
+from learner.give_up import FailureMonitor
+from learner.reporting.metrics_writer import MetricsWriter
+from learner.training import TrainingResult, TrainingThread
 
 log = logging.getLogger(__name__)
 
 
-class Loop:
+class TrainingLoop:
     """Training loop from the ledger's position to the last step.
 
     Args:
@@ -46,23 +46,23 @@ class Loop:
         self,
         bus: Bus,
         ledger: Ledger,
-        training: Training,
-        issuer: Issuer,
+        training: TrainingThread,
+        issuer: TicketIssuer,
         evaluator: Evaluator,
-        book: Book,
-        records: Records,
+        book: MetricsWriter,
+        records: LedgerRecorder,
         stop: Stop,
         *,
-        resumed: Resumed,
+        resumed: RecoveryResult,
         offer: Callable[[int], float],
         fleet_values: Callable[[], dict[str, float]],
         checkpoint: Callable[[dict[str, object]], Awaitable[None]],
         checkpoint_every: int,
-        giveup: GiveUp,
+        giveup: FailureMonitor,
         epoch: int = 0,
     ) -> None:
         self._bus, self._ledger, self._training, self._issuer = bus, ledger, training, issuer
-        self._consumer = Consumer(ledger, training)
+        self._consumer = RecordConsumer(ledger, training)
         self._evaluator, self._book, self._records, self._stop = evaluator, book, records, stop
         self._resumed = resumed
         self._offer, self._fleet_values = offer, fleet_values
@@ -136,12 +136,12 @@ class Loop:
             await self._bus.dead_letter(SAMPLES, seq=entry.seq, ticket=entry.ticket, reason=read.problem, data=entry.data)
         await self._records.consumed(entry, read, actions)
         is_new = entry.seq > self._catch_up_to  # older records say nothing about the code that runs now
-        if any(isinstance(action, Forget) and action.outcome == "dead" for action in actions):
+        if any(isinstance(action, ForgetTicket) and action.outcome == "dead" for action in actions):
             self._note_failure(entry, read, domain if is_new else None)
-        elif read.group is not None and is_new and not any(isinstance(action, Refuse) for action in actions):
+        elif read.group is not None and is_new and not any(isinstance(action, RefuseRecord) for action in actions):
             self._giveup.worked(domain)
             self._book.showcase.accepted(read.group)
-        forgotten = [action.number for action in actions if isinstance(action, Forget)]
+        forgotten = [action.number for action in actions if isinstance(action, ForgetTicket)]
         if isinstance(entry.message, wire.Closed) and forgotten:
             self._say_closed(entry.message)
         if isinstance(entry.message, wire.RulesChange):
@@ -154,11 +154,11 @@ class Loop:
 
     def _perform(self, actions: list[Action]) -> None:
         for action in actions:
-            if isinstance(action, Issue):
+            if isinstance(action, IssueTicket):
                 self._issuer.put(action.ticket)
         self._consumer.perform(actions)
 
-    def _note_failure(self, entry: LogRecord, read: Intake, domain: str | None) -> None:
+    def _note_failure(self, entry: LogRecord, read: RecordIntake, domain: str | None) -> None:
         """Keep a failure for the live view; stop the run if this learner's groups only fail (``domain`` is set)."""
         if isinstance(closed := entry.message, wire.Closed):
             reason, detail, by = closed.reason, closed.detail, closed.by
@@ -200,7 +200,7 @@ class Loop:
         self.boundary = self._ledger.dump()
         await self._records.completed(made.taken, trained.tickets, actions)
         copy_s = await self._offer_if_current()
-        self._perform([action for action in actions if isinstance(action, Issue)])
+        self._perform([action for action in actions if isinstance(action, IssueTicket)])
         step, last_step = self._ledger.state.version, self._ledger.rules.steps
         line = self._book.compose(self._step_values(trained, waited_s, copy_s))
         self._evaluator.step_completed(step, last_step)
@@ -209,10 +209,10 @@ class Loop:
         await self._book.write(line | self._evaluator.take(last=self._done))
         if self._checkpoint_every and step % self._checkpoint_every == 0 and not self._done:
             await self._checkpoint(self.boundary)
-        self._perform([action for action in actions if not isinstance(action, Issue)])
+        self._perform([action for action in actions if not isinstance(action, IssueTicket)])
         return True
 
-    def _step_values(self, trained: Trained, waited_s: float, copy_s: float) -> dict[str, float]:
+    def _step_values(self, trained: TrainingResult, waited_s: float, copy_s: float) -> dict[str, float]:
         now = time.monotonic()
         wall_s, self._began = max(now - self._began, 1e-9), now
         total = self._ledger.counts()["filtered"]

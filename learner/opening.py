@@ -16,7 +16,7 @@ from broker.settings.runspec import domains, section
 from learner.algorithm.advantages import ADVANTAGES
 from learner.backends import BACKENDS
 from learner.config import AlgorithmSection, TrainSection
-from learner.training import Training
+from learner.training import TrainingThread
 from rlearner_text.config import ModelSection
 from rlearner_text.library import import_transformers
 
@@ -48,7 +48,7 @@ def _libraries(backend: str) -> Any:
     return found
 
 
-async def open_training(config: dict[str, Any], model_path: str, first_path: str) -> Training:
+async def open_training(config: dict[str, Any], model_path: str, first_path: str) -> TrainingThread:
     """Build the backend of a run's configuration in the training thread; the caller closes it.
 
     Args:
@@ -72,7 +72,7 @@ async def open_training(config: dict[str, Any], model_path: str, first_path: str
         ref_path=first_path,
         max_length=max(domain.max_context_tokens for domain in table.values()),
     )
-    training = Training(
+    training = TrainingThread(
         build,
         resolve("advantages", algorithm.adv_estimator, ADVANTAGES),
         algorithm,

@@ -66,7 +66,7 @@ def make_folder(folder: Path) -> Path:
 
 def exit_code(config: dict[str, Any]) -> int:
     """Return 0 if the run of a validated configuration has completed all its steps, else 130 (stopped)."""
-    made = checkpoint.newest(run_folder(config) / "checkpoints")
+    made = checkpoint.newest_checkpoint(run_folder(config) / "checkpoints")
     return 0 if made is not None and made.step >= section(config, "train", TrainSection).steps else EXIT_STOPPED
 
 
@@ -81,7 +81,7 @@ def refuse_fewer_steps(folder: Path, run: str, steps: int) -> None:
     Raises:
         UserError: if the newest checkpoint is beyond ``steps``.
     """
-    made = checkpoint.newest(folder / "checkpoints")
+    made = checkpoint.newest_checkpoint(folder / "checkpoints")
     if made is not None and made.step > steps:
         raise UserError(
             f"train.steps: {steps} is not allowed; run {run} has made {made.step} steps already: "

@@ -23,7 +23,7 @@ from learner.run_folder import noted_epoch, noted_holder
 SOMEONE = ""  # a holder of which only the epoch is known
 
 
-class Rivals:
+class RivalDetector:
     """Detector of other learners of a run.
 
     Args:

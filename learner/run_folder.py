@@ -30,7 +30,7 @@ DEADLINE_S: Final = 2.0
 
 
 @dataclass(frozen=True)
-class Place:
+class RunPlace:
     """A run's folder and the contents of its config.yaml."""
 
     name: str
@@ -64,7 +64,7 @@ def add_broker_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--connect-deadline", type=positive, default=DEADLINE_S, metavar="SECONDS", help="give up after (%(default)s)")
 
 
-def find(run: str, folder: str) -> Place:
+def find_run(run: str, folder: str) -> RunPlace:
     """Return the run of that name below ``folder``, or in the folder that ``run`` names.
 
     Raises:
@@ -74,14 +74,14 @@ def find(run: str, folder: str) -> Place:
         if (path / "config.yaml").is_file():
             try:
                 config = yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8"))
-                return Place(str(config["run"]["name"]), path.absolute(), config)
+                return RunPlace(str(config["run"]["name"]), path.absolute(), config)
             except (OSError, yaml.YAMLError, TypeError, KeyError) as error:
                 raise UserError(f"{path / 'config.yaml'}: cannot be read: {error}") from None
     known = sorted(path.parent.name for path in Path(folder).glob("*/config.yaml"))
     raise UserError(f"no run {run!r} below {folder}; there is {', '.join(known) or 'none'}; name its folder, or give --dir")
 
 
-def address(named: str | None, folder: Path) -> str:
+def broker_address(named: str | None, folder: Path) -> str:
     """Return the named broker, else that of a running ``rlearner up``, else the run's last one, else the default."""
     return named or current_address(folder) or process.DEFAULT_BROKER
 
@@ -115,7 +115,7 @@ def private_addresses(folder: Path) -> list[str]:
     return [line for line in lines if "://" in line]
 
 
-def moved_from(folder: Path, url: str) -> str:
+def previous_broker(folder: Path, url: str) -> str:
     """Return the broker that the run was last trained with, empty if it is ``url``, has ended or is unknown."""
     noted = noted_address(folder)
     return "" if noted in (url, *private_addresses(folder)) else noted
@@ -160,13 +160,13 @@ def _epoch_note(folder: Path) -> tuple[str, str]:
 
 
 @asynccontextmanager
-async def connected(options: argparse.Namespace, run: str, folder: Path) -> AsyncIterator[tuple[Bus | None, str]]:
+async def connect_run(options: argparse.Namespace, run: str, folder: Path) -> AsyncIterator[tuple[Bus | None, str]]:
     """Connect to the run's broker; yield it, or None and the reason.
 
     Raises:
         UserError: if the user named a broker that does not answer.
     """
-    url = address(options.broker, folder)
+    url = broker_address(options.broker, folder)
     try:
         bus = await Bus.connect(url, run, name=f"operator-{os.getpid()}", deadline_s=options.connect_deadline)
     except BrokerUnreachable as error:

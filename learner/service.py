@@ -23,26 +23,26 @@ from broker.system import logs
 from broker.system.process_identity import this_process
 from learner.checkpoints import checkpoint
 from learner.config import AlgorithmSection, FailuresSection, TrainSection
-from learner.continuing import refuse, settings_of
-from learner.credit.grants import Rules, rules_of
+from learner.continuing import check_changes, read_settings
+from learner.credit.grants import TicketRules, rules_of
 from learner.credit.intake import rules_change
-from learner.credit.ledger import Changed, Ledger
+from learner.credit.ledger import Ledger, RulesUpdate
 from learner.credit.recovery import Recovery
-from learner.give_up import GiveUp, watch_hubs
-from learner.loop import Loop
+from learner.give_up import FailureMonitor, watch_hubs
+from learner.loop import TrainingLoop
 from learner.opening import begin_imports, open_training
 from learner.prepare import data_digests, nothing_left, refuse_fewer_steps, run_folder, write_config
-from learner.reporting.missing_roles import roles, watch_company
-from learner.reporting.status import ID, Shown
-from learner.rivals import Rivals
+from learner.reporting.missing_roles import required_roles, watch_missing_roles
+from learner.reporting.status import ID, LearnerStatus
+from learner.rivals import RivalDetector
 from learner.run_folder import note_broker, note_epoch, noted_epoch
 from learner.services import open_services, open_trackers
-from learner.warm_start import Interrupted, Preparation
-from learner.watch import Watch
+from learner.warm_start import ModelPreparation, PreparationInterrupted
+from learner.watch import EpochWatch
 from rlearner_text.config import ModelSection
 
 if TYPE_CHECKING:
-    from broker.weights.sender.send import Sender
+    from broker.weights.sender.send import WeightSender
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ async def serve(
     logs.identify(run=run, role="learner", process_id=ID)
     is_new = not (folder / "config.yaml").exists()
     refuse_fewer_steps(folder, run, section(config, "train", TrainSection).steps)
-    for change in await asyncio.to_thread(refuse, folder, config, force=force):
+    for change in await asyncio.to_thread(check_changes, folder, config, force=force):
         log.info("changed since the last start: %s", change)
     try:
         async with AsyncExitStack() as stack:
@@ -94,7 +94,7 @@ async def serve(
             await learner.run()
     except (LostState, Fenced) as error:
         raise UserError(str(error)) from None
-    except Interrupted:
+    except PreparationInterrupted:
         raise Stopped(stop.reason) from None
 
 
@@ -109,13 +109,13 @@ async def _refuse_a_stranger(bus: Bus, folder: Path, is_new: bool) -> None:
         raise UserError(f"run.name: the broker already has a run {bus.run}, and {folder} does not come from it; choose another run.name")
 
 
-async def _refuse_rivals(stack: AsyncExitStack, bus: Bus, folder: Path, stop: Stop) -> Rivals:
+async def _refuse_rivals(stack: AsyncExitStack, bus: Bus, folder: Path, stop: Stop) -> RivalDetector:
     """Start listening for other learners of the run.
 
     Raises:
         UserError: if one is alive.
     """
-    rivals = Rivals(bus, folder)
+    rivals = RivalDetector(bus, folder)
     stack.push_async_callback(rivals.close)
     await rivals.start()
     await unless_stopped(stop, rivals.refuse())
@@ -124,15 +124,15 @@ async def _refuse_rivals(stack: AsyncExitStack, bus: Bus, folder: Path, stop: St
 
 @asynccontextmanager
 async def _open(
-    config: dict[str, Any], folder: Path, bus: Bus, stop: Stop, rivals: Rivals | None, *, rebase: bool
-) -> AsyncIterator[Learner]:
+    config: dict[str, Any], folder: Path, bus: Bus, stop: Stop, rivals: RivalDetector | None, *, rebase: bool
+) -> AsyncIterator[LearnerService]:
     """Open everything between the broker and the loop; close it in reverse order."""
     async with AsyncExitStack() as stack:
         placeholder = wire.RunSpec(run=bus.run, wire_version=wire.WIRE_VERSION, epoch=0, config=config, model_path="")
         member = Member(bus, placeholder, ID, "learner", stop)
         stack.push_async_callback(member.leave)
         roster = Roster(bus, beats=("rollout",), members=("envhub", "rewardhub"))
-        learner = Learner(config, folder, member, roster, rivals)
+        learner = LearnerService(config, folder, member, roster, rivals)
         member.announce(learner.shown.presence)
         member.report(learner.shown.values, learner.shown.text)
         member.spawn(roster.serve())
@@ -141,19 +141,19 @@ async def _open(
         yield learner
 
 
-class Learner:
+class LearnerService:
     """One incarnation of the learner of one run.
 
     Args:
         rivals: checked before the run is taken; None takes it over from any learner.
     """
 
-    def __init__(self, config: dict[str, Any], folder: Path, member: Member, roster: Roster, rivals: Rivals | None) -> None:
+    def __init__(self, config: dict[str, Any], folder: Path, member: Member, roster: Roster, rivals: RivalDetector | None) -> None:
         self.config, self.folder, self.member, self.roster, self.rivals = config, folder, member, roster, rivals
         self.bus, self.stop = member.bus, member.stop
         self.train = section(config, "train", TrainSection)
-        self.shown = Shown(self.stop, self.train.groups_per_step, lambda: self.watch.epoch)
-        self.watch = Watch(self.bus, self.stop, self.shown.say_waiting)
+        self.shown = LearnerStatus(self.stop, self.train.groups_per_step, lambda: self.watch.epoch)
+        self.watch = EpochWatch(self.bus, self.stop, self.shown.say_waiting)
         self.checkpoints = folder / "checkpoints"
 
     # ------------------------------------------------------------------------------------------------------ prepare
@@ -174,7 +174,7 @@ class Learner:
             self.member.spawn(appending)  # if the store is full, the log must be trimmed first
         else:
             await appending  # the log's first record
-        await asyncio.to_thread(checkpoint.tidy, self.checkpoints)
+        await asyncio.to_thread(checkpoint.remove_partial, self.checkpoints)
         self.sender = await self._open_sender(stack)
         self.services = await open_services(
             stack,
@@ -214,14 +214,14 @@ class Learner:
             log.warning("another learner continued while this one was loading, to %s", self._newest())
 
     def _newest(self) -> Path | None:
-        found = checkpoint.found(self.checkpoints)
+        found = checkpoint.list_checkpoints(self.checkpoints)
         return found[-1] if found else None
 
     async def _load(self, stack: AsyncExitStack, path: Path | None, model_path: str, *, rebase: bool) -> Recovery:
         """Load model and ledger from a checkpoint or from scratch, and inspect the broker; change nothing."""
-        from learner.weights.offering import Offering  # imports torch
+        from learner.weights.offering import WeightOffering  # imports torch
 
-        resumed = checkpoint.read(path) if path is not None else None
+        resumed = checkpoint.read_checkpoint(path) if path is not None else None
         if resumed is not None:
             log.info("resuming from %s", resumed.path)
         self.shown.say("loading the model")
@@ -237,24 +237,24 @@ class Learner:
         if resumed is not None:
             await self.training.call(partial(checkpoint.load_state, resumed, self.training.backend))
         dtype = section(self.config, "model", ModelSection).dtype
-        self.offering = await self.training.call(lambda: Offering(self.training.backend, self.train, dtype))
+        self.offering = await self.training.call(lambda: WeightOffering(self.training.backend, self.train, dtype))
         if self.ledger.state.version >= self.train.steps:
             await self._end_what_is_done(self.ledger.state.version)
         recovery = Recovery(self.bus, self.ledger, self.folder, self.training.backend.vocab_size)
         await recovery.look(rebase=rebase)
         return recovery
 
-    def _rules(self) -> Rules:
+    def _rules(self) -> TicketRules:
         """Return the rules of the configuration."""
         algorithm = section(self.config, "algorithm", AlgorithmSection)
         return rules_of(self.train, algorithm, domains(self.config), self.config["run"]["seed"])
 
-    async def _first_rules(self) -> Rules:
+    async def _first_rules(self) -> TicketRules:
         """Return the rules that the log begins with; a learner killed before a checkpoint may have left some."""
         first = await peek(self.bus, SAMPLES, 1)
         if first is not None and isinstance(first.record.message, wire.RulesChange):
             found = rules_change(first.record.message).record
-            if isinstance(found, Changed):
+            if isinstance(found, RulesUpdate):
                 return found.rules
         return self._rules()
 
@@ -277,7 +277,7 @@ class Learner:
         raise Stopped(ALL_DONE.reason)
 
     async def _model_path(self) -> str:
-        preparation = Preparation(self.config, self.folder, self.shown.say, make_warm_start=self._needs_warm_start())
+        preparation = ModelPreparation(self.config, self.folder, self.shown.say, make_warm_start=self._needs_warm_start())
         work = asyncio.create_task(asyncio.to_thread(preparation.model_path))
         stopping = asyncio.create_task(self.stop.asked.wait())
         try:
@@ -292,7 +292,7 @@ class Learner:
         """Return whether the first weights are used: by a new run, as the reference, or below adapters."""
         if self._newest() is None:
             return True
-        began_with = ((settings_of(self.folder) or {}).get("warm_start") or {}).get("steps")
+        began_with = ((read_settings(self.folder) or {}).get("warm_start") or {}).get("steps")
         has_reference = section(self.config, "algorithm", AlgorithmSection).kl_coef > 0 or self.train.lora is not None
         return bool(began_with) and has_reference
 
@@ -315,7 +315,7 @@ class Learner:
         for work in self.watch.services():
             self.member.spawn(work)
 
-    async def _open_sender(self, stack: AsyncExitStack) -> Sender:
+    async def _open_sender(self, stack: AsyncExitStack) -> WeightSender:
         sender = await self.training.call(lambda: self.offering.sender(self.bus, self.roster, self.watch.epoch))
         await sender.start()
         stack.push_async_callback(sender.close)
@@ -332,8 +332,8 @@ class Learner:
     async def run(self) -> None:
         """Run the loop, write the last checkpoint and announce the end of the run."""
         ledger, roster, beside = self.ledger, self.roster, self.services
-        giveup = GiveUp(section(self.config, "failures", FailuresSection), self.train.groups_per_step, domains(self.config))
-        loop = Loop(
+        giveup = FailureMonitor(section(self.config, "failures", FailuresSection), self.train.groups_per_step, domains(self.config))
+        loop = TrainingLoop(
             self.bus,
             ledger,
             self.training,
@@ -351,7 +351,9 @@ class Learner:
             epoch=self.watch.epoch,
         )
         self.member.spawn(
-            watch_company(self.bus.run, roster, roles(domains(self.config)), lambda: bool(ledger.open), self.shown.say_waiting)
+            watch_missing_roles(
+                self.bus.run, roster, required_roles(domains(self.config)), lambda: bool(ledger.open), self.shown.say_waiting
+            )
         )
         self.member.spawn(watch_hubs(giveup, roster, lambda: self.watch.paused, self.stop.request))
         self.shown.serving = True

@@ -13,44 +13,46 @@ from broker.runtime.process import Member, Stop
 from broker.settings.config import PRIVATE_STORE_GIB, BrokerSection
 from broker.settings.runspec import domains, section
 from broker.settings.timeouts import seconds
-from learner.checkpoints.saver import Saver
+from learner.checkpoints.saver import CheckpointSaver
 from learner.config import CheckpointSection, EvalSection, SamplesSection, TrackersSection, TrainSection
 from learner.credit.ledger import Ledger
-from learner.credit.orphans import OrphanWatch
-from learner.credit.records import Records
-from learner.credit.store_gate import Gate
-from learner.credit.tickets import Issuer, Reaper
-from learner.disk_retry import Patience
-from learner.evaluation.evaluation import Evaluations
+from learner.credit.orphans import OrphanReaper
+from learner.credit.records import LedgerRecorder
+from learner.credit.store_gate import StoreGate
+from learner.credit.tickets import TicketIssuer, TicketReaper
+from learner.disk_retry import DiskRetry
+from learner.evaluation.evaluation import EvaluationQueue
 from learner.evaluation.evaluator import Evaluator
-from learner.reporting.metrics_writer import Book
-from learner.reporting.showcase import Showcase
-from learner.reporting.status import Shown
-from learner.reporting.trackers import Trackers
-from learner.reporting.transcripts import Transcripts
-from learner.training import Training
-from learner.watch import Watch
+from learner.reporting.metrics_writer import MetricsWriter
+from learner.reporting.showcase import EpisodeShowcase
+from learner.reporting.status import LearnerStatus
+from learner.reporting.trackers import TrackerGroup
+from learner.reporting.transcripts import TranscriptFactory
+from learner.training import TrainingThread
+from learner.watch import EpochWatch
 
 
 @dataclass(frozen=True)
-class Services:
+class LearnerServices:
     """The open services, which run as long as the member does."""
 
-    book: Book
-    records: Records
-    saver: Saver
+    book: MetricsWriter
+    records: LedgerRecorder
+    saver: CheckpointSaver
     evaluator: Evaluator
-    issuer: Issuer
+    issuer: TicketIssuer
 
 
-def _patience(folder: Path, stop: Stop, shown: Shown) -> Patience:
-    return Patience(folder, stop, "the learner does not start", shown.say_waiting)
+def _patience(folder: Path, stop: Stop, shown: LearnerStatus) -> DiskRetry:
+    return DiskRetry(folder, stop, "the learner does not start", shown.say_waiting)
 
 
-async def open_trackers(stack: AsyncExitStack, config: dict[str, Any], folder: Path, run: str, stop: Stop, shown: Shown) -> Trackers:
+async def open_trackers(
+    stack: AsyncExitStack, config: dict[str, Any], folder: Path, run: str, stop: Stop, shown: LearnerStatus
+) -> TrackerGroup:
     """Open the trackers; needs no epoch, so that refused settings end a learner before it has the run."""
     settings = section(config, "trackers", TrackersSection)
-    trackers = await _patience(folder, stop, shown).in_thread(Trackers, settings, folder, run, config)
+    trackers = await _patience(folder, stop, shown).in_thread(TrackerGroup, settings, folder, run, config)
     stack.callback(trackers.close)
     return trackers
 
@@ -62,12 +64,12 @@ async def open_services(
     member: Member,
     roster: Roster,
     ledger: Ledger,
-    training: Training,
-    watch: Watch,
-    shown: Shown,
-    trackers: Trackers,
+    training: TrainingThread,
+    watch: EpochWatch,
+    shown: LearnerStatus,
+    trackers: TrackerGroup,
     written: int,
-) -> Services:
+) -> LearnerServices:
     """Open the services one by one; the stack closes them in reverse order.
 
     Args:
@@ -78,32 +80,34 @@ async def open_services(
     beside = (stop, shown.say_waiting)
     patience = _patience(folder, stop, shown)
     lines = folder / "metrics.jsonl"
-    transcripts = Transcripts(config, folder)
-    showcase = Showcase(trackers, section(config, "trackers", TrackersSection), transcripts, folder)
-    book = await patience.in_thread(Book, bus, roster, ledger, trackers, showcase, lines, ledger.state.version, *beside)
+    transcripts = TranscriptFactory(config, folder)
+    showcase = EpisodeShowcase(trackers, section(config, "trackers", TrackersSection), transcripts, folder)
+    book = await patience.in_thread(MetricsWriter, bus, roster, ledger, trackers, showcase, lines, ledger.state.version, *beside)
     stack.callback(book.close)
-    records = await patience.in_thread(Records, folder, ledger, section(config, "samples", SamplesSection), *beside)
+    records = await patience.in_thread(LedgerRecorder, folder, ledger, section(config, "samples", SamplesSection), *beside)
     stack.callback(records.close)
     checkpoints = section(config, "checkpoint", CheckpointSection)
-    saver = Saver(folder / "checkpoints", checkpoints, bus, ledger, training, records, watch, *beside, written, lambda: gate.pressed)
+    saver = CheckpointSaver(
+        folder / "checkpoints", checkpoints, bus, ledger, training, records, watch, *beside, written, lambda: gate.pressed
+    )
     limit_gib = section(config, "broker", BrokerSection).store_max_gib
-    gate = Gate(bus, ledger, limit_gib, PRIVATE_STORE_GIB, shown.say_waiting, saver.relieve)
+    gate = StoreGate(bus, ledger, limit_gib, PRIVATE_STORE_GIB, shown.say_waiting, saver.relieve)
     stack.push_async_callback(saver.close)
     await saver.open()
     await gate.look()
     evaluation = section(config, "eval", EvalSection)
-    evaluations = Evaluations(evaluation, domains(config), config["run"]["seed"], await bus.last_seq(EVALTICKETS) + 1)
+    evaluations = EvaluationQueue(evaluation, domains(config), config["run"]["seed"], await bus.last_seq(EVALTICKETS) + 1)
     baseline = evaluation.baseline if evaluation.every_steps else ""
-    waiting = Patience(folder, stop, "evaluated episodes are not kept, and the run does not end,", shown.say_waiting)
+    waiting = DiskRetry(folder, stop, "evaluated episodes are not kept, and the run does not end,", shown.say_waiting)
     evaluator = Evaluator(
         bus, evaluations, roster, folder / "evals", baseline, waiting, transcripts, evaluation.against, show=showcase.evaluated
     )
     await watch.refuse_if_fenced()
     await evaluator.open()
-    issuer = Issuer(bus, TICKETS, gate.wait)
-    reaper = Reaper(bus, ledger, roster, seconds(section(config, "train", TrainSection).ticket_timeout_s), lambda: watch.paused)
+    issuer = TicketIssuer(bus, TICKETS, gate.wait)
+    reaper = TicketReaper(bus, ledger, roster, seconds(section(config, "train", TrainSection).ticket_timeout_s), lambda: watch.paused)
     pools = {reward.pool for domain in domains(config).values() for reward in domain.rewards}
-    orphans = OrphanWatch(bus, ledger, len(pools))
+    orphans = OrphanReaper(bus, ledger, len(pools))
     for work in (*book.services(), *evaluator.services(), issuer.serve(), gate.serve(), reaper.serve(), orphans.serve()):
         member.spawn(work)
-    return Services(book, records, saver, evaluator, issuer)
+    return LearnerServices(book, records, saver, evaluator, issuer)

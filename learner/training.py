@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from broker.contract import wire
-from learner.algorithm.assembly import Assembly
+from learner.algorithm.assembly import SampleAssembler
 from learner.algorithm.batch_adjust import adjust
-from learner.algorithm.packing import Cutter
+from learner.algorithm.packing import MicroBatchCutter
 from learner.algorithm.samples import TrainSample
 from learner.config import AlgorithmSection
-from learner.reporting.metrics import describe
+from learner.reporting.metrics import step_metrics
 
 if TYPE_CHECKING:
     from learner.backends.base import Backend
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainingResult:
     """Result of a training step.
 
     Attributes:
@@ -47,7 +47,7 @@ class Trained:
     tickets: tuple[int, ...] = ()
 
 
-class Training:
+class TrainingThread:
     """Owner of the training thread; ``open`` builds the backend in the thread that uses it.
 
     Args:
@@ -65,7 +65,7 @@ class Training:
         stream: bool = True,
     ) -> None:
         self._algorithm = algorithm
-        self._build, self._assembly = build, Assembly(estimator, algorithm, stream=stream)
+        self._build, self._assembly = build, SampleAssembler(estimator, algorithm, stream=stream)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="training")
         self._groups: list[wire.Group] = []
         self._busy_s = 0.0
@@ -79,7 +79,7 @@ class Training:
             ConfigError: if the backend refuses the configuration.
         """
         self.backend = await self.call(self._build)
-        self._cutter: Cutter[TrainSample] = self.backend.cutter()
+        self._cutter: MicroBatchCutter[TrainSample] = self.backend.cutter()
         return self.backend
 
     async def call(self, job: Callable[[], T]) -> T:
@@ -91,7 +91,7 @@ class Training:
         future = asyncio.get_running_loop().run_in_executor(self._thread, self._add, group)
         future.add_done_callback(self._watch)
 
-    async def finish(self, version: int) -> Trained | None:
+    async def finish(self, version: int) -> TrainingResult | None:
         """Train the rest and take the optimizer step; return None if the step was abandoned.
 
         Args:
@@ -152,14 +152,16 @@ class Training:
             samples = adjust([sample for sample in samples if sample.num_tokens], self._algorithm.num_minibatches, mode, version)
         return None if self._abandoned.is_set() else self.backend.update(samples)
 
-    def _finish(self, version: int) -> Trained | None:
+    def _finish(self, version: int) -> TrainingResult | None:
         started = time.monotonic()
         values = self._train_batch(version) if self._assembly.needs_batch else self._train_rest()
         if values is None:
             return None
         groups, self._groups = self._groups, []
-        values = describe(groups, version) | values
+        values = step_metrics(groups, version) | values
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         num_tokens = sum(int(trajectory.loss_mask.array().sum()) for trajectory in trajectories)
         busy_s, self._busy_s = self._busy_s + time.monotonic() - started, 0.0
-        return Trained(values, num_tokens, len(trajectories), busy_s, tuple(group.ticket for group in self._assembly.selected(groups)))
+        return TrainingResult(
+            values, num_tokens, len(trajectories), busy_s, tuple(group.ticket for group in self._assembly.selected(groups))
+        )

@@ -20,11 +20,11 @@ from rlearner_text.config import ModelSection
 log = logging.getLogger(__name__)
 
 
-class Interrupted(Exception):
+class PreparationInterrupted(Exception):
     """A stop was requested before the model was ready."""
 
 
-class Preparation:
+class ModelPreparation:
     """Maker of the model that training starts from; blocking, meant for a thread.
 
     Args:
@@ -50,7 +50,7 @@ class Preparation:
 
         Raises:
             UserError: if there is no such model, demonstrations cannot be generated, or the warm start diverged.
-            Interrupted: if a stop was requested.
+            PreparationInterrupted: if a stop was requested.
         """
         out = self._folder / "warm_start"
         if (out / "config.json").exists() and (self._warm.steps or not self._make_warm_start):
@@ -95,7 +95,7 @@ class Preparation:
             if self._stopped.wait(0.05):
                 child.terminate()
                 child.wait()
-                raise Interrupted
+                raise PreparationInterrupted
         return child.returncode
 
     def _train(self, path: str, data: str, out: Path) -> None:
@@ -106,7 +106,7 @@ class Preparation:
 
         def on_step(step: int, values: dict[str, float]) -> None:
             if self._stopped.is_set():
-                raise Interrupted
+                raise PreparationInterrupted
             if step % 10 == 0 or step == self._warm.steps:
                 self._say(f"warm start, step {step} of {self._warm.steps}, loss {values['loss']:.3f}")
 

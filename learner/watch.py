@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 ENDINGS: Final = ("draining", "stopped")  # the desired states in which a learner exits
 
 
-class Watch:
+class EpochWatch:
     """Watcher of the run's epoch and desired state; takes the next epoch first.
 
     Args:

@@ -35,7 +35,7 @@ class TooCostly(Exception):
     """The call took too much CPU time or memory, or recursed too deeply."""
 
 
-class Bounded:
+class BoundedFunction:
     """A function whose calls are bounded. Not thread-safe.
 
     Args:
@@ -129,7 +129,7 @@ def _serve(fd_in: int, fd_out: int, function: Callable[[bytes], bytes], cpu_s: f
         for number in (signal.SIGPROF, signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         limits.be_expendable()
-        limits.Allowance(memory_mib)
+        limits.ResourceLimits(memory_mib)
         while (data := _read(fd_in)) is not None:
             signal.setitimer(signal.ITIMER_PROF, cpu_s)
             reply = _reply(function, data)

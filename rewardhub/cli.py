@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from broker.runtime import process
-from broker.settings.arguments import Parser, complete, count, names, tokens
+from broker.settings.arguments import ArgumentParser, complete, count, names, tokens
 from broker.system.entry import enter
 
 EXAMPLES: Final = {"rewardhub": ["rewardhub --run quick", "rewardhub --rewards judge --workers 2"]}
@@ -16,7 +16,7 @@ EXAMPLES: Final = {"rewardhub": ["rewardhub --run quick", "rewardhub --rewards j
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of ``rewardhub``."""
-    result = Parser(prog="rewardhub", description="Score episodes for a run; any number of reward hubs may join and leave.")
+    result = ArgumentParser(prog="rewardhub", description="Score episodes for a run; any number of reward hubs may join and leave.")
     which = result.add_mutually_exclusive_group()
     which.add_argument("--pools", type=tokens, default=[], metavar="A,B", help="reward pools to serve (all of the run's domains)")
     which.add_argument(

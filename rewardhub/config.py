@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import PositiveFloat, PositiveInt
 
 from broker.errors import ConfigError, UserError
-from broker.settings.config import DomainSection, Reward, Section, num_greedy
+from broker.settings.config import DomainSection, RewardConfig, Section, num_greedy
 
 
 class RewardhubSection(Section):
@@ -44,12 +44,12 @@ def check(config: dict[str, Any]) -> None:
                 allowed = f"at most half of rewardhub.timeout_s ({waits_s:g}), to stop a costly answer before the hub's timeout"
                 raise ConfigError(f"{key}.args.cpu_s", cpu_s, allowed)
             takes_s = getattr(args, "timeout_s", None)
-            if takes_s is not None and function.concurrent(reward) is None and takes_s >= waits_s:
+            if takes_s is not None and function.concurrency_of(reward) is None and takes_s >= waits_s:
                 allowed = f"below rewardhub.timeout_s ({waits_s:g}), because the hub treats a late score as a failure"
                 raise ConfigError(f"{key}.args.timeout_s", takes_s, allowed)
 
 
-def scoring_s(config: dict[str, Any]) -> dict[str, float]:
+def longest_scoring_s(config: dict[str, Any]) -> dict[str, float]:
     """Return the longest time that reward hubs take for one group of each domain, in seconds.
 
     Assumes one hub for each pool, busy with ``max_groups`` such groups, and every try of every score at its timeout.
@@ -65,7 +65,7 @@ def scoring_s(config: dict[str, Any]) -> dict[str, float]:
         singles: Counter[str] = Counter()  # rewards that the pool's workers compute, one sample at a time
         pools: dict[str, float] = {}
         for reward in domain.rewards:
-            if (own := function.concurrent(reward)) is None:
+            if (own := function.concurrency_of(reward)) is None:
                 singles[reward.pool] += 1
                 took_s = math.ceil(singles[reward.pool] * scores / settings.workers) * settings.timeout_s * tries
             else:
@@ -75,7 +75,7 @@ def scoring_s(config: dict[str, Any]) -> dict[str, float]:
     return longest
 
 
-def labels(rewards: Sequence[Reward]) -> list[str]:
+def reward_labels(rewards: Sequence[RewardConfig]) -> list[str]:
     """Return the name of each reward in a trajectory's reward parts: short and unique.
 
     ``math_answer`` stays, ``my/rewards.py:brevity`` becomes ``brevity``, a second one ``brevity_2``.

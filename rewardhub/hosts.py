@@ -17,14 +17,14 @@ import msgspec
 import psutil
 
 from broker.errors import UserError
-from broker.settings.config import Reward
+from broker.settings.config import RewardConfig
 from broker.system.workers import limits, line
-from broker.system.workers.output import Output
+from broker.system.workers.output import WorkerOutput
 from broker.system.workers.start import start
 from rewardhub import protocol
 from rewardhub.rewards import function
 from rewardhub.rewards.base import Sample, Scored
-from rewardhub.workers import NoWorker, ScoreFailed, scored
+from rewardhub.workers import NoWorkerError, ScoreError, score_of_reply
 
 log = logging.getLogger(__name__)
 
@@ -36,19 +36,19 @@ class _Gone(Exception):
     """The process exited or closed the connection."""
 
 
-class Process:
+class RewardProcess:
     """One process and the connection to it, with any number of concurrent requests."""
 
     def __init__(self, child: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.child, self._writer = child, writer
         self._numbers = itertools.count(1)
-        self._open: dict[int, asyncio.Future[protocol.Done | protocol.Failed]] = {}
+        self._open: dict[int, asyncio.Future[protocol.ScoreReply | protocol.ScoreFailureReply]] = {}
         self._heard = time.monotonic()
         self.gone = ""  # how it ended
         self._listening = asyncio.create_task(self._listen(reader))
 
     @classmethod
-    async def start(cls, output: Output, env: Mapping[str, str]) -> Process:
+    async def start(cls, output: WorkerOutput, env: Mapping[str, str]) -> RewardProcess:
         """Start a process.
 
         Raises:
@@ -68,7 +68,9 @@ class Process:
         """Requests without an answer yet."""
         return len(self._open)
 
-    async def ask(self, what: protocol.Load | protocol.Score, timeout_s: float) -> protocol.Done | protocol.Failed:
+    async def ask(
+        self, what: protocol.LoadRewardRequest | protocol.ScoreRequest, timeout_s: float
+    ) -> protocol.ScoreReply | protocol.ScoreFailureReply:
         """Send one request and return its answer.
 
         Raises:
@@ -78,10 +80,10 @@ class Process:
         if self.gone:
             raise _Gone(self.gone)
         number, asked = next(self._numbers), time.monotonic()
-        answer: asyncio.Future[protocol.Done | protocol.Failed] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[protocol.ScoreReply | protocol.ScoreFailureReply] = asyncio.get_running_loop().create_future()
         self._open[number] = answer
         try:
-            self._send(protocol.Asked(number, what))
+            self._send(protocol.NumberedRequest(number, what))
             async with asyncio.timeout(timeout_s):
                 return await answer
         except TimeoutError:
@@ -91,10 +93,10 @@ class Process:
         finally:
             del self._open[number]
             if not self.gone and not (answer.done() and not answer.cancelled()):
-                self._send(protocol.Dropped(number))
+                self._send(protocol.CancelScoreRequest(number))
 
-    def _send(self, message: protocol.Asked | protocol.Dropped) -> None:
-        self._writer.write(line.frame(protocol.encoded(message)))
+    def _send(self, message: protocol.NumberedRequest | protocol.CancelScoreRequest) -> None:
+        self._writer.write(line.frame(protocol.encode_message(message)))
 
     def kill(self, how: str) -> None:
         """Kill it and its descendants."""
@@ -114,7 +116,7 @@ class Process:
         try:
             while True:
                 (size,) = line.HEADER.unpack(await reader.readexactly(line.HEADER.size))
-                message = protocol.answered(await reader.readexactly(size))
+                message = protocol.decode_numbered_reply(await reader.readexactly(size))
                 self._heard = time.monotonic()
                 if (answer := self._open.get(message.number)) is not None and not answer.done():
                     answer.set_result(message.what)
@@ -132,15 +134,15 @@ class Process:
 class _Kind:
     """One reward: its processes (None: not started yet), and how many samples it takes at once."""
 
-    reward: Reward
+    reward: RewardConfig
     envs: Sequence[Mapping[str, str]]
     timeout_s: float
     room: asyncio.Semaphore
-    processes: list[Process | None]
+    processes: list[RewardProcess | None]
     starting: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
-class Hosts:
+class RewardProcesses:
     """The processes of all such rewards of a hub.
 
     Args:
@@ -154,11 +156,11 @@ class Hosts:
     def __init__(self, gpus: Sequence[int] = ()) -> None:
         self._gpus = list(gpus)
         self._kinds: dict[str, _Kind] = {}
-        self._output: Output | None = None
+        self._output: WorkerOutput | None = None
         self._buried_cpu_s = 0.0
         self.num_killed = self.num_busy = 0
 
-    async def start(self, rewards: Mapping[str, Reward]) -> None:
+    async def start(self, rewards: Mapping[str, RewardConfig]) -> None:
         """Start all processes of these rewards, given by their configuration keys.
 
         Raises:
@@ -168,15 +170,15 @@ class Hosts:
             try:
                 kind = self._kind(reward)
                 await asyncio.gather(*(self._process(kind, index) for index in range(len(kind.processes))))
-            except NoWorker as error:
+            except NoWorkerError as error:
                 raise UserError(f"{key}: {error}") from None
 
-    async def score(self, reward: Reward, sample: Sample) -> Scored:
+    async def score(self, reward: RewardConfig, sample: Sample) -> Scored:
         """Return the reward of one sample.
 
         Raises:
-            ScoreFailed: if there is none.
-            NoWorker: if no process can be started here now.
+            ScoreError: if there is none.
+            NoWorkerError: if no process can be started here now.
         """
         kind = self._kind(reward)
         async with kind.room:
@@ -184,14 +186,14 @@ class Hosts:
             try:
                 index = min(range(len(kind.processes)), key=lambda one: _load(kind.processes[one]))
                 process = await self._process(kind, index)
-                answer = await process.ask(protocol.Score(reward.name, reward.args, sample), kind.timeout_s)
+                answer = await process.ask(protocol.ScoreRequest(reward.name, reward.args, sample), kind.timeout_s)
             except TimeoutError:
-                raise ScoreFailed(f"{reward.name}: no score within {kind.timeout_s:g} s", retry=True) from None
+                raise ScoreError(f"{reward.name}: no score within {kind.timeout_s:g} s", retry=True) from None
             except _Gone as error:
-                raise ScoreFailed(f"{reward.name}: its process {error}", retry=True) from None
+                raise ScoreError(f"{reward.name}: its process {error}", retry=True) from None
             finally:
                 self.num_busy -= 1
-        return scored(answer)
+        return score_of_reply(answer)
 
     async def close(self) -> None:
         """Kill all of them."""
@@ -206,10 +208,10 @@ class Hosts:
         """Return the CPU seconds of all of them so far."""
         return self._buried_cpu_s + sum(_cpu_s(one.child.pid) for kind in self._kinds.values() for one in kind.processes if one)
 
-    def _kind(self, reward: Reward) -> _Kind:
+    def _kind(self, reward: RewardConfig) -> _Kind:
         key = json.dumps([reward.name, reward.args], sort_keys=True)
         if key not in self._kinds:
-            found = function.concurrent(reward)
+            found = function.concurrency_of(reward)
             assert found is not None, f"{reward.name} scores one sample at a time"
             envs: list[Mapping[str, str]] = [{}]
             if found.on_gpu and self._gpus:
@@ -218,7 +220,7 @@ class Hosts:
             self._kinds[key] = _Kind(reward, envs, found.timeout_s + GRACE_S, room, [None] * len(envs))
         return self._kinds[key]
 
-    async def _process(self, kind: _Kind, index: int) -> Process:
+    async def _process(self, kind: _Kind, index: int) -> RewardProcess:
         async with kind.starting:
             process = kind.processes[index]
             if process is not None and not process.gone:
@@ -228,18 +230,18 @@ class Hosts:
                 log.warning("%s: its process %s; starting another", kind.reward.name, process.gone)
                 kind.processes[index] = None
                 await process.close()
-            self._output = self._output or Output("a reward")
+            self._output = self._output or WorkerOutput("a reward")
             try:
-                process = await Process.start(self._output, kind.envs[index])
+                process = await RewardProcess.start(self._output, kind.envs[index])
             except OSError as error:
-                raise NoWorker(f"cannot start a process for {kind.reward.name}: {error}") from None
+                raise NoWorkerError(f"cannot start a process for {kind.reward.name}: {error}") from None
             try:
-                answer = await process.ask(protocol.Load(kind.reward.name, kind.reward.args), LOAD_S)
-                if isinstance(answer, protocol.Failed):
-                    raise NoWorker(answer.detail)
+                answer = await process.ask(protocol.LoadRewardRequest(kind.reward.name, kind.reward.args), LOAD_S)
+                if isinstance(answer, protocol.ScoreFailureReply):
+                    raise NoWorkerError(answer.detail)
             except (TimeoutError, _Gone) as error:
                 await process.close()
-                raise NoWorker(f"the process of {kind.reward.name} did not start: {error or f'no answer in {LOAD_S:g} s'}") from None
+                raise NoWorkerError(f"the process of {kind.reward.name} did not start: {error or f'no answer in {LOAD_S:g} s'}") from None
             except BaseException:
                 await process.close()
                 raise
@@ -247,7 +249,7 @@ class Hosts:
             return process
 
 
-def _load(process: Process | None) -> int:
+def _load(process: RewardProcess | None) -> int:
     return 0 if process is None else process.num_open
 
 

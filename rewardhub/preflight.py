@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from broker.settings.preflight import Finding
+from broker.settings.preflight import PreflightFinding
 from broker.settings.runspec import domains
 
 
-def look(config: dict[str, Any]) -> list[Finding]:
+def preflight_findings(config: dict[str, Any]) -> list[PreflightFinding]:
     """Check the endpoint of each judge once; its API key must be set, but it need not be reachable yet.
 
     Args:
@@ -23,11 +23,11 @@ def look(config: dict[str, Any]) -> list[Finding]:
     if not rewards:
         return []
     from rewardhub.rewards.judge import JudgeArgs
-    from rlearner_text.openai.look import look
+    from rlearner_text.openai.look import check_endpoint
 
     judges = [(key, JudgeArgs.model_validate(args)) for key, args in rewards]
     each = {(args.base_url, args.api_key_env): (key, args) for key, args in reversed(judges)}
     return [
-        look(key, args.base_url, args.api_key_env, named="api_key_env" in args.model_fields_set, needed=False)
+        check_endpoint(key, args.base_url, args.api_key_env, named="api_key_env" in args.model_fields_set, needed=False)
         for key, args in each.values()
     ]

@@ -9,14 +9,14 @@ import msgspec
 from rewardhub.rewards.base import Sample
 
 
-class Load(msgspec.Struct, frozen=True, tag=True):
+class LoadRewardRequest(msgspec.Struct, frozen=True, tag=True):
     """Request to load a reward; answered by Done or Failed."""
 
     name: str
     args: dict[str, Any]
 
 
-class Score(msgspec.Struct, frozen=True, tag=True):
+class ScoreRequest(msgspec.Struct, frozen=True, tag=True):
     """Request to score one sample; answered by Done or Failed."""
 
     name: str
@@ -24,7 +24,7 @@ class Score(msgspec.Struct, frozen=True, tag=True):
     sample: Sample
 
 
-class Done(msgspec.Struct, frozen=True, tag=True):
+class ScoreReply(msgspec.Struct, frozen=True, tag=True):
     """Reply with the value: a number or one for each part; None for Load."""
 
     value: float | dict[str, float] | None
@@ -32,7 +32,7 @@ class Done(msgspec.Struct, frozen=True, tag=True):
     notes: dict[str, float] = {}  # see ``rewardhub.rewards.base.Scored``
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class ScoreFailureReply(msgspec.Struct, frozen=True, tag=True):
     """Reply without a value. ``retry``: whether another try may succeed."""
 
     detail: str
@@ -44,45 +44,47 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 # ---------------------------------------------------------------------------- processes that score many samples at once
 
 
-class Asked(msgspec.Struct, frozen=True, tag=True):
+class NumberedRequest(msgspec.Struct, frozen=True, tag=True):
     """A numbered request."""
 
     number: int
-    what: Load | Score
+    what: LoadRewardRequest | ScoreRequest
 
 
-class Dropped(msgspec.Struct, frozen=True, tag=True):
+class CancelScoreRequest(msgspec.Struct, frozen=True, tag=True):
     """Cancellation of a numbered request."""
 
     number: int
 
 
-class Answered(msgspec.Struct, frozen=True):
+class NumberedReply(msgspec.Struct, frozen=True):
     """The answer to a numbered request."""
 
     number: int
-    what: Done | Failed
+    what: ScoreReply | ScoreFailureReply
 
 
-_CALLS: Final[msgspec.msgpack.Decoder[Asked | Dropped]] = msgspec.msgpack.Decoder(Asked | Dropped)
-_ANSWERED: Final[msgspec.msgpack.Decoder[Answered]] = msgspec.msgpack.Decoder(Answered)
+_CALLS: Final[msgspec.msgpack.Decoder[NumberedRequest | CancelScoreRequest]] = msgspec.msgpack.Decoder(NumberedRequest | CancelScoreRequest)
+_ANSWERED: Final[msgspec.msgpack.Decoder[NumberedReply]] = msgspec.msgpack.Decoder(NumberedReply)
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
-_REQUESTS: Final[msgspec.msgpack.Decoder[Load | Score]] = msgspec.msgpack.Decoder(Load | Score)
-_ANSWERS: Final[msgspec.msgpack.Decoder[Done | Failed]] = msgspec.msgpack.Decoder(Done | Failed)
+_REQUESTS: Final[msgspec.msgpack.Decoder[LoadRewardRequest | ScoreRequest]] = msgspec.msgpack.Decoder(LoadRewardRequest | ScoreRequest)
+_ANSWERS: Final[msgspec.msgpack.Decoder[ScoreReply | ScoreFailureReply]] = msgspec.msgpack.Decoder(ScoreReply | ScoreFailureReply)
 
 
-def encoded(message: Load | Score | Done | Failed | Asked | Dropped | Answered) -> bytes:
+def encode_message(
+    message: LoadRewardRequest | ScoreRequest | ScoreReply | ScoreFailureReply | NumberedRequest | CancelScoreRequest | NumberedReply,
+) -> bytes:
     """Encode a message."""
     return _ENCODER.encode(message)
 
 
-def request(data: bytes) -> Load | Score:
+def decode_request(data: bytes) -> LoadRewardRequest | ScoreRequest:
     """Decode a hub's request."""
     return _REQUESTS.decode(data)
 
 
-def answer(data: bytes) -> Done | Failed:
+def decode_reply(data: bytes) -> ScoreReply | ScoreFailureReply:
     """Decode a worker's answer.
 
     Raises:
@@ -91,12 +93,12 @@ def answer(data: bytes) -> Done | Failed:
     return _ANSWERS.decode(data)
 
 
-def call(data: bytes) -> Asked | Dropped:
+def decode_numbered_request(data: bytes) -> NumberedRequest | CancelScoreRequest:
     """Decode a hub's numbered request or cancellation."""
     return _CALLS.decode(data)
 
 
-def answered(data: bytes) -> Answered:
+def decode_numbered_reply(data: bytes) -> NumberedReply:
     """Decode the answer to a numbered request.
 
     Raises:

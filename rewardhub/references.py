@@ -14,8 +14,8 @@ from typing import Any, Final
 import msgspec
 
 from broker.errors import RlearnerError
-from broker.settings.config import Reward
-from broker.settings.preflight import Finding
+from broker.settings.config import RewardConfig
+from broker.settings.preflight import PreflightFinding
 from broker.settings.runspec import domains
 from rewardhub.rewards import math_text
 
@@ -36,7 +36,7 @@ class _Told(msgspec.Struct):
     looked_at: int
 
 
-def look(config: dict[str, Any], references: Mapping[str, Sequence[tuple[str, str]]]) -> list[Finding]:
+def reference_findings(config: dict[str, Any], references: Mapping[str, Sequence[tuple[str, str]]]) -> list[PreflightFinding]:
     """Return a warning for each ``math_answer`` and reason, with the first rows.
 
     Args:
@@ -52,7 +52,7 @@ def look(config: dict[str, Any], references: Mapping[str, Sequence[tuple[str, st
     ]
 
 
-def _findings(key: str, reward: Reward, references: Sequence[tuple[str, str]]) -> list[Finding]:
+def _findings(key: str, reward: RewardConfig, references: Sequence[tuple[str, str]]) -> list[PreflightFinding]:
     marker = str(reward.args.get("answer_after", "####"))
     # Plain numbers, which most data sets hold, need no parser.
     doubtful = [one for one in references if math_text.number(math_text.answer_of(one[1], marker).text) is None]
@@ -64,9 +64,11 @@ def _findings(key: str, reward: Reward, references: Sequence[tuple[str, str]]) -
         rows = [doubtful[number] for number, why in told.reasons.items() if why == reason]
         shown = "; ".join(f"{where}: {_short(text)}" for where, text in rows[:SHOWN])
         more = f"; and {len(rows) - SHOWN} more" if len(rows) > SHOWN else ""
-        found.append(Finding("rewards", key, "warning", f"{len(rows)} of {len(references)} references: each {reason} ({shown}{more})"))
+        found.append(
+            PreflightFinding("rewards", key, "warning", f"{len(rows)} of {len(references)} references: each {reason} ({shown}{more})")
+        )
     if left := len(doubtful) - told.looked_at:
-        found.append(Finding("rewards", key, "ok", f"{left} of {len(references)} references were not checked within {LOOK_S:g} s"))
+        found.append(PreflightFinding("rewards", key, "ok", f"{left} of {len(references)} references were not checked within {LOOK_S:g} s"))
     return found
 
 
@@ -84,11 +86,11 @@ def _read(asked: _Asked) -> _Told:
 
 
 def _main() -> None:
-    from rewardhub.rewards.math_answer import MathAnswer, MathAnswerArgs
+    from rewardhub.rewards.math_answer import MathAnswerArgs, MathAnswerReward
 
     asked = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=_Asked)
     args = MathAnswerArgs.model_validate(asked.args)
-    reward = MathAnswer(args)
+    reward = MathAnswerReward(args)
     reasons: dict[int, str] = {}
     ends, looked_at = time.monotonic() + LOOK_S, 0
     for number, text in enumerate(asked.references):

@@ -13,15 +13,15 @@ import msgspec
 
 from broker.contract import wire
 from broker.contract.streams import EPISODES, EVALS, MAX_DELIVERIES, SAMPLES, Stream
-from broker.settings.config import DomainSection, Reward
-from rewardhub.config import labels
+from broker.settings.config import DomainSection, RewardConfig
+from rewardhub.config import reward_labels
 from rewardhub.rewards.base import Sample, Scored, Value
 
 ENV: Final = "env"  # the environment's part of a trajectory's reward
 
 
 @dataclass(frozen=True)
-class Ask:
+class ScoreAction:
     """Action: score one trajectory with one reward of its domain; ``attempt`` counts from 0."""
 
     trajectory: int
@@ -30,7 +30,7 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Forward:
+class ForwardAction:
     """Action: publish the group to its next pool, or to its final log."""
 
     group: wire.Group
@@ -39,7 +39,7 @@ class Forward:
 
 
 @dataclass(frozen=True)
-class Close:
+class CloseAction:
     """Action: close the ticket without a group, and keep the bytes for the operator.
 
     Attributes:
@@ -51,26 +51,26 @@ class Close:
     own: bool = True
 
 
-Action = Ask | Forward | Close
+Action = ScoreAction | ForwardAction | CloseAction
 
 
-def log_of(eval_step: int) -> Stream:
+def result_log(eval_step: int) -> Stream:
     """Return the log for a group's result."""
     return EVALS if eval_step >= 0 else SAMPLES
 
 
-def refusal(group: wire.Group, pool: str, domains: Mapping[str, DomainSection], num_delivered: int) -> Close | None:
+def find_refusal(group: wire.Group, pool: str, domains: Mapping[str, DomainSection], num_delivered: int) -> CloseAction | None:
     """Return why a group from the queue of ``pool`` cannot be scored, or None."""
     if num_delivered >= MAX_DELIVERIES:
-        return Close("too_many_deliveries", f"the group came to reward hubs of pool {pool} for the {num_delivered}th time")
+        return CloseAction("too_many_deliveries", f"the group came to reward hubs of pool {pool} for the {num_delivered}th time")
     if group.domain not in domains:
-        return Close("malformed", f"domain {group.domain!r} is not a domain of the run: {', '.join(domains) or 'none'}")
+        return CloseAction("malformed", f"domain {group.domain!r} is not a domain of the run: {', '.join(domains) or 'none'}")
     if not group.pools or group.pools[0] != pool:
-        return Close("malformed", f"in the queue of pool {pool}, but its pools are {group.pools}")
+        return CloseAction("malformed", f"in the queue of pool {pool}, but its pools are {group.pools}")
     return None
 
 
-class Scoring:
+class GroupScoring:
     """State machine of one group in one pool.
 
     Args:
@@ -79,7 +79,7 @@ class Scoring:
         max_retries: retries of one score.
     """
 
-    def __init__(self, group: wire.Group, rewards: Sequence[Reward], max_retries: int) -> None:
+    def __init__(self, group: wire.Group, rewards: Sequence[RewardConfig], max_retries: int) -> None:
         self.group, self._rewards, self._max_retries = group, list(rewards), max_retries
         pool = group.pools[0]
         self._mine = [index for index, reward in enumerate(self._rewards) if reward.pool == pool]
@@ -97,10 +97,10 @@ class Scoring:
 
     def start(self) -> list[Action]:
         """Return all scores to compute, or the group itself if there are none."""
-        asks: list[Action] = [Ask(t, r) for t in sorted(self._last.values()) for r in self._mine]
+        asks: list[Action] = [ScoreAction(t, r) for t in sorted(self._last.values()) for r in self._mine]
         return asks or self._forward()
 
-    def scored(self, ask: Ask, value: Scored | Value) -> list[Action]:
+    def scored(self, ask: ScoreAction, value: Scored | Value) -> list[Action]:
         """Apply one score."""
         if self.ended:
             return []
@@ -108,28 +108,28 @@ class Scoring:
         complete = len(self._values) == len(self._last) * len(self._mine)
         return self._forward() if complete else []
 
-    def failed(self, ask: Ask, detail: str, *, retry: bool) -> list[Action]:
+    def failed(self, ask: ScoreAction, detail: str, *, retry: bool) -> list[Action]:
         """Apply one failure: retry, or give the group up. A failure never becomes a reward of zero."""
         if self.ended:
             return []
         if retry and ask.attempt < self._max_retries:
             self.num_retries += 1
-            return [Ask(ask.trajectory, ask.reward, ask.attempt + 1)]
+            return [ScoreAction(ask.trajectory, ask.reward, ask.attempt + 1)]
         self.ended = True
         self.failed_episode = self.group.trajectories[ask.trajectory].episode
         tries = f" (after {ask.attempt + 1} tries)" if ask.attempt else ""
         works_here = any(reward == ask.reward for _, reward in self._values)
-        return [Close("reward_error", f"episode {self.failed_episode}: {detail}{tries}", own=works_here or not retry)]
+        return [CloseAction("reward_error", f"episode {self.failed_episode}: {detail}{tries}", own=works_here or not retry)]
 
     def _forward(self) -> list[Action]:
         self.ended = True
         trajectories = [self._add(self._last[trajectory.episode], trajectory) for trajectory in self.group.trajectories]
         group = msgspec.structs.replace(self.group, trajectories=trajectories, pools=self.group.pools[1:])
-        stream, key = (EPISODES, group.pools[0]) if group.pools else (log_of(group.eval_step), "")
-        return [Forward(group, stream, key)]
+        stream, key = (EPISODES, group.pools[0]) if group.pools else (result_log(group.eval_step), "")
+        return [ForwardAction(group, stream, key)]
 
     def _add(self, index: int, trajectory: wire.Trajectory) -> wire.Trajectory:
-        names = labels(self._rewards)
+        names = reward_labels(self._rewards)
         total, parts, success = trajectory.reward, dict(trajectory.reward_parts), trajectory.success
         for r in self._mine:
             value, notes = self._values[index, r].value, self._values[index, r].notes

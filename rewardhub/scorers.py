@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from broker.settings.config import Reward
-from rewardhub.hosts import Hosts
+from broker.settings.config import RewardConfig
+from rewardhub.hosts import RewardProcesses
 from rewardhub.rewards import function
 from rewardhub.rewards.base import Sample, Scored
-from rewardhub.workers import Workers
+from rewardhub.workers import RewardWorkerPool
 
 
-class Scorers:
+class ScoreDispatcher:
     """All processes that score for a hub.
 
     Args:
@@ -23,13 +23,13 @@ class Scorers:
     """
 
     def __init__(
-        self, rewards: Mapping[str, Reward], *, num_workers: int, timeout_s: float, memory_mib: int | None, gpu_numbers: Sequence[int]
+        self, rewards: Mapping[str, RewardConfig], *, num_workers: int, timeout_s: float, memory_mib: int | None, gpu_numbers: Sequence[int]
     ) -> None:
         self._many, self._single = _divided(rewards)
-        self._workers = Workers(num_workers, timeout_s, self._single, memory_mib=memory_mib)
-        self._hosts = Hosts(gpu_numbers)
+        self._workers = RewardWorkerPool(num_workers, timeout_s, self._single, memory_mib=memory_mib)
+        self._hosts = RewardProcesses(gpu_numbers)
 
-    def adopt(self, rewards: Mapping[str, Reward]) -> None:
+    def adopt(self, rewards: Mapping[str, RewardConfig]) -> None:
         """Use these rewards from now on; new processes start with the first sample."""
         self._many, self._single = _divided(rewards)
         self._workers.adopt(self._single)
@@ -44,14 +44,14 @@ class Scorers:
             await self._workers.start()
         await self._hosts.start(self._many)
 
-    async def score(self, reward: Reward, sample: Sample) -> Scored:
+    async def score(self, reward: RewardConfig, sample: Sample) -> Scored:
         """Return the reward of one sample.
 
         Raises:
             ScoreFailed: if there is none.
             NoWorker: if no process can be started here now.
         """
-        many = function.concurrent(reward) is not None
+        many = function.concurrency_of(reward) is not None
         return await (self._hosts.score(reward, sample) if many else self._workers.score(reward, sample))
 
     async def close(self) -> None:
@@ -74,7 +74,7 @@ class Scorers:
         return self._workers.num_killed + self._hosts.num_killed
 
 
-def _divided(rewards: Mapping[str, Reward]) -> tuple[dict[str, Reward], list[Reward]]:
+def _divided(rewards: Mapping[str, RewardConfig]) -> tuple[dict[str, RewardConfig], list[RewardConfig]]:
     """Return the rewards that take many samples at once, by key, and the others."""
-    many = {key: reward for key, reward in rewards.items() if function.concurrent(reward) is not None}
+    many = {key: reward for key, reward in rewards.items() if function.concurrency_of(reward) is not None}
     return many, [reward for key, reward in rewards.items() if key not in many]

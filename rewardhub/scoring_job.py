@@ -10,28 +10,28 @@ from typing import Final
 import msgspec
 
 from broker.contract import wire
-from broker.settings.config import DomainSection, Reward
-from broker.system.workers.fault import Traces
-from rewardhub.routing import Action, Ask, Close, Forward, Scoring, refusal, sample_of
-from rewardhub.scorers import Scorers
-from rewardhub.workers import NoWorker, ScoreFailed
+from broker.settings.config import DomainSection, RewardConfig
+from broker.system.workers.fault import TracebackLog
+from rewardhub.routing import Action, CloseAction, ForwardAction, GroupScoring, ScoreAction, find_refusal, sample_of
+from rewardhub.scorers import ScoreDispatcher
+from rewardhub.workers import NoWorkerError, ScoreError
 
 log = logging.getLogger(__name__)
-_traces: Final = Traces()  # of this process
+_traces: Final = TracebackLog()  # of this process
 
 
-async def carry_out(scoring: Scoring, rewards: Sequence[Reward], scorers: Scorers) -> Forward | Close:
+async def score_group(scoring: GroupScoring, rewards: Sequence[RewardConfig], scorers: ScoreDispatcher) -> ForwardAction | CloseAction:
     """Compute all scores of a group; the first one that finally fails ends it.
 
     Raises:
-        NoWorker: if no worker process can be started here now.
+        NoWorkerError: if no worker process can be started here now.
     """
     asking: set[asyncio.Task[list[Action]]] = set()
     todo = scoring.start()
     try:
         while True:
             for action in todo:
-                if not isinstance(action, Ask):
+                if not isinstance(action, ScoreAction):
                     return action
                 asking.add(asyncio.create_task(_ask(scoring, action, rewards[action.reward], scorers)))
             done, asking = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
@@ -42,18 +42,20 @@ async def carry_out(scoring: Scoring, rewards: Sequence[Reward], scorers: Scorer
         await asyncio.gather(*asking, return_exceptions=True)
 
 
-async def rerun(message: wire.Message, domains: Mapping[str, DomainSection], scorers: Scorers, by: str) -> wire.Message | None:
+async def rescore_group(
+    message: wire.Message, domains: Mapping[str, DomainSection], scorers: ScoreDispatcher, by: str
+) -> wire.Message | None:
     """Score a group again for the operator, and store nothing."""
     if not isinstance(message, wire.Group) or not message.pools:
         return None  # nothing to score
-    ending: Forward | Close | None = refusal(message, message.pools[0], domains, 1)
+    ending: ForwardAction | CloseAction | None = find_refusal(message, message.pools[0], domains, 1)
     if ending is None:
         rewards = domains[message.domain].rewards
         try:
-            ending = await carry_out(Scoring(message, rewards, 0), rewards, scorers)
-        except NoWorker as error:
-            ending = Close("aborted", str(error))
-    if isinstance(ending, Forward):
+            ending = await score_group(GroupScoring(message, rewards, 0), rewards, scorers)
+        except NoWorkerError as error:
+            ending = CloseAction("aborted", str(error))
+    if isinstance(ending, ForwardAction):
         return msgspec.structs.replace(ending.group, reward_hubs=[*message.reward_hubs, by])
     return wire.Closed(
         ticket=message.ticket,
@@ -65,11 +67,11 @@ async def rerun(message: wire.Message, domains: Mapping[str, DomainSection], sco
     )
 
 
-async def _ask(scoring: Scoring, ask: Ask, reward: Reward, scorers: Scorers) -> list[Action]:
+async def _ask(scoring: GroupScoring, ask: ScoreAction, reward: RewardConfig, scorers: ScoreDispatcher) -> list[Action]:
     group = scoring.group
     try:
         value = await scorers.score(reward, sample_of(group, group.trajectories[ask.trajectory]))
-    except ScoreFailed as error:
+    except ScoreError as error:
         _traces.say(log, f"ticket {group.ticket}: {error}", error.trace)
         return scoring.failed(ask, str(error), retry=error.retry)
     return scoring.scored(ask, value)

@@ -24,19 +24,19 @@ from broker.errors import TooLarge, UserError, WireError
 from broker.jetstream.bus import Delivery
 from broker.jetstream.core_messages import respond
 from broker.jetstream.pulling import fetch_unless
-from broker.nats.subscription import Subscribed
+from broker.nats.subscription import LinkSubscription
 from broker.runtime.process import Member, Stop, join
-from broker.runtime.work_health import Health
-from broker.settings.config import Reward
+from broker.runtime.work_health import WorkHealth
+from broker.settings.config import RewardConfig
 from broker.settings.runspec import domains, section
 from broker.system import gpus
 from rewardhub.config import RewardhubSection, all_pools, pools_of_kinds
-from rewardhub.routing import Close, Forward, Scoring, log_of, refusal
-from rewardhub.scorers import Scorers
-from rewardhub.scoring_job import carry_out, rerun
-from rewardhub.tally import Tally
-from rewardhub.trials import Trials
-from rewardhub.workers import NoWorker
+from rewardhub.routing import CloseAction, ForwardAction, GroupScoring, find_refusal, result_log
+from rewardhub.scorers import ScoreDispatcher
+from rewardhub.scoring_job import rescore_group, score_group
+from rewardhub.tally import RewardhubMetrics
+from rewardhub.trials import PoolTrials
+from rewardhub.workers import NoWorkerError
 
 log = logging.getLogger(__name__)
 
@@ -62,10 +62,10 @@ async def serve(options: argparse.Namespace, stop: Stop) -> None:
     seen = gpus.select(options.gpus)  # before any process is started
     numbers = gpus.parse(options.gpus) if seen == "cuda" else []
     async with join("rewardhub", options, stop) as member:
-        await Hub(member, pools=options.pools, kinds=options.rewards, num_workers=options.workers, gpu_numbers=numbers).run()
+        await RewardhubService(member, pools=options.pools, kinds=options.rewards, num_workers=options.workers, gpu_numbers=numbers).run()
 
 
-class Hub:
+class RewardhubService:
     """A reward hub of a run.
 
     Args:
@@ -92,23 +92,23 @@ class Hub:
             raise UserError("--pools and --rewards exclude each other; give one of them")
         self._chosen = list(pools), list(kinds)
         self.pools = _serving(all_pools(self.domains), pools or pools_of_kinds(self.domains, kinds))
-        self.workers = Scorers(
+        self.workers = ScoreDispatcher(
             self._rewards(),
             num_workers=num_workers or self.settings.workers,
             timeout_s=self.settings.timeout_s,
             memory_mib=self.settings.worker_memory_mib,
             gpu_numbers=gpu_numbers,
         )
-        self.trials = Trials()
-        self.health = Health("pool", self.pools, lambda _: self.settings.broken_after, trial=self._trial, changed=member.poke)
-        self.tally = Tally()
+        self.trials = PoolTrials()
+        self.health = WorkHealth("pool", self.pools, lambda _: self.settings.broken_after, trial=self._trial, changed=member.poke)
+        self.tally = RewardhubMetrics()
         self._jobs: dict[int, _Job] = {}  # by sequence in the stream
         self._tasks: set[asyncio.Task[None]] = set()
         self._room = asyncio.Event()
         self._state: str = "starting"
         self._feeds: dict[str, asyncio.Task[None]] = {}  # by pool
 
-    def _rewards(self) -> dict[str, Reward]:
+    def _rewards(self) -> dict[str, RewardConfig]:
         """Return the rewards of the served pools by configuration key."""
         return {
             f"domains.{name}.rewards.{index}": reward
@@ -124,7 +124,7 @@ class Hub:
         self.member.announce(self.presence)
         self.member.report(self.metrics)
         asked = asyncio.create_task(self.member.stop.asked.wait())
-        reruns: Subscribed | None = None
+        reruns: LinkSubscription | None = None
         try:
             if self.pools:
                 await self.workers.start()
@@ -230,7 +230,7 @@ class Hub:
                 await self._refuse(job)
             elif not self.health.takes(job.pool):  # fetched before the pool was found broken
                 await self._hand_back(job, self.health.delay_s(job.pool), "its pool fails here")
-            elif refused := refusal(group, job.pool, self.domains, job.delivery.num_delivered):
+            elif refused := find_refusal(group, job.pool, self.domains, job.delivery.num_delivered):
                 await self._close(job, group.ticket, group.domain, group.eval_step, refused)
             else:
                 await self._score(job, group)
@@ -240,33 +240,33 @@ class Hub:
 
     async def _refuse(self, job: _Job) -> None:
         delivery = job.delivery
-        close = Close("malformed", delivery.error)
+        close = CloseAction("malformed", delivery.error)
         await self._close(job, delivery.ticket, "unknown", delivery.eval_step, close)
 
     async def _score(self, job: _Job, group: wire.Group) -> None:
         rewards = self.domains[group.domain].rewards
-        scoring = Scoring(group, rewards, self.settings.max_retries)
+        scoring = GroupScoring(group, rewards, self.settings.max_retries)
         started = time.monotonic()
         try:
-            ending = await carry_out(scoring, rewards, self.workers)
-        except NoWorker as error:
-            ending = Close("aborted", str(error), own=False)
+            ending = await score_group(scoring, rewards, self.workers)
+        except NoWorkerError as error:
+            ending = CloseAction("aborted", str(error), own=False)
         self.tally.retries += scoring.num_retries
         self.tally.cost += scoring.cost
         key = _message_id(group.ticket, group.eval_step)
-        if isinstance(ending, Forward):
+        if isinstance(ending, ForwardAction):
             self.health.succeeded(job.pool)
             self.trials.forget(job.pool)
         elif self._fails(job, key, scoring, ending):
             await self._hand_back(job, HAND_BACK_S, ending.detail)
             return
         self.health.settled(job.pool, key)
-        if isinstance(ending, Close):
+        if isinstance(ending, CloseAction):
             await self._close(job, group.ticket, group.domain, group.eval_step, ending)
         else:
             await self._forward(job, ending, time.monotonic() - started)
 
-    def _fails(self, job: _Job, key: str, scoring: Scoring, ending: Close) -> bool:
+    def _fails(self, job: _Job, key: str, scoring: GroupScoring, ending: CloseAction) -> bool:
         """Count a failed group. Return whether to hand it to another hub, because this host may be at fault."""
         delivery = job.delivery.num_delivered
         self.trials.keep(job.pool, scoring)
@@ -282,10 +282,10 @@ class Hub:
         return await self.trials.trial(pool, self.domains, self.workers)
 
     async def rerun(self, message: wire.Message) -> wire.Message | None:
-        """See ``rewardhub.scoring_job.rerun``."""
-        return await rerun(message, self.domains, self.workers, self.member.id)
+        """See ``rewardhub.scoring_job.rescore_group``."""
+        return await rescore_group(message, self.domains, self.workers, self.member.id)
 
-    async def _forward(self, job: _Job, forward: Forward, seconds: float) -> None:
+    async def _forward(self, job: _Job, forward: ForwardAction, seconds: float) -> None:
         group = msgspec.structs.replace(
             forward.group, reward_s=forward.group.reward_s + seconds, reward_hubs=[*forward.group.reward_hubs, self.member.id]
         )
@@ -294,19 +294,19 @@ class Hub:
             await self.bus.publish(forward.stream, group, key=forward.key, ticket=group.ticket, message_id=message_id)
         except WireError as error:
             reason: wire.ClosedReason = "too_large" if isinstance(error, TooLarge) else "malformed"
-            await self._close(job, group.ticket, group.domain, group.eval_step, Close(reason, str(error)))
+            await self._close(job, group.ticket, group.domain, group.eval_step, CloseAction(reason, str(error)))
             return
         self.tally.add(group, seconds)
         await job.delivery.ack()
 
-    async def _close(self, job: _Job, ticket: int, domain: str, eval_step: int, close: Close) -> None:
+    async def _close(self, job: _Job, ticket: int, domain: str, eval_step: int, close: CloseAction) -> None:
         """Store the bytes for the operator, publish the closing, then acknowledge."""
         delivery, detail = job.delivery, " ".join(close.detail.split())[:1000]
         log.warning("ticket %d closed: %s: %s", ticket, close.reason, detail)
         await self.bus.dead_letter(EPISODES, seq=delivery.seq, ticket=ticket, reason=f"{close.reason}: {detail}", data=delivery.data)
         if ticket > 0:  # without a number the learner's timeout closes the ticket
             closed = wire.Closed(ticket=ticket, domain=domain, reason=close.reason, detail=detail, by=self.member.id, eval_step=eval_step)
-            await self.bus.publish(log_of(eval_step), closed, ticket=ticket, message_id=_message_id(ticket, eval_step))
+            await self.bus.publish(result_log(eval_step), closed, ticket=ticket, message_id=_message_id(ticket, eval_step))
         self.tally.closed += 1
         await delivery.ack()
 

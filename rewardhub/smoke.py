@@ -11,8 +11,8 @@ from broker.errors import UserError
 from broker.settings.runspec import domains, section
 from rewardhub.config import RewardhubSection
 from rewardhub.rewards.base import Sample
-from rewardhub.scorers import Scorers
-from rewardhub.workers import NoWorker, ScoreFailed
+from rewardhub.scorers import ScoreDispatcher
+from rewardhub.workers import NoWorkerError, ScoreError
 
 
 async def try_rewards(config: dict[str, Any], samples: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -35,13 +35,13 @@ async def try_rewards(config: dict[str, Any], samples: Mapping[str, Mapping[str,
         return []
     settings = section(config, "rewardhub", RewardhubSection)
     rewards = {key: reward for key, (reward, _) in own.items()}
-    scorers = Scorers(rewards, num_workers=1, timeout_s=settings.timeout_s, memory_mib=settings.worker_memory_mib, gpu_numbers=())
+    scorers = ScoreDispatcher(rewards, num_workers=1, timeout_s=settings.timeout_s, memory_mib=settings.worker_memory_mib, gpu_numbers=())
     try:
         await scorers.start()
         for key, (reward, sample) in own.items():
             try:
                 await scorers.score(reward, msgspec.convert(sample, Sample))
-            except (ScoreFailed, NoWorker) as error:
+            except (ScoreError, NoWorkerError) as error:
                 raise UserError(f"{key}: {reward.name} failed on a trial episode: {error}") from None
     finally:
         await scorers.close()

@@ -8,7 +8,7 @@ from collections import defaultdict
 from broker.contract import wire
 
 
-class Tally:
+class RewardhubMetrics:
     """Metrics: means over the groups since the last report, and counts since the start."""
 
     def __init__(self) -> None:

@@ -10,21 +10,21 @@ import msgspec
 
 from broker.contract import wire
 from broker.settings.config import DomainSection
-from rewardhub.routing import Forward, Scoring
-from rewardhub.scorers import Scorers
-from rewardhub.scoring_job import carry_out
-from rewardhub.workers import NoWorker
+from rewardhub.routing import ForwardAction, GroupScoring
+from rewardhub.scorers import ScoreDispatcher
+from rewardhub.scoring_job import score_group
+from rewardhub.workers import NoWorkerError
 
 MAX_KEPT: Final = 5  # per pool
 
 
-class Trials:
+class PoolTrials:
     """The newest episodes of each pool that could not be scored, one per group."""
 
     def __init__(self) -> None:
         self._kept: dict[str, deque[wire.Group]] = {}
 
-    def keep(self, pool: str, scoring: Scoring) -> None:
+    def keep(self, pool: str, scoring: GroupScoring) -> None:
         """Keep the failed episode for later trials of its pool."""
         failed = [one for one in scoring.group.trajectories if one.episode == scoring.failed_episode]
         kept = self._kept.setdefault(pool, deque(maxlen=MAX_KEPT))
@@ -34,7 +34,7 @@ class Trials:
         """Drop the episodes of a pool that works."""
         self._kept.pop(pool, None)
 
-    async def trial(self, pool: str, domains: Mapping[str, DomainSection], scorers: Scorers) -> tuple[bool, str]:
+    async def trial(self, pool: str, domains: Mapping[str, DomainSection], scorers: ScoreDispatcher) -> tuple[bool, str]:
         """Score one of them again. Return whether it succeeded, and the failure.
 
         Each is tried once: if all of them are themselves at fault, the next real groups are the trial.
@@ -45,9 +45,9 @@ class Trials:
             if group.domain in domains:
                 rewards = domains[group.domain].rewards
                 try:
-                    ending = await carry_out(Scoring(group, rewards, 0), rewards, scorers)
-                except NoWorker as error:
+                    ending = await score_group(GroupScoring(group, rewards, 0), rewards, scorers)
+                except NoWorkerError as error:
                     kept.append(group)  # the episode is not at fault
                     return False, str(error)
-                return isinstance(ending, Forward), "" if isinstance(ending, Forward) else ending.detail
+                return isinstance(ending, ForwardAction), "" if isinstance(ending, ForwardAction) else ending.detail
         return True, ""

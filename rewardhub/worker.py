@@ -16,15 +16,15 @@ from broker.errors import ConfigError
 from broker.system.workers import fault, limits, line
 from rewardhub import protocol
 from rewardhub.rewards import function
-from rewardhub.rewards.base import NoScore, ResponseFault, Sample, Scored, blamed, check_scored
+from rewardhub.rewards.base import NoScore, ResponseFault, Sample, Scored, check_scored, score_of_fault
 
 
-class Worker:
+class RewardWorker:
     """The rewards of one process, loaded at their first use."""
 
     def __init__(self, memory_mib: int | None = None) -> None:
         self._memory_mib = memory_mib
-        self._allowance: limits.Allowance | None = None  # counts from the first score; what rewards load before is free
+        self._allowance: limits.ResourceLimits | None = None  # counts from the first score; what rewards load before is free
         self._rewards: dict[str, function.Score] = {}
         self._loop = asyncio.Runner()  # one loop for all calls, so that a coroutine's clients stay usable
 
@@ -32,22 +32,22 @@ class Worker:
         """Close the event loop."""
         self._loop.close()
 
-    def answer(self, request: protocol.Load | protocol.Score) -> protocol.Done | protocol.Failed:
+    def answer(self, request: protocol.LoadRewardRequest | protocol.ScoreRequest) -> protocol.ScoreReply | protocol.ScoreFailureReply:
         """Handle a request; any failure of a reward becomes an answer."""
         try:
             reward = self._reward(request.name, request.args)
-            if isinstance(request, protocol.Load):
-                return protocol.Done(None)
-            self._allowance = self._allowance or limits.Allowance(self._memory_mib)
+            if isinstance(request, protocol.LoadRewardRequest):
+                return protocol.ScoreReply(None)
+            self._allowance = self._allowance or limits.ResourceLimits(self._memory_mib)
             scored = self._score(reward, request.sample)
-            return protocol.Done(scored.value, self._allowance.spent(), scored.notes)
+            return protocol.ScoreReply(scored.value, self._allowance.spent(), scored.notes)
         except ConfigError as error:
-            return protocol.Failed(line.clean(str(error)), retry=False)
+            return protocol.ScoreFailureReply(line.clean(str(error)), retry=False)
         except NoScore as error:
-            return protocol.Failed(line.clean(f"{request.name}: {error}"), retry=False)
+            return protocol.ScoreFailureReply(line.clean(f"{request.name}: {error}"), retry=False)
         except BaseException as error:  # noqa: BLE001 - user code may raise anything
             spent = isinstance(error, MemoryError) or (self._allowance is not None and self._allowance.spent())
-            return protocol.Failed(f"{request.name}: {fault.told(error)}", retry=True, spent=spent, trace=fault.trace(error))
+            return protocol.ScoreFailureReply(f"{request.name}: {fault.told(error)}", retry=True, spent=spent, trace=fault.trace(error))
 
     def _reward(self, name: str, args: dict[str, object]) -> function.Score:
         key = json.dumps([name, args], sort_keys=True)
@@ -61,7 +61,7 @@ class Worker:
             if inspect.isawaitable(value):
                 value = self._loop.run(_wait(value))
         except ResponseFault as response:
-            return blamed(response)
+            return score_of_fault(response)
         return check_scored(value)
 
 
@@ -72,14 +72,14 @@ async def _wait(value: Awaitable[object]) -> object:
 def serve(connection: socket.socket, memory_mib: int | None) -> None:
     """Answer requests until the hub closes the connection."""
     limits.be_expendable()
-    worker = Worker(memory_mib)
+    worker = RewardWorker(memory_mib)
     with connection, connection.makefile("rb") as stream, closing(worker):
         while (data := line.read(stream)) is not None:
             try:
-                reply = worker.answer(protocol.request(data))
+                reply = worker.answer(protocol.decode_request(data))
             except msgspec.DecodeError as error:
-                reply = protocol.Failed(f"the hub's request cannot be decoded: {error}", retry=True)
-            if not line.write(connection, protocol.encoded(reply)):
+                reply = protocol.ScoreFailureReply(f"the hub's request cannot be decoded: {error}", retry=True)
+            if not line.write(connection, protocol.encode_message(reply)):
                 return
 
 

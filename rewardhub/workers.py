@@ -13,9 +13,9 @@ import msgspec
 import psutil
 
 from broker.errors import RlearnerError, UserError
-from broker.settings.config import Reward
+from broker.settings.config import RewardConfig
 from broker.system.workers import limits, line
-from broker.system.workers.output import Output
+from broker.system.workers.output import WorkerOutput
 from broker.system.workers.start import start
 from rewardhub import protocol
 from rewardhub.rewards.base import Sample, Scored
@@ -26,7 +26,7 @@ START_S: Final = 60.0  # for a worker to import its rewards
 WATCH_EVERY_S: Final = 0.5
 
 
-class ScoreFailed(RlearnerError):
+class ScoreError(RlearnerError):
     """There is no score. ``retry``: another try may succeed. ``trace``: the reward's traceback, for the log."""
 
     def __init__(self, detail: str, *, retry: bool, trace: str = "") -> None:
@@ -34,7 +34,7 @@ class ScoreFailed(RlearnerError):
         self.retry, self.trace = retry, trace
 
 
-class NoWorker(RlearnerError):
+class NoWorkerError(RlearnerError):
     """No worker process can start here now, or it cannot load the reward; the group is not at fault."""
 
 
@@ -42,7 +42,7 @@ class _Died(RlearnerError):
     """The worker exited, or sent something that cannot be decoded."""
 
 
-class Worker:
+class RewardWorkerProcess:
     """One child process and the connection to it.
 
     Attributes:
@@ -51,13 +51,13 @@ class Worker:
         loaded: the rewards that it has loaded.
     """
 
-    def __init__(self, child: subprocess.Popen[bytes], speech: line.Line) -> None:
+    def __init__(self, child: subprocess.Popen[bytes], speech: line.WorkerSocket) -> None:
         self.child, self._line = child, speech
         self.base_mib, self.killed_for = 0.0, ""
-        self.loaded: Sequence[Reward] = ()
+        self.loaded: Sequence[RewardConfig] = ()
 
     @classmethod
-    async def start(cls, output: Output, memory_mib: int | None) -> Worker:
+    async def start(cls, output: WorkerOutput, memory_mib: int | None) -> RewardWorkerProcess:
         """Start a process.
 
         Raises:
@@ -70,9 +70,11 @@ class Worker:
         except BaseException:
             ours.close()
             raise
-        return cls(child, await line.Line.open(ours))
+        return cls(child, await line.WorkerSocket.open(ours))
 
-    async def ask(self, request: protocol.Load | protocol.Score, timeout_s: float) -> protocol.Done | protocol.Failed:
+    async def ask(
+        self, request: protocol.LoadRewardRequest | protocol.ScoreRequest, timeout_s: float
+    ) -> protocol.ScoreReply | protocol.ScoreFailureReply:
         """Send one request and return its answer. After an exception the worker is unusable.
 
         Raises:
@@ -81,10 +83,10 @@ class Worker:
         """
         try:
             async with asyncio.timeout(timeout_s):
-                return protocol.answer(await self._line.ask(protocol.encoded(request)))
+                return protocol.decode_reply(await self._line.ask(protocol.encode_message(request)))
         except line.HungUp:
             raise _Died(f"the worker process {self.killed_for or await self._how()}") from None
-        except (line.Unintelligible, msgspec.DecodeError) as error:
+        except (line.ProtocolError, msgspec.DecodeError) as error:
             raise _Died(f"the worker process sent an answer that cannot be decoded: {error}") from None
 
     async def _how(self) -> str:
@@ -107,7 +109,7 @@ class Worker:
         await asyncio.to_thread(self.child.wait)
 
 
-class Workers:
+class RewardWorkerPool:
     """A fixed number of workers, each scoring one sample at a time.
 
     Args:
@@ -117,19 +119,19 @@ class Workers:
         memory_mib: memory of a worker beyond what its rewards load, None: no limit.
     """
 
-    def __init__(self, num_workers: int, timeout_s: float, rewards: Sequence[Reward], *, memory_mib: int | None = None) -> None:
+    def __init__(self, num_workers: int, timeout_s: float, rewards: Sequence[RewardConfig], *, memory_mib: int | None = None) -> None:
         self._timeout_s, self._rewards, self._memory_mib = timeout_s, list(rewards), memory_mib
-        self._output: Output | None = None
+        self._output: WorkerOutput | None = None
         self._watching: asyncio.Task[None] | None = None
-        self._free: asyncio.LifoQueue[Worker | None] = asyncio.LifoQueue()  # None: not started yet
+        self._free: asyncio.LifoQueue[RewardWorkerProcess | None] = asyncio.LifoQueue()  # None: not started yet
         for _ in range(num_workers):
             self._free.put_nowait(None)
-        self._living: set[Worker] = set()
+        self._living: set[RewardWorkerProcess] = set()
         self._buried_cpu_s = 0.0
         self.num_killed = 0  # after a timeout or a crash
         self.num_busy = 0
 
-    def adopt(self, rewards: Sequence[Reward]) -> None:
+    def adopt(self, rewards: Sequence[RewardConfig]) -> None:
         """Use these rewards from now on; each worker is replaced before its next score."""
         if list(rewards) != self._rewards:
             self._rewards = list(rewards)
@@ -143,19 +145,19 @@ class Workers:
         places = [self._free.get_nowait() for _ in range(self._free.qsize())]
         started = await asyncio.gather(*(self._start_one() for _ in places), return_exceptions=True)
         for worker in started:
-            self._free.put_nowait(worker if isinstance(worker, Worker) else None)
+            self._free.put_nowait(worker if isinstance(worker, RewardWorkerProcess) else None)
         for error in started:
-            if isinstance(error, NoWorker):
+            if isinstance(error, NoWorkerError):
                 raise UserError(str(error))
             if isinstance(error, BaseException):
                 raise error
 
-    async def score(self, reward: Reward, sample: Sample) -> Scored:
+    async def score(self, reward: RewardConfig, sample: Sample) -> Scored:
         """Return the reward of one sample, from the next free worker.
 
         Raises:
-            ScoreFailed: if the reward raises, takes too long, crashes its process, or does not return numbers.
-            NoWorker: if no process can be started here now.
+            ScoreError: if the reward raises, takes too long, crashes its process, or does not return numbers.
+            NoWorkerError: if no process can be started here now.
         """
         worker = await self._free.get()
         self.num_busy += 1
@@ -167,15 +169,15 @@ class Workers:
             healthy = worker
             worker = None  # until it answers
             try:
-                answer = await healthy.ask(protocol.Score(reward.name, reward.args, sample), self._timeout_s)
+                answer = await healthy.ask(protocol.ScoreRequest(reward.name, reward.args, sample), self._timeout_s)
             except TimeoutError:
                 self.num_killed += 1
                 await self._bury(healthy)
-                raise ScoreFailed(f"{reward.name}: no score within {self._timeout_s:g} s", retry=True) from None
+                raise ScoreError(f"{reward.name}: no score within {self._timeout_s:g} s", retry=True) from None
             except _Died as error:
                 self.num_killed += 1
                 await self._bury(healthy)
-                raise ScoreFailed(f"{reward.name}: {error}", retry=True) from None
+                raise ScoreError(f"{reward.name}: {error}", retry=True) from None
             except asyncio.CancelledError:
                 await self._bury(healthy)  # it still computes
                 raise
@@ -186,7 +188,7 @@ class Workers:
         finally:
             self.num_busy -= 1
             self._free.put_nowait(worker)
-        return scored(answer)
+        return score_of_reply(answer)
 
     async def close(self) -> None:
         """Kill all workers."""
@@ -207,46 +209,46 @@ class Workers:
                 if worker.base_mib:
                     worker.weigh(memory_mib)
 
-    async def _start_one(self) -> Worker:
-        self._output = self._output or Output("a reward")
+    async def _start_one(self) -> RewardWorkerProcess:
+        self._output = self._output or WorkerOutput("a reward")
         if self._watching is None and self._memory_mib is not None:
             self._watching = asyncio.create_task(self._watch(self._memory_mib))
         try:
-            worker = await Worker.start(self._output, self._memory_mib)
+            worker = await RewardWorkerProcess.start(self._output, self._memory_mib)
         except OSError as error:
-            raise NoWorker(f"cannot start a worker process: {error}") from None
+            raise NoWorkerError(f"cannot start a worker process: {error}") from None
         self._living.add(worker)
         rewards = self._rewards
         try:
             for reward in rewards:
-                answer = await worker.ask(protocol.Load(reward.name, reward.args), START_S)
-                if isinstance(answer, protocol.Failed):
-                    raise NoWorker(answer.detail)
+                answer = await worker.ask(protocol.LoadRewardRequest(reward.name, reward.args), START_S)
+                if isinstance(answer, protocol.ScoreFailureReply):
+                    raise NoWorkerError(answer.detail)
         except (TimeoutError, _Died) as error:
             await self._bury(worker)
-            raise NoWorker(f"a worker process did not start: {error or f'no answer in {START_S:g} s'}") from None
+            raise NoWorkerError(f"a worker process did not start: {error or f'no answer in {START_S:g} s'}") from None
         except BaseException:
             await self._bury(worker)
             raise
         worker.base_mib, worker.loaded = limits.resident_mib(limits.tree(worker.child.pid)), rewards
         return worker
 
-    async def _bury(self, worker: Worker) -> None:
+    async def _bury(self, worker: RewardWorkerProcess) -> None:
         self._living.discard(worker)
         self._buried_cpu_s += _cpu_s(worker.child.pid)
         await worker.kill()
 
 
-def scored(answer: protocol.Done | protocol.Failed) -> Scored:
+def score_of_reply(answer: protocol.ScoreReply | protocol.ScoreFailureReply) -> Scored:
     """Return the score in a worker's answer.
 
     Raises:
-        ScoreFailed: if there is no value.
+        ScoreError: if there is no value.
     """
-    if isinstance(answer, protocol.Failed):
-        raise ScoreFailed(answer.detail, retry=answer.retry, trace=answer.trace)
+    if isinstance(answer, protocol.ScoreFailureReply):
+        raise ScoreError(answer.detail, retry=answer.retry, trace=answer.trace)
     if answer.value is None:
-        raise ScoreFailed("the worker process sent an answer without a value", retry=True)
+        raise ScoreError("the worker process sent an answer without a value", retry=True)
     return Scored(answer.value, answer.notes)
 
 

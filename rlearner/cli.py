@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from broker.settings.arguments import Parser, add_config, complete, positive
+from broker.settings.arguments import ArgumentParser, add_config, complete, positive
 from broker.system import logs
 from broker.system.entry import EXIT_STOPPED, enter
 from rlearner import offline_cli as pipelines_cli
@@ -45,7 +45,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
-    parser = Parser(prog="rlearner", description="Reinforcement learning for language models, on message queues.")
+    parser = ArgumentParser(prog="rlearner", description="Reinforcement learning for language models, on message queues.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     up_cli.add_parser(commands)
     start = _add_config_parser(commands, "start", "run the learner; the other processes join by themselves")
@@ -87,7 +87,7 @@ def _complete(options: argparse.Namespace) -> int:
     return 0
 
 
-def _add_config_parser(commands: argparse._SubParsersAction[Parser], name: str, text: str) -> argparse.ArgumentParser:
+def _add_config_parser(commands: argparse._SubParsersAction[ArgumentParser], name: str, text: str) -> argparse.ArgumentParser:
     parser = commands.add_parser(name, help=text, description=text)
     add_config(parser)
     return parser
@@ -96,23 +96,23 @@ def _add_config_parser(commands: argparse._SubParsersAction[Parser], name: str, 
 def _start(options: argparse.Namespace) -> int:
     from broker.runtime import process
     from broker.settings.runspec import load, validate
-    from learner.gpus import forget, settle
+    from learner.gpus import assign_gpus, forget_gpus
     from learner.prepare import exit_code, name_run, run_folder
-    from rlearner.doctor.lacking import line, of_learner, refuse
+    from rlearner.doctor.lacking import format_finding, learner_findings, require_installed
     from rlearner.doctor.references import reference_findings
 
     async def body(stop: process.Stop) -> int:
         logs.apply(options)
-        asked = name_run(forget(load(options.config, options.overrides), options), options.config)
-        config = validate(await asyncio.to_thread(settle, asked, options.gpus, share=options.share_gpus))
-        refuse(of_learner(config))
+        asked = name_run(forget_gpus(load(options.config, options.overrides), options), options.config)
+        config = validate(await asyncio.to_thread(assign_gpus, asked, options.gpus, share=options.share_gpus))
+        require_installed(learner_findings(config))
         for finding in await asyncio.to_thread(reference_findings, config):
-            log.warning("%s", line(finding))
+            log.warning("%s", format_finding(finding))
         from learner.service import serve
-        from rlearner.ops.going_on import said_at_the_end
+        from rlearner.ops.going_on import continue_line_at_exit
         from rlearner.ops.leftovers import removed_on_failure
 
-        with contextlib.suppress(process.Stopped), removed_on_failure(run_folder(config)), said_at_the_end(config, options.broker):
+        with contextlib.suppress(process.Stopped), removed_on_failure(run_folder(config)), continue_line_at_exit(config, options.broker):
             await serve(
                 config,
                 options.broker,
@@ -132,7 +132,7 @@ def _check(options: argparse.Namespace) -> int:
     from broker.settings.runspec import load, validate
     from learner.credit import capacity
     from learner.prepare import name_run, run_folder, to_yaml
-    from rlearner.doctor.lacking import line, of_fleet, of_learner
+    from rlearner.doctor.lacking import fleet_findings, format_finding, learner_findings
     from rlearner.doctor.trial import try_own_code
 
     config = load(options.config, options.overrides)
@@ -140,18 +140,18 @@ def _check(options: argparse.Namespace) -> int:
         from learner.offline import config as offline
 
         checked = offline.validate(offline.pipeline_of(config), config)
-        found, notes = of_learner(checked), []
+        found, notes = learner_findings(checked), []
     else:
         checked = validate(config)
         if not options.no_trial:
             asyncio.run(try_own_code(checked))
-        found, notes = of_fleet(checked), [timeouts.note(checked), *capacity.notes(checked)]
+        found, notes = fleet_findings(checked), [timeouts.note(checked), *capacity.capacity_notes(checked)]
     run_folder(name_run(checked, options.config))  # fails where no folder can be created
     print(to_yaml(checked), end="")
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     for finding in found:  # not an error: the processes may run on other machines
-        print(f"{'missing here' if finding.status == 'missing' else 'warning'}: {line(finding)}", file=sys.stderr)
+        print(f"{'missing here' if finding.status == 'missing' else 'warning'}: {format_finding(finding)}", file=sys.stderr)
     return 0
 
 

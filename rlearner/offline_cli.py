@@ -42,12 +42,12 @@ def run(options: argparse.Namespace) -> int:
     from broker.system import logs
     from learner.offline.config import validate
     from learner.prepare import name_run, run_folder
-    from rlearner.doctor.lacking import of_learner, refuse
+    from rlearner.doctor.lacking import learner_findings, require_installed
 
     logs.configure()
     logs.identify(role=options.pipeline)
     config = name_run(validate(options.pipeline, load(options.config, options.overrides)), options.config)
-    refuse(of_learner(config))
+    require_installed(learner_findings(config))
     folder = run_folder(config)
     again = f"rlearner {options.pipeline} with the same settings and run.name={config['run']['name']}"
     from learner.offline.run import run as train  # here, because it imports torch

@@ -14,9 +14,9 @@ together beyond ``wall_s`` times the processors.
 
 from __future__ import annotations
 
-from rlearner_sandbox.command import Limits
-from rlearner_sandbox.ended import Checks, Ended
+from rlearner_sandbox.command import SandboxLimits
+from rlearner_sandbox.ended import ProgramChecks, ProgramEnd
 from rlearner_sandbox.run import NoSandbox, Sandbox
 from rlearner_sandbox.talk import SandboxFailed
 
-__all__ = ["Checks", "Ended", "Limits", "NoSandbox", "Sandbox", "SandboxFailed"]
+__all__ = ["NoSandbox", "ProgramChecks", "ProgramEnd", "Sandbox", "SandboxFailed", "SandboxLimits"]

@@ -36,7 +36,7 @@ NOBODY: Final = 65534
 
 
 @dataclass(frozen=True)
-class Limits:
+class SandboxLimits:
     """What one program may take."""
 
     wall_s: float = 8.0  # from the moment it begins
@@ -53,7 +53,9 @@ def python() -> str:
     return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 
 
-def inside(fd: int, mode: Mode, limits: Limits, *, uid: int, processes: int, channel: int = -1, packages: Sequence[str] = ()) -> list[str]:
+def inside(
+    fd: int, mode: Mode, limits: SandboxLimits, *, uid: int, processes: int, channel: int = -1, packages: Sequence[str] = ()
+) -> list[str]:
     """Python with our few lines in front of the program.
 
     Args:
@@ -64,7 +66,7 @@ def inside(fd: int, mode: Mode, limits: Limits, *, uid: int, processes: int, cha
     return [python(), "-I", "-S", "-X", "utf8", "-c", BOOT, str(len(code(mode))), *map(str, numbers), mode, *packages]
 
 
-def jail(bwrap: str, filter_fd: int, limits: Limits, *, root: bool, packages: Sequence[str] = ()) -> list[str]:
+def jail(bwrap: str, filter_fd: int, limits: SandboxLimits, *, root: bool, packages: Sequence[str] = ()) -> list[str]:
     """bubblewrap with all that stands before the command.
 
     Args:

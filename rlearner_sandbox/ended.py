@@ -12,7 +12,7 @@ KilledFor = Literal["", "time", "memory", "output"]
 
 
 @dataclass(frozen=True)
-class Checks:
+class ProgramChecks:
     """What is run against a program that has been loaded: ``first`` is code before all tests, or the name of a function.
 
     Code runs in a process of its own, for which the program's functions stand in; see ``rlearner_sandbox.remote``.
@@ -23,7 +23,7 @@ class Checks:
 
 
 @dataclass(frozen=True)
-class Ended:
+class ProgramEnd:
     """How a program ended.
 
     Attributes:

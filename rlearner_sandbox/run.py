@@ -18,10 +18,10 @@ from typing import Final, Literal
 
 from broker.errors import NotInstalled
 from rlearner_sandbox import seccomp
-from rlearner_sandbox.command import ENVIRONMENT, Limits, Mode, code, free_uid, inside, jail
-from rlearner_sandbox.ended import GONE, Checks, Ended
+from rlearner_sandbox.command import ENVIRONMENT, Mode, SandboxLimits, code, free_uid, inside, jail
+from rlearner_sandbox.ended import GONE, ProgramChecks, ProgramEnd
 from rlearner_sandbox.names import names_of
-from rlearner_sandbox.talk import Loop, SandboxFailed, Talk
+from rlearner_sandbox.talk import ProcessLoop, SandboxFailed, SandboxProcess
 
 Kind = Literal["bubblewrap", "none"]
 Task = Literal["script", "asserts", "calls"]
@@ -49,8 +49,8 @@ class Sandbox:
 
     _numbers = itertools.count()
 
-    def __init__(self, limits: Limits | None = None, kind: Kind = "bubblewrap", packages: Sequence[str] = ()) -> None:
-        self.limits = limits or Limits()
+    def __init__(self, limits: SandboxLimits | None = None, kind: Kind = "bubblewrap", packages: Sequence[str] = ()) -> None:
+        self.limits = limits or SandboxLimits()
         self._kind, self._packages = kind, tuple(packages)
         self._root = os.geteuid() == 0
         self._bwrap = shutil.which("bwrap") or ""
@@ -68,8 +68,8 @@ class Sandbox:
             raise NoSandbox(str(error)) from None
 
     def run(
-        self, program: str, *, mode: Task = "script", stdin: bytes = b"", tests: Checks | None = None, wall_s: float | None = None
-    ) -> Ended:
+        self, program: str, *, mode: Task = "script", stdin: bytes = b"", tests: ProgramChecks | None = None, wall_s: float | None = None
+    ) -> ProgramEnd:
         """Run a program until it ends or has to.
 
         Args:
@@ -88,18 +88,18 @@ class Sandbox:
             return self._judged(program, tests, wall_s)
         token = "" if tests is None else secrets.token_hex(16)
         then = () if tests is None else (token, tests.first, str(len(tests.each)), *tests.each)
-        with Loop() as loop, self._start(mode, wall_s, [program], then=then, token=token, stdin=stdin) as talk:
+        with ProcessLoop() as loop, self._start(mode, wall_s, [program], then=then, token=token, stdin=stdin) as talk:
             loop.add(talk)
             loop.until(lambda: False)
             return talk.ended()
 
-    def _judged(self, program: str, tests: Checks, wall_s: float) -> Ended:
+    def _judged(self, program: str, tests: ProgramChecks, wall_s: float) -> ProgramEnd:
         """The program in one sandbox, its tests in another, and between them a socket that plain data goes through."""
         names, token = names_of((tests.first, *tests.each)), secrets.token_hex(16)
         wanted = json.dumps({"program": names.program, "library": names.library})
         texts = [token, wanted, tests.first, str(len(tests.each)), *tests.each]
         theirs, ours = socket.socketpair()
-        with theirs, ours, Loop() as loop, self._start("asserts", wall_s, [program], token=token, channel=theirs) as host:
+        with theirs, ours, ProcessLoop() as loop, self._start("asserts", wall_s, [program], token=token, channel=theirs) as host:
             loop.add(host)
             loop.until(lambda: host.loaded or host.silent)
             if not host.loaded or loop.is_over(host):
@@ -118,7 +118,7 @@ class Sandbox:
     def _start(
         self, mode: Mode, wall_s: float, texts: Sequence[str], *, then: Sequence[str] = (), token: str = "", stdin: bytes = b"",
         channel: socket.socket | None = None,
-    ) -> Talk:  # fmt: skip
+    ) -> SandboxProcess:  # fmt: skip
         """A process that runs ``inside.py``; it has its end of the channel, and we have none any more."""
         ours, theirs = socket.socketpair()
         files = [_file(stdin)]
@@ -138,7 +138,7 @@ class Sandbox:
                 channel.close()
             for fd in files:
                 os.close(fd)
-        return Talk(child, ours, self.limits, wall_s, texts, then, token)
+        return SandboxProcess(child, ours, self.limits, wall_s, texts, then, token)
 
     def _command(self, mode: Mode, control: int, channel: int, files: list[int]) -> tuple[list[str], tuple[int, ...]]:
         passed = (control,) if channel < 0 else (control, channel)
@@ -153,7 +153,7 @@ class Sandbox:
         return head + own, (*passed, files[-1])
 
 
-def _together(host: Ended, judged: Ended) -> Ended:
+def _together(host: ProgramEnd, judged: ProgramEnd) -> ProgramEnd:
     """A program's end, with the verdicts of its tests."""
     theirs = 0 if judged.exit_code == GONE else judged.exit_code
     return replace(

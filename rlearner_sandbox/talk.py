@@ -15,8 +15,8 @@ from typing import Final
 
 from broker.errors import RlearnerError
 from broker.system.workers.limits import kill_tree
-from rlearner_sandbox.command import Limits, advice
-from rlearner_sandbox.ended import NO_PYTHON, OUT_OF_TIME, Ended, KilledFor
+from rlearner_sandbox.command import SandboxLimits, advice
+from rlearner_sandbox.ended import NO_PYTHON, OUT_OF_TIME, KilledFor, ProgramEnd
 from rlearner_sandbox.usage import most_cpu_s, used_mib
 
 START_S: Final = 20.0  # until the program begins
@@ -29,7 +29,7 @@ class SandboxFailed(RlearnerError):
     """The sandbox itself did not work this time; nothing is known about the program."""
 
 
-class Talk:
+class SandboxProcess:
     """One process while it runs; as a context, it leaves nothing of it behind.
 
     Args:
@@ -46,7 +46,7 @@ class Talk:
     """
 
     def __init__(
-        self, child: subprocess.Popen[bytes], control: socket.socket, limits: Limits, wall_s: float, texts: Iterable[str],
+        self, child: subprocess.Popen[bytes], control: socket.socket, limits: SandboxLimits, wall_s: float, texts: Iterable[str],
         then: Iterable[str] = (), token: str = "",
     ) -> None:  # fmt: skip
         self._child, self._control, self._limits, self._wall_s = child, control, limits, wall_s
@@ -64,7 +64,7 @@ class Talk:
         self._cpu_s = 0.0
         self.loaded = self.silent = False
 
-    def __enter__(self) -> Talk:
+    def __enter__(self) -> SandboxProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -172,7 +172,7 @@ class Talk:
         kill_tree(self._child.pid)
         self._deadline = time.monotonic() + END_S
 
-    def ended(self) -> Ended:
+    def ended(self) -> ProgramEnd:
         """How it ended.
 
         Raises:
@@ -189,7 +189,7 @@ class Talk:
                 exit_code = 0
             elif self._cpu_s >= self._limits.cpu_s:
                 exit_code = OUT_OF_TIME  # it ignored the signal that says so
-        return Ended(
+        return ProgramEnd(
             exit_code=exit_code,
             killed_for=self._killed_for,
             compiled=exit_code != NO_PYTHON,
@@ -200,25 +200,25 @@ class Talk:
         )
 
 
-class Loop:
+class ProcessLoop:
     """Attends to several processes at once."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
-        self._talks: list[Talk] = []
+        self._talks: list[SandboxProcess] = []
 
-    def __enter__(self) -> Loop:
+    def __enter__(self) -> ProcessLoop:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._selector.close()
 
-    def add(self, talk: Talk) -> None:
+    def add(self, talk: SandboxProcess) -> None:
         """One more."""
         self._talks.append(talk)
         talk.register(self._selector)
 
-    def remove(self, talk: Talk) -> None:
+    def remove(self, talk: SandboxProcess) -> None:
         """No more of one that has ended."""
         self._talks.remove(talk)
 
@@ -234,7 +234,7 @@ class Loop:
         for talk in self._talks:
             talk.converse(self._selector)
 
-    def is_over(self, talk: Talk) -> bool:
+    def is_over(self, talk: SandboxProcess) -> bool:
         """Whether one has ended and all its streams are closed."""
         return all(key.data is not talk for key in self._selector.get_map().values())
 

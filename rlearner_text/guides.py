@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 _SPACING: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "coerce_one_of": True}
 
 
-class BadGuide(ValueError):
+class GuideError(ValueError):
     """A guide that cannot be compiled to a grammar; the message is one line."""
 
 
-class Guides:
+class GuideCompiler:
     """Compiles the guides of one model.
 
     Args:
@@ -44,25 +44,25 @@ class Guides:
 
         file = tokenizer_folder(self._tokenizer.name) / "tokenizer.json"
         if not file.is_file():
-            raise BadGuide("guided answers need a model with a tokenizer.json")
+            raise GuideError("guided answers need a model with a tokenizer.json")
         ends = list(self._tokenizer.eos_token_ids)
         if not ends:
-            raise BadGuide("guided answers need a model with an end token")
+            raise GuideError("guided answers need a model with an end token")
         return LLTokenizer(str(file), n_vocab=self._size, eos_token=ends)
 
     def check(self, guides: Sequence[wire.Guide]) -> None:
         """Check that guides can be compiled.
 
         Raises:
-            BadGuide: if they cannot be compiled to a grammar.
+            GuideError: if they cannot be compiled to a grammar.
         """
         self.matcher(guides)
 
-    def matcher(self, guides: Sequence[wire.Guide]) -> Matcher:
+    def matcher(self, guides: Sequence[wire.Guide]) -> GuideMatcher:
         """Return a matcher for one answer, which must follow one of the guides.
 
         Raises:
-            BadGuide: if they cannot be compiled to a grammar.
+            GuideError: if they cannot be compiled to a grammar.
         """
         from llguidance import LLMatcher
 
@@ -71,14 +71,14 @@ class Guides:
             own = self._own
         matcher = LLMatcher(own, grammar, log_level=0)
         if matcher.is_error():
-            raise BadGuide(_line(matcher.get_error()))
-        return Matcher(matcher, self._size)
+            raise GuideError(_line(matcher.get_error()))
+        return GuideMatcher(matcher, self._size)
 
     def grammar(self, guides: Sequence[wire.Guide]) -> str:
         """Return the guides in llguidance's variant of Lark.
 
         Raises:
-            BadGuide: if a schema is not a JSON object.
+            GuideError: if a schema is not a JSON object.
         """
         forms = [" ".join([*self._spelled(one.before), f"value_{n}", *self._spelled(one.after)]) for n, one in enumerate(guides)]
         values = [f"value_{n}: %json {self._schema(one.schema)}" for n, one in enumerate(guides)]
@@ -88,9 +88,9 @@ class Guides:
         try:
             schema = json.loads(given)
         except (ValueError, RecursionError):
-            raise BadGuide("the schema is not valid JSON") from None
+            raise GuideError("the schema is not valid JSON") from None
         if not isinstance(schema, dict):
-            raise BadGuide("the schema must be an object")
+            raise GuideError("the schema must be an object")
         return json.dumps(schema | {"x-guidance": _SPACING})
 
     def _spelled(self, text: str) -> list[str]:
@@ -109,7 +109,7 @@ class Guides:
         return [json.dumps(self._tokenizer.decode(ids), ensure_ascii=False)] if ids else []
 
 
-class Matcher:
+class GuideMatcher:
     """Follows one answer through its guide.
 
     Attributes:
@@ -127,11 +127,11 @@ class Matcher:
         """Return a mask of the tokens that may come next, (vocabulary,), with the end tokens if the answer may end.
 
         Raises:
-            BadGuide: if the grammar grows too large.
+            GuideError: if the grammar grows too large.
         """
         bits: Any = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
-            raise BadGuide(_line(self._matcher.get_error()))
+            raise GuideError(_line(self._matcher.get_error()))
         return np.unpackbits(bits, bitorder="little")[: self._size].astype(bool)
 
     def take(self, token: int) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from broker.errors import ConfigError
-from broker.settings.preflight import Finding
+from broker.settings.preflight import PreflightFinding
 
 _TOKENIZER_FILES: Final = (
     "config.json", "generation_config.json", "tokenizer*.json", "tokenizer.model", "special_tokens_map.json",
@@ -63,7 +63,7 @@ def check_model(path: str, key: str) -> None:
         raise ConfigError(key, path, f"the folder holds no weights ({' or '.join(_WEIGHT_PATTERNS)}); {_EXPECTED}")
 
 
-def look(path: str, key: str) -> list[Finding]:
+def check_hub_name(path: str, key: str) -> list[PreflightFinding]:
     """Check before anything starts whether a hub name resolves, in the cache or on the hub; empty for a local folder.
 
     Args:
@@ -75,8 +75,8 @@ def look(path: str, key: str) -> list[Finding]:
         check_model(path, key)
     except ConfigError as error:
         problem = error.allowed.removesuffix(f"; {_EXPECTED}")
-        return [Finding("models", key, "missing", f"{path}: {problem}", f"hf download {path}  # or a folder with the model")]
-    return [Finding("models", key, "ok", f"{path} is found")]
+        return [PreflightFinding("models", key, "missing", f"{path}: {problem}", f"hf download {path}  # or a folder with the model")]
+    return [PreflightFinding("models", key, "ok", f"{path} is found")]
 
 
 def layer_names(folder: Path) -> set[str] | None:

@@ -2,7 +2,7 @@
 
 Existing tokens are never tokenised again, because text -> tokens is not the inverse of tokens -> text, and a policy
 must be trained on the very tokens that it sampled. The delta of a user message is what the chat template puts after an
-assistant turn, rendered after a fixed dummy conversation. Templates differ, so ``growth_rules`` checks once per model
+assistant turn, rendered after a fixed dummy conversation. Templates differ, so ``rules_for`` checks once per model
 and system prompt that this delta does not depend on earlier turns.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from rlearner_text.template_rules import Role, growth_rules
+from rlearner_text.template_rules import Role, rules_for
 from rlearner_text.tokenizer import Tokenizer
 
 
@@ -27,7 +27,7 @@ class Conversation:
     """
 
     def __init__(self, tokenizer: Tokenizer, system_prompt: str = "", tools: str = "") -> None:
-        self.rules = growth_rules(tokenizer, system_prompt, tools)
+        self.rules = rules_for(tokenizer, system_prompt, tools)
         self.token_ids = array("i")
         self.loss_mask = bytearray()
         self.logprobs = array("f")

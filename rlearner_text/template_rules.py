@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 from broker.errors import ConfigError
 from rlearner_text.chat_template import Chat
 from rlearner_text.tokenizer import Tokenizer
-from rlearner_text.tool_calls import PROBE, PROBE_ID, ToolCall, ToolSpelling, UnknownSpelling, probe
+from rlearner_text.tool_calls import PROBE, PROBE_ID, ToolCall, ToolSyntax, UnknownSyntaxError, learn_syntax
 
 Role = Literal["user", "tool"]
 
@@ -19,7 +19,7 @@ _DELTAS_KEPT: Final = 4096  # observations repeat; rendering a template takes ab
 _OPENINGS_KEPT: Final = 256  # the episodes of a group start with the same text
 
 
-class GrowthRules:
+class TemplateRules:
     """Text that a chat template puts around user messages and tool results, for one system prompt and set of tools.
 
     Attributes:
@@ -56,12 +56,12 @@ class GrowthRules:
         """
         return self._spelling.calls(text) if self._spelling else []
 
-    def _find_spelling(self) -> ToolSpelling:
+    def _find_spelling(self) -> ToolSyntax:
         asked = [_user(_ASKED[0])]
         words = self._render([*asked, _assistant(_ANSWERED[0])], prompt=False)
         try:
-            spelling, behind = probe(self._render([*asked, PROBE], prompt=False), _before(words, _ANSWERED[0]))
-        except UnknownSpelling as error:
+            spelling, behind = learn_syntax(self._render([*asked, PROBE], prompt=False), _before(words, _ANSWERED[0]))
+        except UnknownSyntaxError as error:
             raise self._no_calls(str(error)) from None
         if not behind.endswith(self.end_of_turn):
             raise self._no_calls("it closes a turn with tool calls differently from one without")
@@ -149,9 +149,9 @@ class GrowthRules:
 
 
 @lru_cache(maxsize=64)
-def growth_rules(tokenizer: Tokenizer, system_prompt: str = "", tools: str = "") -> GrowthRules:
+def rules_for(tokenizer: Tokenizer, system_prompt: str = "", tools: str = "") -> TemplateRules:
     """Return the checked rules for a tokenizer, system prompt and set of tools (JSON); cached."""
-    return GrowthRules(tokenizer, system_prompt, tools)
+    return TemplateRules(tokenizer, system_prompt, tools)
 
 
 def _user(text: str) -> dict[str, str]:

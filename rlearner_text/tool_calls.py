@@ -35,16 +35,16 @@ class ToolCall:
     arguments: dict[str, Any]
 
 
-class BadCall(ValueError):
+class ToolCallError(ValueError):
     """Output that begins like a tool call but is not valid; the message is for the policy."""
 
 
-class UnknownSpelling(ValueError):
+class UnknownSyntaxError(ValueError):
     """A template that does not write calls as JSON."""
 
 
 @dataclass(frozen=True)
-class ToolSpelling:
+class ToolSyntax:
     """The syntax of tool calls.
 
     Attributes:
@@ -63,7 +63,7 @@ class ToolSpelling:
         """Return the calls in a turn's text, which includes special tokens, in order; empty for plain text.
 
         Raises:
-            BadCall: if it looks like a call, but its JSON does not parse or has no name or arguments.
+            ToolCallError: if it looks like a call, but its JSON does not parse or has no name or arguments.
         """
         found: list[ToolCall] = []
         if not self.opener:
@@ -78,14 +78,14 @@ class ToolSpelling:
         try:
             value, end = strict.decode_prefix(text)
         except strict.BadJson as error:
-            raise BadCall(f"the tool call is not valid JSON: {error}") from None
+            raise ToolCallError(f"the tool call is not valid JSON: {error}") from None
         values = value if isinstance(value, list) else [value]
         return found + [self._call(one) for one in values], text[end:]
 
     def _call(self, value: object) -> ToolCall:
         name = value.get(self.name_key) if isinstance(value, dict) else None
         if not isinstance(value, dict) or not isinstance(name, str):
-            raise BadCall(f'the tool call has no string as "{self.name_key}"')
+            raise ToolCallError(f'the tool call has no string as "{self.name_key}"')
         arguments = value.get(self.arguments_key, {})
         if isinstance(arguments, str):  # some templates write the object as a string
             try:
@@ -93,15 +93,15 @@ class ToolSpelling:
             except strict.BadJson:
                 arguments = None
         if not isinstance(arguments, dict):
-            raise BadCall(f'the tool call\'s "{self.arguments_key}" is not an object')
+            raise ToolCallError(f'the tool call\'s "{self.arguments_key}" is not an object')
         try:
             msgspec.msgpack.encode(arguments)  # it may go to another process
         except (OverflowError, RecursionError) as error:
-            raise BadCall(f'the tool call\'s "{self.arguments_key}" cannot be passed on: {error}') from None
+            raise ToolCallError(f'the tool call\'s "{self.arguments_key}" cannot be passed on: {error}') from None
         return ToolCall(name, arguments)
 
 
-def probe(rendered: str, before: str) -> tuple[ToolSpelling, str]:
+def learn_syntax(rendered: str, before: str) -> tuple[ToolSyntax, str]:
     """Return a template's call syntax, and what it puts after the JSON of ``PROBE``.
 
     Args:
@@ -109,7 +109,7 @@ def probe(rendered: str, before: str) -> tuple[ToolSpelling, str]:
         before: the same conversation up to the first word of a text turn instead of ``PROBE``.
 
     Raises:
-        UnknownSpelling: if the template does not render the call as JSON.
+        UnknownSyntaxError: if the template does not render the call as JSON.
     """
     at = rendered.rfind(_NAME)
     for start in (i for i in range(at, -1, -1) if rendered[i] == "{"):
@@ -124,8 +124,8 @@ def probe(rendered: str, before: str) -> tuple[ToolSpelling, str]:
             ahead = without_thinking(rendered[_common(rendered, before.rstrip()) : start]).lstrip()
             opener = ahead.strip()
             behind = rendered[end:].lstrip().removeprefix("]") if opener.endswith("[") else rendered[end:]
-            return ToolSpelling(opener.removesuffix("[").rstrip(), names[0], arguments[0], ahead, rendered[end:]), behind
-    raise UnknownSpelling("it does not write tool calls as JSON objects with a name and arguments")
+            return ToolSyntax(opener.removesuffix("[").rstrip(), names[0], arguments[0], ahead, rendered[end:]), behind
+    raise UnknownSyntaxError("it does not write tool calls as JSON objects with a name and arguments")
 
 
 def _is_arguments(value: object) -> bool:

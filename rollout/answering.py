@@ -11,14 +11,14 @@ from typing import Final
 import numpy as np
 
 from broker.contract import wire
-from rlearner_text.openai.pieces import Piece, Tap, Top
+from rlearner_text.openai.pieces import TokenEvent, TokenListener, TopLogprobs
 from rlearner_text.openai.problems import ENGINE_FAILED
-from rollout.engines.base import Engine, Output, TappedEngine
+from rollout.engines.base import Engine, GenerationOutput, StreamingEngine
 
-SEND_S: Final = 2.0  # time for aborted requests to return their partial output
+ABORT_REPLY_S: Final = 2.0  # time for aborted requests to return their partial output
 
 
-class Answering:
+class RequestHandler:
     """Request handler in front of one engine.
 
     Args:
@@ -31,9 +31,9 @@ class Answering:
 
     def __init__(self, engine: Engine, server: str, answered: Callable[[float], None]) -> None:
         self._engine, self._server, self._answered = engine, server, answered
-        self._tapped = engine if isinstance(engine, TappedEngine) else None
+        self._tapped = engine if isinstance(engine, StreamingEngine) else None
         self._outstanding: set[str] = set()
-        self._scoring: dict[str, asyncio.Future[Output]] = {}
+        self._scoring: dict[str, asyncio.Future[GenerationOutput]] = {}
         self._idle = asyncio.Event()
         self._idle.set()
         self.draining = False
@@ -41,21 +41,21 @@ class Answering:
     def __len__(self) -> int:
         return len(self._outstanding)
 
-    async def handle(self, request: wire.GenerateRequest, tap: Tap | None = None, /) -> wire.GenerateReply:
+    async def handle(self, request: wire.GenerateRequest, tap: TokenListener | None = None, /) -> wire.GenerateReply:
         """Answer one request.
 
         Args:
             tap: receives tokens as they are sampled, if the engine supports it.
         """
         if self.draining:
-            return self._reply(request, Output(finish_reason="abort"))
+            return self._reply(request, GenerationOutput(finish_reason="abort"))
         began = time.monotonic()
         self._outstanding.add(request.request_id)
         self._idle.clear()
         try:
             return self._reply(request, await self._ask(request, tap))
         except RuntimeError as error:
-            return self._reply(request, Output(error=f"{ENGINE_FAILED}: {error}"))
+            return self._reply(request, GenerationOutput(error=f"{ENGINE_FAILED}: {error}"))
         finally:
             self._answered(time.monotonic() - began)
             self._outstanding.discard(request.request_id)
@@ -76,10 +76,10 @@ class Answering:
         left = list(self._outstanding)
         for request_id in left:
             self.abort(request_id)
-        await self._quiet(SEND_S)
+        await self._quiet(ABORT_REPLY_S)
         return len(left)
 
-    async def _ask(self, request: wire.GenerateRequest, tap: Tap | None) -> Output:
+    async def _ask(self, request: wire.GenerateRequest, tap: TokenListener | None) -> GenerationOutput:
         if request.prompt_top_k:
             return await self._score(request)
         if self._tapped is None:
@@ -88,16 +88,16 @@ class Answering:
             return await self._with_top(self._tapped, request, tap)
         return await (self._engine.generate(request) if tap is None else self._tapped.generate(request, tap))
 
-    async def _with_top(self, engine: TappedEngine, request: wire.GenerateRequest, tap: Tap | None) -> Output:
+    async def _with_top(self, engine: StreamingEngine, request: wire.GenerateRequest, tap: TokenListener | None) -> GenerationOutput:
         """Generate, and add the likeliest tokens at each position as the columns of a reply."""
-        k, tops = request.sampling.top_logprobs, list[Top]()
+        k, tops = request.sampling.top_logprobs, list[TopLogprobs]()
 
-        def told(piece: Piece) -> None:
+        def told(piece: TokenEvent) -> None:
             tops.extend(piece.top)
             if tap is not None:
                 tap.told(piece)
 
-        output = await engine.generate(request, Tap(told, k))
+        output = await engine.generate(request, TokenListener(told, k))
         if output.error or len(tops) != len(output.token_ids):
             return output
         rows = [[*top, *[top[-1]] * (k - len(top))] for top in tops]
@@ -105,16 +105,16 @@ class Answering:
         values = np.array([[logprob for _, logprob in row] for row in rows], np.float32)
         return replace(output, top_ids=ids, top_logprobs=values)
 
-    async def _score(self, request: wire.GenerateRequest) -> Output:
+    async def _score(self, request: wire.GenerateRequest) -> GenerationOutput:
         """Score a context; enforce abort and deadline here, as engines have no partial output of such a request."""
         if request.request_id in self._scoring:
-            return Output(error=f"request_id {request.request_id!r} is already running or waiting")
+            return GenerationOutput(error=f"request_id {request.request_id!r} is already running or waiting")
         work = self._scoring[request.request_id] = asyncio.ensure_future(self._engine.generate(request))
         try:
             await asyncio.wait([work], timeout=request.deadline_s)
             if work.cancelled():
-                return Output(finish_reason="abort")
-            return work.result() if work.done() else Output(finish_reason="deadline")
+                return GenerationOutput(finish_reason="abort")
+            return work.result() if work.done() else GenerationOutput(finish_reason="deadline")
         finally:
             work.cancel()
             del self._scoring[request.request_id]
@@ -128,7 +128,7 @@ class Answering:
             return False
         return True
 
-    def _reply(self, request: wire.GenerateRequest, output: Output) -> wire.GenerateReply:
+    def _reply(self, request: wire.GenerateRequest, output: GenerationOutput) -> wire.GenerateReply:
         runs = np.array(output.version_runs, dtype="<i4").reshape(-1)
         return wire.GenerateReply(
             request_id=request.request_id,

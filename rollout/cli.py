@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from broker.runtime import process
-from broker.settings.arguments import Parser, complete, port
+from broker.settings.arguments import ArgumentParser, complete, port
 from broker.system.entry import enter
 from rollout import service
 
@@ -31,7 +31,7 @@ def _port(value: str) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Return the argument parser of ``rollout-server``."""
-    result = Parser(
+    result = ArgumentParser(
         prog="rollout-server", description="Serve a policy to the environment hubs of a run; any number of servers may join and leave."
     )
     process.add_join_options(result)

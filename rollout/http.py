@@ -13,29 +13,29 @@ from dataclasses import dataclass
 
 from broker.errors import ConfigError
 from rlearner_text.openai import keys
-from rlearner_text.openai.desk import Handle, Served
+from rlearner_text.openai.desk import GenerateHandler, ServedModel
 from rlearner_text.openai.server import HttpServer
 from rlearner_text.tokenizer import Tokenizer
 from rollout.config import RolloutSection
-from rollout.engines.base import Engine, TappedEngine
+from rollout.engines.base import Engine, StreamingEngine
 
 log = logging.getLogger(__name__)
 
 
-def served_by(engine: Engine, section: RolloutSection, run_model: str, state: Callable[[], str]) -> Served:
+def served_model(engine: Engine, section: RolloutSection, run_model: str, state: Callable[[], str]) -> ServedModel:
     """Return what the API reports about a server and its engine.
 
     Args:
         run_model: the model that the run started from.
         state: returns ``serving``, or why the server is not.
     """
-    return Served(
+    return ServedModel(
         model=section.policy,
         path=section.model_path or run_model,
         max_context_tokens=section.max_context_tokens,
         state=state,
         policy_version=lambda: engine.policy_version,
-        top_logprobs=isinstance(engine, TappedEngine) and engine.tells_top,
+        top_logprobs=isinstance(engine, StreamingEngine) and engine.tells_top,
     )
 
 
@@ -48,7 +48,7 @@ class HttpApi:
     """
 
     server: HttpServer
-    served: Served
+    served: ServedModel
     port: int
     key_place: str
 
@@ -66,7 +66,7 @@ class HttpApi:
         await self.server.close()
 
 
-async def take_http(handle: Handle, served: Served, *, bind: str, port: int, trust_remote_code: bool) -> HttpApi:
+async def prepare_http(handle: GenerateHandler, served: ServedModel, *, bind: str, port: int, trust_remote_code: bool) -> HttpApi:
     """Prepare the API without serving, so that its errors appear before the engine loads.
 
     Raises:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Final
 
-from rollout.engines.base import Stats
+from rollout.engines.base import EngineStats
 
 SPEED_HALVES_S: Final = 300.0  # half-life of ``speed``, in seconds of work
 
 
-class Meter:
+class IntervalMetrics:
     """Differences between two readings of an engine's counters.
 
     Args:
@@ -22,7 +22,7 @@ class Meter:
 
     def __init__(self, now: float) -> None:
         self._at = now
-        self._before = Stats()
+        self._before = EngineStats()
         self._requests = 0
         self._request_s = 0.0
         self.speed, self.idle_ratio = 0.0, -1.0
@@ -32,7 +32,7 @@ class Meter:
         self._requests += 1
         self._request_s += seconds
 
-    def read(self, now: float, stats: Stats) -> dict[str, float]:
+    def read(self, now: float, stats: EngineStats) -> dict[str, float]:
         """Return the metrics since the last reading."""
         seconds = max(now - self._at, 1e-9)
         before, self._before, self._at = self._before, stats, now

@@ -18,7 +18,7 @@ from rollout.checks import check, check_engine_name
 from rollout.config import RolloutSection
 
 
-def own_section(config: Mapping[str, Any], options: argparse.Namespace) -> RolloutSection:
+def server_section(config: Mapping[str, Any], options: argparse.Namespace) -> RolloutSection:
     """Return the run's section ``rollout`` with this server's options and ``key=value`` overrides applied.
 
     Only this section and its relation to the domains are checked: files of other roles need not exist on this machine.
@@ -41,13 +41,13 @@ def own_section(config: Mapping[str, Any], options: argparse.Namespace) -> Rollo
     if options.http is not None:
         section["http_port"] = options.http
     for override in options.overrides:
-        section = overridden(section, override)
+        section = apply_override(section, override)
     parsed = parse("rollout", section, RolloutSection)
     check({**config, "rollout": parsed.model_dump(mode="json")})
     return parsed
 
 
-def refuse(options: argparse.Namespace) -> None:
+def check_arguments(options: argparse.Namespace) -> None:
     """Reject a command line that is wrong for any run.
 
     Raises:
@@ -55,13 +55,13 @@ def refuse(options: argparse.Namespace) -> None:
     """
     given: dict[str, Any] = {} if options.engine is None else {"engine": options.engine}
     for override in options.overrides:
-        given = overridden(given, override)
+        given = apply_override(given, override)
     check_engine_name(parse("rollout", given, RolloutSection).engine)
     if options.model is not None and is_local(options.model):
         check_model_path(options.model, "--model")
 
 
-def overridden(section: dict[str, Any], override: str) -> dict[str, Any]:
+def apply_override(section: dict[str, Any], override: str) -> dict[str, Any]:
     """Return the section with one ``key=value`` applied; the value is YAML, the key may begin with ``rollout.``.
 
     Raises:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from broker.settings.preflight import Finding
+from broker.settings.preflight import PreflightFinding
 from rlearner_text import hub
 from rollout.config import RolloutSection
 from rollout.engines.args import OpenAIArgs
 
 
-def look(config: dict[str, Any]) -> list[Finding]:
+def check_preflight(config: dict[str, Any]) -> list[PreflightFinding]:
     """Check hub models, and the endpoint of the engine ``openai``, whose server exits if the endpoint is not available.
 
     Args:
@@ -18,11 +18,11 @@ def look(config: dict[str, Any]) -> list[Finding]:
     """
     section = RolloutSection.model_validate(config.get("rollout") or {})
     paths = {"model.path": (config.get("model") or {}).get("path"), "rollout.model_path": section.model_path}
-    models = [finding for key, path in paths.items() if path is not None for finding in hub.look(path, key)]
+    models = [finding for key, path in paths.items() if path is not None for finding in hub.check_hub_name(path, key)]
     if section.engine != "openai":
         return models
     args = OpenAIArgs.model_validate(section.engine_args)
-    from rlearner_text.openai.look import look
+    from rlearner_text.openai.look import check_endpoint
 
     named = "api_key_env" in args.model_fields_set
-    return [*models, look("rollout.engine_args", args.base_url, args.api_key_env, named=named, needed=True)]
+    return [*models, check_endpoint("rollout.engine_args", args.base_url, args.api_key_env, named=named, needed=True)]

@@ -36,7 +36,7 @@ LEAVE_S: Final = 30.0  # beyond drain_timeout_s, for a server to close its engin
 Command = Callable[[int, Sequence[int]], list[str]]
 
 
-def shares(spec: str, section: RolloutSection) -> list[list[int]]:
+def gpu_shares(spec: str, section: RolloutSection) -> list[list[int]]:
     """Return the GPUs of each engine; one empty share if GPUs are not numbered or the engine does not split them.
 
     Raises:
@@ -57,7 +57,7 @@ def shares(spec: str, section: RolloutSection) -> list[list[int]]:
     return [numbers[start : start + size] for start in range(0, len(numbers), size)]
 
 
-def command_of(options: argparse.Namespace, run: str, section: RolloutSection) -> Command:
+def replica_command(options: argparse.Namespace, run: str, section: RolloutSection) -> Command:
     """Return how to start the server of one share: this process's options with other GPUs, id and HTTP port."""
 
     def command(index: int, numbers: Sequence[int]) -> list[str]:

@@ -26,7 +26,7 @@ ENDED: Final = -2  # Job.slot of a request that has ended
 
 
 @dataclass(eq=False, slots=True)
-class Job:
+class GenerationJob:
     """One request.
 
     Attributes:
@@ -53,10 +53,10 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class JobStart:
     """Instruction to run a job in a slot, which already holds the KV of its first ``reused`` tokens."""
 
-    job: Job
+    job: GenerationJob
     slot: int
     reused: int
 
@@ -71,21 +71,21 @@ class _Idle:
 class _Queue:
     """The waiting jobs that may run, in two orders at once; a job taken from one is skipped in the other."""
 
-    longest: list[tuple[float, int, Job]] = field(default_factory=list)
-    oldest: list[tuple[float, int, Job]] = field(default_factory=list)
+    longest: list[tuple[float, int, GenerationJob]] = field(default_factory=list)
+    oldest: list[tuple[float, int, GenerationJob]] = field(default_factory=list)
     pushed: int = 0
 
-    def push(self, job: Job) -> None:
+    def push(self, job: GenerationJob) -> None:
         self.pushed += 1
         heapq.heappush(self.longest, (-job.expected_tokens, self.pushed, job))
         heapq.heappush(self.oldest, (job.urgent_at, self.pushed, job))
 
-    def pop(self, now: float) -> Job | None:
+    def pop(self, now: float) -> GenerationJob | None:
         """Take the first urgent job, else the longest."""
         return _pop_waiting(self.oldest, now) or _pop_waiting(self.longest, math.inf)
 
 
-def _pop_waiting(heap: list[tuple[float, int, Job]], most: float) -> Job | None:
+def _pop_waiting(heap: list[tuple[float, int, GenerationJob]], most: float) -> GenerationJob | None:
     while heap and (heap[0][2].slot != WAITING or heap[0][0] <= most):
         _, _, job = heapq.heappop(heap)
         if job.slot == WAITING:
@@ -108,11 +108,11 @@ class Scheduler:
             raise ValueError(f"max_running={max_running} must be between 1 and num_slots={num_slots}")
         self.num_slots, self.max_running, self.prefix_cache = num_slots, max_running, prefix_cache
         self.version = version
-        self._jobs: dict[str, Job] = {}
-        self._running: dict[int, Job] = {}
+        self._jobs: dict[str, GenerationJob] = {}
+        self._running: dict[int, GenerationJob] = {}
         self._queue = _Queue()
-        self._held: list[Job] = []  # waiting for a version
-        self._deadlines: list[tuple[float, int, Job]] = []
+        self._held: list[GenerationJob] = []  # waiting for a version
+        self._deadlines: list[tuple[float, int, GenerationJob]] = []
         self._order = 0
         self._free = list(range(num_slots))
         self._idle: OrderedDict[int, _Idle] = OrderedDict()  # least recently used first
@@ -129,15 +129,15 @@ class Scheduler:
         return len(self._jobs) - len(self._running)
 
     @property
-    def running(self) -> list[Job]:
+    def running(self) -> list[GenerationJob]:
         """The running jobs, by slot."""
         return [self._running[slot] for slot in sorted(self._running)]
 
-    def job(self, request_id: str) -> Job | None:
+    def job(self, request_id: str) -> GenerationJob | None:
         """Return a waiting or running job."""
         return self._jobs.get(request_id)
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: GenerationJob) -> None:
         """Queue a job.
 
         Raises:
@@ -152,9 +152,9 @@ class Scheduler:
         heapq.heappush(self._deadlines, (job.deadline, self._order, job))
         self._enqueue(job)
 
-    def admit(self, now: float) -> list[Start]:
+    def admit(self, now: float) -> list[JobStart]:
         """Start as many jobs as fit and return them in order of priority."""
-        started: list[Start] = []
+        started: list[JobStart] = []
         while len(self._running) < self.max_running:
             job = self._queue.pop(now)
             if job is None:
@@ -162,9 +162,9 @@ class Scheduler:
             started.append(self._start(job))
         return started
 
-    def expire(self, now: float) -> list[Job]:
+    def expire(self, now: float) -> list[GenerationJob]:
         """Return the jobs past their deadline; waiting ones are removed, the caller must ``finish`` running ones."""
-        due: list[Job] = []
+        due: list[GenerationJob] = []
         while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][2].slot == ENDED):
             job = heapq.heappop(self._deadlines)[2]
             if job.slot == ENDED:
@@ -174,7 +174,7 @@ class Scheduler:
                 self._leave(job)
         return due
 
-    def abort(self, request_id: str) -> Job | None:
+    def abort(self, request_id: str) -> GenerationJob | None:
         """Return a job, None if unknown, and remove it if it waits; the caller must ``finish`` a running one."""
         job = self._jobs.get(request_id)
         if job is not None and job.slot == WAITING:
@@ -201,7 +201,7 @@ class Scheduler:
         else:
             heapq.heappush(self._free, slot)
 
-    def update(self, version: int, *, weights_changed: bool = True) -> list[Job]:
+    def update(self, version: int, *, weights_changed: bool = True) -> list[GenerationJob]:
         """Serve a new version from now on.
 
         Returns:
@@ -223,13 +223,13 @@ class Scheduler:
         """Note that a running slot's KV was rebuilt from the newest weights."""
         self._stale.discard(slot)
 
-    def _enqueue(self, job: Job) -> None:
+    def _enqueue(self, job: GenerationJob) -> None:
         if job.min_version <= self.version and self.version >= 0:
             self._queue.push(job)
         else:
             self._held.append(job)
 
-    def _leave(self, job: Job) -> None:
+    def _leave(self, job: GenerationJob) -> None:
         del self._jobs[job.request_id]
         if job.slot == WAITING:
             self._unwant(job)
@@ -237,12 +237,12 @@ class Scheduler:
         if job in self._held:
             self._held.remove(job)
 
-    def _unwant(self, job: Job) -> None:
+    def _unwant(self, job: GenerationJob) -> None:
         self._wanted[job.conversation_id] -= 1
         if not self._wanted[job.conversation_id]:
             del self._wanted[job.conversation_id]
 
-    def _start(self, job: Job) -> Start:
+    def _start(self, job: GenerationJob) -> JobStart:
         slot = self._idle_of.get(job.conversation_id)
         reused = 0
         if slot is not None:
@@ -257,7 +257,7 @@ class Scheduler:
         self._unwant(job)
         self._running[slot] = job
         job.slot = slot
-        return Start(job, slot, reused)
+        return JobStart(job, slot, reused)
 
     def _victim(self) -> int:
         unwanted = (slot for slot, idle in self._idle.items() if idle.conversation_id not in self._wanted)

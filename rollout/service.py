@@ -26,25 +26,25 @@ from broker.settings.config import BrokerSection
 from broker.system import gpus
 from rlearner_text.config import check_model_path
 from rollout import replicas
-from rollout.answering import Answering
+from rollout.answering import RequestHandler
 from rollout.config import RolloutSection
 from rollout.engines import ENGINES
 from rollout.engines.base import Engine, EngineConfig
-from rollout.meter import Meter
-from rollout.options import own_section, refuse
+from rollout.meter import IntervalMetrics
+from rollout.options import check_arguments, server_section
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from broker.weights.receiver.receive import Receiver
-    from broker.weights.snapshots.snapshot_source import Source
+    from broker.weights.receiver.receive import WeightReceiver
+    from broker.weights.snapshots.snapshot_source import SnapshotSource
     from rollout.http import HttpApi
 
 log = logging.getLogger(__name__)
 
 FROZEN: Final = 0  # version of a policy whose weights never change
 IMPORT_AFTER_S: Final = 0.5  # of waiting: a run that is up may reject the arguments before any import
-FAREWELL_S: Final = 0.25  # between the last reply and closing the connection, so that clients read the reply first
+CLOSE_DELAY_S: Final = 0.25  # between the last reply and closing the connection, so that clients read the reply first
 
 
 async def run(options: argparse.Namespace, stop: process.Stop) -> None:
@@ -54,20 +54,20 @@ async def run(options: argparse.Namespace, stop: process.Stop) -> None:
         UserError: if a GPU, an engine, a model or a setting cannot be used.
     """
     device = gpus.select(options.gpus)  # first: torch must not be loaded before
-    refuse(options)
+    check_arguments(options)
     importing = _Importing(options.engine or RolloutSection().engine)
     async with process.join("rollout", options, stop, connected=importing.begin) as member:
         importing.end()
         while True:
-            section = own_section(member.spec.config, options)
-            parts = replicas.shares(options.gpus, section)
+            section = server_section(member.spec.config, options)
+            parts = replicas.gpu_shares(options.gpus, section)
             if len(parts) > 1:
                 break
             await _serve(member, member.spec, section, device)
             if stop.asked.is_set():
                 return
             log.info("epoch %d changes the settings of rollout servers: restarting with the new ones", member.spec.epoch)
-        command = replicas.command_of(options, member.bus.run, section)
+        command = replicas.replica_command(options, member.bus.run, section)
     await replicas.run(parts, command, stop, drain_s=section.drain_timeout_s)
 
 
@@ -77,7 +77,7 @@ async def _serve(member: process.Member, spec: wire.RunSpec, section: RolloutSec
         await asyncio.to_thread(check_model_path, section.model_path, "rollout.model_path")
     config = replace(_engine_config(spec, section), device=device)
     engine_class: type[Engine] = await asyncio.to_thread(registry.resolve, "engines", section.engine, ENGINES)
-    service = Service(member, spec, section, engine_class(config))
+    service = RolloutService(member, spec, section, engine_class(config))
     try:
         await service.serve()
     finally:
@@ -121,7 +121,7 @@ class _Importing:
             registry.resolve("engines", self._name, ENGINES)
 
 
-class Service:
+class RolloutService:
     """One engine behind one request channel, kept at the newest weights.
 
     Args:
@@ -132,11 +132,11 @@ class Service:
         self._member, self._spec, self._section, self._engine = member, spec, section, engine
         self._broker = runspec.section(spec.config, "broker", BrokerSection)
         self._channel = carriers.serve(self._broker.channel, member.bus, member.id, bind=self._broker.bind)
-        self._receiver: Receiver | None = None
-        self._snapshots: Source | None = None
+        self._receiver: WeightReceiver | None = None
+        self._snapshots: SnapshotSource | None = None
         self._http: HttpApi | None = None
-        self._meter = Meter(time.monotonic())
-        self._answering = Answering(engine, member.id, self._meter.answered)
+        self._meter = IntervalMetrics(time.monotonic())
+        self._answering = RequestHandler(engine, member.id, self._meter.answered)
         self.handle = self._answering.handle
         self._loaded = False  # whether loading new weights into the engine has at least begun
         self._paused_s = 0.0  # how long the last weight update paused generation
@@ -189,7 +189,7 @@ class Service:
         log.info("draining %d requests, at most %g s", len(self._answering), self._section.drain_timeout_s)
         if aborted := await self._answering.finish(self._section.drain_timeout_s):
             log.warning("aborted %d requests that did not finish in time", aborted)
-        await asyncio.sleep(FAREWELL_S)
+        await asyncio.sleep(CLOSE_DELAY_S)
 
     async def close(self) -> None:
         if self._receiver is not None:
@@ -236,17 +236,17 @@ class Service:
         return {"state": self._state()} | ({"last_error": problem} if problem else {})
 
     async def _take_http(self, port: int) -> HttpApi:
-        from rollout.http import served_by, take_http  # imported here because the API is off by default
+        from rollout.http import prepare_http, served_model  # imported here because the API is off by default
 
-        served = served_by(self._engine, self._section, self._spec.model_path, self._state)
+        served = served_model(self._engine, self._section, self._spec.model_path, self._state)
         trust = (self._spec.config.get("model") or {}).get("trust_remote_code", False)
-        return await take_http(self.handle, served, bind=self._broker.bind, port=port, trust_remote_code=trust)
+        return await prepare_http(self.handle, served, bind=self._broker.bind, port=port, trust_remote_code=trust)
 
     async def _follow_weights(self) -> None:
-        from broker.weights.receiver.receive import Receiver  # imports torch
+        from broker.weights.receiver.receive import WeightReceiver  # imports torch
 
         train = self._spec.config.get("train") or {}
-        self._receiver = Receiver(
+        self._receiver = WeightReceiver(
             self._member.bus,
             self._member.id,
             self._engine.weights(),
@@ -261,20 +261,20 @@ class Service:
         await self._receiver.start()
         self._member.spawn(self._receiver.join())  # fails the server when it can no longer follow
 
-    def _open_snapshots(self) -> Source | None:
+    def _open_snapshots(self) -> SnapshotSource | None:
         """Open the source of weights to use while the learner is unavailable.
 
         Raises:
             UserError: if the address is not valid.
         """
-        from broker.weights.snapshots.snapshot_source import Source, is_url
+        from broker.weights.snapshots.snapshot_source import SnapshotSource, is_url
 
         where = self._section.snapshot
         if where is None:
             return None
         from rlearner_text.openai import keys
 
-        return Source(where, keys.find_key()[0] if is_url(where) else "")
+        return SnapshotSource(where, keys.find_key()[0] if is_url(where) else "")
 
     def _first_weights(self) -> tuple[Mapping[str, Tensor], bool]:
         """Return the run's initial weights, from the engine or from disk, and whether they stay unchanged."""
@@ -284,10 +284,10 @@ class Service:
             return held, stay and getattr(self._engine, "keeps_tensors", False)
         from torch import device
 
-        from rollout.engines.hf.model import load
+        from rollout.engines.hf.model import load_model
         from rollout.engines.hf.weights import HeldWeights
 
-        return HeldWeights(load(_engine_config(self._spec, self._section), device("cpu"))).tensors(), True
+        return HeldWeights(load_model(_engine_config(self._spec, self._section), device("cpu"))).tensors(), True
 
     async def _load(self, tensors: Mapping[str, Tensor], offer: wire.WeightsOffer) -> None:
         """Load an offered version; an empty mapping means that the engine already holds these bytes.

@@ -23,7 +23,7 @@ PEAK_FLOPS: Final[Mapping[str, float]] = {
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """A Qwen3 model: the sizes that decide its parameters and operations."""
 
     hidden: int
@@ -36,18 +36,18 @@ class Shape:
     positions: int
 
 
-HALF_BILLION: Final = Shape(1024, 28, 16, 8, 128, 3072, 151_936, 32_768)  # Qwen3-0.6B's, of which 0.44 billion are in the blocks
-TINY: Final = Shape(64, 2, 2, 2, 32, 128, 512, 2048)
+HALF_BILLION: Final = ModelShape(1024, 28, 16, 8, 128, 3072, 151_936, 32_768)  # Qwen3-0.6B's, of which 0.44 billion are in the blocks
+TINY: Final = ModelShape(64, 2, 2, 2, 32, 128, 512, 2048)
 
 
-def num_parameters(shape: Shape) -> tuple[int, int]:
+def num_parameters(shape: ModelShape) -> tuple[int, int]:
     """(in the blocks, in the embedding, which is tied to the output), norms included."""
     attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads) + 2 * shape.head_dim  # q, o, k, v; norms of q and k
     block = attention + 3 * shape.hidden * shape.intermediate + 2 * shape.hidden
     return shape.layers * block + shape.hidden, shape.vocab * shape.hidden
 
 
-def train_flops_per_token(shape: Shape, context: float) -> float:
+def train_flops_per_token(shape: ModelShape, context: float) -> float:
     """Operations of forward and backward pass per token: 6 N + 12 L H Q T (Chowdhery et al. 2022, PaLM, appendix B).
 
     N counts the blocks and the output projection, not the look-up of the embedding; T is the mean length of a sequence. Attention
@@ -101,7 +101,7 @@ def begin(options: argparse.Namespace) -> str:
     return str(torch.cuda.get_device_name(0))
 
 
-def make_model(folder: str | Path, shape: Shape, *, dtype: str = "bfloat16", seed: int = 0) -> str:
+def make_model(folder: str | Path, shape: ModelShape, *, dtype: str = "bfloat16", seed: int = 0) -> str:
     """Write a Qwen3 of random weights, and a tokenizer of single characters that knows the first of its tokens; the folder."""
     import torch
     import transformers
@@ -145,7 +145,7 @@ def seconds(work: Callable[[], object], device: str, *, repeats: int = 7, warm_u
     return taken
 
 
-def finish(name: str, device: str, shape: Shape, figures: Mapping[str, Any], checks: Mapping[str, bool]) -> int:
+def finish(name: str, device: str, shape: ModelShape, figures: Mapping[str, Any], checks: Mapping[str, bool]) -> int:
     """Print the last line; the exit code."""
     failed = [check for check, held in checks.items() if not held]
     blocks, embedding = num_parameters(shape)

@@ -37,7 +37,7 @@ def _measure(options: argparse.Namespace, device: str) -> int:
     return common.finish("engine", device, shape, {"engine": options.engine} | figures, checks)
 
 
-async def _compare(options: argparse.Namespace, model: str, shape: common.Shape, dtype: str) -> tuple[dict[str, Any], dict[str, bool]]:
+async def _compare(options: argparse.Namespace, model: str, shape: common.ModelShape, dtype: str) -> tuple[dict[str, Any], dict[str, bool]]:
     number = options.requests or (8 if options.tiny else 256)
     prompt, output = ((8, 24), (8, 16)) if options.tiny else ((128, 512), (128, 512))
     settings = load.section(options, number, prompt[1] + output[1] + 8)

@@ -28,11 +28,11 @@ from bench.gpu import common
 from bench.gpu.weights import tensors_of
 from broker.errors import TransferFailed, UserError
 from broker.weights.digest import combine, digest_bucket
-from broker.weights.group import Watch
-from broker.weights.memory.cuda import Cuda
-from broker.weights.memory.devices import Device
-from broker.weights.memory.shared import Segment, Window
-from broker.weights.memory.staging import Flat, Staging, plan_of
+from broker.weights.group import WaitMonitor
+from broker.weights.memory.cuda import CudaDevice
+from broker.weights.memory.devices import SharedDevice
+from broker.weights.memory.shared import SegmentReader, SharedSegment
+from broker.weights.memory.staging import FlatBuffer, StagingBuffers, plan_of
 
 WAIT_S: Final = 120.0
 LET_GO_S: Final = 20.0  # until the driver has taken back what a killed process had
@@ -88,13 +88,13 @@ class _Learner:
 class _Server:
     """This process: a device, buffers on it, and a window on the learner's."""
 
-    def __init__(self, options: argparse.Namespace, shape: common.Shape, bucket_mib: float) -> None:
+    def __init__(self, options: argparse.Namespace, shape: common.ModelShape, bucket_mib: float) -> None:
         self.options, self.shape, self.bucket_mib, self.kind = options, shape, bucket_mib, options.device
         self.device = _device(self.kind)
         self.tensors = tensors_of(shape, self.kind)
         self.plan = plan_of(self.tensors, bucket_mib)
-        self.flat, self.held = Flat(self.plan, self.kind), Flat(self.plan, self.kind)
-        self.window: Window | None = None
+        self.flat, self.held = FlatBuffer(self.plan, self.kind), FlatBuffer(self.plan, self.kind)
+        self.window: SegmentReader | None = None
 
     @contextmanager
     def learner(self) -> Iterator[_Learner]:
@@ -112,12 +112,12 @@ class _Server:
     def read(self, version: int, done: Callable[[int], None] = lambda index: None) -> str:
         """Into ``flat``; the digest of what came."""
         assert self.window is not None, "open it first"
-        return combine(self.window.take(version, self.flat, Watch(), timeout_s=5.0, done=done, peek=lambda: None))
+        return combine(self.window.take(version, self.flat, WaitMonitor(), timeout_s=5.0, done=done, peek=lambda: None))
 
     def speeds(self, learner: _Learner) -> tuple[dict[str, Any], dict[str, bool]]:
         """Of readings of a version that lies there whole, and of one that is being packed, in turns with what this process does alone."""
         exact = self.reads(0, learner.asks("address"))
-        other = Flat(self.plan, self.kind)
+        other = FlatBuffer(self.plan, self.kind)
 
         def local() -> None:
             for index in range(len(self.plan.buckets)):
@@ -186,7 +186,7 @@ class _Server:
             address: of the learner's memory, for another process to open.
         """
         if address is not None:
-            self.window = Window(address, self.plan, self.device)
+            self.window = SegmentReader(address, self.plan, self.device)
         self.read(version)
         return self._holds(version)
 
@@ -213,17 +213,17 @@ class _Server:
         return self.free_bytes() >= least
 
 
-def _device(kind: str) -> Device | None:
-    return Cuda("cuda:0") if kind == "cuda" else None
+def _device(kind: str) -> SharedDevice | None:
+    return CudaDevice("cuda:0") if kind == "cuda" else None
 
 
-def _learn(line: Connection, kind: str, shape: common.Shape, bucket_mib: float) -> None:
+def _learn(line: Connection, kind: str, shape: common.ModelShape, bucket_mib: float) -> None:
     """The learner's process: version N is the model with N added to each element. It answers a ``write`` as it begins, and with the digest
     once it is done."""
     tensors = tensors_of(shape, kind)
     plan = plan_of(tensors, bucket_mib)
-    segment = Segment(plan, _device(kind))
-    staging = Staging(plan, memory=segment)
+    segment = SharedSegment(plan, _device(kind))
+    staging = StagingBuffers(plan, memory=segment)
     staging.write(0, tensors)
     while True:
         word, *rest = json.loads(line.recv_bytes())

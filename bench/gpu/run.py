@@ -64,10 +64,10 @@ def settings(options: argparse.Namespace, folder: str) -> list[str]:
     return [f"{key}={json.dumps(value)}" for key, value in found.items()] + list(options.overrides)
 
 
-def shape_of(options: argparse.Namespace) -> common.Shape:
+def shape_of(options: argparse.Namespace) -> common.ModelShape:
     """The model that the run makes: the same blocks, a vocabulary of characters."""
     given = common.TINY if options.tiny else common.HALF_BILLION
-    return common.Shape(**{**vars(given), "vocab": SPECIAL_TOKENS + len(CHARACTERS), "positions": TinyModel().max_position_embeddings})
+    return common.ModelShape(**{**vars(given), "vocab": SPECIAL_TOKENS + len(CHARACTERS), "positions": TinyModel().max_position_embeddings})
 
 
 def _measure(options: argparse.Namespace, device: str) -> int:

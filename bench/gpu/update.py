@@ -42,7 +42,7 @@ def _measure(options: argparse.Namespace, device: str) -> int:
     return common.finish("update", device, shape, {"engine": options.engine, "mode": options.mode} | figures, checks)
 
 
-class Load:
+class EngineLoad:
     """As many requests in flight as the engine runs, each followed by another."""
 
     def __init__(self, engine: Engine, number: int, vocab: int, output: tuple[int, int]) -> None:
@@ -67,7 +67,7 @@ class Load:
         await asyncio.gather(*self.tasks)
 
 
-async def _windows(options: argparse.Namespace, model: str, shape: common.Shape, dtype: str) -> tuple[dict[str, Any], dict[str, bool]]:
+async def _windows(options: argparse.Namespace, model: str, shape: common.ModelShape, dtype: str) -> tuple[dict[str, Any], dict[str, bool]]:
     number, output = (4, (16, 64)) if options.tiny else (256, (256, 1024))
     pairs, window_s = options.pairs or (2 if options.tiny else 7), options.window_s or (1.0 if options.tiny else 10.0)
     every_s = options.every_s or (0.3 if options.tiny else 2.0)
@@ -85,7 +85,7 @@ async def _windows(options: argparse.Namespace, model: str, shape: common.Shape,
                 took.append(time.perf_counter() - began)
                 await asyncio.sleep(max(0.0, every_s - (time.perf_counter() - began)))
 
-        running = Load(engine, number, shape.vocab, output)
+        running = EngineLoad(engine, number, shape.vocab, output)
         await asyncio.sleep(window_s)  # warm
         stood_still = engine.stats().pause_s
         for pair in range(pairs):
@@ -135,7 +135,7 @@ def _nudged(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return tensors
 
 
-async def _right(engine: Engine, tensors: dict[str, torch.Tensor], version: int, shape: common.Shape, dtype: str) -> bool:
+async def _right(engine: Engine, tensors: dict[str, torch.Tensor], version: int, shape: common.ModelShape, dtype: str) -> bool:
     """After an update, sampled logprobs are those that the engine computes for the same tokens again, and differ from those before."""
     (request,) = load.make_requests(1, shape.vocab, prompt=(32, 32), output=(32, 32), temperature=1.0, name="last")
     prompt = request.token_ids.array().tolist()

@@ -19,8 +19,8 @@ import torch
 
 from bench.gpu import common
 from broker.weights.digest import combine, digest_bucket
-from broker.weights.group import Communicator, Watch, connect_store, serve_store
-from broker.weights.memory.staging import Flat, plan_of
+from broker.weights.group import WaitMonitor, WeightGroup, connect_store, serve_store
+from broker.weights.memory.staging import FlatBuffer, plan_of
 
 HOST: Final = "127.0.0.1"
 WAIT_S: Final = 120.0
@@ -48,7 +48,7 @@ def _measure(options: argparse.Namespace, device: str) -> int:
     return common.finish("weights", device, shape, figures | between | {"gpus": ends if options.device == "cuda" else 0}, checks)
 
 
-def tensors_of(shape: common.Shape, device: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+def tensors_of(shape: common.ModelShape, device: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
     """A model's tensors by name, random, on a device."""
     hidden, inner, heads, kv = shape.hidden, shape.intermediate, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     sizes: dict[str, tuple[int, ...]] = {"embed": (shape.vocab, hidden), "norm": (hidden,)}
@@ -61,11 +61,11 @@ def tensors_of(shape: common.Shape, device: str, dtype: torch.dtype = torch.bflo
     return {name: torch.randn(size, dtype=dtype, device=device) for name, size in sizes.items()}
 
 
-def _alone(options: argparse.Namespace, shape: common.Shape, bucket_mib: float) -> tuple[dict[str, Any], dict[str, bool]]:
+def _alone(options: argparse.Namespace, shape: common.ModelShape, bucket_mib: float) -> tuple[dict[str, Any], dict[str, bool]]:
     """What one device can show."""
     tensors = tensors_of(shape, options.device)
     plan = plan_of(tensors, bucket_mib)
-    flat, other = Flat(plan, options.device), torch.empty(plan.size_bytes, dtype=torch.uint8, device=options.device)
+    flat, other = FlatBuffer(plan, options.device), torch.empty(plan.size_bytes, dtype=torch.uint8, device=options.device)
     pinned = torch.empty(plan.size_bytes, dtype=torch.uint8, pin_memory=options.device == "cuda")
 
     def rate(work: Callable[[], object]) -> float:
@@ -88,7 +88,7 @@ def _alone(options: argparse.Namespace, shape: common.Shape, bucket_mib: float) 
     return figures, {"packed_bit_by_bit": same, "tensors_hold_every_parameter": holds}
 
 
-def _between(options: argparse.Namespace, shape: common.Shape, bucket_mib: float) -> tuple[dict[str, Any], bool]:
+def _between(options: argparse.Namespace, shape: common.ModelShape, bucket_mib: float) -> tuple[dict[str, Any], bool]:
     """Two devices, a process each."""
     store, port = serve_store(HOST)
     context = multiprocessing.get_context("spawn")
@@ -112,7 +112,7 @@ def _between(options: argparse.Namespace, shape: common.Shape, bucket_mib: float
     return figures, bool(found["exact"])
 
 
-def _link(shape: common.Shape, options: argparse.Namespace) -> float:
+def _link(shape: common.ModelShape, options: argparse.Namespace) -> float:
     """Copies from the first GPU to the second."""
     size = plan_of(tensors_of(shape, "meta"), 256.0).size_bytes
     source, target = (torch.zeros(size, dtype=torch.uint8, device=f"cuda:{index}") for index in range(2))
@@ -120,16 +120,16 @@ def _link(shape: common.Shape, options: argparse.Namespace) -> float:
     return round(size / 1e9 / statistics.median(taken), 3)
 
 
-def _end(rank: int, port: int, kind: str, shape: common.Shape, bucket_mib: float, repeats: int, results: Any) -> None:
+def _end(rank: int, port: int, kind: str, shape: common.ModelShape, bucket_mib: float, repeats: int, results: Any) -> None:
     """One process: broadcasts in lockstep with the other; the receiver tells what was measured, for it sees the last byte."""
     device = f"cuda:{rank}" if kind == "cuda" else "cpu"
     if kind == "cuda":
         torch.cuda.set_device(rank)
     backend: Literal["nccl", "gloo"] = "nccl" if kind == "cuda" else "gloo"
     store = connect_store(HOST, port, 60.0)
-    group = Communicator(store, "bench", rank, 2, backend=backend, host=HOST, timeout_s=WAIT_S, connect_timeout_s=60.0)
+    group = WeightGroup(store, "bench", rank, 2, backend=backend, host=HOST, timeout_s=WAIT_S, connect_timeout_s=60.0)
     tensors = tensors_of(shape, device)
-    flat = Flat(plan_of(tensors, bucket_mib), device)
+    flat = FlatBuffer(plan_of(tensors, bucket_mib), device)
     if rank == 0:
         flat.fill(tensors)
     parts = [flat.bucket(index) for index in range(len(flat.plan.buckets))]
@@ -140,7 +140,7 @@ def _end(rank: int, port: int, kind: str, shape: common.Shape, bucket_mib: float
             digests[index] = digest_bucket(parts[index])
 
     def send(buckets: list[torch.Tensor], done: Callable[[int], None]) -> None:
-        group.broadcast(buckets, Watch(), done=done, peek=lambda: None)
+        group.broadcast(buckets, WaitMonitor(), done=done, peek=lambda: None)
 
     bare, channel = [], []
     for _ in range(repeats):

@@ -26,15 +26,15 @@ from broker.settings.runspec import load, validate
 def warm_start(folder: Path, context: str) -> str:
     """The weights that all arms of a context start from, made once: demonstrations have the prompts that the arms will see."""
     from learner.prepare import write_config
-    from learner.warm_start import Preparation
+    from learner.warm_start import ModelPreparation
 
     name = "warm" if context == "full" else f"warm_{context}"
     config = validate(load(settings.CONFIG, [*settings.COMMON, f"domains.lake.context={context}", f"run.name={name}", f"run.dir={folder}"]))
     write_config(folder / name, config)
-    return Preparation(config, (folder / name).absolute(), lambda text: print(text, file=sys.stderr, flush=True)).model_path()
+    return ModelPreparation(config, (folder / name).absolute(), lambda text: print(text, file=sys.stderr, flush=True)).model_path()
 
 
-def collect(folder: Path, arms: Sequence[settings.Arm]) -> tuple[dict[str, Any], dict[str, list[list[float]]]]:
+def collect(folder: Path, arms: Sequence[settings.ArmSettings]) -> tuple[dict[str, Any], dict[str, list[list[float]]]]:
     """The figures of what is there, and the curves of the first sweep."""
     starts: dict[str, list[dict[str, Any]]] = {}
     contexts: dict[str, str] = {}

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.learning.play import Hub
+from bench.learning.play import InlineHub
 from broker.contract import codec, wire
 from broker.errors import UserError
 from broker.jetstream.bus import LogRecord
@@ -29,16 +29,16 @@ from learner.backends import BACKENDS
 from learner.config import AlgorithmSection, EvalSection, TrainSection
 from learner.credit import intake
 from learner.credit.grants import rules_of
-from learner.credit.ledger import Action, Forget, Hold, Issue, Ledger, Take
-from learner.evaluation.evaluation import Evaluations
-from learner.training import Training
+from learner.credit.ledger import Action, ForgetTicket, HoldGroup, IssueTicket, Ledger, TakeGroup
+from learner.evaluation.evaluation import EvaluationQueue
+from learner.training import TrainingThread
 from learner.weights.offering import probe
 from rlearner_text.config import ModelSection
 
 SHOWN = ("actor/grad_norm", "actor/entropy", "actor/pg_clipfrac", "actor/ppo_kl", "rollout_corr/ess", "rollout_corr/masked_fraction")
 
 
-class Arm:
+class TrainingArm:
     """Learner and engine of one run.
 
     Args:
@@ -57,7 +57,7 @@ class Arm:
         self._model = section(config, "model", ModelSection)
         self._domains, self._seed = domains(config), int(config["run"]["seed"])
         self.ledger = Ledger(rules_of(self._train, self._algorithm, self._domains, self._seed))
-        self.hub = Hub(config, model_path)
+        self.hub = InlineHub(config, model_path)
         self._granted: list[wire.Ticket] = []
         self._log: deque[LogRecord] = deque()
         self._sequence = 0
@@ -85,7 +85,7 @@ class Arm:
 
     async def success(self) -> list[int]:
         """Solved episodes of each held-out task, with the weights of now."""
-        evaluations = Evaluations(section(self._config, "eval", EvalSection), self._domains, self._seed)
+        evaluations = EvaluationQueue(section(self._config, "eval", EvalSection), self._domains, self._seed)
         tickets = evaluations.start(self.hub.version, "actor", self.hub.version, 0.0)
         finished = None
         for group in await self.hub.play([assignment(ticket) for ticket in tickets]):
@@ -93,7 +93,7 @@ class Arm:
         assert finished is not None
         return [sum(one.successes) for one in sorted(finished.measured, key=lambda one: (one.domain, one.task_index))]
 
-    def _open(self) -> Training:
+    def _open(self) -> TrainingThread:
         build = partial(
             resolve("backends", self._train.backend, BACKENDS),
             self._path,
@@ -105,7 +105,7 @@ class Arm:
             max_length=max(domain.max_context_tokens for domain in self._domains.values()),
         )
         estimator = resolve("advantages", self._algorithm.adv_estimator, ADVANTAGES)
-        return Training(build, estimator, self._algorithm)
+        return TrainingThread(build, estimator, self._algorithm)
 
     async def _play(self) -> None:
         """Play what has been granted; the records stand in the log in the order of the tickets."""
@@ -116,23 +116,23 @@ class Arm:
             self._log.append(LogRecord(self._sequence, codec.decode(data, wire.Group), "", group.ticket, data))
 
     def _take_in(self, entry: LogRecord) -> None:
-        read = intake.read(entry, self.ledger, self._backend.vocab_size)
+        read = intake.read_record(entry, self.ledger, self._backend.vocab_size)
         if read.problem:
             raise UserError(f"record {entry.seq}: {read.problem}")
         actions = self.ledger.apply(read.record, entry.seq)
-        if read.group is not None and any(isinstance(action, Hold) for action in actions):
+        if read.group is not None and any(isinstance(action, HoldGroup) for action in actions):
             self._held[read.group.ticket] = read.group
         self._perform(actions)
 
     def _perform(self, actions: Sequence[Action]) -> None:
         for action in actions:
-            if isinstance(action, Issue):
+            if isinstance(action, IssueTicket):
                 self._granted.append(action.ticket)
-            elif isinstance(action, Take):
+            elif isinstance(action, TakeGroup):
                 group = self._held.pop(action.number)
                 self._taken.append(group)
                 self._training.add(group)
-            elif isinstance(action, Forget):
+            elif isinstance(action, ForgetTicket):
                 self._held.pop(action.number, None)
 
     async def _step(self) -> None:
@@ -148,15 +148,15 @@ class Arm:
         actions = self.ledger.complete_step()
         check = await self._training.call(lambda: probe(self._backend, self._model.dtype))
         self.hub.update(self._backend.weights(), self.ledger.state.version, check)
-        self._perform([action for action in actions if isinstance(action, Issue)])
+        self._perform([action for action in actions if isinstance(action, IssueTicket)])
         await self._play()  # before anything of the next step is trained: one core, and the version of the grant
-        self._perform([action for action in actions if not isinstance(action, Issue)])
+        self._perform([action for action in actions if not isinstance(action, IssueTicket)])
 
 
 def run_arm(config: dict[str, Any], model_path: str) -> dict[str, Any]:
     """Train, then measure; what came of it."""
     began, cpu = time.monotonic(), time.process_time()
-    arm = Arm(config, model_path)
+    arm = TrainingArm(config, model_path)
 
     async def work() -> list[int]:
         await arm.run()
@@ -180,6 +180,6 @@ def measure(config: dict[str, Any], model_path: str) -> dict[str, Any]:
     """A model as it is."""
 
     async def work() -> list[int]:
-        return await Arm(config, model_path).success()
+        return await TrainingArm(config, model_path).success()
 
     return {"solved": asyncio.run(work()), "episodes_per_map": config["eval"]["group_size"]}

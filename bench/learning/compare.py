@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.learning.arm import Arm, measure
+from bench.learning.arm import TrainingArm, measure
 from bench.learning.figures import interval, rate
 from broker.errors import ConfigError, UserError
 from broker.settings.runspec import load, validate
@@ -29,7 +29,7 @@ from broker.settings.runspec import load, validate
 MEASURED = ("train.num_threads=1", "rollout.num_threads=1", "eval.temperature=1.0")
 
 
-class Watched(Arm):
+class WatchedArm(TrainingArm):
     """An arm that is measured on its way.
 
     Attributes:
@@ -67,17 +67,17 @@ def check_contexts(configs: Sequence[dict[str, Any]]) -> None:
 def warm_start(folder: Path, config_path: str, overrides: Sequence[str]) -> str:
     """The weights that all arms start from, made once."""
     from learner.prepare import write_config
-    from learner.warm_start import Preparation
+    from learner.warm_start import ModelPreparation
 
     config = validate(load(config_path, [*MEASURED, *overrides, "run.name=warm", f"run.dir={folder}"]))
     write_config(folder / "warm", config)
-    return Preparation(config, (folder / "warm").absolute(), lambda text: print(text, file=sys.stderr, flush=True)).model_path()
+    return ModelPreparation(config, (folder / "warm").absolute(), lambda text: print(text, file=sys.stderr, flush=True)).model_path()
 
 
 def run_arm(config: dict[str, Any], model_path: str, every: int) -> dict[str, Any]:
     """Train and measure; what came of it."""
     began, cpu = time.monotonic(), time.process_time()
-    arm = Watched(config, model_path, every)
+    arm = WatchedArm(config, model_path, every)
 
     async def work() -> None:
         await arm.run()

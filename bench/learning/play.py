@@ -17,21 +17,21 @@ import torch
 from broker.contract import wire
 from broker.settings.runspec import section
 from envhub.domain import load_domains
-from envhub.episodes.runners import Limits, Players
-from envhub.servers.generate import Ask, Sampled, TurnFailed
-from envhub.task import Played
+from envhub.episodes.runners import EpisodeLimits, EpisodeRunners
+from envhub.servers.generate import SampledTurn, TurnFailed, TurnRequest
+from envhub.task import EpisodeResult
 from envhub.tickets import assignment
-from envhub.tickets.assignment import Assignment
-from envhub.workers.calls import Calls
+from envhub.tickets.assignment import TicketAssignment
+from envhub.workers.calls import EnvironmentCalls
 from rlearner_text.tokenizer import Tokenizer
 from rollout.config import RolloutSection
-from rollout.engines.base import EngineConfig, Output
-from rollout.engines.hf.core import Core
+from rollout.engines.base import EngineConfig, GenerationOutput
+from rollout.engines.hf.core import EngineCore
 
 PATIENCE_S = 3600.0  # nothing here waits for a network
 
 
-class Hub:
+class InlineHub:
     """Plays tickets to their end, all at once.
 
     Args:
@@ -40,10 +40,12 @@ class Hub:
     """
 
     def __init__(self, config: dict[str, Any], model_path: str) -> None:
-        self._core = Core(EngineConfig(model_path, section(config, "rollout", RolloutSection), device="cpu", policy_version=0))
+        self._core = EngineCore(EngineConfig(model_path, section(config, "rollout", RolloutSection), device="cpu", policy_version=0))
         self._domains = load_domains(config)
-        self._players = Players(Tokenizer.load(model_path), self, Calls(PATIENCE_S), Limits(PATIENCE_S, PATIENCE_S))
-        self._waiting: dict[str, asyncio.Future[Output]] = {}
+        self._players = EpisodeRunners(
+            Tokenizer.load(model_path), self, EnvironmentCalls(PATIENCE_S), EpisodeLimits(PATIENCE_S, PATIENCE_S)
+        )
+        self._waiting: dict[str, asyncio.Future[GenerationOutput]] = {}
         self._numbers = itertools.count(1)
 
     @property
@@ -59,7 +61,7 @@ class Hub:
         """
         self._core.update(weights, version, "recompute", probe)
 
-    async def play(self, asked: Sequence[Assignment]) -> list[wire.Group]:
+    async def play(self, asked: Sequence[TicketAssignment]) -> list[wire.Group]:
         """One group for each ticket, in their order.
 
         Raises:
@@ -73,8 +75,8 @@ class Hub:
             self._pass()
         return groups.result()
 
-    async def turn(self, ask: Ask) -> Sampled:
-        """What ``envhub.servers.generate.Generator`` does over a network."""
+    async def turn(self, ask: TurnRequest) -> SampledTurn:
+        """What ``envhub.servers.generate.TurnGenerator`` does over a network."""
         request = wire.GenerateRequest(
             request_id=str(next(self._numbers)),
             conversation_id=ask.conversation_id,
@@ -90,7 +92,7 @@ class Hub:
         if output.finish_reason not in ("stop", "length"):
             raise TurnFailed(f"{output.finish_reason} {output.error}")
         runs = [number for run in output.version_runs for number in run]
-        return Sampled.of(output.token_ids, output.logprobs, runs, output.finish_reason, "engine")
+        return SampledTurn.of(output.token_ids, output.logprobs, runs, output.finish_reason, "engine")
 
     def _pass(self) -> None:
         self._core.admit(time.monotonic())
@@ -100,12 +102,12 @@ class Hub:
             self._waiting.pop(request_id).set_result(output)
         self._core.outbox.clear()
 
-    async def _group(self, asked: Assignment, gate: asyncio.Semaphore) -> wire.Group:
+    async def _group(self, asked: TicketAssignment, gate: asyncio.Semaphore) -> wire.Group:
         played = await asyncio.gather(*(self._episode(asked, episode, gate) for episode in range(asked.group_size)))
         temperature = self._domains[asked.domain].section.sampling.temperature
         return assignment.group(asked, played, pools=[], hub="bench", deliveries=1, temperature=temperature)
 
-    async def _episode(self, asked: Assignment, episode: int, gate: asyncio.Semaphore) -> Played:
+    async def _episode(self, asked: TicketAssignment, episode: int, gate: asyncio.Semaphore) -> EpisodeResult:
         task = assignment.task(asked, self._domains[asked.domain], episode, f"{asked.key}.{episode}")
         async with gate:
             return await self._players.play(task, lambda oldest_version: None)

@@ -13,12 +13,12 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Final
 
-from bench.learning.settings import Arm
+from bench.learning.settings import ArmSettings
 
 MAX_FAILURES: Final = 3  # arms that break one after the other before a worker gives up
 
 
-def result(folder: Path, arm: Arm) -> dict[str, Any] | None:
+def result(folder: Path, arm: ArmSettings) -> dict[str, Any] | None:
     """What an arm came to, if it was run with these settings."""
     try:
         found: dict[str, Any] = json.loads((folder / arm.path).read_text(encoding="utf-8"))
@@ -27,9 +27,9 @@ def result(folder: Path, arm: Arm) -> dict[str, Any] | None:
     return found if tuple(found["overrides"]) == arm.overrides else None
 
 
-def run(arms: Sequence[Arm], folder: Path, warm_starts: Mapping[str, str], num_workers: int) -> None:
+def run(arms: Sequence[ArmSettings], folder: Path, warm_starts: Mapping[str, str], num_workers: int) -> None:
     """Run what is missing, in this order, on ``processes`` processes; ``warm_starts`` by context."""
-    todo: SimpleQueue[Arm] = SimpleQueue()
+    todo: SimpleQueue[ArmSettings] = SimpleQueue()
     for arm in arms:
         (folder / arm.path).parent.mkdir(parents=True, exist_ok=True)
         if result(folder, arm) is None:
@@ -41,7 +41,7 @@ def run(arms: Sequence[Arm], folder: Path, warm_starts: Mapping[str, str], num_w
         thread.join()
 
 
-def _feed(todo: SimpleQueue[Arm], folder: Path, warm_starts: Mapping[str, str]) -> None:
+def _feed(todo: SimpleQueue[ArmSettings], folder: Path, warm_starts: Mapping[str, str]) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     command = [sys.executable, "-m", "bench.learning.worker"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as child:

@@ -46,7 +46,7 @@ CORRECTED: Final = ("decoupled", "tis")  # of those, the ones that correct for s
 
 
 @dataclass(frozen=True)
-class Arm:
+class ArmSettings:
     """One run.
 
     Attributes:
@@ -89,31 +89,31 @@ def presets() -> list[str]:
     )
 
 
-def start(seed: int, context: str) -> Arm:
+def start(seed: int, context: str) -> ArmSettings:
     """The warm start of one context, measured with four episodes a map."""
     overrides = (*COMMON, f"run.seed={seed}", "eval.group_size=4", f"domains.lake.context={context}")
-    return Arm("start", f"warm_{context}", seed, overrides=overrides, episodes_per_map=4)
+    return ArmSettings("start", f"warm_{context}", seed, overrides=overrides, episodes_per_map=4)
 
 
-def starts(seed: int) -> list[Arm]:
+def starts(seed: int) -> list[ArmSettings]:
     """Of both contexts."""
     return [start(seed, context) for context in CONTEXTS]
 
 
-def algorithm(name: str, seed: int) -> Arm:
+def algorithm(name: str, seed: int) -> ArmSettings:
     """A preset at the quickstart's staleness of 1."""
     overrides = (*COMMON, f"run.seed={seed}", f"train.steps={STEPS}", "train.max_staleness=1", f"algorithm={name}", *CHANGED.get(name, ()))
-    return Arm("algorithms", name, seed, 1, overrides)
+    return ArmSettings("algorithms", name, seed, 1, overrides)
 
 
-def stale(name: str, max_staleness: int, seed: int) -> Arm:
+def stale(name: str, max_staleness: int, seed: int) -> ArmSettings:
     """A loss on groups that are exactly so late."""
     late = f"train.max_staleness={max_staleness}"
     overrides = (*COMMON, f"run.seed={seed}", f"train.steps={STALE_STEPS}", late, *STALE[name])
-    return Arm("staleness", name, seed, max_staleness, overrides)
+    return ArmSettings("staleness", name, seed, max_staleness, overrides)
 
 
-def plan(seeds: Sequence[int], *, quick: bool) -> list[Arm]:
+def plan(seeds: Sequence[int], *, quick: bool) -> list[ArmSettings]:
     """All arms in the order in which they are run: whatever is there when the time is up is of use.
 
     Args:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from bench.learning.arm import measure, run_arm
-from bench.learning.settings import Arm
+from bench.learning.settings import ArmSettings
 
 
 def main() -> int:
@@ -20,7 +20,7 @@ def main() -> int:
     for line in sys.stdin:
         asked = json.loads(line)
         folder, warm_start = Path(asked["folder"]), asked["warm_start"]
-        arm = Arm(**{**asked["arm"], "overrides": tuple(asked["arm"]["overrides"])})
+        arm = ArmSettings(**{**asked["arm"], "overrides": tuple(asked["arm"]["overrides"])})
         target = folder / arm.path
         began = time.monotonic()
         try:

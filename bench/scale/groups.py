@@ -26,7 +26,7 @@ from broker.contract import wire
 from broker.contract.examples import EXAMPLES
 from broker.contract.streams import EPISODES
 from broker.jetstream.bus import Bus, Delivery, WorkQueue
-from broker.nats.client import Client
+from broker.nats.client import GuardedClient
 from broker.server.private_server import BrokerServer
 
 SIZES_MIB: Final = (1, 8, 64, 256)
@@ -120,7 +120,7 @@ async def _child(url: str, run: str, side: str, size_mib: int) -> None:
     queue = await bus.work_queue(EPISODES, "bus")
     bare = await bus.work_queue(EPISODES, BARE)  # the same kind of stream and consumer
     del bare
-    client = Client()
+    client = GuardedClient()
     await client.connect(url)
     at_once = max(1, min(4, IN_FLIGHT_MIB // size_mib))
     works: dict[str, Callable[[int, wire.Group | None], Any]] = {
@@ -167,7 +167,7 @@ async def _take(queue: WorkQueue, count: int, at_once: int) -> None:
         count -= len(deliveries)
 
 
-async def _put_bare(client: Client, run: str, num_mib: int) -> None:
+async def _put_bare(client: GuardedClient, run: str, num_mib: int) -> None:
     stream, payload = client.jetstream(), bytes(MIB - 256)
     subject, window = EPISODES.subject(run, BARE), asyncio.Semaphore(4)
 
@@ -178,7 +178,7 @@ async def _put_bare(client: Client, run: str, num_mib: int) -> None:
     await asyncio.gather(*(put() for _ in range(num_mib)))
 
 
-async def _take_bare(client: Client, run: str, num_mib: int) -> None:
+async def _take_bare(client: GuardedClient, run: str, num_mib: int) -> None:
     stream = client.jetstream()
     durable = await stream.pull_subscribe_bind(BARE, EPISODES.stream_name(run))
     while num_mib:

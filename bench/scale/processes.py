@@ -26,14 +26,14 @@ from broker.contract.streams import CONTROL, EPISODES, EVALTICKETS, RERUNS, TICK
 from broker.jetstream.bus import Bus
 from broker.jetstream.core_messages import respond
 from broker.jetstream.pulling import fetch_unless
-from broker.nats.connection import Link
+from broker.nats.connection import NatsLink
 from broker.runtime.presence import Roster
 from broker.runtime.process import Member, Stop, join, raise_file_limit
 from broker.server.private_server import BrokerServer
 from broker.settings.runspec import publish_runspec
-from envhub.scheduling.slots import Slots
-from envhub.servers.servers import Servers
-from envhub.tickets.feed import Feed, Turnstile
+from envhub.scheduling.slots import EpisodeSlots
+from envhub.servers.servers import ServerRoster
+from envhub.tickets.feed import QueueTurns, TicketFeed
 
 SIZES: Final = (60, 250, 1000)
 CHILDREN: Final = 4
@@ -101,7 +101,7 @@ class MarksConnection:
     """The connection that a process's in-progress marks have, without their thread: there is nothing to mark."""
 
     def __init__(self, bus: Bus) -> None:
-        self._link = Link(bus.link.url, f"{bus.name} marks")
+        self._link = NatsLink(bus.link.url, f"{bus.name} marks")
         self._opening: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -158,12 +158,12 @@ def _rollout(member: Member) -> list[Coroutine[Any, Any, None]]:
 
 
 def _envhub(member: Member) -> list[Coroutine[Any, Any, None]]:
-    slots = Slots(64, max_retries=2)
-    turnstile = Turnstile(slots)
-    servers = Servers(member.bus, set, random.Random(member.id))
+    slots = EpisodeSlots(64, max_retries=2)
+    turnstile = QueueTurns(slots)
+    servers = ServerRoster(member.bus, set, random.Random(member.id))
 
     def feed(stream: Any) -> Coroutine[Any, Any, None]:
-        return Feed(
+        return TicketFeed(
             member, turnstile, stream, "lake", 8, lambda *_: 8, lambda _: 0, lambda _: bool(servers.alive("actor")), servers.changed
         ).run()
 

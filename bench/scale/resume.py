@@ -19,16 +19,16 @@ from broker.jetstream.bus import LogRecord
 from broker.runtime.process import Stop
 from learner.checkpoints import checkpoint
 from learner.config import SamplesSection
-from learner.credit.grants import DomainRule, Rules
-from learner.credit.intake import Intake
-from learner.credit.ledger import Action, Arrived, Ended, Issue, Ledger
-from learner.credit.records import Records
-from learner.credit.recovery import known
+from learner.credit.grants import DomainRule, TicketRules
+from learner.credit.intake import RecordIntake
+from learner.credit.ledger import Action, GroupArrival, IssueTicket, Ledger, TicketEnd
+from learner.credit.records import LedgerRecorder
+from learner.credit.recovery import known_progress
 from learner.reporting.metrics import MetricsFile, count_tickets
 
 GROUPS: Final = 1_000_000
 FEW: Final = 1_000
-RULES: Final = Rules(
+RULES: Final = TicketRules(
     steps=1 << 30,
     groups_per_step=100,
     max_staleness=1,
@@ -45,11 +45,11 @@ FIGURES: Final = {f"made_up/{number:02d}": 1 / 3 + number for number in range(60
 async def write(folder: Path, groups: int) -> None:
     """Leave the folder of a run that was killed when ``groups`` were trained, three steps behind its checkpoint."""
     ledger = Ledger(RULES)
-    records, metrics = Records(folder, ledger, SAMPLES, Stop()), MetricsFile(folder / "metrics.jsonl")
+    records, metrics = LedgerRecorder(folder, ledger, SAMPLES, Stop()), MetricsFile(folder / "metrics.jsonl")
     open_tickets: list[int] = []
 
     def take(actions: list[Action]) -> None:
-        open_tickets.extend(action.ticket.number for action in actions if isinstance(action, Issue))
+        open_tickets.extend(action.ticket.number for action in actions if isinstance(action, IssueTicket))
 
     opened = ledger.open_credit()
     await records.began(opened)
@@ -68,10 +68,10 @@ async def write(folder: Path, groups: int) -> None:
         else:
             number = open_tickets.pop(0)
             dead = number % 50 == 0
-            record = Ended(number, "env_error") if dead else Arrived(number, ledger.state.live[number].min_version, (0.0, 1.0))
+            record = TicketEnd(number, "env_error") if dead else GroupArrival(number, ledger.state.live[number].min_version, (0.0, 1.0))
             entry = LogRecord(ledger.state.position + 1, None, "", number, PAYLOAD)
             actions = ledger.apply(record, entry.seq)
-            await records.consumed(entry, Intake(record), actions)
+            await records.consumed(entry, RecordIntake(record), actions)
         take(actions)
     records.close()
     metrics.close()
@@ -89,12 +89,12 @@ def _write_checkpoint(folder: Path, ledger: Ledger) -> None:
 def resume(folder: Path) -> dict[str, float]:
     """All that a learner does at its start to the files that grow with the run; seconds, and memory of this process in MiB."""
     began = time.monotonic()
-    found = checkpoint.newest(folder / "checkpoints")
+    found = checkpoint.newest_checkpoint(folder / "checkpoints")
     assert found is not None
     ledger = Ledger.load(found.ledger)
-    ahead = known(folder, ledger)
+    ahead = known_progress(folder, ledger)
     metrics = MetricsFile(folder / "metrics.jsonl", ledger.state.version)
-    records = Records(folder, ledger, SAMPLES, Stop())
+    records = LedgerRecorder(folder, ledger, SAMPLES, Stop())
     took_s, memory = time.monotonic() - began, _memory()
     if ahead.consumed <= ledger.state.position:
         raise RuntimeError(f"nothing was left to cut: {ahead.consumed} records consumed, {ledger.state.position} in the checkpoint")

@@ -21,13 +21,13 @@ from broker.runtime.process import Stop
 from broker.settings.config import DomainSection
 from learner.config import EvalSection
 from learner.credit import intake
-from learner.credit.grants import DomainRule, Rules
-from learner.credit.ledger import Action, Forget, Issue, Ledger
-from learner.credit.tickets import Issuer, Reaper
-from learner.disk_retry import Patience
-from learner.evaluation.evaluation import Evaluations
+from learner.credit.grants import DomainRule, TicketRules
+from learner.credit.ledger import Action, ForgetTicket, IssueTicket, Ledger
+from learner.credit.tickets import TicketIssuer, TicketReaper
+from learner.disk_retry import DiskRetry
+from learner.evaluation.evaluation import EvaluationQueue
 from learner.evaluation.evaluator import Evaluator
-from learner.reporting.transcripts import Transcripts
+from learner.reporting.transcripts import TranscriptFactory
 
 STEPS: Final = 1_000
 STEP_S: Final = 1_200.0
@@ -43,7 +43,7 @@ LOOK_S: Final = 15.0
 TIMEOUT_S: Final = 1_800.0  # of a ticket
 
 
-class Fleet:
+class SoakFleet:
     """Hubs as one: takes tickets while it is there and the run is not paused, and ends each after some minutes."""
 
     def __init__(self, bus: MemoryBus, domains: set[str]) -> None:
@@ -114,21 +114,21 @@ class Fleet:
         await self.bus.publish(EVALS if is_eval else SAMPLES, group, ticket=ticket.number)
 
 
-class Learner:
+class SoakLearner:
     """The learner's loop around the real ledger: records in, a step of 20 minutes whenever one is full."""
 
-    def __init__(self, bus: MemoryBus, fleet: Fleet, ledger: Ledger, rules: Rules, folder: Path, epoch: int) -> None:
+    def __init__(self, bus: MemoryBus, fleet: SoakFleet, ledger: Ledger, rules: TicketRules, folder: Path, epoch: int) -> None:
         self.bus, self.fleet, self.ledger, self.rules, self.epoch = bus, fleet, ledger, rules, epoch
         self.paused = False
         around: Any = bus
-        self.issuer = Issuer(around, TICKETS)
+        self.issuer = TicketIssuer(around, TICKETS)
         roster: Any = fleet
-        self.reaper = Reaper(around, ledger, roster, TIMEOUT_S, lambda: self.paused, every_s=LOOK_S)
+        self.reaper = TicketReaper(around, ledger, roster, TIMEOUT_S, lambda: self.paused, every_s=LOOK_S)
         domains = {rule.name: DomainSection(env="frozenlake", deadline_s=600.0) for rule in rules.domains}
         section = EvalSection(every_steps=50, tasks=16, at_start=False, timeout_s=3_600.0)
-        evaluations = Evaluations(section, domains, 0, first_number=bus._last.get(EVALTICKETS.name, 0) + 1)
-        patience = Patience(folder, Stop(), "the soak")
-        self.evaluator = Evaluator(around, evaluations, roster, folder, "", patience, Transcripts({}, folder), every_s=LOOK_S)
+        evaluations = EvaluationQueue(section, domains, 0, first_number=bus._last.get(EVALTICKETS.name, 0) + 1)
+        patience = DiskRetry(folder, Stop(), "the soak")
+        self.evaluator = Evaluator(around, evaluations, roster, folder, "", patience, TranscriptFactory({}, folder), every_s=LOOK_S)
         self.boundary = ledger.dump()
 
     async def run(self, until: int) -> None:
@@ -149,7 +149,7 @@ class Learner:
 
     async def _read(self, until: int) -> None:
         async for entry in self.bus.read_log(SAMPLES, self.ledger.state.position + 1):
-            self._perform(self.ledger.apply(intake.read(entry, self.ledger, 10).record, entry.seq))
+            self._perform(self.ledger.apply(intake.read_record(entry, self.ledger, 10).record, entry.seq))
             while self.ledger.full:
                 await self._step()
             if self.ledger.state.version >= until and self.ledger.state.rules_epoch >= self.epoch:
@@ -172,23 +172,23 @@ class Learner:
 
     def _perform(self, actions: list[Action]) -> None:
         for action in actions:
-            if isinstance(action, Issue):
+            if isinstance(action, IssueTicket):
                 self.issuer.put(action.ticket)
-            elif isinstance(action, Forget):
+            elif isinstance(action, ForgetTicket):
                 self.issuer.withdraw(action.number)
 
 
 async def _soak(folder: Path) -> dict[str, Any]:
     lake, maze, mine = (DomainRule(name, 1.0, 8, 1, 600.0) for name in ("lake", "maze", "mine"))
-    rules = Rules(STEPS, GROUPS, STALENESS, "wait", 0, (lake, maze))
+    rules = TicketRules(STEPS, GROUPS, STALENESS, "wait", 0, (lake, maze))
     bus = MemoryBus("soak", "learner")
-    fleet = Fleet(bus, {"lake", "maze"})
+    fleet = SoakFleet(bus, {"lake", "maze"})
     serving = asyncio.create_task(fleet.serve())
-    first = Learner(bus, fleet, Ledger(rules), rules, folder, 1)
+    first = SoakLearner(bus, fleet, Ledger(rules), rules, folder, 1)
     await first.run(RENAME_AT)
     renamed = replace(rules, domains=(lake, mine))
     fleet.domains = {"lake", "mine"}
-    second = Learner(bus, fleet, Ledger.load(first.boundary), renamed, folder, 2)
+    second = SoakLearner(bus, fleet, Ledger.load(first.boundary), renamed, folder, 2)
     await second.run(STEPS)
     serving.cancel()
     with suppress(asyncio.CancelledError):

@@ -8,8 +8,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from envhub.servers.choose import Server, choose
-from envhub.servers.sample import Sample
+from envhub.servers.choose import ServerLoad, choose
+from envhub.servers.sample import ServerSample
 
 ROWS: Final = ((20, 200), (100, 1000))  # servers, hubs
 SPEEDS: Final = {"equal": (1.0,), "1:2:4": (1.0, 2.0, 4.0)}
@@ -31,7 +31,7 @@ def measure() -> dict[str, Any]:
 
 def row(servers: int, hubs: int, speeds: str, seed: int = 1) -> dict[str, Any]:
     """One fleet, from an empty start."""
-    fleet = Fleet(servers, hubs, SPEEDS[speeds], seed)
+    fleet = SimulatedFleet(servers, hubs, SPEEDS[speeds], seed)
     fleet.run(WARM_UP_S)
     before = sum(server.tokens for server in fleet.servers)
     fleet.run(WARM_UP_S + WINDOW_S)
@@ -55,23 +55,25 @@ class SimServer:
 
 
 @dataclass
-class Hub:
+class SimulatedHub:
     """One hub: what it follows, and what it has outstanding."""
 
-    sample: Sample
+    sample: ServerSample
     rng: random.Random
     outstanding: dict[str, int] = field(default_factory=dict)
     seen: dict[str, int] = field(default_factory=dict)  # our requests in a server when its presence came
 
 
-class Fleet:
+class SimulatedFleet:
     """Events in order of virtual time: (time, number, what happens)."""
 
     def __init__(self, servers: int, hubs: int, speeds: tuple[float, ...], seed: int) -> None:
         self.rng = random.Random(seed)
         self.servers = [SimServer(f"s{number:03}", speeds[number % len(speeds)]) for number in range(servers)]
         self.by_id = {server.id: server for server in self.servers}
-        self.hubs = [Hub(Sample(random.Random(f"{seed}.{number}")), random.Random(f"{seed}/{number}")) for number in range(hubs)]
+        self.hubs = [
+            SimulatedHub(ServerSample(random.Random(f"{seed}.{number}")), random.Random(f"{seed}/{number}")) for number in range(hubs)
+        ]
         self.now, self._number = 0.0, 0
         self._events: list[tuple[float, int, str, int, Any]] = []
         for hub in self.hubs:
@@ -121,7 +123,7 @@ class Fleet:
         mean = sum(known) / len(known) if known else 1.0
         chosen = choose(
             [
-                Server(server.id, server.id, 0, SLOTS, self._load(hub, server), server.shown[1] or mean, weights[server.id])
+                ServerLoad(server.id, server.id, 0, SLOTS, self._load(hub, server), server.shown[1] or mean, weights[server.id])
                 for server in followed
             ],
             hub.rng,
@@ -136,8 +138,8 @@ class Fleet:
         else:
             server.waiting.append((number, tokens))
 
-    def _load(self, hub: Hub, server: SimServer) -> int:
-        """As ``envhub.servers.generate.Generator`` reckons it."""
+    def _load(self, hub: SimulatedHub, server: SimServer) -> int:
+        """As ``envhub.servers.generate.TurnGenerator`` reckons it."""
         ours = hub.outstanding.get(server.id, 0)
         return max(ours, server.shown[0] + ours - hub.seen.get(server.id, 0))
 

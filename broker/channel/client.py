@@ -18,7 +18,7 @@ CLOCK_S: Final = 0.001  # a timer may be early by the resolution of the loop's c
 _Waiting = tuple[str, asyncio.Future[bytes], float, float, str]  # address, for the answer, until when, timeout_s, request_id
 
 
-class Carrier(Protocol):
+class RequestCarrier(Protocol):
     """What an asker needs of a carrier."""
 
     def post(self, address: str, token: str, data: bytes, asker: asyncio.Future[bytes] | None) -> bool:
@@ -38,10 +38,10 @@ class Carrier(Protocol):
         ...
 
 
-class Asker:
+class RequestClient:
     """Keeps the requests of one client that wait for an answer."""
 
-    def __init__(self, bus: Bus, carrier: Carrier) -> None:
+    def __init__(self, bus: Bus, carrier: RequestCarrier) -> None:
         self._bus, self._carrier = bus, carrier
         self._tokens = itertools.count(1)
         self._waiting: dict[str, _Waiting] = {}

@@ -8,14 +8,14 @@ from __future__ import annotations
 import asyncio
 
 from broker.channel.carriers import AbortHandler, Handler
-from broker.channel.client import Asker
-from broker.channel.endpoint import Desk
+from broker.channel.client import RequestClient
+from broker.channel.endpoint import RequestEndpoint
 from broker.contract.streams import GENERATE
 from broker.errors import ConfigError, RequestFailed
 from broker.jetstream.bus import Bus
 from broker.nats.client import Msg, nats_errors
 from broker.nats.nats_errors import Disconnected
-from broker.nats.subscription import Subscribed
+from broker.nats.subscription import LinkSubscription
 
 
 class NatsServer:
@@ -24,12 +24,12 @@ class NatsServer:
     def __init__(self, bus: Bus, server_id: str, bind: str) -> None:
         self.address = server_id
         self._bus = bus
-        self._desk: Desk | None = None
-        self._subscribed: Subscribed | None = None
+        self._desk: RequestEndpoint | None = None
+        self._subscribed: LinkSubscription | None = None
 
     async def start(self, handle: Handler, abort: AbortHandler) -> None:
         """Subscribe and begin to answer."""
-        self._desk = Desk(self._bus, self.address, handle, abort)
+        self._desk = RequestEndpoint(self._bus, self.address, handle, abort)
         self._subscribed = await self._bus.link.subscribe(GENERATE.subject(self._bus.run, self.address), self._on_request)
 
     async def close(self) -> None:
@@ -65,9 +65,9 @@ class NatsClient:
 
     def __init__(self, bus: Bus) -> None:
         self._bus, self._link = bus, bus.link
-        self._asker = Asker(bus, self)
+        self._asker = RequestClient(bus, self)
         self._inbox = f"{self._link.inbox}.{self._link.next_token()}"
-        self._subscribed: Subscribed | None = None
+        self._subscribed: LinkSubscription | None = None
         self._listening = asyncio.Lock()
         self._closed = False
         self.generate, self.abort = self._asker.generate, self._asker.abort
@@ -77,7 +77,7 @@ class NatsClient:
         return False
 
     async def send(self, address: str, token: str, data: bytes) -> None:
-        """See ``broker.channel.client.Carrier``."""
+        """See ``broker.channel.client.RequestCarrier``."""
         if self._closed:
             raise RequestFailed(f"{address}: the client was closed")
         try:

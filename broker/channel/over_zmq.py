@@ -17,8 +17,8 @@ from zmq.utils.monitor import parse_monitor_message
 
 from broker.channel.bundle import MAX_BUNDLE_BYTES, unpack
 from broker.channel.carriers import AbortHandler, Handler
-from broker.channel.client import Asker
-from broker.channel.endpoint import Desk, Reply
+from broker.channel.client import RequestClient
+from broker.channel.endpoint import Reply, RequestEndpoint
 from broker.channel.zmq_socket import Frames, LoopSocket
 from broker.errors import RequestFailed, WireError
 from broker.jetstream.bus import Bus
@@ -52,7 +52,7 @@ class ZmqServer:
         self._bus, self._server_id, self._bind = bus, server_id, bind
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket: LoopSocket | None = None
-        self._desk: Desk | None = None
+        self._desk: RequestEndpoint | None = None
 
     async def start(self, handle: Handler, abort: AbortHandler) -> None:
         """Bind a free port and begin to answer."""
@@ -60,7 +60,7 @@ class ZmqServer:
         socket = _socket(self._context, zmq.ROUTER)
         socket.bind(f"tcp://{host}:*")
         self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._desk = Desk(self._bus, self._server_id, handle, abort)
+        self._desk = RequestEndpoint(self._bus, self._server_id, handle, abort)
         self._socket = LoopSocket(socket, self._receive)
 
     async def close(self) -> None:
@@ -109,12 +109,12 @@ class ZmqClient:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))  # a line takes three, and the default is 1,023
         self._lines: dict[str, _Line] = {}
-        self._asker = Asker(bus, self)
+        self._asker = RequestClient(bus, self)
         self._closed = False
         self.generate, self.abort = self._asker.generate, self._asker.abort
 
     def post(self, address: str, token: str, data: bytes, asker: asyncio.Future[bytes] | None) -> bool:
-        """See ``broker.channel.client.Carrier``."""
+        """See ``broker.channel.client.RequestCarrier``."""
         line = self._lines.get(address)
         if line is None:
             if not token:
@@ -124,7 +124,7 @@ class ZmqClient:
         return True
 
     async def send(self, address: str, token: str, data: bytes) -> None:
-        """See ``broker.channel.client.Carrier``."""
+        """See ``broker.channel.client.RequestCarrier``."""
         self.post(address, token, data, None)
 
     async def forget(self, address: str) -> None:

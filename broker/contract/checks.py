@@ -30,7 +30,7 @@ LOGPROB_EPS: Final = 1e-3  # log_softmax in low precision may exceed 0 by a litt
 DEAD_LETTER_BYTES: Final = 1 << 20
 
 
-class Range(NamedTuple):
+class ValueRange(NamedTuple):
     """A closed interval and how the documentation writes it."""
 
     least: float
@@ -38,22 +38,22 @@ class Range(NamedTuple):
     text: str
 
 
-ANY: Final = Range(-LARGEST, LARGEST, "finite")
-NATURAL: Final = Range(0, LARGEST, ">= 0")
-POSITIVE: Final = Range(SMALLEST, LARGEST, "> 0")
-COUNT: Final = Range(1, LARGEST, ">= 1")
-VERSION: Final = Range(0, INT32_MAX, "0 to 2^31 - 1")
-OPTIONAL: Final = Range(-1, INT32_MAX, "-1 to 2^31 - 1")
-PORT: Final = Range(0, 65535, "0 to 65535")
-FRACTION: Final = Range(0, 1, "0 to 1")
-BODY: Final = Range(1, MAX_GROUP_BYTES, "1 to 2^30")
-PART: Final = Range(LEAST_PART_BYTES, MAX_PAYLOAD_BYTES, "2^16 to 2^23")
-OPTIONAL_FRACTION: Final = Range(-1, 1, "-1 to 1")
-PENALTY: Final = Range(-2, 2, "-2 to 2")
-SHARE: Final = Range(SMALLEST, 1, "> 0 and <= 1")
+ANY: Final = ValueRange(-LARGEST, LARGEST, "finite")
+NATURAL: Final = ValueRange(0, LARGEST, ">= 0")
+POSITIVE: Final = ValueRange(SMALLEST, LARGEST, "> 0")
+COUNT: Final = ValueRange(1, LARGEST, ">= 1")
+VERSION: Final = ValueRange(0, INT32_MAX, "0 to 2^31 - 1")
+OPTIONAL: Final = ValueRange(-1, INT32_MAX, "-1 to 2^31 - 1")
+PORT: Final = ValueRange(0, 65535, "0 to 65535")
+FRACTION: Final = ValueRange(0, 1, "0 to 1")
+BODY: Final = ValueRange(1, MAX_GROUP_BYTES, "1 to 2^30")
+PART: Final = ValueRange(LEAST_PART_BYTES, MAX_PAYLOAD_BYTES, "2^16 to 2^23")
+OPTIONAL_FRACTION: Final = ValueRange(-1, 1, "-1 to 1")
+PENALTY: Final = ValueRange(-2, 2, "-2 to 2")
+SHARE: Final = ValueRange(SMALLEST, 1, "> 0 and <= 1")
 
 # Every int and float field stands here; a test sees to it.
-RANGES: Final[dict[type, dict[str, Range]]] = {
+RANGES: Final[dict[type, dict[str, ValueRange]]] = {
     wire.Ticket: {
         "number": COUNT, "task_index": NATURAL, "seed": NATURAL, "min_version": VERSION, "max_staleness": NATURAL,
         "group_size": COUNT, "min_group_size": COUNT, "deadline_s": POSITIVE, "num_greedy": NATURAL, "num_redundant": NATURAL,

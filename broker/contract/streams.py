@@ -13,7 +13,7 @@ from broker.contract import wire
 from broker.errors import ConfigError
 
 
-class Kind(Enum):
+class StreamKind(Enum):
     """How a stream delivers."""
 
     WORK_QUEUE = "work queue: each message to one consumer, kept until acknowledged"
@@ -43,7 +43,7 @@ class Stream:
     """
 
     name: str
-    kind: Kind
+    kind: StreamKind
     messages: tuple[type[wire.Message], ...]
     key: str
     writer: str
@@ -67,16 +67,16 @@ class Stream:
 
     def stream_name(self, run: str) -> str:
         """JetStream's name of the stream (or of the bucket, for KV)."""
-        return f"rl_{token(run, 'run')}_{self.name}" if self.kind is not Kind.KV else f"rl_{self.name}"
+        return f"rl_{token(run, 'run')}_{self.name}" if self.kind is not StreamKind.KV else f"rl_{self.name}"
 
 
-TICKETS: Final = Stream("tickets", Kind.WORK_QUEUE, (wire.Ticket,), "domain", "learner", "envhub", "until acknowledged")
+TICKETS: Final = Stream("tickets", StreamKind.WORK_QUEUE, (wire.Ticket,), "domain", "learner", "envhub", "until acknowledged")
 EPISODES: Final = Stream(
-    "episodes", Kind.WORK_QUEUE, (wire.Group, wire.Parted), "pool", "envhub, rewardhub", "rewardhub", "until acknowledged"
+    "episodes", StreamKind.WORK_QUEUE, (wire.Group, wire.Parted), "pool", "envhub, rewardhub", "rewardhub", "until acknowledged"
 )
 SAMPLES: Final = Stream(
     "samples",
-    Kind.LOG,
+    StreamKind.LOG,
     (wire.Group, wire.Closed, wire.Parted, wire.RulesChange),
     "",
     "rewardhub, envhub, learner",
@@ -84,12 +84,18 @@ SAMPLES: Final = Stream(
     "until every kept checkpoint covers it",
 )
 PARTS: Final = Stream(
-    "parts", Kind.LOG, (), "kind.ticket.upload.part", "envhub, rewardhub", "rewardhub, learner", "until their ticket has ended for good"
+    "parts",
+    StreamKind.LOG,
+    (),
+    "kind.ticket.upload.part",
+    "envhub, rewardhub",
+    "rewardhub, learner",
+    "until their ticket has ended for good",
 )
-EVALTICKETS: Final = Stream("evaltickets", Kind.WORK_QUEUE, (wire.EvalTicket,), "domain", "learner", "envhub", "until acknowledged")
+EVALTICKETS: Final = Stream("evaltickets", StreamKind.WORK_QUEUE, (wire.EvalTicket,), "domain", "learner", "envhub", "until acknowledged")
 EVALS: Final = Stream(
     "evals",
-    Kind.LOG,
+    StreamKind.LOG,
     (wire.Group, wire.Closed, wire.Parted),
     "",
     "rewardhub, envhub",
@@ -97,24 +103,26 @@ EVALS: Final = Stream(
     "the run's life, bounded",
     max_bytes=1 << 28,
 )
-WEIGHTS: Final = Stream("weights", Kind.LAST_VALUE, (wire.WeightsOffer,), "", "learner", "rollout", "last value", essential=True)
-WEIGHTSYNC: Final = Stream("weightsync", Kind.REQUEST, (wire.WeightsJoin, wire.WeightsSession), "epoch", "rollout", "learner", "not")
+WEIGHTS: Final = Stream("weights", StreamKind.LAST_VALUE, (wire.WeightsOffer,), "", "learner", "rollout", "last value", essential=True)
+WEIGHTSYNC: Final = Stream("weightsync", StreamKind.REQUEST, (wire.WeightsJoin, wire.WeightsSession), "epoch", "rollout", "learner", "not")
 GENERATE: Final = Stream(
-    "generate", Kind.REQUEST, (wire.GenerateRequest, wire.AbortRequest, wire.GenerateReply), "server", "envhub", "rollout", "not"
+    "generate", StreamKind.REQUEST, (wire.GenerateRequest, wire.AbortRequest, wire.GenerateReply), "server", "envhub", "rollout", "not"
 )
 RERUNS: Final = Stream(
-    "reruns", Kind.REQUEST, (wire.Ticket, wire.EvalTicket, wire.Group, wire.Closed), "process", "operator", "envhub, rewardhub", "not"
+    "reruns", StreamKind.REQUEST, (wire.Ticket, wire.EvalTicket, wire.Group, wire.Closed), "process", "operator", "envhub, rewardhub", "not"
 )
-METRICS: Final = Stream("metrics", Kind.BEST_EFFORT, (wire.Metrics,), "role.id", "all", "observers", "not")
-PRESENCE: Final = Stream("presence", Kind.BEST_EFFORT, (wire.Presence,), "role.id", "all", "those who need it", "not")
-DEAD: Final = Stream("dead", Kind.LOG, (wire.DeadLetter,), "stream", "all", "operator", "until purged", max_bytes=1 << 26)
+METRICS: Final = Stream("metrics", StreamKind.BEST_EFFORT, (wire.Metrics,), "role.id", "all", "observers", "not")
+PRESENCE: Final = Stream("presence", StreamKind.BEST_EFFORT, (wire.Presence,), "role.id", "all", "those who need it", "not")
+DEAD: Final = Stream("dead", StreamKind.LOG, (wire.DeadLetter,), "stream", "all", "operator", "until purged", max_bytes=1 << 26)
 ATTEMPTS: Final = Stream(
-    "attempts", Kind.KV, (wire.Attempt,), "run.stream.ticket", "envhub", "envhub", "a day", ttl_s=86_400.0, memory=True
+    "attempts", StreamKind.KV, (wire.Attempt,), "run.stream.ticket", "envhub", "envhub", "a day", ttl_s=86_400.0, memory=True
 )
-CONTROL: Final = Stream("control", Kind.KV, (wire.DesiredState,), "run", "operator", "all", "last value", essential=True)
-MEMBERS: Final = Stream("members", Kind.KV, (wire.Presence,), "run.role.id", "all", "envhub, learner", "60 s", ttl_s=60.0, memory=True)
-RUNS: Final = Stream("runs", Kind.KV, (wire.RunSpec,), "run", "learner", "all who join", "last value", essential=True)
-RESERVE: Final = Stream("reserve", Kind.LAST_VALUE, (), "part", "learner", "none", "until an essential message needs its room")
+CONTROL: Final = Stream("control", StreamKind.KV, (wire.DesiredState,), "run", "operator", "all", "last value", essential=True)
+MEMBERS: Final = Stream(
+    "members", StreamKind.KV, (wire.Presence,), "run.role.id", "all", "envhub, learner", "60 s", ttl_s=60.0, memory=True
+)
+RUNS: Final = Stream("runs", StreamKind.KV, (wire.RunSpec,), "run", "learner", "all who join", "last value", essential=True)
+RESERVE: Final = Stream("reserve", StreamKind.LAST_VALUE, (), "part", "learner", "none", "until an essential message needs its room")
 
 STREAMS: Final[tuple[Stream, ...]] = (
     TICKETS,

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from broker.contract.streams import IN_PROGRESS_EVERY_S
-from broker.nats.connection import Link
+from broker.nats.connection import NatsLink
 from broker.nats.nats_errors import Disconnected, NoResponders
 
 log = logging.getLogger(__name__)
@@ -19,7 +19,7 @@ IN_PROGRESS = b"+WPI"
 CONFIRM_WITHIN_S = 3.0
 
 
-class Marks:
+class AckProgress:
     """Marks held deliveries as in progress every two seconds, those that are due together in one write.
 
     The thread has its own event loop and its own connection. It watches the process's event loop turn; when that stands
@@ -73,7 +73,7 @@ class Marks:
             self._runner.run(self._mark_for_ever())
 
     async def _mark_for_ever(self) -> None:
-        link = Link(self._url, f"{self._name} marks")
+        link = NatsLink(self._url, f"{self._name} marks")
         opening = asyncio.create_task(link.open())
         hanging = False
         try:
@@ -94,7 +94,7 @@ class Marks:
             await asyncio.gather(*tasks, return_exceptions=True)
             await link.close()
 
-    async def _mark_due(self, link: Link) -> None:
+    async def _mark_due(self, link: NatsLink) -> None:
         now = time.monotonic()
         with self._lock:
             due = [subject for subject, at in self._held.items() if at <= now]
@@ -110,7 +110,7 @@ class Marks:
                 self._held.update({subject: now for subject in due if subject in self._held})
 
 
-async def _ask(link: Link, subject: str) -> None:
+async def _ask(link: NatsLink, subject: str) -> None:
     """Have one mark confirmed: a server that is cut off from its cluster takes them and passes none on, so the link must leave it."""
     try:
         await link.call(subject, IN_PROGRESS, timeout_s=CONFIRM_WITHIN_S)

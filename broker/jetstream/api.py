@@ -13,8 +13,8 @@ from typing import Any, Final
 import msgspec
 
 from broker.errors import UserError
-from broker.nats.connection import PAUSE_S, Link
-from broker.nats.nats_errors import ApiError, Disconnected, Error, NoResponders, NoStream
+from broker.nats.connection import PAUSE_S, NatsLink
+from broker.nats.nats_errors import ApiError, Disconnected, ErrorDescription, NoResponders, NoStream
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ NO_MESSAGE: Final = 10037
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class StoredEntry:
     """One stored message as read.
 
     Attributes:
@@ -41,7 +41,7 @@ class Entry:
     time: str = ""
 
 
-async def ask(link: Link, request: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+async def ask(link: NatsLink, request: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
     """The answer to one request.
 
     Raises:
@@ -74,7 +74,7 @@ async def ask(link: Link, request: str, body: dict[str, Any] | None = None) -> d
         if "error" not in answer:
             link.trust(request)
             return dict(answer)
-        refusal = msgspec.convert(answer["error"], Error)
+        refusal = msgspec.convert(answer["error"], ErrorDescription)
         if refusal.err_code == NO_STREAM:
             raise NoStream(
                 refusal.code, refusal.err_code, f"{request}: no such stream on {link.where}; it was purged, or the store was lost"
@@ -86,7 +86,7 @@ async def ask(link: Link, request: str, body: dict[str, Any] | None = None) -> d
         await asyncio.sleep(0.2)
 
 
-async def find(link: Link, stream_name: str, *, seq: int | None = None, last_of: str = "") -> Entry | None:
+async def find(link: NatsLink, stream_name: str, *, seq: int | None = None, last_of: str = "") -> StoredEntry | None:
     """One message as the stream's leader has it, by its sequence or the newest of a subject; None when it has none."""
     query: dict[str, Any] = {"last_by_subj": last_of} if seq is None else {"seq": seq}
     try:
@@ -98,10 +98,10 @@ async def find(link: Link, stream_name: str, *, seq: int | None = None, last_of:
     lines = base64.b64decode(found.get("hdrs", "")).decode().split("\r\n")
     headers = dict(line.split(": ", 1) for line in lines if ": " in line)
     data = base64.b64decode(found.get("data", ""))
-    return Entry(int(found["seq"]), str(found["subject"]), headers or None, data, str(found.get("time", "")))
+    return StoredEntry(int(found["seq"]), str(found["subject"]), headers or None, data, str(found.get("time", "")))
 
 
-async def bounds(link: Link, stream_name: str, *, known: int = 0) -> tuple[int, int]:
+async def bounds(link: NatsLink, stream_name: str, *, known: int = 0) -> tuple[int, int]:
     """Return the (first kept, last ever stored) sequence of a stream; (last + 1, last) when it is empty.
 
     Args:

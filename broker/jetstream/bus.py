@@ -12,20 +12,20 @@ from typing import Any, Final
 
 from broker.contract import codec, wire
 from broker.contract.sizes import HEADER_BYTES, Buffer
-from broker.contract.streams import DEAD, EVALS, STREAMS, Kind, Stream
+from broker.contract.streams import DEAD, EVALS, STREAMS, Stream, StreamKind
 from broker.errors import LostState, TooLarge
-from broker.jetstream.ack_progress import Marks
-from broker.jetstream.api import Entry, ask, bounds, find
+from broker.jetstream.ack_progress import AckProgress
+from broker.jetstream.api import StoredEntry, ask, bounds, find
 from broker.jetstream.consumers import find_consumer
 from broker.jetstream.delivery import DEAD_BYTES, Delivery, decode, decode_aside, ticket_of
 from broker.jetstream.kv import KeyValue
 from broker.jetstream.log_reader import follow
-from broker.jetstream.parts import EVALUATION, TRAINING, Parts
+from broker.jetstream.parts import EVALUATION, TRAINING, GroupParts
 from broker.jetstream.provision import REPLICAS_IN_CLUSTER, delete_stream, ensure_stream, require_safe_cluster, stream_config, stream_names
 from broker.jetstream.publish import EXPECTED_LAST_SEQ, MESSAGE_ID, store
 from broker.jetstream.reserve import release
 from broker.jetstream.work_queue import WorkQueue
-from broker.nats.connection import Link
+from broker.nats.connection import NatsLink
 from broker.nats.nats_errors import ApiError
 from broker.system.aside import aside
 
@@ -67,12 +67,12 @@ class Bus:
         link: the connection below, for what crosses the broker without being stored.
     """
 
-    def __init__(self, link: Link, run: str) -> None:
+    def __init__(self, link: NatsLink, run: str) -> None:
         self.run, self.link, self.name = run, link, link.name
         self.replicas: int | None = None
         self.hang_after_s = 30.0
-        self._marks = Marks(link.url, link.name, lambda: self.hang_after_s)
-        self._parts = Parts(link, lambda: self.run)
+        self._marks = AckProgress(link.url, link.name, lambda: self.hang_after_s)
+        self._parts = GroupParts(link, lambda: self.run)
         self._in_flight = asyncio.Semaphore(MAX_IN_FLIGHT)
         self._made: set[str] = set()  # streams that were there when this bus asked for all of them
         self._buckets: dict[str, KeyValue] = {}
@@ -85,7 +85,7 @@ class Bus:
         Raises:
             BrokerUnreachable: no answer within ``deadline_s`` (None: for ever).
         """
-        link = Link(url, name)
+        link = NatsLink(url, name)
         await link.open(deadline_s)
         if link.max_payload < wire.MAX_PAYLOAD_BYTES + HEADER_BYTES:
             log.warning("the broker takes messages of %d bytes only; larger requests fail (set max_payload: 9MB there)", link.max_payload)
@@ -121,7 +121,7 @@ class Bus:
             config = stream_config(stream, self.run)
             if config is None:
                 continue
-            if stream.kind is not Kind.KV:
+            if stream.kind is not StreamKind.KV:
                 await delete_stream(self.link, config["name"])
             else:
                 bucket = await self.key_value(stream)
@@ -198,9 +198,9 @@ class Bus:
 
     async def depth(self, stream: Stream) -> dict[str, int]:
         """For a work queue, messages per key not yet acknowledged; for a log, {'': messages kept}."""
-        body = {"subjects_filter": stream.all_subjects(self.run)} if stream.kind is Kind.WORK_QUEUE else None
+        body = {"subjects_filter": stream.all_subjects(self.run)} if stream.kind is StreamKind.WORK_QUEUE else None
         state = (await ask(self.link, f"STREAM.INFO.{stream.stream_name(self.run)}", body))["state"]
-        if stream.kind is not Kind.WORK_QUEUE:
+        if stream.kind is not StreamKind.WORK_QUEUE:
             return {"": int(state["messages"])}
         return {subject.rpartition(".")[2]: int(count) for subject, count in (state.get("subjects") or {}).items()}
 
@@ -301,7 +301,7 @@ class Bus:
                     following = entry.seq + 1
                     yield await self.record(entry, stream, wanted)
 
-    async def record(self, entry: Entry, stream: Stream, wanted: Callable[[int], bool] = lambda _: True) -> LogRecord:
+    async def record(self, entry: StoredEntry, stream: Stream, wanted: Callable[[int], bool] = lambda _: True) -> LogRecord:
         """Decode one entry of a log, with its parts if they are wanted."""
         message, error = await decode_aside(entry.data, stream.messages)
         data: bytes | bytearray = entry.data

@@ -8,7 +8,7 @@ from typing import Any, Final
 from broker.contract.streams import ACK_WAIT_S
 from broker.errors import UserError
 from broker.jetstream.api import ask
-from broker.nats.connection import Link
+from broker.nats.connection import NatsLink
 from broker.nats.nats_errors import ApiError, NoStream
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ def adopted(found: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
     return wanted | kept | {"durable_name": found["durable_name"]}
 
 
-async def ensure_consumer(link: Link, stream_name: str, wanted: dict[str, Any]) -> str:
+async def ensure_consumer(link: NatsLink, stream_name: str, wanted: dict[str, Any]) -> str:
     """Make the consumer of a queue, or adopt the one that is there. Return its name.
 
     Raises:
@@ -72,7 +72,7 @@ async def ensure_consumer(link: Link, stream_name: str, wanted: dict[str, Any]) 
     return str(wanted["durable_name"])
 
 
-async def _adopt(link: Link, stream_name: str, found: dict[str, Any], wanted: dict[str, Any]) -> str:
+async def _adopt(link: NatsLink, stream_name: str, found: dict[str, Any], wanted: dict[str, Any]) -> str:
     name, changed = found["durable_name"], adopted(found, wanted)
     try:
         if found["filter_subject"] == wanted["filter_subject"] and differences(found, changed):
@@ -91,7 +91,7 @@ async def _adopt(link: Link, stream_name: str, found: dict[str, Any], wanted: di
     return str(name)
 
 
-async def find_consumer(link: Link, stream_name: str, name: str, subject: str) -> dict[str, Any] | None:
+async def find_consumer(link: NatsLink, stream_name: str, name: str, subject: str) -> dict[str, Any] | None:
     """Return the configuration of the consumer of that name, else of one that takes that subject's messages; None if there is none."""
     configs: list[dict[str, Any]] = []
     while True:
@@ -120,6 +120,6 @@ def _shown(name: str, value: Any) -> str:
     return f"{value / 1e9:g} s" if name in SECONDS and value else repr(value)
 
 
-async def _create(link: Link, stream_name: str, config: dict[str, Any], **more: str) -> None:
+async def _create(link: NatsLink, stream_name: str, config: dict[str, Any], **more: str) -> None:
     request = f"CONSUMER.DURABLE.CREATE.{stream_name}.{config['durable_name']}"
     await ask(link, request, {"stream_name": stream_name, "config": config, **more})

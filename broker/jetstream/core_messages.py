@@ -18,7 +18,7 @@ from broker.jetstream.bus import Bus
 from broker.jetstream.delivery import decode
 from broker.nats.client import Msg
 from broker.nats.nats_errors import Disconnected, NoResponders
-from broker.nats.subscription import Subscribed
+from broker.nats.subscription import LinkSubscription
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ async def request(
         raise RequestFailed(f"{subject}: {error}") from None
 
 
-async def respond(bus: Bus, stream: Stream, key: str, handle: Handler) -> Subscribed:
+async def respond(bus: Bus, stream: Stream, key: str, handle: Handler) -> LinkSubscription:
     """Answer requests, each in a task of its own, until the returned subscription is closed.
 
     ``None`` answers nothing. A request that does not decode goes to the dead letters; its asker times out.

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Final
 from broker.contract import codec, wire
 from broker.contract.sizes import Buffer
 from broker.errors import WireError
-from broker.jetstream.ack_progress import Marks
+from broker.jetstream.ack_progress import AckProgress
 from broker.nats.client import Msg
-from broker.nats.connection import PAUSE_S, Link
+from broker.nats.connection import PAUSE_S, NatsLink
 from broker.nats.nats_errors import Disconnected, NoResponders
 from broker.system.aside import aside
 
 if TYPE_CHECKING:
-    from broker.jetstream.parts import Parts
+    from broker.jetstream.parts import GroupParts
 
 log = logging.getLogger(__name__)
 
@@ -50,11 +50,15 @@ class Delivery:
     )  # fmt: skip
 
     @classmethod
-    async def of(cls, link: Link, marks: Marks, parts: Parts, types: tuple[type[wire.Message], ...], message: Msg) -> Delivery:
+    async def of(
+        cls, link: NatsLink, marks: AckProgress, parts: GroupParts, types: tuple[type[wire.Message], ...], message: Msg
+    ) -> Delivery:
         """Decode one message of a queue."""
         return cls(link, marks, parts, message, await decode_aside(message.data, types))
 
-    def __init__(self, link: Link, marks: Marks, parts: Parts, message: Msg, decoded: tuple[wire.Message | None, str]) -> None:
+    def __init__(
+        self, link: NatsLink, marks: AckProgress, parts: GroupParts, message: Msg, decoded: tuple[wire.Message | None, str]
+    ) -> None:
         self._link, self._marks, self._parts, self._subject = link, marks, parts, message.reply
         self.num_delivered, self.seq, _ = delivery_numbers(message.reply)
         self.ticket = ticket_of(message.headers)

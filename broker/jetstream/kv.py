@@ -17,9 +17,9 @@ from broker.jetstream.latest import latest
 from broker.jetstream.publish import EXPECTED_LAST_KEY_SEQ, MESSAGE_ID, store
 from broker.jetstream.reserve import release
 from broker.nats.client import Msg
-from broker.nats.connection import Link
+from broker.nats.connection import NatsLink
 from broker.nats.nats_errors import Disconnected
-from broker.nats.subscription import Subscribed
+from broker.nats.subscription import LinkSubscription
 
 OPERATION: Final = "KV-Operation"
 MARKER_REASON: Final = "Nats-Marker-Reason"
@@ -43,7 +43,7 @@ class KeyValue:
         ensure: makes the bucket where it is not there; a restart of the broker ends one that is kept in memory.
     """
 
-    def __init__(self, link: Link, stream: Stream, bucket: str, malformed: Malformed, ensure: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, link: NatsLink, stream: Stream, bucket: str, malformed: Malformed, ensure: Callable[[], Awaitable[None]]) -> None:
         self._link, self._stream = link, stream
         self._stream_name, self._prefix = kv_stream_name(bucket), kv_prefix(bucket)
         self._malformed, self.ensure = malformed, ensure
@@ -137,7 +137,7 @@ class KeyValue:
             self._link.on_disconnect.discard(tapped.set)
             await subscribed.close()
 
-    async def tap(self, prefix: str, told: Told) -> Subscribed:
+    async def tap(self, prefix: str, told: Told) -> LinkSubscription:
         """Call back with (key, message or None when deleted) of every put below a prefix from now on, stored or not.
 
         For keys that are put again and again and never compared and swapped: what is missed comes again.

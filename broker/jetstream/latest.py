@@ -6,10 +6,10 @@ import asyncio
 import json
 from typing import Any, Final
 
-from broker.jetstream.api import Entry, ask
+from broker.jetstream.api import StoredEntry, ask
 from broker.jetstream.delivery import delivery_numbers
 from broker.nats.client import Msg
-from broker.nats.connection import PAUSE_S, Link
+from broker.nats.connection import PAUSE_S, NatsLink
 from broker.nats.nats_errors import Disconnected
 
 BATCH: Final = 256
@@ -18,7 +18,7 @@ FORGET_AFTER_S: Final = 10.0
 NO_MORE: Final = ("404", "408")
 
 
-async def latest(link: Link, stream_name: str, pattern: str) -> list[Entry]:
+async def latest(link: NatsLink, stream_name: str, pattern: str) -> list[StoredEntry]:
     """Return the newest message of each subject that matches, in the order of the stream; repeated until the broker has answered.
 
     Raises:
@@ -36,7 +36,7 @@ async def latest(link: Link, stream_name: str, pattern: str) -> list[Entry]:
         await asyncio.sleep(PAUSE_S)
 
 
-async def _read(link: Link, stream_name: str, pattern: str) -> list[Entry] | None:
+async def _read(link: NatsLink, stream_name: str, pattern: str) -> list[StoredEntry] | None:
     """None: an answer was lost."""
     config: dict[str, Any] = {
         "ack_policy": "none",
@@ -50,7 +50,7 @@ async def _read(link: Link, stream_name: str, pattern: str) -> list[Entry] | Non
     if not made.get("num_pending"):
         return []
     consumer = str(made["name"])
-    entries: list[Entry] = []
+    entries: list[StoredEntry] = []
     arrived: asyncio.Queue[Msg] = asyncio.Queue()
     inbox = f"{link.inbox}.{link.next_token()}"
     subscribed = await link.subscribe(inbox, arrived.put)
@@ -64,7 +64,7 @@ async def _read(link: Link, stream_name: str, pattern: str) -> list[Entry] | Non
                     message = await arrived.get()
                 if message.headers and not message.reply and (status := message.headers.get("Status")):
                     return entries if status in NO_MORE else None
-                entries.append(Entry(delivery_numbers(message.reply)[1], message.subject, message.headers, message.data))
+                entries.append(StoredEntry(delivery_numbers(message.reply)[1], message.subject, message.headers, message.data))
                 if message.reply.endswith(".0"):  # how many are still to be delivered
                     return entries
     except TimeoutError:

@@ -9,10 +9,10 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, Final
 
-from broker.jetstream.api import Entry, ask, bounds
+from broker.jetstream.api import StoredEntry, ask, bounds
 from broker.jetstream.delivery import delivery_numbers
 from broker.nats.client import Msg
-from broker.nats.connection import Link
+from broker.nats.connection import NatsLink
 from broker.nats.nats_errors import ApiError, Disconnected, NoStream
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ REFUSED_PAUSE_S: Final = 0.5
 GOES_ON: Final = ("404", "408")  # the pull is over, the consumer is fine
 
 
-async def follow(link: Link, stream_name: str, start: Callable[[], Awaitable[dict[str, Any]]]) -> AsyncGenerator[Entry, None]:
+async def follow(link: NatsLink, stream_name: str, start: Callable[[], Awaitable[dict[str, Any]]]) -> AsyncGenerator[StoredEntry, None]:
     """Entries in order, now and from now on.
 
     Args:
@@ -61,7 +61,7 @@ async def follow(link: Link, stream_name: str, start: Callable[[], Awaitable[dic
 class _Attachment:
     """One ephemeral consumer with its inbox; ends at the first sign that something is missing."""
 
-    def __init__(self, link: Link, stream_name: str) -> None:
+    def __init__(self, link: NatsLink, stream_name: str) -> None:
         self._link, self._stream_name = link, stream_name
         self._queue: asyncio.Queue[Msg | None] = asyncio.Queue()
         self._inbox = f"{link.inbox}.{link.next_token()}"
@@ -103,7 +103,7 @@ class _Attachment:
     def _lost(self) -> None:
         self._queue.put_nowait(None)
 
-    async def entries(self) -> AsyncGenerator[Entry, None]:
+    async def entries(self) -> AsyncGenerator[StoredEntry, None]:
         pull, wanted, delivered, before = 0, 0, 0, -1
         while True:
             if not wanted:
@@ -128,7 +128,7 @@ class _Attachment:
                 log.warning("%s: a message got lost on the way; reading again", self._stream_name)
                 return
             delivered, wanted, self._newest = consumer_seq, wanted - 1, max(seq, self._newest)
-            yield Entry(seq, message.subject, message.headers, message.data)
+            yield StoredEntry(seq, message.subject, message.headers, message.data)
 
     async def _overlooked(self, delivered: int) -> bool:
         """After a pull that brought nothing: whether the stream has more than the consumer knows.

@@ -23,7 +23,7 @@ from broker.contract.streams import PARTS
 from broker.errors import TooLarge, WireError
 from broker.jetstream.api import TIMEOUTS_S, ask, find
 from broker.jetstream.publish import MESSAGE_ID, require_stream, store
-from broker.nats.connection import PAUSE_S, Link
+from broker.nats.connection import PAUSE_S, NatsLink
 from broker.nats.nats_errors import Disconnected, NoResponders
 from broker.system.aside import aside
 
@@ -34,14 +34,14 @@ NO_STREAM_AFTER_S: Final = 10.0
 TRAINING, EVALUATION = "t", "e"  # which tickets a number counts: each kind has numbers of its own
 
 
-class Parts:
+class GroupParts:
     """The parts of one run.
 
     Args:
         run: gives the run's name, which may be known only after connecting.
     """
 
-    def __init__(self, link: Link, run: Callable[[], str]) -> None:
+    def __init__(self, link: NatsLink, run: Callable[[], str]) -> None:
         self._link, self._run = link, run
         self._out, self._in = asyncio.Semaphore(IN_FLIGHT), asyncio.Semaphore(IN_FLIGHT)
 

@@ -7,11 +7,11 @@ import logging
 import time
 from typing import Any, Final
 
-from broker.contract.streams import STREAMS, Kind, Stream
+from broker.contract.streams import STREAMS, Stream, StreamKind
 from broker.errors import UserError
 from broker.jetstream.api import ask
 from broker.jetstream.kv import kv_prefix, kv_stream_name
-from broker.nats.connection import Link
+from broker.nats.connection import NatsLink
 from broker.nats.nats_errors import ApiError, NoStream
 from broker.system.reminders import Reminders
 
@@ -26,7 +26,7 @@ REPLICAS_IN_CLUSTER: Final = 3
 OLDEST_CLUSTER: Final = (2, 10, 23)  # older ones may lose a stream when a process dies: jepsen.io/analyses/nats-2.12.1
 
 
-def require_safe_cluster(link: Link) -> None:
+def require_safe_cluster(link: NatsLink) -> None:
     """A cluster must keep what it has confirmed.
 
     Raises:
@@ -40,7 +40,7 @@ def require_safe_cluster(link: Link) -> None:
         )
 
 
-async def ensure_stream(link: Link, config: dict[str, Any]) -> None:
+async def ensure_stream(link: NatsLink, config: dict[str, Any]) -> None:
     """Create a stream; one that exists stays as it is, whatever its settings, for an operator may have changed them.
 
     Waits until there are enough servers for its replicas.
@@ -77,7 +77,7 @@ async def ensure_stream(link: Link, config: dict[str, Any]) -> None:
         await asyncio.sleep(0.5)
 
 
-async def _exists(link: Link, name: str) -> bool:
+async def _exists(link: NatsLink, name: str) -> bool:
     try:
         await ask(link, f"STREAM.INFO.{name}")
     except NoStream:
@@ -85,7 +85,7 @@ async def _exists(link: Link, name: str) -> bool:
     return True
 
 
-async def stream_names(link: Link, pattern: str) -> set[str]:
+async def stream_names(link: NatsLink, pattern: str) -> set[str]:
     """The names of the streams that take subjects of a pattern: one request, where asking for each to be made costs one for each."""
     names: set[str] = set()
     while True:
@@ -96,7 +96,7 @@ async def stream_names(link: Link, pattern: str) -> set[str]:
             return names
 
 
-async def delete_stream(link: Link, name: str) -> None:
+async def delete_stream(link: NatsLink, name: str) -> None:
     """Delete a stream with all that is in it, if it is there."""
     try:
         await ask(link, f"STREAM.DELETE.{name}")
@@ -110,7 +110,7 @@ def stream_config(stream: Stream, run: str, replicas: int = 1) -> dict[str, Any]
     Args:
         replicas: servers that hold every message; fewer than half of them may fail.
     """
-    if stream.kind in (Kind.REQUEST, Kind.BEST_EFFORT):
+    if stream.kind in (StreamKind.REQUEST, StreamKind.BEST_EFFORT):
         return None
     name = stream.stream_name(run)
     config: dict[str, Any] = {
@@ -123,13 +123,13 @@ def stream_config(stream: Stream, run: str, replicas: int = 1) -> dict[str, Any]
         "duplicate_window": int(DUPLICATE_WINDOW_S * 1e9),
         "num_replicas": replicas,
     }
-    if stream.kind is Kind.WORK_QUEUE:
+    if stream.kind is StreamKind.WORK_QUEUE:
         config["retention"] = "workqueue"
-    elif stream.kind is Kind.LOG:
+    elif stream.kind is StreamKind.LOG:
         config["allow_direct"] = True  # parts are fetched one by one, from any replica
-    elif stream.kind is Kind.LAST_VALUE:
+    elif stream.kind is StreamKind.LAST_VALUE:
         config |= {"max_msgs_per_subject": 1, "discard": "old"}
-    elif stream.kind is Kind.KV:
+    elif stream.kind is StreamKind.KV:
         config |= {"name": kv_stream_name(name), "subjects": [f"{kv_prefix(name)}>"], "max_msgs_per_subject": 1, "allow_rollup_hdrs": True}
         if stream.ttl_s:
             config |= {"max_age": int(stream.ttl_s * 1e9), "duplicate_window": int(min(stream.ttl_s, DUPLICATE_WINDOW_S) * 1e9)}

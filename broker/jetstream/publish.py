@@ -14,9 +14,9 @@ import msgspec
 from broker.contract.sizes import Buffer
 from broker.errors import LostState, RlearnerError
 from broker.jetstream.api import ask, bounds, find
-from broker.nats.connection import PAUSE_S, Link
-from broker.nats.nats_errors import Disconnected, Error, NoResponders, NoStream
-from broker.nats.refusals import FIRST_PAUSE_S, FULL, Publish
+from broker.nats.connection import PAUSE_S, NatsLink
+from broker.nats.nats_errors import Disconnected, ErrorDescription, NoResponders, NoStream
+from broker.nats.refusals import FIRST_PAUSE_S, FULL, PendingPublish
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ NO_STREAM_AFTER_S: Final = 10.0
 class PubAck(msgspec.Struct):
     """What the broker answers to a publish."""
 
-    error: Error | None = None
+    error: ErrorDescription | None = None
     seq: int = 0
 
 
@@ -40,7 +40,7 @@ _PUB_ACK: Final = msgspec.json.Decoder(PubAck)
 
 
 async def store(
-    link: Link,
+    link: NatsLink,
     stream_name: str,
     subject: str,
     data: Buffer,
@@ -64,13 +64,13 @@ async def store(
 
 
 async def _store(
-    link: Link,
+    link: NatsLink,
     stream_name: str,
     subject: str,
     data: Buffer,
     headers: dict[str, str],
     make_room: Callable[[], Awaitable[None]] | None,
-    publish: Publish,
+    publish: PendingPublish,
 ) -> int | None:
     attempts, since = 0, time.monotonic()
     while True:
@@ -118,7 +118,7 @@ async def _store(
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
 
 
-async def require_stream(link: Link, stream_name: str, subject: str) -> None:
+async def require_stream(link: NatsLink, stream_name: str, subject: str) -> None:
     """Only the cluster as a whole knows that a stream is gone; this waits until it answers.
 
     Raises:
@@ -130,7 +130,7 @@ async def require_stream(link: Link, stream_name: str, subject: str) -> None:
         raise LostState(f"the broker at {link.where} has no stream for {subject}; it was purged, or lost its store") from None
 
 
-async def _still_expected(link: Link, stream_name: str, subject: str, headers: dict[str, str]) -> bool:
+async def _still_expected(link: NatsLink, stream_name: str, subject: str, headers: dict[str, str]) -> bool:
     """Whether what was refused as a wrong last sequence is the right one: a cluster also says so while a message waits for its majority."""
     if (expected := headers.get(EXPECTED_LAST_SEQ)) is not None:
         return (await bounds(link, stream_name))[1] == int(expected)
@@ -138,7 +138,7 @@ async def _still_expected(link: Link, stream_name: str, subject: str, headers: d
     return (found.seq if found else 0) == int(headers[EXPECTED_LAST_KEY_SEQ])
 
 
-async def _already_stored(link: Link, stream_name: str, subject: str, headers: dict[str, str]) -> int | None:
+async def _already_stored(link: NatsLink, stream_name: str, subject: str, headers: dict[str, str]) -> int | None:
     """After a lost confirmation, a wrong last sequence may be of our own making: is the message there under our id?
 
     The sequence check comes before the duplicate check on newer servers, after it on older ones.

@@ -14,7 +14,7 @@ import msgspec
 from broker.contract.streams import RESERVE
 from broker.jetstream.api import ask
 from broker.jetstream.publish import PubAck
-from broker.nats.connection import Link
+from broker.nats.connection import NatsLink
 from broker.nats.nats_errors import ApiError, NoStream
 from broker.nats.refusals import FULL
 
@@ -24,7 +24,7 @@ PIECE_BYTES: Final = 1 << 19  # below the default max_payload of a server
 PIECES: Final = 16
 
 
-async def release(link: Link, run: str) -> None:
+async def release(link: NatsLink, run: str) -> None:
     """Give the reserve of a run up; does nothing where there is none."""
     try:
         purged = (await ask(link, f"STREAM.PURGE.{RESERVE.stream_name(run)}")).get("purged", 0)
@@ -34,7 +34,7 @@ async def release(link: Link, run: str) -> None:
         log.warning("the store of the broker at %s is full; the reserve of run %s makes room for what must be stored", link.where, run)
 
 
-async def has_room(link: Link, run: str) -> bool:
+async def has_room(link: NatsLink, run: str) -> bool:
     """Whether the broker stores one small message now. Only this tells where neither the account nor the operator names a limit.
 
     Raises:
@@ -43,7 +43,7 @@ async def has_room(link: Link, run: str) -> bool:
     return await _put(link, run, "probe", b"")
 
 
-async def fill(link: Link, run: str, held_bytes: int) -> bool:
+async def fill(link: NatsLink, run: str, held_bytes: int) -> bool:
     """Store what the reserve lacks, given the bytes that it holds; False when there is no room for it.
 
     Raises:
@@ -57,7 +57,7 @@ async def fill(link: Link, run: str, held_bytes: int) -> bool:
     return True
 
 
-async def _put(link: Link, run: str, part: str, data: bytes) -> bool:
+async def _put(link: NatsLink, run: str, part: str, data: bytes) -> bool:
     answer = await link.call(RESERVE.subject(run, part), data)
     error = msgspec.json.decode(answer.data, type=PubAck).error
     if error is None or error.err_code in FULL:

@@ -10,16 +10,16 @@ from broker.jetstream.bus import Bus, LogRecord
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredRecord:
     """A record and when it was stored, as RFC 3339 text of the broker's clock."""
 
     record: LogRecord
     time: str
 
 
-async def peek(bus: Bus, stream: Stream, seq: int) -> Stored | None:
+async def peek(bus: Bus, stream: Stream, seq: int) -> StoredRecord | None:
     """The message, None when it is not kept."""
     found = await find(bus.link, stream.stream_name(bus.run), seq=seq)
     if found is None:
         return None
-    return Stored(await bus.record(found, stream), found.time)
+    return StoredRecord(await bus.record(found, stream), found.time)

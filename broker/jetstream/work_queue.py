@@ -12,15 +12,15 @@ from typing import Any, Final
 
 from broker.contract.sizes import INLINE_BYTES
 from broker.contract.streams import Stream
-from broker.jetstream.ack_progress import Marks
+from broker.jetstream.ack_progress import AckProgress
 from broker.jetstream.consumers import ensure_consumer, settings
 from broker.jetstream.delivery import Delivery, nak_payload
 from broker.jetstream.log_reader import PROTOCOL_BYTES
-from broker.jetstream.parts import Parts
+from broker.jetstream.parts import GroupParts
 from broker.nats.client import Msg
-from broker.nats.connection import PAUSE_S, Link
+from broker.nats.connection import PAUSE_S, NatsLink
 from broker.nats.nats_errors import Disconnected
-from broker.nats.subscription import Subscribed
+from broker.nats.subscription import LinkSubscription
 
 log = logging.getLogger(__name__)
 
@@ -68,12 +68,12 @@ class WorkQueue:
     late goes to the next fetch. Messages that nobody fetches within ``KEPT_S`` are handed back.
     """
 
-    def __init__(self, link: Link, marks: Marks, parts: Parts, stream: Stream, run: str, key: str) -> None:
+    def __init__(self, link: NatsLink, marks: AckProgress, parts: GroupParts, stream: Stream, run: str, key: str) -> None:
         self._link, self._marks, self._parts, self._types = link, marks, parts, stream.messages
         self._stream_name, self._key, self._filter = stream.stream_name(run), key, stream.subject(run, key)
         self._consumer = key  # its name; another one's where another program made it
         self._inbox = ""
-        self._subscribed: Subscribed | None = None  # to the inbox; None before the first pull, and after one was given up
+        self._subscribed: LinkSubscription | None = None  # to the inbox; None before the first pull, and after one was given up
         self._fetching = asyncio.Lock()
         self._number = 0  # of the newest pull
         self._pull: _Pull | None = None

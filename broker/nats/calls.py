@@ -12,7 +12,7 @@ from broker.nats.client import Msg
 from broker.nats.nats_errors import Disconnected
 
 
-class Calls:
+class PendingCalls:
     """The requests of one link that have no answer yet.
 
     Attributes:

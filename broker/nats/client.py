@@ -25,7 +25,7 @@ finally:
         del _modules[_WEB]
 
 
-class Client(_Client):
+class GuardedClient(_Client):
     """The client of nats-py, with one fault less."""
 
     async def _process_pong(self) -> None:
@@ -40,4 +40,4 @@ class Client(_Client):
         return bool(self.is_connected and self._reading_task is not None and self._reading_task.done())
 
 
-__all__ = ["Client", "Msg", "Subscription", "nats_errors"]
+__all__ = ["GuardedClient", "Msg", "Subscription", "nats_errors"]

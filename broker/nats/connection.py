@@ -17,13 +17,13 @@ from urllib.parse import urlsplit
 from broker.contract.sizes import Buffer
 from broker.errors import BrokerUnreachable
 from broker.nats import addresses
-from broker.nats.calls import Calls, fail
-from broker.nats.client import Client, Msg, nats_errors
+from broker.nats.calls import PendingCalls, fail
+from broker.nats.client import GuardedClient, Msg, nats_errors
 from broker.nats.nats_errors import Disconnected, NoResponders
-from broker.nats.refusals import Refusals
-from broker.nats.server_health import Doubts
-from broker.nats.subscription import Callback, Subscribed
-from broker.nats.traffic import Traffic
+from broker.nats.refusals import RefusalTracker
+from broker.nats.server_health import ServerHealth
+from broker.nats.subscription import Callback, LinkSubscription
+from broker.nats.traffic import TrafficCounter
 from broker.system.reminders import Reminders
 
 log = logging.getLogger(__name__)
@@ -38,27 +38,27 @@ PING_EVERY_S: Final = 5
 LOOK_EVERY_S: Final = 2.0  # at the traffic; below the interval of the client's own pings
 
 
-class Link:
+class NatsLink:
     """A connection with calls and subscriptions."""
 
     def __init__(self, url: str, name: str) -> None:
         self.url, self.name = url, name
         self.connected = asyncio.Event()
         self.on_disconnect: set[Callable[[], None]] = set()
-        self._client = Client()
+        self._client = GuardedClient()
         self._closing = False
         self._waiting = Reminders()
         self._error = ""
-        self._calls = Calls()
-        self._traffic = Traffic()
-        self._subscribed: set[Subscribed] = set()
+        self._calls = PendingCalls()
+        self._traffic = TrafficCounter()
+        self._subscribed: set[LinkSubscription] = set()
         self._reopening: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
         self._moving: asyncio.Task[None] | None = None
         self._looking: asyncio.Task[None] | None = None
         self._tried = 0.0  # when the client last tried anything
-        self.refusals = Refusals(self.where)
-        self._doubts = Doubts()  # requests of JetStream without an answer, although connected
+        self.refusals = RefusalTracker(self.where)
+        self._doubts = ServerHealth()  # requests of JetStream without an answer, although connected
         self._avoid = ""  # the server that gave none, tried last
         self.has_jetstream = False  # whether it has ever answered
         self._was_connected = False
@@ -139,7 +139,7 @@ class Link:
 
     async def _connect(self) -> None:
         servers = self._servers()
-        self._client = Client()
+        self._client = GuardedClient()
         self._traffic.watch(self._client)
         await self._client.connect(
             servers,
@@ -318,9 +318,9 @@ class Link:
     def _lost(self) -> Disconnected:
         return Disconnected(f"lost the connection to {self.where}")
 
-    async def subscribe(self, subject: str, callback: Callback, queue: str = "") -> Subscribed:
+    async def subscribe(self, subject: str, callback: Callback, queue: str = "") -> LinkSubscription:
         """Call back with every message from now on, across reconnects, in order, one at a time."""
-        subscribed = Subscribed(self.forget, subject, callback, queue)
+        subscribed = LinkSubscription(self.forget, subject, callback, queue)
         self._subscribed.add(subscribed)
         try:
             await subscribed.attach(self._client)
@@ -328,6 +328,6 @@ class Link:
             log.debug("%s: no connection now; the next one subscribes", subject)
         return subscribed
 
-    def forget(self, subscribed: Subscribed) -> None:
+    def forget(self, subscribed: LinkSubscription) -> None:
         """Do not restore it on the next connection."""
         self._subscribed.discard(subscribed)

@@ -27,7 +27,7 @@ class NoStream(ApiError, LostState):
     """The stream does not exist: it was purged, or the broker lost its store."""
 
 
-class Error(msgspec.Struct):
+class ErrorDescription(msgspec.Struct):
     """The error part of every JetStream answer."""
 
     code: int

@@ -17,10 +17,10 @@ FIRST_PAUSE_S: Final = 0.25
 LONGEST_PAUSE_S: Final = 4.0  # a repetition sends the whole body again
 
 
-class Publish:
+class PendingPublish:
     """One message on its way into a stream."""
 
-    def __init__(self, refusals: Refusals) -> None:
+    def __init__(self, refusals: RefusalTracker) -> None:
         self._refusals, self._times = refusals, 0
         self._since = 0.0
 
@@ -34,7 +34,7 @@ class Publish:
         return min(FIRST_PAUSE_S * 2 ** (self._times - 1), LONGEST_PAUSE_S) if full else FIRST_PAUSE_S
 
 
-class Refusals:
+class RefusalTracker:
     """Of one connection.
 
     Args:
@@ -43,7 +43,7 @@ class Refusals:
 
     def __init__(self, where: str) -> None:
         self._where = where
-        self._refused: dict[Publish, bool] = {}  # those that wait; whether for room
+        self._refused: dict[PendingPublish, bool] = {}  # those that wait; whether for room
         self._since: float | None = None  # when it was said, None: nothing to take back
 
     @property
@@ -52,9 +52,9 @@ class Refusals:
         return any(self._refused.values())
 
     @contextmanager
-    def publish(self) -> Iterator[Publish]:
+    def publish(self) -> Iterator[PendingPublish]:
         """For the time that one message is on its way."""
-        made = Publish(self)
+        made = PendingPublish(self)
         try:
             yield made
         finally:
@@ -62,7 +62,7 @@ class Refusals:
                 log.warning("the broker at %s stores again, after %.0f s", self._where, time.monotonic() - self._since)
                 self._since = None
 
-    def add(self, publish: Publish, subject: str, reason: str, *, full: bool) -> None:
+    def add(self, publish: PendingPublish, subject: str, reason: str, *, full: bool) -> None:
         """One more that waits."""
         self._refused[publish] = full
         if self._since is None:

@@ -15,7 +15,7 @@ CALM_S: Final = 60.0  # without a move, after which the next one comes early aga
 STALE_S: Final = 12.0  # without a word, after which a doubt counts no more: nobody asks any longer
 
 
-class Doubts:
+class ServerHealth:
     """What has had no answer, and since when. Times are seconds of one monotonic clock."""
 
     def __init__(self) -> None:

@@ -5,25 +5,25 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 
-from broker.nats.client import Client, Msg, Subscription, nats_errors
+from broker.nats.client import GuardedClient, Msg, Subscription, nats_errors
 
 log = logging.getLogger(__name__)
 
 Callback = Callable[[Msg], Awaitable[None]]
 
 
-class Subscribed:
+class LinkSubscription:
     """One subscription of a link; the link attaches it to every client it makes, until it is forgotten.
 
     Args:
         forget: takes it off the link's list.
     """
 
-    def __init__(self, forget: Callable[[Subscribed], None], subject: str, callback: Callback, queue: str) -> None:
+    def __init__(self, forget: Callable[[LinkSubscription], None], subject: str, callback: Callback, queue: str) -> None:
         self._forget, self.subject, self.callback, self.queue = forget, subject, callback, queue
         self._inner: Subscription | None = None
 
-    async def attach(self, client: Client) -> None:
+    async def attach(self, client: GuardedClient) -> None:
         """Subscribe on a new connection."""
         self._inner = await client.subscribe(
             self.subject, self.queue, self.callback, pending_msgs_limit=0, pending_bytes_limit=0

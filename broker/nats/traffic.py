@@ -8,22 +8,22 @@ import sys
 import termios
 from typing import Final
 
-from broker.nats.client import Client
+from broker.nats.client import GuardedClient
 
 _SIOCOUTQ: Final = termios.TIOCOUTQ  # Linux: bytes in the socket's send queue that the other side has not acknowledged
 
 
-class Traffic:
+class TrafficCounter:
     """Counts the bytes of a client of nats-py.
 
     Headers and protocol are not counted exactly, so compare two looks only: bytes moved when either number grew.
     """
 
     def __init__(self) -> None:
-        self._client: Client | None = None
+        self._client: GuardedClient | None = None
         self._written = 0
 
-    def watch(self, client: Client) -> None:
+    def watch(self, client: GuardedClient) -> None:
         """Count for this connection from now on."""
         self._client, self._written = client, 0
 
@@ -44,7 +44,7 @@ class Traffic:
         sent, received = self.now()
         return sent > before[0] or received > before[1]
 
-    def _unsent(self, client: Client) -> int:
+    def _unsent(self, client: GuardedClient) -> int:
         """Bytes on their way out: in the client, in the event loop's transport, and in the kernel where it tells."""
         writer = getattr(client._transport, "_io_writer", None)
         waiting: int = client._pending_data_size

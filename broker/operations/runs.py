@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Any
 
 from broker.contract import wire
-from broker.contract.streams import CONTROL, STREAMS, Kind
+from broker.contract.streams import CONTROL, STREAMS, StreamKind
 from broker.errors import UserError
 from broker.jetstream.bus import Bus
 from broker.nats.nats_errors import ApiError
@@ -47,14 +47,14 @@ async def status(bus: Bus, options: argparse.Namespace) -> None:
         roles = Counter(one.role for one in alive)
         print(f"{run}: {state}; {', '.join(f'{count} {role}' for role, count in sorted(roles.items())) or 'no processes'}")
         for stream in STREAMS:
-            if stream.kind in (Kind.WORK_QUEUE, Kind.LOG):
+            if stream.kind in (StreamKind.WORK_QUEUE, StreamKind.LOG):
                 print(f"  {stream.name:12}{await _depth(bus, stream)}")
 
 
 async def _depth(bus: Bus, stream: Any) -> str:
     try:
         depth = await bus.depth(stream)
-        if stream.kind is Kind.LOG:
+        if stream.kind is StreamKind.LOG:
             return f"{depth.get('', 0)} kept, {await bus.last_seq(stream)} written"
     except ApiError as error:
         return f"not there: {error.description}"

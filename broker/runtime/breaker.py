@@ -15,7 +15,7 @@ MAX_REMEMBERED: Final = 10_000  # tickets that failed here and may come again
 State = Literal["closed", "open", "probing"]
 
 
-class Breaker:
+class CircuitBreaker:
     """One kind of work in one hub: a domain of an environment hub, a pool of a reward hub.
 
     Closed, work is taken. It opens when ``threshold`` deliveries in a row have failed and nothing has succeeded. After a pause the hub
@@ -142,21 +142,21 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-class Breakers:
+class CircuitBreakers:
     """The breakers of one hub, each made when it is first asked for.
 
     Args:
         noun: what the keys are, for the texts: ``domain`` or ``pool``.
-        threshold: of the breaker of a key, see ``Breaker``.
+        threshold: of the breaker of a key, see ``CircuitBreaker``.
     """
 
     def __init__(self, noun: str, threshold: Callable[[str], int]) -> None:
         self._noun, self._threshold = noun, threshold
-        self._all: dict[str, Breaker] = {}
+        self._all: dict[str, CircuitBreaker] = {}
 
-    def __getitem__(self, key: str) -> Breaker:
+    def __getitem__(self, key: str) -> CircuitBreaker:
         if key not in self._all:
-            self._all[key] = Breaker(self._threshold(key))
+            self._all[key] = CircuitBreaker(self._threshold(key))
         return self._all[key]
 
     def forget(self, key: str) -> None:

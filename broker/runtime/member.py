@@ -15,7 +15,7 @@ from broker.contract import wire
 from broker.jetstream.bus import Bus
 from broker.jetstream.core_messages import publish_metrics
 from broker.runtime.announce import Announcer
-from broker.system.recent_warning import Said
+from broker.system.recent_warning import RecentWarning
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class Member:
     _announcer: Announcer | None = None
     _describe: Callable[[], wire.Presence] = field(init=False)
     _reporting: asyncio.Task[None] | None = None
-    _said: Said = field(default_factory=Said)
+    _said: RecentWarning = field(default_factory=RecentWarning)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _failure: BaseException | None = None
 

@@ -13,7 +13,7 @@ from broker.contract.streams import MEMBERS, PRESENCE
 from broker.jetstream.bus import Bus
 from broker.jetstream.delivery import decode
 from broker.nats.client import Msg
-from broker.nats.subscription import Subscribed
+from broker.nats.subscription import LinkSubscription
 
 log = logging.getLogger(__name__)
 
@@ -62,8 +62,8 @@ class Roster:
         self._living: dict[str, list[wire.Presence]] = {}  # by role, until anyone comes, goes or changes
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
-        self._subscribed: list[Subscribed] = []
-        self._followed: dict[str, Subscribed] = {}  # single processes, by role.id
+        self._subscribed: list[LinkSubscription] = []
+        self._followed: dict[str, LinkSubscription] = {}  # single processes, by role.id
 
     async def start(self) -> None:
         """Begin to listen; who is there already is known a moment later."""
@@ -174,7 +174,7 @@ class Roster:
                 self._forget(key)
 
 
-async def listen(bus: Bus, role: str, told: Callable[[str, wire.Presence | None], None], *, read: bool) -> Subscribed:
+async def listen(bus: Bus, role: str, told: Callable[[str, wire.Presence | None], None], *, read: bool) -> LinkSubscription:
     """Call back with (role.id, presence or None when it left) for each entry of a role among the members, from now on.
 
     Args:

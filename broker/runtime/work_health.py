@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Final, Literal
 
-from broker.runtime.breaker import Breaker, Breakers
+from broker.runtime.breaker import CircuitBreaker, CircuitBreakers
 
 log = logging.getLogger(__name__)
 
@@ -18,7 +18,7 @@ LONGEST_DELAY_S: Final = 30.0  # before another hub gets a ticket that was hande
 Trial = Callable[[str, int], Awaitable[tuple[bool | None, str]]]
 
 
-class Health:
+class WorkHealth:
     """The breakers of one hub.
 
     Args:
@@ -34,7 +34,7 @@ class Health:
         self, noun: str, keys: Iterable[str], threshold: Callable[[str], int], *, trial: Trial, changed: Callable[[], None]
     ) -> None:
         self._noun, self._keys, self._trial, self._changed = noun, keys, trial, changed
-        self._breakers = Breakers(noun, threshold)
+        self._breakers = CircuitBreakers(noun, threshold)
         self._trials: set[asyncio.Task[None]] = set()
         self._numbers = itertools.count()
 
@@ -43,7 +43,7 @@ class Health:
         return self._breakers[key].closed
 
     def blames(self, key: str, ticket: str, delivery: int) -> bool:
-        """Whether the failure of a ticket's delivery is its own: see ``Breaker``."""
+        """Whether the failure of a ticket's delivery is its own: see ``CircuitBreaker``."""
         return self._breakers[key].blames(ticket, delivery)
 
     def doubts(self, key: str, ticket: str) -> bool:
@@ -92,7 +92,7 @@ class Health:
             task.cancel()
         await asyncio.gather(*self._trials, return_exceptions=True)
 
-    async def _try(self, key: str, breaker: Breaker) -> None:
+    async def _try(self, key: str, breaker: CircuitBreaker) -> None:
         try:
             good, why = await self._trial(key, next(self._numbers))
         except Exception as error:

@@ -87,7 +87,7 @@ def find_binary(*, sync_always: bool = False, clustered: bool = False, binary: s
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class ClusterConfig:
     """Which cluster a server belongs to. Three servers that name each other hold three replicas of everything.
 
     Attributes:
@@ -158,7 +158,7 @@ class BrokerServer:
         sync_always: bool = False,
         store_max_gib: float = 8.0,
         binary: str | None = None,
-        cluster: Cluster | None = None,
+        cluster: ClusterConfig | None = None,
         num_procs: int | None = None,
     ) -> None:
         self.store = Path(store).absolute()

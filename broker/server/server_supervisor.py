@@ -16,7 +16,7 @@ FULL_BELOW_BYTES: Final = 1 << 20
 ROOM_BYTES: Final = 64 << 20  # or a tenth of a smaller file system: that much must be free before it is worth starting again
 
 
-class Keeper:
+class ServerSupervisor:
     """To be asked every now and then.
 
     Args:

@@ -16,7 +16,7 @@ from broker.system.entry import EXIT_USER_ERROR
 WIDTH: Final = 100  # of descriptions in a help text
 
 
-class Parser(argparse.ArgumentParser):
+class ArgumentParser(argparse.ArgumentParser):
     """Says in one line what is wrong with a command line, as for any other bad input; commands below it do the same."""
 
     def error(self, message: str) -> NoReturn:
@@ -97,7 +97,7 @@ def complete(parser: argparse.ArgumentParser, examples: Mapping[str, Sequence[st
     Args:
         examples: command lines by the command that they are of (``broker dead show``), each a line of the shell.
     """
-    parser.add_argument("--version", action=Version, help="print the version and exit")
+    parser.add_argument("--version", action=VersionAction, help="print the version and exit")
     for command in commands_of(parser):
         lines = examples.get(command.prog)
         if lines:
@@ -122,7 +122,7 @@ def commands_of(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentPa
                 yield from commands_of(inner)
 
 
-class Version(argparse.Action):
+class VersionAction(argparse.Action):
     """Prints the version of the installed package and exits; it is looked up only then."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:

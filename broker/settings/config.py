@@ -87,7 +87,7 @@ class Sampling(Section):
     stop: list[Annotated[str, Field(min_length=1)]] = []
 
 
-class Reward(Section):
+class RewardConfig(Section):
     """One part of a domain's reward; the environment's own reward is always part of it."""
 
     name: str  # a name of the registry in rewardhub/rewards, or a dotted path or file path to a function
@@ -122,7 +122,7 @@ class DomainSection(Section):
     max_context_tokens: PositiveInt = 4096
     deadline_s: PositiveFloat | None = None  # per group; null: derived, see broker.settings.timeouts
     sampling: Sampling = Sampling()
-    rewards: list[Reward] = []
+    rewards: list[RewardConfig] = []
 
 
 def takes_steps(context: str, adv_estimator: str) -> bool:

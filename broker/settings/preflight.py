@@ -9,7 +9,7 @@ Status = Literal["ok", "warning", "missing", "absent"]
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class PreflightFinding:
     """One thing that was looked at.
 
     Attributes:

@@ -88,7 +88,7 @@ CHECKS: Final[tuple[str, ...]] = (
     "rewardhub.config:check",
 )
 
-SCORING: Final = "rewardhub.config:scoring_s"  # how long rewards may take, for the timeouts
+SCORING: Final = "rewardhub.config:longest_scoring_s"  # how long rewards may take, for the timeouts
 
 S = TypeVar("S", bound=Section)
 

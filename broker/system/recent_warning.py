@@ -10,7 +10,7 @@ MAX_CHARS: Final = 300
 FOR_S: Final = 600.0
 
 
-class Said(logging.Handler):
+class RecentWarning(logging.Handler):
     """Hears every WARNING and ERROR of this process while it is attached to the root logger."""
 
     def __init__(self) -> None:

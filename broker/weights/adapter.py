@@ -18,7 +18,7 @@ from broker.errors import TransferFailed, UserError
 from broker.weights.digest import combine, digest_bucket
 from broker.weights.memory.on_demand import OnDemand
 from broker.weights.memory.staging import plan_of
-from broker.weights.plan import Plan
+from broker.weights.plan import LayoutPlan
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     return merged
 
 
-def digest_of(plan: Plan, tensors: Mapping[str, Tensor]) -> str:
+def digest_of(plan: LayoutPlan, tensors: Mapping[str, Tensor]) -> str:
     """As ``Flat.fill`` and ``Flat.digest``, with one bucket in memory; each tensor is asked for once, in the plan's order."""
     digests: list[bytes] = []
     buffer: Tensor | None = None
@@ -79,7 +79,7 @@ def digest_of(plan: Plan, tensors: Mapping[str, Tensor]) -> str:
     return combine(digests)
 
 
-def _finish(plan: Plan, digests: list[bytes], buffer: Tensor, upto: int) -> None:
+def _finish(plan: LayoutPlan, digests: list[bytes], buffer: Tensor, upto: int) -> None:
     """Digest the bucket in the buffer, and those of gaps behind it, below this index."""
     while len(digests) < upto:
         start, stop = plan.buckets[len(digests)]
@@ -87,7 +87,7 @@ def _finish(plan: Plan, digests: list[bytes], buffer: Tensor, upto: int) -> None
         buffer.zero_()
 
 
-class Merged(OnDemand):
+class MergedModel(OnDemand):
     """A whole model: weights that have factors are merged each time they are read; the others are the base's.
 
     Attributes:
@@ -111,7 +111,7 @@ class Merged(OnDemand):
 First = Callable[[], tuple[Mapping[str, Tensor], bool]]
 
 
-class Foundation:
+class AdapterBase:
     """What adapters are put on, at a receiver: the model that the run began with.
 
     Args:
@@ -122,14 +122,14 @@ class Foundation:
             host memory. None: they cannot be had.
     """
 
-    def __init__(self, plan: Plan, bucket_mib: float, held: Mapping[str, Tensor], first: First | None = None) -> None:
+    def __init__(self, plan: LayoutPlan, bucket_mib: float, held: Mapping[str, Tensor], first: First | None = None) -> None:
         self._plan, self._bucket_mib, self._first = plan, bucket_mib, first
         self._shapes = {name: tensor.to("meta") for name, tensor in held.items()}
-        self._plans: tuple[wire.Adapter, Plan] | None = None
+        self._plans: tuple[wire.Adapter, LayoutPlan] | None = None
         self._laid: wire.Adapter | None = None
         self._base: dict[str, Tensor] = {}
 
-    def plan(self, adapter: wire.Adapter | None) -> Plan:
+    def plan(self, adapter: wire.Adapter | None) -> LayoutPlan:
         """What travels to this model: an adapter's factors, or with None the whole of it. A model that has none of the adapter's layers
         is sent whole, which no learner with adapters agrees to."""
         if adapter is None:
@@ -159,10 +159,10 @@ class Foundation:
         self._laid = adapter
         return ""
 
-    def merged(self, factors: Mapping[str, Tensor]) -> Merged:
+    def merged(self, factors: Mapping[str, Tensor]) -> MergedModel:
         """The whole model as it is with these factors; call ``lay`` before."""
         assert self._laid is not None, "nothing was laid"
-        return Merged(self._base, factors, self._laid.targets, self._laid.scale)
+        return MergedModel(self._base, factors, self._laid.targets, self._laid.scale)
 
     def _find(self) -> tuple[Mapping[str, Tensor], bool]:
         """The model below the adapters.

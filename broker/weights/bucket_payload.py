@@ -11,23 +11,23 @@ from torch import Tensor
 from broker.errors import TransferFailed
 from broker.weights import delta
 from broker.weights.memory.copying import copy_into
-from broker.weights.memory.staging import Flat, Staged
-from broker.weights.plan import Plan
-from broker.weights.store_messages import Lines
+from broker.weights.memory.staging import FlatBuffer, StagedVersion
+from broker.weights.plan import LayoutPlan
+from broker.weights.store_messages import StoreMessages
 
 WHOLE: Final = "whole"  # instead of a size: the bucket itself follows, because its difference is not smaller
 MAX_DIGITS: Final = 18
 
 
-class Base:
+class ReferenceBytes:
     """The sender's copy of the bytes that the receivers of its last transfer hold. It takes as much memory as the model.
 
     Args:
         full_every: of this many transfers in a row, at least one sends everything.
     """
 
-    def __init__(self, plan: Plan, full_every: int, device: str | torch.device = "cpu") -> None:
-        self.flat = Flat(plan, device)
+    def __init__(self, plan: LayoutPlan, full_every: int, device: str | torch.device = "cpu") -> None:
+        self.flat = FlatBuffer(plan, device)
         self.word = delta.word_bytes(plan)
         self._full_every = full_every
         self._digest = ""  # unknown
@@ -46,14 +46,14 @@ class Base:
         self._digest, self._since_full = digest, 0 if whole else self._since_full + 1
 
 
-class Outgoing:
+class OutgoingBuckets:
     """The sender's buckets, each there once it is packed.
 
     Attributes:
         size_bytes: handed out so far.
     """
 
-    def __init__(self, staged: Staged, base: Base | None, lines: Lines, *, whole: bool) -> None:
+    def __init__(self, staged: StagedVersion, base: ReferenceBytes | None, lines: StoreMessages, *, whole: bool) -> None:
         self._staged, self._base, self._lines, self._whole = staged, base, lines, whole
         self.size_bytes = 0
 
@@ -78,14 +78,14 @@ class Outgoing:
             copy_into(self._base.flat.bucket(index), self._staged.flat.bucket(index))
 
 
-class Incoming:
+class IncomingBuckets:
     """The receiver's buckets, on their way into ``flat``.
 
     Args:
         base: what a difference is one from; None: what lies in ``flat``.
     """
 
-    def __init__(self, flat: Flat, lines: Lines, *, whole: bool, base: Flat | None = None) -> None:
+    def __init__(self, flat: FlatBuffer, lines: StoreMessages, *, whole: bool, base: FlatBuffer | None = None) -> None:
         self._flat, self._lines, self._whole, self._base = flat, lines, whole, base or flat
         self._word = delta.word_bytes(flat.plan)
         self._changes: dict[int, Tensor] = {}

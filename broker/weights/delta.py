@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from broker.errors import TransferFailed
-from broker.weights.plan import ITEM_BYTES, Plan
+from broker.weights.plan import ITEM_BYTES, LayoutPlan
 
 BLOCK_BITS: Final = 16
 BLOCK_WORDS: Final = 1 << BLOCK_BITS
 WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def word_bytes(plan: Plan) -> int:
+def word_bytes(plan: LayoutPlan) -> int:
     """The element size that most of the model's bytes have."""
     totals = dict.fromkeys(WORDS, 0)
     for slot in plan.slots:

@@ -108,7 +108,7 @@ def as_sent(name: str, weight: Tensor) -> Tensor:
     return dequantise(found, scales, weight.dtype)
 
 
-class Dequantised(OnDemand):
+class DequantizedModel(OnDemand):
     """A model as an engine takes it, of tensors as they travelled.
 
     Args:

@@ -33,14 +33,14 @@ PEEK_EVERY_S: Final = 0.1
 KEEP_S: Final = 3600.0  # store operations never end by the store's own timeout, which would write a page to stderr
 
 
-WATCHES: Final[WeakSet[Watch]] = WeakSet()  # whatever is waiting, so that the end of the process can end it
+WATCHES: Final[WeakSet[WaitMonitor]] = WeakSet()  # whatever is waiting, so that the end of the process can end it
 
 
 class PeerLost(TransferFailed):
     """Something failed between this end and another one; which one is to blame cannot be seen from here."""
 
 
-class Buckets(Protocol):
+class BucketSequence(Protocol):
     """What is broadcast, in order; a list of tensors will do."""
 
     def __len__(self) -> int: ...
@@ -50,7 +50,7 @@ class Buckets(Protocol):
         ...
 
 
-class Watch:
+class WaitMonitor:
     """Lets another thread end a wait, and see that it makes progress."""
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ def reachable(host: str, port: int, timeout_s: float) -> bool:
     return True
 
 
-class Communicator:
+class WeightGroup:
     """One process group of the sender (rank 0) and its receivers.
 
     Raises:
@@ -134,7 +134,7 @@ class Communicator:
         except RuntimeError as error:
             raise PeerLost(f"communicator {name} of {size}: {first_line(error)}") from None
 
-    def broadcast(self, buckets: Buckets, watch: Watch, *, done: Callable[[int], None], peek: Callable[[], None]) -> None:
+    def broadcast(self, buckets: BucketSequence, watch: WaitMonitor, *, done: Callable[[int], None], peek: Callable[[], None]) -> None:
         """Send (rank 0) or receive the buckets, several at a time, each as soon as it is there.
 
         Args:

@@ -52,7 +52,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
-class Slot:
+class TensorSlot:
     """Where a tensor lies in the flat buffer."""
 
     spec: TensorSpec
@@ -64,7 +64,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Plan:
+class LayoutPlan:
     """The layout of one model.
 
     Attributes:
@@ -73,7 +73,7 @@ class Plan:
         size_bytes: size of the flat buffer, gaps between tensors included.
     """
 
-    slots: tuple[Slot, ...]
+    slots: tuple[TensorSlot, ...]
     bucket_bytes: int
     size_bytes: int
 
@@ -94,7 +94,7 @@ class Plan:
         """Hex digest of ``text``, equal exactly where the plans are."""
         return hashlib.blake2b(self.text.encode(), digest_size=16).hexdigest()
 
-    def difference(self, other: Plan) -> str:
+    def difference(self, other: LayoutPlan) -> str:
         """The first thing that differs from the ``other`` plan in one line, empty where none does."""
         mine, theirs = ({slot.spec.name: slot.spec for slot in plan.slots} for plan in (self, other))
         for name in sorted(mine.keys() | theirs.keys()):
@@ -109,7 +109,7 @@ class Plan:
         return ""
 
 
-def make_plan(specs: Iterable[TensorSpec], bucket_mib: float) -> Plan:
+def make_plan(specs: Iterable[TensorSpec], bucket_mib: float) -> LayoutPlan:
     """Lay out the tensors, whatever order they come in.
 
     Raises:
@@ -120,17 +120,17 @@ def make_plan(specs: Iterable[TensorSpec], bucket_mib: float) -> Plan:
         raise UserError("weights: the model has no tensors to send")
     if not bucket_mib > 0:
         raise UserError(f"weights: a bucket of {bucket_mib} MiB is not allowed; use a positive size")
-    slots: list[Slot] = []
+    slots: list[TensorSlot] = []
     offset = 0
     for spec in ordered:
         if spec.dtype not in ITEM_BYTES:
             raise UserError(f"weights: {spec.name} has dtype {spec.dtype}; known: {', '.join(ITEM_BYTES)}")
         if slots and slots[-1].spec.name == spec.name:
             raise UserError(f"weights: two tensors are named {spec.name}")
-        slots.append(Slot(spec, offset))
+        slots.append(TensorSlot(spec, offset))
         offset = _round_up(slots[-1].stop, ALIGN_BYTES)
     bucket_bytes = _round_up(math.ceil(bucket_mib * 2**20), BUCKET_ALIGN_BYTES)
-    return Plan(tuple(slots), bucket_bytes, max(offset, ALIGN_BYTES))
+    return LayoutPlan(tuple(slots), bucket_bytes, max(offset, ALIGN_BYTES))
 
 
 def decoded(data: bytes) -> str:
@@ -145,7 +145,7 @@ def decoded(data: bytes) -> str:
         raise WireError(f"not a plan of weights: {error}") from None
 
 
-def from_text(text: str) -> Plan:
+def from_text(text: str) -> LayoutPlan:
     """A plan that another process wrote.
 
     Raises:

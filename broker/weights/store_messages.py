@@ -8,15 +8,15 @@ from typing import Final
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from broker.errors import TransferFailed
-from broker.weights.group import Watch, first_line
+from broker.weights.group import WaitMonitor, first_line
 
 STORE_POLL_S: Final = 0.0005
 
 
-class Lines:
+class StoreMessages:
     """The keys of one transfer."""
 
-    def __init__(self, store: Store, session: str, watch: Watch) -> None:
+    def __init__(self, store: Store, session: str, watch: WaitMonitor) -> None:
         self._store, self._session, self._watch = store, session, watch
 
     def say(self, word: str, text: str = "") -> None:

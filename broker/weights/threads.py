@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 from weakref import WeakSet
 
 from broker.errors import RlearnerError, TransferFailed
-from broker.weights.group import WATCHES, Watch
+from broker.weights.group import WATCHES, WaitMonitor
 
 STUCK_AFTER_S: Final = 10.0  # beyond the longest wait a thread has agreed to
 LEAVE_WITHIN_S: Final = 1.0  # a thread that was told to leave and does not hangs in a call that knows no timeout
@@ -41,7 +41,7 @@ def _report(task: asyncio.Task[None]) -> None:
         log.critical("weights: the channel stopped working here: %r", error, exc_info=error)
 
 
-class Tasks:
+class ChannelTasks:
     """The tasks of one end of the channel."""
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ def in_thread(call: Callable[[], T], name: str) -> asyncio.Future[T]:
     return future
 
 
-async def patiently(future: asyncio.Future[T], watch: Watch, timeout_s: float) -> T:
+async def patiently(future: asyncio.Future[T], watch: WaitMonitor, timeout_s: float) -> T:
     """Wait for a thread as long as it shows progress.
 
     Raises:

@@ -18,7 +18,7 @@ FLUSH_S: Final = 1.0  # for what it wrote to come out of the pipes once it has e
 
 
 @dataclass(frozen=True)
-class Ended:
+class ProgramExit:
     """How it ended.
 
     Attributes:
@@ -33,7 +33,7 @@ class Ended:
     is_cut: bool
 
 
-async def run(command: Sequence[str], given: str, env: Mapping[str, str], cwd: str | None) -> Ended:
+async def run(command: Sequence[str], given: str, env: Mapping[str, str], cwd: str | None) -> ProgramExit:
     """Run it in a session of its own. Cancelled, it kills the whole session and what descends from it.
 
     The kernel kills the program itself when this process dies; what it started then finds its endpoint gone.
@@ -71,7 +71,7 @@ async def run(command: Sequence[str], given: str, env: Mapping[str, str], cwd: s
             task.cancel()
         tails = await asyncio.gather(*reading, return_exceptions=True)
     (stdout, is_cut), (stderr, _) = ((b"", False) if isinstance(tail, BaseException) else tail for tail in tails)
-    return Ended(status, stdout.decode("utf-8", "replace"), stderr.decode("utf-8", "replace"), is_cut)
+    return ProgramExit(status, stdout.decode("utf-8", "replace"), stderr.decode("utf-8", "replace"), is_cut)
 
 
 async def _started(work: Coroutine[Any, Any, subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from broker.contract import wire
-from envhub.servers.generate import Sampled
+from envhub.servers.generate import SampledTurn
 from rlearner_text.tokenizer import Tokenizer
 
 
 @dataclass
-class Sample:
+class RecordedSample:
     """One training sequence so far.
 
     Attributes:
@@ -48,7 +48,7 @@ class Sample:
         self.loss_mask += bytes(len(token_ids))
         self.logprobs.extend([0.0] * len(token_ids))
 
-    def answer(self, sampled: Sampled) -> None:
+    def answer(self, sampled: SampledTurn) -> None:
         """Append what it did."""
         start = len(self.token_ids)
         self.token_ids.extend(sampled.token_ids)
@@ -69,7 +69,7 @@ class Sample:
         )
 
 
-class Record:
+class EpisodeRecord:
     """All calls of one episode.
 
     Args:
@@ -86,7 +86,7 @@ class Record:
     def __init__(self, tokenizer: Tokenizer, closing: Sequence[int], ends: Sequence[int]) -> None:
         self._tokenizer, self._closing, self._ends = tokenizer, list(closing), {*ends, *closing[-1:]}
         self._texts: dict[bytes, str] = {}  # of prompts that were given as text, by their tokens
-        self.samples: list[Sample] = []
+        self.samples: list[RecordedSample] = []
         self.num_calls = 0
         self.last_response = ""  # text of the last answer
 
@@ -107,11 +107,11 @@ class Record:
         self._texts[array("i", token_ids).tobytes()] = text
         return token_ids
 
-    def goes_on(self, prompt: array[int]) -> Sample | None:
+    def goes_on(self, prompt: array[int]) -> RecordedSample | None:
         """The longest sample that the prompt begins with."""
         return max((one for one in self.samples if one.begins(prompt)), key=lambda one: len(one.token_ids), default=None)
 
-    def sampled(self, prompt: array[int], sampled: Sampled) -> Sample:
+    def sampled(self, prompt: array[int], sampled: SampledTurn) -> RecordedSample:
         """One call is answered; the sample that it is part of.
 
         Whether it goes on from another is seen now: of two calls from the same place only the first does.
@@ -119,7 +119,7 @@ class Record:
         self.num_calls += 1
         sample = self.goes_on(prompt)
         if sample is None:
-            sample = Sample(1 + max((one.number for one in self.samples), default=-1))
+            sample = RecordedSample(1 + max((one.number for one in self.samples), default=-1))
         else:
             self.samples.remove(sample)
         self.samples.append(sample)

@@ -27,7 +27,7 @@ class BadResult(ValueError):
 
 
 @dataclass(frozen=True)
-class Result:
+class AgentResult:
     """What an agent came to.
 
     Attributes:
@@ -41,7 +41,7 @@ class Result:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-def read(source: Source, status: int, stdout: str, stderr: str, *, is_cut: bool = False) -> Result:
+def read(source: Source, status: int, stdout: str, stderr: str, *, is_cut: bool = False) -> AgentResult:
     """The result of a program.
 
     Args:
@@ -63,10 +63,10 @@ def read(source: Source, status: int, stdout: str, stderr: str, *, is_cut: bool 
             raise BadResult(f"the last line that the agent printed is longer than {KEPT_BYTES} bytes: {_shown(line)}")
         return _result(line)
     found = _object(line)
-    extra = _checked({key: value for key, value in found.items() if key != "reward"}) if found else Result()
+    extra = _checked({key: value for key, value in found.items() if key != "reward"}) if found else AgentResult()
     if source == "none":
         return extra
-    return Result(float(status == 0), status == 0, extra.response, extra.metrics)
+    return AgentResult(float(status == 0), status == 0, extra.response, extra.metrics)
 
 
 def _how(status: int) -> str:
@@ -92,7 +92,7 @@ def _object(line: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _result(line: str) -> Result:
+def _result(line: str) -> AgentResult:
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):
@@ -104,7 +104,7 @@ def _result(line: str) -> Result:
     return _checked({"reward": found})
 
 
-def _checked(found: dict[str, Any]) -> Result:
+def _checked(found: dict[str, Any]) -> AgentResult:
     for key in found:
         if key not in KNOWN:
             raise BadResult(f"the agent's result has {key!r}; known: {', '.join(KNOWN)}")
@@ -123,7 +123,7 @@ def _checked(found: dict[str, Any]) -> Result:
     for name in metrics:
         if not 0 < len(name) <= NAME_CHARS or not name.isprintable():
             raise BadResult(f"the agent's result has a metric named {_shown(name)}; a name has 1-{NAME_CHARS} printable characters")
-    return Result(reward, success, response, {name: _number(f"metric {name!r}", value) for name, value in metrics.items()})
+    return AgentResult(reward, success, response, {name: _number(f"metric {name!r}", value) for name, value in metrics.items()})
 
 
 def _number(what: str, value: object) -> float:

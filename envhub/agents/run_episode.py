@@ -14,20 +14,20 @@ import msgspec
 
 from broker.contract import wire
 from envhub.agents import program
-from envhub.agents.record import Sample
-from envhub.agents.result import BadResult, Result, read
-from envhub.agents.session import Means, Session
+from envhub.agents.record import RecordedSample
+from envhub.agents.result import AgentResult, BadResult, read
+from envhub.agents.session import AgentSession, SessionContext
 from envhub.envs import agent as agent_env
 from envhub.envs.agent import AgentArgs
-from envhub.task import EpisodeFailed, Played, Task
-from rlearner_text.openai.desk import Desk
+from envhub.task import EpisodeFailed, EpisodeResult, EpisodeTask
+from rlearner_text.openai.desk import ApiBackend
 from rlearner_text.openai.server import HttpServer
 from rlearner_text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
 
-class Agents:
+class AgentRunner:
     """The endpoint of one hub, and the episodes behind it.
 
     Args:
@@ -36,18 +36,18 @@ class Agents:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._server = HttpServer(tokenizer, self._desk, lambda: ("serving", -1))
-        self._sessions: dict[str, Session] = {}  # by key
+        self._sessions: dict[str, AgentSession] = {}  # by key
         self._starting = asyncio.Lock()
 
     async def close(self) -> None:
         """Answer nothing more."""
         await self._server.close()
 
-    def _desk(self, header: str | None) -> Desk | None:
+    def _desk(self, header: str | None) -> ApiBackend | None:
         scheme, _, key = (header or "").partition(" ")
         return self._sessions.get(key.strip()) if scheme.lower() == "bearer" else None
 
-    async def play(self, task: Task, means: Means, on_tokens: Callable[[int], None]) -> Played:
+    async def play(self, task: EpisodeTask, means: SessionContext, on_tokens: Callable[[int], None]) -> EpisodeResult:
         """Play one episode; cancelled, it kills the program.
 
         Raises:
@@ -58,7 +58,7 @@ class Agents:
         async with self._starting:
             if not self._server.address:
                 await self._server.start("127.0.0.1", 0)
-        session, key, started = Session(task, means, on_tokens), f"rl-{secrets.token_urlsafe(24)}", time.perf_counter()
+        session, key, started = AgentSession(task, means, on_tokens), f"rl-{secrets.token_urlsafe(24)}", time.perf_counter()
         self._sessions[key] = session
         row = agent_env.row(args, task.task_index, task.split)
         try:
@@ -72,16 +72,16 @@ class Agents:
         spent_s = max(0.0, time.perf_counter() - started - session.generate_s)
         return _played(task, session, result, agent_env.text_of(args, row, args.prompt), agent_env.text_of(args, row, args.answer), spent_s)
 
-    def _given(self, task: Task, row: object) -> str:
+    def _given(self, task: EpisodeTask, row: object) -> str:
         given = {"task_index": task.task_index, "split": task.split, "seed": task.seed, "episode": task.episode}
         return json.dumps(given if row is None else given | {"row": row}, ensure_ascii=False) + "\n"
 
-    def _environment(self, args: AgentArgs, task: Task, key: str) -> dict[str, str]:
+    def _environment(self, args: AgentArgs, task: EpisodeTask, key: str) -> dict[str, str]:
         own = {"OPENAI_BASE_URL": self._server.address, "OPENAI_API_KEY": key, "OPENAI_MODEL": task.policy, "OMP_NUM_THREADS": "1"}
         return {**os.environ, **args.env, **own}
 
 
-def _result(args: AgentArgs, session: Session, ended: program.Ended) -> Result:
+def _result(args: AgentArgs, session: AgentSession, ended: program.ProgramExit) -> AgentResult:
     """What the program came to. One that gives up because the policy used up its calls, its context or an answer's length has not crashed.
 
     Raises:
@@ -96,7 +96,7 @@ def _result(args: AgentArgs, session: Session, ended: program.Ended) -> Result:
             session.refused = "length"
         if session.refused is None:
             raise EpisodeFailed("env", str(error), error.trace) from None
-        result = Result(None if args.reward == "none" else 0.0)
+        result = AgentResult(None if args.reward == "none" else 0.0)
     if not session.record.samples:
         if session.failed:
             raise EpisodeFailed("generate", session.failed)
@@ -107,7 +107,7 @@ def _result(args: AgentArgs, session: Session, ended: program.Ended) -> Result:
     return result
 
 
-def _played(task: Task, session: Session, result: Result, prompt: str, reference: str, env_step_s: float) -> Played:
+def _played(task: EpisodeTask, session: AgentSession, result: AgentResult, prompt: str, reference: str, env_step_s: float) -> EpisodeResult:
     samples, reward = session.record.samples, result.reward or 0.0
     last = samples[-1]
     last.turns[-1] = msgspec.structs.replace(last.turns[-1], reward=reward)
@@ -119,10 +119,10 @@ def _played(task: Task, session: Session, result: Result, prompt: str, reference
     response = session.record.last_response if result.response is None else result.response
     trajectories[-1] = msgspec.structs.replace(trajectories[-1], response=response, metrics=metrics)
     versions = [version for one in samples for version in one.version_runs[::2]]
-    return Played(trajectories, prompt, reference, session.generate_s, env_step_s, [], min(versions, default=-1))
+    return EpisodeResult(trajectories, prompt, reference, session.generate_s, env_step_s, [], min(versions, default=-1))
 
 
-def _trajectory(task: Task, session: Session, sample: Sample, result: Result, reward: float) -> wire.Trajectory:
+def _trajectory(task: EpisodeTask, session: AgentSession, sample: RecordedSample, result: AgentResult, reward: float) -> wire.Trajectory:
     return wire.Trajectory(
         episode=task.episode,
         token_ids=wire.column(sample.token_ids, "<i4"),

@@ -12,39 +12,39 @@ import msgspec
 
 from broker.contract import wire
 from broker.errors import ConfigError
-from envhub.agents.record import Record
-from envhub.servers.generate import Ask, Expected, Sampled, TurnFailed, mix
-from envhub.task import Task
+from envhub.agents.record import EpisodeRecord
+from envhub.servers.generate import ExpectedTokens, SampledTurn, TurnFailed, TurnRequest, mix
+from envhub.task import EpisodeTask
 from rlearner_text.incremental_tokenization import Conversation
 from rlearner_text.openai import tools
-from rlearner_text.openai.bodies import Body, ChatBody, ChatMessage, CompletionBody
-from rlearner_text.openai.desk import Served
+from rlearner_text.openai.bodies import ChatBody, ChatMessage, CompletionBody, GenerationBody
+from rlearner_text.openai.desk import ServedModel
 from rlearner_text.openai.generation import REPLY_ID_CHARS
-from rlearner_text.openai.kept import Kept
-from rlearner_text.openai.pieces import Piece, Tap
-from rlearner_text.openai.problems import Problem
+from rlearner_text.openai.kept import AnswerStore
+from rlearner_text.openai.pieces import TokenEvent, TokenListener
+from rlearner_text.openai.problems import HttpError
 from rlearner_text.tokenizer import Tokenizer
 
 AGAIN_AT_ONCE = 503  # the openai client tries again after that
 
 
 @dataclass(frozen=True)
-class Means:
+class SessionContext:
     """What a session asks the policy with.
 
     Attributes:
-        turn: samples one turn; see ``envhub.servers.generate.Generator``.
+        turn: samples one turn; see ``envhub.servers.generate.TurnGenerator``.
         expected: tokens a turn of the domain takes.
     """
 
     tokenizer: Tokenizer
-    turn: Callable[[Ask], Awaitable[Sampled]]
-    expected: Expected
+    turn: Callable[[TurnRequest], Awaitable[SampledTurn]]
+    expected: ExpectedTokens
     generate_timeout_s: float
 
 
-class Session:
-    """See ``rlearner_text.openai.desk.Desk``.
+class AgentSession:
+    """See ``rlearner_text.openai.desk.ApiBackend``.
 
     Attributes:
         record: what was sampled.
@@ -54,13 +54,13 @@ class Session:
         generate_s: seconds that calls took, together.
     """
 
-    def __init__(self, task: Task, means: Means, on_tokens: Callable[[int], None]) -> None:
+    def __init__(self, task: EpisodeTask, means: SessionContext, on_tokens: Callable[[int], None]) -> None:
         self._task, self._means, self._on_tokens = task, means, on_tokens
         self._section = task.domain.section
         closing, stops = _ends(means.tokenizer)
         self._stop_token_ids = stops
-        self.record = Record(means.tokenizer, closing, stops)
-        self.served = Served(
+        self.record = EpisodeRecord(means.tokenizer, closing, stops)
+        self.served = ServedModel(
             task.policy,
             means.tokenizer.name,
             self._section.max_context_tokens,
@@ -69,7 +69,7 @@ class Session:
             any_model=True,
             top_logprobs=True,
         )
-        self.kept = Kept()
+        self.kept = AnswerStore()
         self.refused: wire.EpisodeEnd | None = None
         self.cut = False
         self.failed = ""
@@ -83,16 +83,16 @@ class Session:
         """Answer nothing more: what comes now comes from a process that should not be there."""
         self._over = True
 
-    async def prompts(self, body: Body) -> list[Sequence[int]]:
+    async def prompts(self, body: GenerationBody) -> list[Sequence[int]]:
         """The prompts, with the exact tokens of whatever sample they go on from."""
         if self._over:
-            raise Problem(403, "the episode is over")
+            raise HttpError(403, "the episode is over")
         given: list[str] | list[list[int]]
         if isinstance(body, ChatBody):
             try:
                 given = [self._rendered(body)]
             except ConfigError as error:
-                raise Problem(400, error.allowed, param="messages") from None
+                raise HttpError(400, error.allowed, param="messages") from None
         else:
             assert isinstance(body, CompletionBody)
             given = body.prompts()
@@ -114,16 +114,16 @@ class Session:
         if message.role == "assistant" and message.tool_calls:
             prefix = message.tool_calls[0].id[: len(tools.prefix_of("x" * REPLY_ID_CHARS, 0))]
             if (text := self._said.get(prefix)) is not None:
-                words, calls = tools.split(text, tools.spelling(self._means.tokenizer), prefix, most_calls)
+                words, calls = tools.split_calls(text, tools.tool_syntax(self._means.tokenizer), prefix, most_calls)
                 if words == message.text and [one.model_dump() for one in message.tool_calls] == calls:
                     return {"role": "assistant", "content": text}
         return plain
 
-    async def handle(self, ask: wire.GenerateRequest, tap: Tap | None = None, /) -> wire.GenerateReply:
+    async def handle(self, ask: wire.GenerateRequest, tap: TokenListener | None = None, /) -> wire.GenerateReply:
         """One turn of the policy, which a server gives whole."""
         if self._begun >= self._section.max_turns:
             self.refused = self.refused or "truncated"
-            raise Problem(400, f"the episode's {self._section.max_turns} calls are used up", code="max_turns")
+            raise HttpError(400, f"the episode's {self._section.max_turns} calls are used up", code="max_turns")
         self._begun += 1
         if tap is not None and tap.top_logprobs:
             ask = msgspec.structs.replace(ask, sampling=msgspec.structs.replace(ask.sampling, top_logprobs=tap.top_logprobs))
@@ -136,7 +136,7 @@ class Session:
         except TurnFailed as error:
             self._begun -= 1
             self.failed = str(error)
-            raise Problem(AGAIN_AT_ONCE, f"the policy gave no answer: {error}") from None
+            raise HttpError(AGAIN_AT_ONCE, f"the policy gave no answer: {error}") from None
         except BaseException:
             self._begun -= 1  # the agent hung up
             raise
@@ -144,17 +144,17 @@ class Session:
             self.generate_s += time.perf_counter() - started
         self.failed = ""
         if ask.sampling.top_logprobs and not sampled.top:
-            raise Problem(400, "top_logprobs is not supported: the run's engine does not tell the likeliest tokens", param="top_logprobs")
+            raise HttpError(400, "top_logprobs is not supported: the run's engine does not tell the likeliest tokens", param="top_logprobs")
         self._means.expected.add(len(sampled.token_ids))
         self.record.sampled(prompt, sampled)
         self.cut = sampled.finish_reason == "length"
         reply_id, _, index = ask.request_id.removeprefix("http.").partition(".")
-        self._said[tools.prefix_of(reply_id, int(index))] = tools.said(self._means.tokenizer, sampled.token_ids)
+        self._said[tools.prefix_of(reply_id, int(index))] = tools.text_with_markers(self._means.tokenizer, sampled.token_ids)
         if versions := sampled.version_runs[::2]:
             self._newest = max(self._newest, *versions)
             self._on_tokens(min(versions))
         if tap is not None:
-            tap.told(Piece(sampled.token_ids.tolist(), sampled.logprobs.tolist(), self._newest, sampled.top))
+            tap.told(TokenEvent(sampled.token_ids.tolist(), sampled.logprobs.tolist(), self._newest, sampled.top))
         return wire.GenerateReply(
             request_id=ask.request_id,
             server=sampled.server,
@@ -165,10 +165,10 @@ class Session:
             policy_version=max(versions, default=-1),
         )
 
-    def _ask(self, asked: wire.GenerateRequest, prompt: array[int]) -> Ask:
+    def _ask(self, asked: wire.GenerateRequest, prompt: array[int]) -> TurnRequest:
         task, section, sampling = self._task, self._section, self._section.sampling
         base = self.record.goes_on(prompt)
-        return Ask(
+        return TurnRequest(
             conversation_id=f"{task.id}.{len(self.record.samples) if base is None else base.number}",
             token_ids=prompt,
             sampling=wire.SamplingParams(

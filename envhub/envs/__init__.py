@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Final
 
 ENVS: Final[dict[str, str]] = {
-    "alfworld": "envhub.envs.adapters.alfworld_env:Alfworld",
-    "appworld": "envhub.envs.adapters.appworld_env:Appworld",
+    "alfworld": "envhub.envs.adapters.alfworld_env:AlfworldEnv",
+    "appworld": "envhub.envs.adapters.appworld_env:AppworldEnv",
     "blackjack": "envhub.envs.games.blackjack:Blackjack",
     "ez_points": "envhub.envs.games.points:EZPoints",
     "frozenlake": "envhub.envs.games.frozenlake:FrozenLake",
@@ -25,4 +25,4 @@ ENVS: Final[dict[str, str]] = {
 }
 
 # Programs of the user's that act by themselves; see ``envhub.agents``.
-AGENTS: Final[dict[str, str]] = {"agent": "envhub.envs.agent:Agent"}
+AGENTS: Final[dict[str, str]] = {"agent": "envhub.envs.agent:AgentEnvironment"}

@@ -66,7 +66,7 @@ class AgentArgs(Section):
         return self
 
 
-class Agent(Environment):
+class AgentEnvironment(Environment):
     """The class behind ``env: agent``. Nobody steps it: ``envhub.agents.run_episode`` runs its program instead."""
 
     Args = AgentArgs

@@ -12,27 +12,27 @@ from broker.contract import wire
 from broker.system.workers.fault import told, trace
 from envhub.envs.base import Environment, Observation, StepResult
 from envhub.episodes.frames import first_frame, frame
-from envhub.servers.generate import Ask, Expected, Sampled, stirred
-from envhub.task import EpisodeFailed, Played, Task
-from envhub.workers.calls import Calls
+from envhub.servers.generate import ExpectedTokens, SampledTurn, TurnRequest, stirred
+from envhub.task import EpisodeFailed, EpisodeResult, EpisodeTask
+from envhub.workers.calls import EnvironmentCalls
 from envhub.workers.returned import observation, step_result, text
 from rlearner_text.incremental_tokenization import Conversation
 from rlearner_text.template_rules import Role
 from rlearner_text.thinking import without_thinking
 from rlearner_text.tokenizer import Tokenizer
-from rlearner_text.tool_calls import BadCall
+from rlearner_text.tool_calls import ToolCallError
 
 CHARS_PER_TOKEN: Final = 128  # no text has more on average; what is longer does not fit, whatever the tokenizer makes of it
 
 
-class Turns(Protocol):
-    """What samples a turn; see ``envhub.servers.generate.Generator``."""
+class TurnSampler(Protocol):
+    """What samples a turn; see ``envhub.servers.generate.TurnGenerator``."""
 
-    async def turn(self, ask: Ask) -> Sampled: ...
+    async def turn(self, ask: TurnRequest) -> SampledTurn: ...
 
 
 @dataclass(frozen=True)
-class Means:
+class EpisodeContext:
     """What an episode is played with.
 
     Attributes:
@@ -41,16 +41,16 @@ class Means:
     """
 
     tokenizer: Tokenizer
-    turns: Turns
-    calls: Calls
-    expected: Expected
+    turns: TurnSampler
+    calls: EnvironmentCalls
+    expected: ExpectedTokens
     generate_timeout_s: float
 
 
 class Episode:
-    """One, from its reset on; see ``envhub.episodes.runners.Players.play`` for ``on_tokens`` and for what else may be raised."""
+    """One, from its reset on; see ``envhub.episodes.runners.EpisodeRunners.play`` for ``on_tokens`` and for what else may be raised."""
 
-    def __init__(self, task: Task, environment: Environment, means: Means, on_tokens: Callable[[int], None]) -> None:
+    def __init__(self, task: EpisodeTask, environment: Environment, means: EpisodeContext, on_tokens: Callable[[int], None]) -> None:
         self._means, self._task, self._env, self._on_tokens = means, task, environment, on_tokens
         self._section = task.domain.section
         self._steps = task.domain.steps()
@@ -63,7 +63,7 @@ class Episode:
         self._server = self._response = ""
         self._role: Role = "user"  # whose words come next
 
-    async def run(self) -> Played:
+    async def run(self) -> EpisodeResult:
         """Play it.
 
         Raises:
@@ -133,9 +133,9 @@ class Episode:
             return "truncated" if step.truncated else "terminated"
         return "truncated" if len(self._turns) >= self._section.max_turns else None
 
-    async def _sample(self) -> Sampled:
+    async def _sample(self) -> SampledTurn:
         conversation, task = self._conversation, self._task
-        ask = Ask(
+        ask = TurnRequest(
             conversation_id=task.id if self._steps is None else f"{task.id}.{len(self._turns)}",
             token_ids=conversation.token_ids,
             sampling=self._sampling(),
@@ -179,14 +179,14 @@ class Episode:
             self._record(first_frame(task.task_index, task.split, task.seed, await self._look()))
         return seen
 
-    async def _act(self, action: str, sampled: Sampled) -> StepResult:
+    async def _act(self, action: str, sampled: SampledTurn) -> StepResult:
         """Hand the policy's words to the environment, or its tool calls; one that cannot be read is answered here."""
         if not self._task.domain.tools:
             return await self._step("step", action, action)
         spelled = self._means.tokenizer.decode(sampled.token_ids, skip_special_tokens=False)  # some spell calls with special tokens
         try:
             calls = self._conversation.rules.calls(without_thinking(spelled))
-        except BadCall as error:
+        except ToolCallError as error:
             self._role = "tool"
             return StepResult(Observation(f"error: {error}"), 0.0, done=False, valid=False)
         self._role = "tool" if calls else "user"
@@ -220,7 +220,7 @@ class Episode:
         finally:
             self._env_step_s += time.perf_counter() - started
 
-    def _played(self, step: StepResult, end: wire.EpisodeEnd) -> Played:
+    def _played(self, step: StepResult, end: wire.EpisodeEnd) -> EpisodeResult:
         turns = self._turns
         reward = math.fsum(turn.reward for turn in turns)
         metrics = {
@@ -249,7 +249,7 @@ class Episode:
             for index, (conversation, own) in enumerate(zip(self._conversations, parts, strict=True))
         ]
         versions = [version for conversation in self._conversations for version in conversation.version_runs[::2]]
-        return Played(
+        return EpisodeResult(
             trajectories,
             self._env.prompt,
             self._env.reference,

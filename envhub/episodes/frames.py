@@ -17,7 +17,7 @@ from envhub.envs.base import Split
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedEpisode:
     """A recorded episode: where it started and the texts sent."""
 
     task_index: int
@@ -36,7 +36,7 @@ def frame(action: str, text: str) -> str:
     return json.dumps({"action": action, "text": text}, ensure_ascii=False)
 
 
-def read_frames(frames: Sequence[str]) -> Recorded:
+def read_frames(frames: Sequence[str]) -> RecordedEpisode:
     """What ``Group.frames`` holds.
 
     Raises:
@@ -44,6 +44,6 @@ def read_frames(frames: Sequence[str]) -> Recorded:
     """
     try:
         start, *rest = (json.loads(one) for one in frames)
-        return Recorded(start["task_index"], start["split"], start["seed"], [one["action"] for one in rest])
+        return RecordedEpisode(start["task_index"], start["split"], start["seed"], [one["action"] for one in rest])
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"these are no recorded frames: {type(error).__name__}: {error}") from None

@@ -12,24 +12,24 @@ from broker.errors import TooLarge, WireError
 from broker.jetstream.core_messages import respond
 from broker.runtime.process import Member
 from envhub.domain import Domain
-from envhub.episodes.runners import Players
+from envhub.episodes.runners import EpisodeRunners
 from envhub.scheduling.slots import CLOSED_FOR
-from envhub.task import EpisodeFailed, Played
-from envhub.tickets.assignment import Assignment, assignment, group, reward_pools, task
+from envhub.task import EpisodeFailed, EpisodeResult
+from envhub.tickets.assignment import TicketAssignment, assignment, group, reward_pools, task
 
 log = logging.getLogger(__name__)
 
 AT_ONCE: Final = 8  # episodes
 
 
-class Reruns:
+class TicketReruns:
     """Answers the operator.
 
     Args:
         domains: of the hub, as they are at present.
     """
 
-    def __init__(self, member: Member, players: Players, domains: dict[str, Domain]) -> None:
+    def __init__(self, member: Member, players: EpisodeRunners, domains: dict[str, Domain]) -> None:
         self._member, self._players, self._domains = member, players, domains
         self._busy = False
         self._count = 0
@@ -58,7 +58,7 @@ class Reruns:
         finally:
             self._busy = False
 
-    async def _play(self, asked: Assignment, domain: Domain) -> wire.Message:
+    async def _play(self, asked: TicketAssignment, domain: Domain) -> wire.Message:
         self._count += 1
         few = asyncio.Semaphore(AT_ONCE)
         work = [asyncio.create_task(self._episode(asked, domain, episode, few)) for episode in range(asked.group_size)]
@@ -74,13 +74,13 @@ class Reruns:
             results = await asyncio.gather(*work, return_exceptions=True)
         return self._outcome(asked, domain, results)
 
-    async def _episode(self, asked: Assignment, domain: Domain, episode: int, few: asyncio.Semaphore) -> Played:
+    async def _episode(self, asked: TicketAssignment, domain: Domain, episode: int, few: asyncio.Semaphore) -> EpisodeResult:
         name = f"{self._member.id}.rerun{self._count}.{asked.key}.{episode}"
         async with few:
             return await self._players.play(task(asked, domain, episode, name), lambda _: None)
 
-    def _outcome(self, asked: Assignment, domain: Domain, results: list[Played | BaseException]) -> wire.Message:
-        played = [one for one in results if isinstance(one, Played)]
+    def _outcome(self, asked: TicketAssignment, domain: Domain, results: list[EpisodeResult | BaseException]) -> wire.Message:
+        played = [one for one in results if isinstance(one, EpisodeResult)]
         failed = [(episode, one) for episode, one in enumerate(results) if isinstance(one, BaseException)]
         if failed:
             episode, error = failed[0]
@@ -97,7 +97,7 @@ class Reruns:
             return self._closed(asked, "too_large", f"the group is {size} bytes, an answer has room for {wire.MAX_PAYLOAD_BYTES}")
         return found
 
-    def _closed(self, asked: Assignment, reason: wire.ClosedReason, detail: str) -> wire.Closed:
+    def _closed(self, asked: TicketAssignment, reason: wire.ClosedReason, detail: str) -> wire.Closed:
         line = " ".join(detail.split())[:1000]
         return wire.Closed(
             ticket=asked.number, domain=asked.domain, reason=reason, detail=line, by=self._member.id, eval_step=asked.eval_step

@@ -8,22 +8,22 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from envhub.domain import Domain
-from envhub.envs.agent import Agent
+from envhub.envs.agent import AgentEnvironment
 from envhub.envs.base import Environment
-from envhub.episodes.episode import Episode, Means, Turns
-from envhub.servers.generate import Expected, TurnFailed
-from envhub.task import EpisodeFailed, Played, Task
-from envhub.workers.calls import CallFailed, Calls
-from envhub.workers.returned import Malformed
-from envhub.workers.worker_pool import NoWorker, Nurseries, RemoteEnvironment
+from envhub.episodes.episode import Episode, EpisodeContext, TurnSampler
+from envhub.servers.generate import ExpectedTokens, TurnFailed
+from envhub.task import EpisodeFailed, EpisodeResult, EpisodeTask
+from envhub.workers.calls import CallFailed, EnvironmentCalls
+from envhub.workers.returned import ReturnedValueError
+from envhub.workers.worker_pool import NoWorker, RemoteEnvironment, WorkerPools
 from rlearner_text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from envhub.agents.run_episode import Agents
+    from envhub.agents.run_episode import AgentRunner
 
 
 @dataclass(frozen=True)
-class Limits:
+class EpisodeLimits:
     """Seconds, from the section ``envhub``."""
 
     episode_timeout_s: float
@@ -31,7 +31,7 @@ class Limits:
 
 
 @dataclass
-class Players:
+class EpisodeRunners:
     """All that episodes share in one hub.
 
     Attributes:
@@ -41,16 +41,16 @@ class Players:
     """
 
     tokenizer: Tokenizer
-    turns: Turns
-    calls: Calls
-    limits: Limits
-    nurseries: Nurseries = field(default_factory=lambda: Nurseries(None))
+    turns: TurnSampler
+    calls: EnvironmentCalls
+    limits: EpisodeLimits
+    nurseries: WorkerPools = field(default_factory=lambda: WorkerPools(None))
     max_workers: int = 64
     idle: dict[str, list[Environment]] = field(default_factory=dict)
-    expected: dict[str, Expected] = field(default_factory=dict)
-    agents: Agents | None = None  # made for the first episode that an agent plays
+    expected: dict[str, ExpectedTokens] = field(default_factory=dict)
+    agents: AgentRunner | None = None  # made for the first episode that an agent plays
 
-    async def play(self, task: Task, on_tokens: Callable[[int], None]) -> Played:
+    async def play(self, task: EpisodeTask, on_tokens: Callable[[int], None]) -> EpisodeResult:
         """Play one episode.
 
         Args:
@@ -63,15 +63,15 @@ class Players:
         environment: Environment | None = None
         try:
             async with asyncio.timeout(self.limits.episode_timeout_s) as limit:
-                expected = self.expected.setdefault(task.domain.name, Expected())
-                if issubclass(task.domain.environment, Agent):
+                expected = self.expected.setdefault(task.domain.name, ExpectedTokens())
+                if issubclass(task.domain.environment, AgentEnvironment):
                     return await self._play_agent(task, expected, on_tokens)
                 environment = await self._environment(task.domain)
-                means = Means(self.tokenizer, self.turns, self.calls, expected, self.limits.generate_timeout_s)
+                means = EpisodeContext(self.tokenizer, self.turns, self.calls, expected, self.limits.generate_timeout_s)
                 played = await Episode(task, environment, means, on_tokens).run()
         except CallFailed as error:
             raise EpisodeFailed("env", str(error), error.trace) from error
-        except Malformed as error:
+        except ReturnedValueError as error:
             raise EpisodeFailed("env", str(error)) from error
         except NoWorker as error:
             raise EpisodeFailed("machine", str(error)) from error
@@ -100,11 +100,11 @@ class Players:
         if self.agents is not None:
             await self.agents.close()
 
-    async def _play_agent(self, task: Task, expected: Expected, on_tokens: Callable[[int], None]) -> Played:
-        from envhub.agents.run_episode import Agents  # a web server, which other hubs need not load
-        from envhub.agents.session import Means as Asking
+    async def _play_agent(self, task: EpisodeTask, expected: ExpectedTokens, on_tokens: Callable[[int], None]) -> EpisodeResult:
+        from envhub.agents.run_episode import AgentRunner  # a web server, which other hubs need not load
+        from envhub.agents.session import SessionContext as Asking
 
-        self.agents = self.agents or Agents(self.tokenizer)
+        self.agents = self.agents or AgentRunner(self.tokenizer)
         return await self.agents.play(task, Asking(self.tokenizer, self.turns.turn, expected, self.limits.generate_timeout_s), on_tokens)
 
     async def _environment(self, domain: Domain) -> Environment:

@@ -11,11 +11,11 @@ from broker.errors import UserError
 from broker.settings.runspec import section
 from envhub.config import EnvhubSection
 from envhub.domain import Domain, load_domains
-from envhub.envs.agent import Agent
+from envhub.envs.agent import AgentEnvironment
 from envhub.envs.base import Environment
-from envhub.workers.calls import CallFailed, Calls
-from envhub.workers.returned import Malformed, observation, step_result
-from envhub.workers.worker_pool import NoWorker, Nurseries, RemoteEnvironment
+from envhub.workers.calls import CallFailed, EnvironmentCalls
+from envhub.workers.returned import ReturnedValueError, observation, step_result
+from envhub.workers.worker_pool import NoWorker, RemoteEnvironment, WorkerPools
 
 SAYS: Final = "trial"
 MAX_TURNS: Final = 8
@@ -35,11 +35,11 @@ async def try_domains(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
         UserError: an environment failed; says how, with the user's file and line.
     """
     settings = section(config, "envhub", EnvhubSection)
-    calls, nurseries = Calls(settings.step_timeout_s), Nurseries(settings.worker_memory_mib)
+    calls, nurseries = EnvironmentCalls(settings.step_timeout_s), WorkerPools(settings.worker_memory_mib)
     samples: dict[str, dict[str, Any]] = {}
     try:
         for name, domain in load_domains(config).items():
-            if _has_own_code(domain) and not issubclass(domain.environment, Agent):
+            if _has_own_code(domain) and not issubclass(domain.environment, AgentEnvironment):
                 samples[name] = await _try(domain, calls, nurseries)
     finally:
         calls.close()
@@ -51,7 +51,7 @@ def _has_own_code(domain: Domain) -> bool:
     return any(":" in name for name in (domain.section.env, *(reward.name for reward in domain.section.rewards)))
 
 
-async def _try(domain: Domain, calls: Calls, nurseries: Nurseries) -> dict[str, Any]:
+async def _try(domain: Domain, calls: EnvironmentCalls, nurseries: WorkerPools) -> dict[str, Any]:
     try:
         if domain.isolation != "process":
             environment = await calls.make(domain.make, in_thread=domain.isolation == "thread")
@@ -63,11 +63,11 @@ async def _try(domain: Domain, calls: Calls, nurseries: Nurseries) -> dict[str, 
             return await _play(domain, calls, environment)
         finally:
             await calls.call(environment, "close")
-    except (CallFailed, Malformed, NoWorker) as error:
+    except (CallFailed, ReturnedValueError, NoWorker) as error:
         raise UserError(f"domains.{domain.name}.env: {domain.section.env} failed in a trial episode: {error}") from None
 
 
-async def _play(domain: Domain, calls: Calls, environment: Environment) -> dict[str, Any]:
+async def _play(domain: Domain, calls: EnvironmentCalls, environment: Environment) -> dict[str, Any]:
     observation("reset", await calls.call(environment, "reset", 0, "train", SEED))
     rewards = []
     for _ in range(min(domain.section.max_turns, MAX_TURNS)):

@@ -6,13 +6,13 @@ import random
 from typing import Final
 
 from envhub.domain import Domain
-from envhub.episodes.runners import Players
-from envhub.task import EpisodeFailed, Task
+from envhub.episodes.runners import EpisodeRunners
+from envhub.task import EpisodeFailed, EpisodeTask
 
 NO_LIMIT: Final = 1 << 20  # task numbers of a domain whose tasks never run out
 
 
-async def trial(players: Players, domain: Domain, name: str, number: int) -> tuple[bool | None, str]:
+async def trial(players: EpisodeRunners, domain: Domain, name: str, number: int) -> tuple[bool | None, str]:
     """Play an episode of a random training task. Return whether it went well, and what failed.
 
     Args:
@@ -26,7 +26,7 @@ async def trial(players: Players, domain: Domain, name: str, number: int) -> tup
     """
     index = random.randrange(domain.num_tasks("train") or NO_LIMIT)
     try:
-        await players.play(Task(id=name, domain=domain, task_index=index, split="train", seed=number, episode=0), lambda _: None)
+        await players.play(EpisodeTask(id=name, domain=domain, task_index=index, split="train", seed=number, episode=0), lambda _: None)
     except EpisodeFailed as error:
         return (None if error.kind == "generate" else False), error.detail
     return True, ""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Job:
+class GroupJob:
     """What a ticket asks of the hub.
 
     Attributes:
@@ -27,11 +27,11 @@ class Job:
 
 @dataclass
 class _Waiting:
-    job: Job
+    job: GroupJob
     alone: bool | None  # None: not known yet
 
 
-class Line:
+class GroupQueue:
     """Groups that were taken and have not begun, first come, first served.
 
     A suspect group begins when no other is in hand, and none begins while it is in hand. One that is not judged yet holds up those
@@ -49,11 +49,11 @@ class Line:
     def __contains__(self, key: str) -> bool:
         return key in self._waiting
 
-    def jobs(self) -> Iterator[Job]:
+    def jobs(self) -> Iterator[GroupJob]:
         """Those that have not begun, in order."""
         return (one.job for one in self._waiting.values())
 
-    def put(self, job: Job, *, alone: bool | None) -> None:
+    def put(self, job: GroupJob, *, alone: bool | None) -> None:
         """Add a group at the end; ``alone`` is None until ``judge``."""
         self._waiting[job.key] = _Waiting(job, alone)
 
@@ -68,7 +68,7 @@ class Line:
         if key == self._alone:
             self._alone = ""
 
-    def next(self, *, idle: bool) -> Job | None:
+    def next(self, *, idle: bool) -> GroupJob | None:
         """Take out the group that begins now, None if none does.
 
         Args:

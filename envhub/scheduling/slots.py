@@ -2,7 +2,7 @@
 
 Events are method calls, actions are returned; time is passed in (seconds of any monotonic clock) and nothing here waits
 or sends. A job is one ticket's group. Its episodes start as slots get free, in the order in which jobs came; a job larger
-than the hub runs in waves. Every accepted job ends in exactly one of ``Finish``, ``Close`` and ``HandBack``.
+than the hub runs in waves. Every accepted job ends in exactly one of ``FinishGroup``, ``CloseTicket`` and ``HandBack``.
 A job that may have ended other processes is held until it is judged, and then begins only while the hub plays nothing else.
 """
 
@@ -15,7 +15,7 @@ from typing import Literal
 
 from broker.contract.streams import MAX_DELIVERIES
 from broker.contract.wire import ClosedReason
-from envhub.scheduling.line import Job, Line
+from envhub.scheduling.line import GroupJob, GroupQueue
 
 FailureKind = Literal["env", "timeout", "generate", "machine", "fatal", "large"]
 
@@ -28,7 +28,7 @@ HAND_BACK_DELAY_S = 1.0
 
 
 @dataclass(frozen=True)
-class Start:
+class StartEpisode:
     """Start an episode; ``attempt`` counts from 0."""
 
     key: str
@@ -37,7 +37,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Abort:
+class AbortEpisode:
     """Stop a running episode; its slot is free already."""
 
     key: str
@@ -45,7 +45,7 @@ class Abort:
 
 
 @dataclass(frozen=True)
-class Finish:
+class FinishGroup:
     """The group is these episodes."""
 
     key: str
@@ -53,7 +53,7 @@ class Finish:
 
 
 @dataclass(frozen=True)
-class Close:
+class CloseTicket:
     """The ticket ends without a group."""
 
     key: str
@@ -70,12 +70,12 @@ class HandBack:
     detail: str
 
 
-Action = Start | Abort | Finish | Close | HandBack
+Action = StartEpisode | AbortEpisode | FinishGroup | CloseTicket | HandBack
 
 
 @dataclass
 class _Group:
-    job: Job
+    job: GroupJob
     until: float
     waiting: int
     running: dict[int, int] = field(default_factory=dict)  # episode -> attempt
@@ -84,7 +84,7 @@ class _Group:
     oldest_version: int | None = None
 
 
-class Slots:
+class EpisodeSlots:
     """n slots and the groups in them.
 
     Args:
@@ -96,7 +96,7 @@ class Slots:
         self.n, self.max_retries = n, max_retries
         self.draining = False
         self.version = -1  # newest policy version seen
-        self._line = Line()
+        self._line = GroupQueue()
         self._groups: dict[str, _Group] = {}
         self._queue: deque[tuple[str, int, int]] = deque()  # episodes that wait for a slot: key, episode, attempt
         self._running = 0
@@ -150,11 +150,11 @@ class Slots:
 
     # -- events
 
-    def offer(self, job: Job, now: float) -> list[Action]:
+    def offer(self, job: GroupJob, now: float) -> list[Action]:
         """A ticket came. Its room, if any was kept, must have been released just before."""
         return self._accept(job, alone=False) or self._enter(now)
 
-    def hold(self, job: Job) -> list[Action]:
+    def hold(self, job: GroupJob) -> list[Action]:
         """A ticket came that must be judged by ``admit`` or ``condemn`` before it begins."""
         return self._accept(job, alone=None)
 
@@ -165,13 +165,13 @@ class Slots:
 
     def condemn(self, key: str, detail: str) -> list[Action]:
         """A job that was held must not begin."""
-        return self._stop(key, Close(key, "poisonous", detail)) if key in self._line else []
+        return self._stop(key, CloseTicket(key, "poisonous", detail)) if key in self._line else []
 
-    def _accept(self, job: Job, *, alone: bool | None) -> list[Action]:
+    def _accept(self, job: GroupJob, *, alone: bool | None) -> list[Action]:
         if job.key in self._groups or job.key in self._line:
             return []  # delivered again while still in work here: the one run goes on
         if job.num_delivered >= MAX_DELIVERIES:
-            return [Close(job.key, "too_many_deliveries", f"delivered {job.num_delivered} times and never finished")]
+            return [CloseTicket(job.key, "too_many_deliveries", f"delivered {job.num_delivered} times and never finished")]
         if self.draining:
             return [HandBack(job.key, 0.0, "draining")]
         self._line.put(job, alone=alone)
@@ -214,7 +214,7 @@ class Slots:
         if group.job.group_size - len(group.lost) < group.job.min_group_size:
             detail = f"episode {episode}, attempt {attempt + 1}: {detail}"
             reason = CLOSED_FOR.get(kind) if own or kind in HOPELESS else None
-            return self._end(group, HandBack(key, HAND_BACK_DELAY_S, detail) if reason is None else Close(key, reason, detail))
+            return self._end(group, HandBack(key, HAND_BACK_DELAY_S, detail) if reason is None else CloseTicket(key, reason, detail))
         return self._settle(group) or self._fill()
 
     def sampled(self, key: str, oldest_version: int) -> list[Action]:
@@ -248,7 +248,7 @@ class Slots:
             done, job = tuple(sorted(group.done)), group.job
             short = f"{len(done)} of at least {job.min_group_size} episodes after {job.deadline_s:g} s"
             enough = len(done) >= job.min_group_size
-            actions += self._end(group, Finish(job.key, done) if enough else Close(job.key, "deadline", short))
+            actions += self._end(group, FinishGroup(job.key, done) if enough else CloseTicket(job.key, "deadline", short))
         return actions + self._enter(now, idle=idle)
 
     def drain(self) -> None:
@@ -275,7 +275,7 @@ class Slots:
             group.waiting -= 1
             group.running[episode] = attempt
             self._running += 1
-            actions.append(Start(key, episode, attempt))
+            actions.append(StartEpisode(key, episode, attempt))
         return actions
 
     def _leave(self, key: str, episode: int) -> _Group | None:
@@ -291,14 +291,14 @@ class Slots:
             group.running or group.waiting or len(group.done) < group.job.min_group_size
         ):
             return []
-        return self._end(group, Finish(group.job.key, tuple(sorted(group.done))))
+        return self._end(group, FinishGroup(group.job.key, tuple(sorted(group.done))))
 
     def _close_if_late(self, group: _Group) -> list[Action]:
         job, oldest = group.job, group.oldest_version
         if job.max_staleness is None or oldest is None or self.version - oldest <= job.max_staleness:
             return []
         detail = f"oldest token of version {oldest}, version {self.version} is being trained, max_staleness {job.max_staleness}"
-        return self._end(group, Close(job.key, "late", detail))
+        return self._end(group, CloseTicket(job.key, "late", detail))
 
     def _end(self, group: _Group, ending: Action) -> list[Action]:
         return self._stop(group.job.key, ending) + self._fill()
@@ -311,4 +311,4 @@ class Slots:
         if group.waiting:
             self._queue = deque(entry for entry in self._queue if entry[0] != key)
         self._running -= len(group.running)
-        return [*(Abort(key, episode) for episode in group.running), ending]
+        return [*(AbortEpisode(key, episode) for episode in group.running), ending]

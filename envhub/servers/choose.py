@@ -10,7 +10,7 @@ import msgspec
 SLACK = 0.25  # a conversation leaves a full server only for one that is emptier by this share of its slots
 
 
-class Server(msgspec.Struct, frozen=True):
+class ServerLoad(msgspec.Struct, frozen=True):
     """A server that answers the wanted policy.
 
     Attributes:
@@ -41,8 +41,8 @@ class Server(msgspec.Struct, frozen=True):
 
 
 def choose(
-    servers: Sequence[Server], rng: random.Random, *, min_version: int = 0, sticky: str = "", avoid: frozenset[str] = frozenset()
-) -> Server | None:
+    servers: Sequence[ServerLoad], rng: random.Random, *, min_version: int = 0, sticky: str = "", avoid: frozenset[str] = frozenset()
+) -> ServerLoad | None:
     """The server to ask, or None when there is none at all.
 
     Servers in ``avoid`` (they just failed) and servers older than ``min_version`` (they would let the request wait) are asked only when
@@ -63,13 +63,13 @@ def choose(
     return best
 
 
-def _two(servers: Sequence[Server], rng: random.Random) -> list[Server]:
+def _two(servers: Sequence[ServerLoad], rng: random.Random) -> list[ServerLoad]:
     """Two different servers where there are two, drawn by weight."""
     first = _draw(servers, rng)
     others = [server for server in servers if server is not first and server.weight > 0]
     return [first, _draw(others, rng)] if others else [first]
 
 
-def _draw(servers: Sequence[Server], rng: random.Random) -> Server:
+def _draw(servers: Sequence[ServerLoad], rng: random.Random) -> ServerLoad:
     weights = [server.weight for server in servers]
     return rng.choices(servers, weights if any(weights) else None)[0]

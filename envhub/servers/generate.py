@@ -15,7 +15,7 @@ import msgspec
 from broker.channel.carriers import ChannelClient
 from broker.contract import wire
 from broker.errors import RequestFailed, RlearnerError, WireError
-from envhub.servers.choose import Server, choose
+from envhub.servers.choose import ServerLoad, choose
 
 GRACE_S: Final = 2.0  # for a reply that the server sends at its deadline
 NOTHING_PAUSE_S: Final = 0.02  # after a reply without tokens, before asking again
@@ -28,15 +28,15 @@ class TurnFailed(RlearnerError):
     """No server completed the turn in time."""
 
 
-class Presences(Protocol):
-    """What is used of ``envhub.servers.servers.Servers``."""
+class ServerDirectory(Protocol):
+    """What is used of ``envhub.servers.servers.ServerRoster``."""
 
     def alive(self, policy: str) -> list[wire.Presence]: ...
     def weights(self, policy: str) -> Mapping[str, float]: ...
     async def changed(self, timeout_s: float) -> None: ...
 
 
-class Ask(msgspec.Struct, frozen=True):
+class TurnRequest(msgspec.Struct, frozen=True):
     """One turn to be sampled.
 
     Attributes:
@@ -56,7 +56,7 @@ class Ask(msgspec.Struct, frozen=True):
 
 
 @dataclass
-class Sampled:
+class SampledTurn:
     """One turn: k tokens, k logprobs, flat pairs (policy_version, number of tokens).
 
     Attributes:
@@ -75,12 +75,12 @@ class Sampled:
     @classmethod
     def of(
         cls, token_ids: Sequence[int], logprobs: Sequence[float], version_runs: Sequence[int], finish_reason: wire.FinishReason, server: str
-    ) -> Sampled:
+    ) -> SampledTurn:
         """One from any sequences."""
         return cls(array("i", token_ids), array("f", logprobs), array("i", version_runs), finish_reason, server)
 
 
-class Generator:
+class TurnGenerator:
     """The hub's side of generation; any number of turns at once. A turn that is cancelled is aborted at its server.
 
     Attributes:
@@ -89,7 +89,7 @@ class Generator:
     """
 
     def __init__(
-        self, client: ChannelClient, followed: Presences, *, name: str, max_retries: int, rng: random.Random | None = None
+        self, client: ChannelClient, followed: ServerDirectory, *, name: str, max_retries: int, rng: random.Random | None = None
     ) -> None:
         self._client, self._followed, self._name, self._max_retries = client, followed, name, max_retries
         self._rng = rng or random.Random()
@@ -99,14 +99,14 @@ class Generator:
         self._seen: dict[str, tuple[wire.Presence, int]] = {}  # newest presence and our outstanding requests when it came
         self.retries = self.tokens = 0
 
-    def servers(self, policy: str) -> list[Server]:
+    def servers(self, policy: str) -> list[ServerLoad]:
         """The followed servers that serve a policy."""
         weights = self._followed.weights(policy)
         serving = [one for one in self._followed.alive(policy) if one.state == "serving" and one.address]
         known = [one for one in serving if one.speed > 0 and one.slots]
         per_slot = sum(one.speed / one.slots for one in known) / len(known) if known else 1.0  # for a server that has not worked yet
         return [
-            Server(
+            ServerLoad(
                 one.id,
                 one.address,
                 one.policy_version,
@@ -124,7 +124,7 @@ class Generator:
         self._asked = {server: at for server, at in self._asked.items() if at > recently or self._outstanding.get(server)}
         return set(self._asked)
 
-    async def turn(self, ask: Ask) -> Sampled:
+    async def turn(self, ask: TurnRequest) -> SampledTurn:
         """Sample one turn.
 
         Raises:
@@ -163,7 +163,7 @@ class Generator:
                 await asyncio.sleep(NOTHING_PAUSE_S)
         raise TurnFailed(f"no complete turn after {failures} failures: {problem} (policy {ask.policy}, within {ask.timeout_s:g} s)")
 
-    def _request(self, ask: Ask, done: Sampled | None, deadline_s: float) -> wire.GenerateRequest:
+    def _request(self, ask: TurnRequest, done: SampledTurn | None, deadline_s: float) -> wire.GenerateRequest:
         context, sampling = ask.token_ids, ask.sampling
         if done is not None and done.token_ids:
             context = array("i", context) + done.token_ids
@@ -179,7 +179,7 @@ class Generator:
             expected_tokens=ask.expected_tokens,
         )
 
-    async def _ask(self, server: Server, request: wire.GenerateRequest) -> wire.GenerateReply:
+    async def _ask(self, server: ServerLoad, request: wire.GenerateRequest) -> wire.GenerateReply:
         self._outstanding[server.id] = self._outstanding.get(server.id, 0) + 1
         self._asked[server.id] = asyncio.get_running_loop().time()
         try:
@@ -203,7 +203,7 @@ class Generator:
         return max(ours, presence.running + presence.waiting + ours - seen[1])
 
 
-class Expected:
+class ExpectedTokens:
     """Running mean of the tokens in a turn, for servers that start with the longest."""
 
     def __init__(self) -> None:
@@ -233,13 +233,13 @@ def stirred(mixed: int, *values: int) -> int:
     return mixed
 
 
-def _with(done: Sampled | None, reply: wire.GenerateReply) -> Sampled:
+def _with(done: SampledTurn | None, reply: wire.GenerateReply) -> SampledTurn:
     """What was sampled before, if anything, and this."""
     token_ids, logprobs, version_runs = wire.growing(reply.token_ids), wire.growing(reply.logprobs), wire.growing(reply.version_runs)
     if done is not None:
         token_ids, logprobs, version_runs = done.token_ids + token_ids, done.logprobs + logprobs, done.version_runs + version_runs
     reshaped = reply.reshaped.data if reply.reshaped is not None else b""
-    return Sampled(token_ids, logprobs, version_runs, reply.finish_reason, reply.server, reshaped, _top(reply))
+    return SampledTurn(token_ids, logprobs, version_runs, reply.finish_reason, reply.server, reshaped, _top(reply))
 
 
 def _reshaped(sampling: wire.SamplingParams) -> bool:

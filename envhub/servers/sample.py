@@ -11,7 +11,7 @@ MOST: Final = 16  # followed at once, those included that conversations are stil
 ROTATE_S: Final = 20.0  # between two exchanges of one server; each costs the conversations that come back later their prefix cache
 
 
-class Sample:
+class ServerSample:
     """The followed servers of one policy.
 
     New requests go to ``drawn``. A server that is exchanged while conversations are with it stays followed until it is not used any

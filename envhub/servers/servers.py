@@ -11,12 +11,12 @@ from typing import Final
 from broker.contract import wire
 from broker.jetstream.bus import Bus
 from broker.runtime.presence import SILENT_AFTER_S, Roster
-from envhub.servers.sample import Sample
+from envhub.servers.sample import ServerSample
 
 TICK_S: Final = 1.0
 
 
-class Servers:
+class ServerRoster:
     """Follows a sample of the servers of each policy that is served, and the learner.
 
     Args:
@@ -28,7 +28,7 @@ class Servers:
         self._in_use, self._rng = in_use, rng
         self._joined = Roster(bus, beats=("learner",), members=("rollout",), told=self._hear_member)
         self._heard = Roster(bus, beats=())
-        self._samples: dict[str, Sample] = {}  # by policy
+        self._samples: dict[str, ServerSample] = {}  # by policy
         self._policies: dict[str, str] = {}  # of every server that exists
         self._news = asyncio.Event()  # a server has joined or left
         self._since: dict[str, float] = {}  # followed, on the roster's clock
@@ -56,7 +56,7 @@ class Servers:
         return self._heard.alive("rollout")
 
     def weights(self, policy: str) -> Mapping[str, float]:
-        """See ``Sample.weights``; a followed server that is absent takes no new conversations."""
+        """See ``ServerSample.weights``; a followed server that is absent takes no new conversations."""
         return self._samples[policy].weights() if policy in self._samples else {}
 
     def learners(self) -> list[wire.Presence]:
@@ -88,6 +88,6 @@ class Servers:
             self._samples[before].gone(presence.id)
         if is_there:
             self._policies[presence.id] = presence.policy
-            self._samples.setdefault(presence.policy, Sample(self._rng)).exists(presence.id, presence.speed)
+            self._samples.setdefault(presence.policy, ServerSample(self._rng)).exists(presence.id, presence.speed)
         if before is None or not is_there:
             self._news.set()

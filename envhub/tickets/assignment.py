@@ -10,12 +10,12 @@ from broker.contract.streams import EPISODES, EVALS, EVALTICKETS, SAMPLES, TICKE
 from broker.settings.config import DomainSection
 from envhub.domain import Domain
 from envhub.envs.base import Split
-from envhub.scheduling.line import Job
-from envhub.task import Played, Task
+from envhub.scheduling.line import GroupJob
+from envhub.task import EpisodeResult, EpisodeTask
 
 
 @dataclass(frozen=True)
-class Assignment:
+class TicketAssignment:
     """A training or evaluation ticket in one shape."""
 
     stream: Stream
@@ -44,15 +44,15 @@ class Assignment:
         """Whether an episode is one of the baseline's, sampled at temperature 0: the group's last ones are."""
         return episode >= self.group_size - self.num_greedy
 
-    def job(self, num_delivered: int, *, drop_late: bool) -> Job:
+    def job(self, num_delivered: int, *, drop_late: bool) -> GroupJob:
         """The ticket as the slots see it; with ``drop_late`` it is given up when it cannot be in time any more."""
         staleness = self.max_staleness if drop_late else None
-        return Job(self.key, self.group_size, self.min_group_size, self.deadline_s, staleness, num_delivered, self.num_redundant)
+        return GroupJob(self.key, self.group_size, self.min_group_size, self.deadline_s, staleness, num_delivered, self.num_redundant)
 
 
-def task(asked: Assignment, domain: Domain, episode: int, name: str) -> Task:
+def task(asked: TicketAssignment, domain: Domain, episode: int, name: str) -> EpisodeTask:
     """What one episode of an assignment is to play; ``name`` tells it from all others that the servers see."""
-    return Task(
+    return EpisodeTask(
         id=name,
         domain=domain,
         task_index=asked.task_index,
@@ -67,10 +67,10 @@ def task(asked: Assignment, domain: Domain, episode: int, name: str) -> Task:
     )
 
 
-def assignment(ticket: wire.Message) -> Assignment:
+def assignment(ticket: wire.Message) -> TicketAssignment:
     """A ticket of either kind."""
     if isinstance(ticket, wire.Ticket):
-        return Assignment(
+        return TicketAssignment(
             TICKETS,
             ticket.number,
             ticket.domain,
@@ -85,7 +85,7 @@ def assignment(ticket: wire.Message) -> Assignment:
             num_redundant=ticket.num_redundant,
         )
     assert isinstance(ticket, wire.EvalTicket), f"{type(ticket).__name__} is no ticket"
-    return Assignment(
+    return TicketAssignment(
         EVALTICKETS,
         ticket.number,
         ticket.domain,
@@ -112,13 +112,13 @@ def reward_pools(section: DomainSection) -> list[str]:
     return list(dict.fromkeys(reward.pool for reward in section.rewards))
 
 
-def destination(asked: Assignment, pools: Sequence[str]) -> tuple[Stream, str]:
+def destination(asked: TicketAssignment, pools: Sequence[str]) -> tuple[Stream, str]:
     """Stream and key to publish a group to: its first reward pool, or its log."""
     return (EPISODES, pools[0]) if pools else (results(asked.stream), "")
 
 
 def group(
-    asked: Assignment, played: Sequence[Played], *, pools: Sequence[str], hub: str, deliveries: int, temperature: float
+    asked: TicketAssignment, played: Sequence[EpisodeResult], *, pools: Sequence[str], hub: str, deliveries: int, temperature: float
 ) -> wire.Group:
     """The group of an assignment's episodes.
 

@@ -13,8 +13,8 @@ from broker.jetstream.bus import Bus
 from broker.jetstream.kv import KeyValue
 from broker.runtime.presence import SILENT_AFTER_S, Roster
 from broker.system.process_identity import has_ended, this_process
-from envhub.tickets.assignment import Assignment
-from envhub.tickets.suspicion import Judgement, judge
+from envhub.tickets.assignment import TicketAssignment
+from envhub.tickets.suspicion import TicketJudgement, judge
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ LISTEN_S: Final = 1.0  # at a time, for the beats of a hub
 T = TypeVar("T")
 
 
-class Attempts:
+class AttemptNotes:
     """The notes of one run as one hub reads and writes them. A ticket that is delivered once costs nothing.
 
     Args:
@@ -34,7 +34,7 @@ class Attempts:
     def __init__(self, bus: Bus, hub: str) -> None:
         self._bus, self._hub, self._process = bus, hub, this_process()
 
-    async def judge(self, asked: Assignment, num_delivered: int) -> Judgement | None:
+    async def judge(self, asked: TicketAssignment, num_delivered: int) -> TicketJudgement | None:
         """Judge a delivery; None while another living hub plays the ticket alone."""
         past = await self._read(asked)
         if past is None or not past.hub:
@@ -42,25 +42,25 @@ class Attempts:
         alive = await self._lives(past)
         return None if alive and past.alone else judge(num_delivered, past, died=not alive)
 
-    async def begin(self, asked: Assignment, judgement: Judgement) -> None:
+    async def begin(self, asked: TicketAssignment, judgement: TicketJudgement) -> None:
         """Note that this hub plays the ticket from now on; if it dies, others know."""
         await self._note(asked, wire.Attempt(deaths=judgement.deaths, hub=self._hub, process=self._process, alone=judgement.alone))
 
-    async def hand_back(self, asked: Assignment, deaths: int) -> None:
+    async def hand_back(self, asked: TicketAssignment, deaths: int) -> None:
         """Note that this hub no longer plays the ticket and is alive."""
         await self._note(asked, wire.Attempt(deaths=deaths))
 
-    async def end(self, asked: Assignment) -> None:
+    async def end(self, asked: TicketAssignment) -> None:
         """The ticket has ended: forget it."""
         await self._call(lambda bucket: bucket.delete(self._key(asked)))
 
-    def _key(self, asked: Assignment) -> str:
+    def _key(self, asked: TicketAssignment) -> str:
         return f"{self._bus.run}.{asked.stream.name}.{asked.number}"
 
-    async def _note(self, asked: Assignment, attempt: wire.Attempt) -> None:
+    async def _note(self, asked: TicketAssignment, attempt: wire.Attempt) -> None:
         await self._call(lambda bucket: bucket.put(self._key(asked), attempt))
 
-    async def _read(self, asked: Assignment) -> wire.Attempt | None:
+    async def _read(self, asked: TicketAssignment) -> wire.Attempt | None:
         try:
             found = await self._call(lambda bucket: bucket.get(self._key(asked)))
         except WireError as error:

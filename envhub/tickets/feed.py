@@ -11,17 +11,17 @@ from broker.contract.streams import EVALTICKETS, Stream
 from broker.jetstream.bus import Delivery, WorkQueue
 from broker.jetstream.pulling import fetch_unless
 from broker.runtime.process import Member
-from envhub.scheduling.slots import Slots
+from envhub.scheduling.slots import EpisodeSlots
 
 LOOK_S: Final = 1.0  # at whether tickets can be worked on
 CROWDED_PAUSE_S: Final = 0.5  # before asking an empty queue again that had to make way
 EVAL_SHARE: Final = 2  # evaluations take at most one slot in this many
 
 
-class Turnstile:
+class QueueTurns:
     """Gives out room to one queue after the other, in the order in which they asked."""
 
-    def __init__(self, slots: Slots) -> None:
+    def __init__(self, slots: EpisodeSlots) -> None:
         self.slots = slots
         self._line = asyncio.Lock()
         self._waiting = 0
@@ -69,7 +69,7 @@ class Turnstile:
 
 
 @dataclass
-class Feed:
+class TicketFeed:
     """One queue of tickets.
 
     Attributes:
@@ -85,7 +85,7 @@ class Feed:
     """
 
     member: Member
-    turnstile: Turnstile
+    turnstile: QueueTurns
     stream: Stream
     domain: str
     group_size: int

@@ -15,11 +15,11 @@ from broker.jetstream.bus import Delivery
 from broker.runtime.process import Member
 from broker.system.workers.line import clean
 from envhub.domain import Domain
-from envhub.tally import Tally
-from envhub.task import Played
-from envhub.tickets.assignment import Assignment, destination, group, results, reward_pools
-from envhub.tickets.attempts import Attempts
-from envhub.tickets.suspicion import Judgement
+from envhub.tally import HubMetrics
+from envhub.task import EpisodeResult
+from envhub.tickets.assignment import TicketAssignment, destination, group, results, reward_pools
+from envhub.tickets.attempts import AttemptNotes
+from envhub.tickets.suspicion import TicketJudgement
 
 log = logging.getLogger(__name__)
 
@@ -36,17 +36,17 @@ class InHand:
         begun: that note is written.
     """
 
-    asked: Assignment
+    asked: TicketAssignment
     delivery: Delivery
     domain: Domain
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
-    played: dict[int, Played] = field(default_factory=dict)
-    judgement: Judgement | None = None
+    played: dict[int, EpisodeResult] = field(default_factory=dict)
+    judgement: TicketJudgement | None = None
     beginning: asyncio.Lock = field(default_factory=asyncio.Lock)
     begun: bool = False
 
 
-class Outbox:
+class TicketOutbox:
     """Ends tickets in the background.
 
     Attributes:
@@ -54,12 +54,12 @@ class Outbox:
             goes to another hub.
     """
 
-    def __init__(self, member: Member, tally: Tally, attempts: Attempts) -> None:
+    def __init__(self, member: Member, tally: HubMetrics, attempts: AttemptNotes) -> None:
         self._member, self._bus, self._tally, self._attempts = member, member.bus, tally, attempts
         self.failure: BaseException | None = None
         self._ending: set[asyncio.Task[None]] = set()
 
-    def finish(self, held: InHand, played: Sequence[Played]) -> None:
+    def finish(self, held: InHand, played: Sequence[EpisodeResult]) -> None:
         """The ticket's group is these episodes."""
         self._background(self._finish(held, played))
 
@@ -85,7 +85,7 @@ class Outbox:
         if self._ending:
             await asyncio.wait(self._ending, timeout=timeout_s)
 
-    async def _finish(self, held: InHand, played: Sequence[Played]) -> None:
+    async def _finish(self, held: InHand, played: Sequence[EpisodeResult]) -> None:
         asked, pools = held.asked, reward_pools(held.domain.section)
         message = group(
             asked,

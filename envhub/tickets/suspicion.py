@@ -15,7 +15,7 @@ SUSPECT_AFTER: Final = 2  # deaths
 
 
 @dataclass(frozen=True)
-class Judgement:
+class TicketJudgement:
     """How to treat a delivery.
 
     Attributes:
@@ -32,7 +32,7 @@ class Judgement:
         return self.deaths >= SUSPECT_AFTER
 
 
-def judge(num_delivered: int, past: Attempt | None, *, died: bool) -> Judgement:
+def judge(num_delivered: int, past: Attempt | None, *, died: bool) -> TicketJudgement:
     """Judge a delivery.
 
     A first delivery leaves no note, because nearly all tickets have only one. So the first of several counts as a death unless the hub
@@ -44,7 +44,7 @@ def judge(num_delivered: int, past: Attempt | None, *, died: bool) -> Judgement:
         died: the process that ``past`` names has ended.
     """
     if past is None:
-        return Judgement(min(num_delivered - 1, 1))
+        return TicketJudgement(min(num_delivered - 1, 1))
     if not died:
-        return Judgement(past.deaths)
-    return Judgement(past.deaths + 1, poisonous=past.alone)
+        return TicketJudgement(past.deaths)
+    return TicketJudgement(past.deaths + 1, poisonous=past.alone)

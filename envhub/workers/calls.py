@@ -31,7 +31,7 @@ class CallFailed(RlearnerError):
         self.trace = trace
 
 
-class Calls:
+class EnvironmentCalls:
     """Runs environment methods for one event loop.
 
     Attributes:

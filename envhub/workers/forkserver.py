@@ -30,10 +30,10 @@ WATCH_EVERY_S: Final = 0.5
 LAST_BREATH_S: Final = 0.5  # between the end of a worker's socket and the end of its process
 
 
-class Zygote:
+class DomainForkserver:
     """One domain's workers."""
 
-    def __init__(self, control: socket.socket, setup: protocol.Setup) -> None:
+    def __init__(self, control: socket.socket, setup: protocol.SetupDomain) -> None:
         self._control, self._setup = control, setup
         self._domain: Domain | None = self._load() if setup.preload else None
         self._base_mib = limits.resident_mib([os.getpid()])
@@ -65,24 +65,24 @@ class Zygote:
 
     def _obey(self, order: Any, connection: socket.socket | None) -> Any:
         match order:
-            case protocol.Fork() if connection is not None:
+            case protocol.ForkWorker() if connection is not None:
                 with connection:
                     return self._fork(connection)
-            case protocol.Bury(pid, hung_up) if pid in self._living:
+            case protocol.ReapWorker(pid, hung_up) if pid in self._living:
                 return self._bury(pid, hung_up)
             case _:
-                return protocol.Refused(f"{type(order).__name__} is not for now")
+                return protocol.RequestRefused(f"{type(order).__name__} is not for now")
 
-    def _fork(self, connection: socket.socket) -> protocol.Forked | protocol.Refused:
+    def _fork(self, connection: socket.socket) -> protocol.WorkerForked | protocol.RequestRefused:
         parent = os.getpid()
         try:
             pid = os.fork()
         except OSError as error:
-            return protocol.Refused(f"no process can be forked: {error.strerror}")
+            return protocol.RequestRefused(f"no process can be forked: {error.strerror}")
         if pid == 0:
             self._become_worker(parent, connection)
         self._living.add(pid)
-        return protocol.Forked(pid)
+        return protocol.WorkerForked(pid)
 
     def _become_worker(self, parent: int, connection: socket.socket) -> NoReturn:
         code = 1
@@ -94,7 +94,7 @@ class Zygote:
             if (numpy := sys.modules.get("numpy")) is not None:
                 numpy.random.seed()  # else all workers would draw the same from the global generator
             limits.be_expendable()
-            allowance = limits.Allowance(self._setup.memory_mib)
+            allowance = limits.ResourceLimits(self._setup.memory_mib)
             worker.serve(self._domain or self._load(), connection, allowance)
             code = 0
         except BaseException:  # noqa: BLE001 - it must never return into the loop above
@@ -104,14 +104,14 @@ class Zygote:
                 sys.stderr.flush()
             os._exit(code)
 
-    def _bury(self, pid: int, hung_up: bool) -> protocol.Buried:
+    def _bury(self, pid: int, hung_up: bool) -> protocol.WorkerReaped:
         how = self._killed.pop(pid, "")
         if hung_up and not how:
             how = _own_end(pid)
         limits.kill_tree(pid)
         _, _, usage = os.wait4(pid, 0)
         self._living.discard(pid)
-        return protocol.Buried(how, usage.ru_utime + usage.ru_stime)
+        return protocol.WorkerReaped(how, usage.ru_utime + usage.ru_stime)
 
     def _watch(self) -> float:
         """Kill who takes too much; seconds until the next look."""
@@ -165,18 +165,18 @@ def _leave(number: int, frame: FrameType | None) -> None:
 def main(control: socket.socket) -> None:
     """Serve the hub at the other end."""
     setup, _ = receive(control)
-    if not isinstance(setup, protocol.Setup):
+    if not isinstance(setup, protocol.SetupDomain):
         return
     try:
-        zygote = Zygote(control, setup)
+        zygote = DomainForkserver(control, setup)
     except UserError as error:
-        send(control, protocol.Refused(str(error)))
+        send(control, protocol.RequestRefused(str(error)))
         return
     signal.signal(signal.SIGTERM, _leave)  # the hub died; set after the environment's module had its say
     gc.collect()
     gc.freeze()  # so that collections in the workers do not touch, and so copy, what they share
     try:
-        send(control, protocol.Ready(len(os.listdir("/proc/self/task"))))
+        send(control, protocol.ForkserverReady(len(os.listdir("/proc/self/task"))))
         zygote.serve()
     finally:
         zygote.end()

@@ -22,8 +22,8 @@ FAREWELL_S: Final = 1.0  # for an environment to close itself
 A = TypeVar("A")
 
 
-class Buries(Protocol):
-    """What is used of ``envhub.workers.worker_pool.Nursery``."""
+class WorkerReaper(Protocol):
+    """What is used of ``envhub.workers.worker_pool.WorkerPool``."""
 
     async def bury(self, environment: RemoteEnvironment, *, hung_up: bool) -> str: ...
 
@@ -38,7 +38,7 @@ class RemoteEnvironment(Environment):
 
     isolation = "process"
 
-    def __init__(self, nursery: Buries, args: Any, pid: int, speech: line.Line) -> None:
+    def __init__(self, nursery: WorkerReaper, args: Any, pid: int, speech: line.WorkerSocket) -> None:
         super().__init__(args)
         self.pid, self.spent = pid, False
         self._nursery, self._line = nursery, speech
@@ -46,34 +46,34 @@ class RemoteEnvironment(Environment):
 
     async def constructor(self) -> None:
         """Make the environment there."""
-        await self._ask("constructor", protocol.Make(), protocol.Made)
+        await self._ask("constructor", protocol.MakeEnvironment(), protocol.EnvironmentMade)
 
     async def reset(self, task_index: int, split: Split, seed: int) -> Observation:
-        seen = await self._ask("reset", protocol.Reset(task_index, split, seed), protocol.Observed)
+        seen = await self._ask("reset", protocol.ResetEnvironment(task_index, split, seed), protocol.FirstObservation)
         self.prompt, self.reference = seen.prompt, seen.reference
         return Observation(seen.text, seen.anchor)
 
     async def step(self, text: str) -> StepResult:
-        return self._stepped(await self._ask("step", protocol.Step(text), protocol.Stepped))
+        return self._stepped(await self._ask("step", protocol.StepEnvironment(text), protocol.StepOutcome))
 
     async def use(self, calls: Sequence[ToolCall]) -> StepResult:
-        question = protocol.Use([(call.name, call.arguments) for call in calls])
-        return self._stepped(await self._ask("use", question, protocol.Stepped))
+        question = protocol.UseTools([(call.name, call.arguments) for call in calls])
+        return self._stepped(await self._ask("use", question, protocol.StepOutcome))
 
-    def _stepped(self, done: protocol.Stepped) -> StepResult:
+    def _stepped(self, done: protocol.StepOutcome) -> StepResult:
         self.spent = self.spent or done.spent
         seen = Observation(done.text, done.anchor)
         return StepResult(seen, done.reward, done.done, done.valid, done.success, done.truncated, done.metrics)
 
     async def text_frame(self) -> str:  # type: ignore[override]
-        return (await self._ask("text_frame", protocol.Look(), protocol.Seen)).text
+        return (await self._ask("text_frame", protocol.RenderState(), protocol.RenderedState)).text
 
     async def close(self) -> None:  # type: ignore[override]
         """Close it if it is well, and end its process."""
         try:
             if self._sound:
                 async with asyncio.timeout(FAREWELL_S):
-                    await self._ask("close", protocol.Close(), protocol.Made)
+                    await self._ask("close", protocol.CloseEnvironment(), protocol.EnvironmentMade)
         except (CallFailed, TimeoutError) as error:
             log.debug("close: %s", error)
         finally:
@@ -87,9 +87,9 @@ class RemoteEnvironment(Environment):
         except line.HungUp:
             how = await self._nursery.bury(self, hung_up=True)
             raise CallFailed(f"{method}: the worker process {how}") from None
-        except (line.Unintelligible, msgspec.DecodeError) as error:
+        except (line.ProtocolError, msgspec.DecodeError) as error:
             raise CallFailed(f"{method}: the worker process answered something unintelligible: {error}") from None
-        if isinstance(found, protocol.Failed):
+        if isinstance(found, protocol.EnvironmentFailed):
             raise CallFailed(found.detail, found.trace)
         if not isinstance(found, answer):
             raise CallFailed(f"{method}: the worker process answered {type(found).__name__}")

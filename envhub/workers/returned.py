@@ -18,7 +18,7 @@ MAX_METRICS: Final = 256
 NAME_CHARS: Final = 100
 
 
-class Malformed(RlearnerError):
+class ReturnedValueError(RlearnerError):
     """It is not what the method should return."""
 
 
@@ -26,10 +26,10 @@ def observation(method: str, value: object) -> Observation:
     """The value, if it is an observation.
 
     Raises:
-        Malformed: says what is wrong with it.
+        ReturnedValueError: says what is wrong with it.
     """
     if not isinstance(value, Observation):
-        raise Malformed(f"{method} returned {type(value).__name__}, not an Observation")
+        raise ReturnedValueError(f"{method} returned {type(value).__name__}, not an Observation")
     text(f"{method} returned an Observation whose text", value.text)
     text(f"{method} returned an Observation whose anchor", value.anchor, limit=8 * MAX_TEXT_BYTES)
     return value
@@ -39,10 +39,10 @@ def step_result(value: object, method: str = "step") -> StepResult:
     """The value, if it is the result of a step (or of another method), with plain numbers.
 
     Raises:
-        Malformed: says what is wrong with it.
+        ReturnedValueError: says what is wrong with it.
     """
     if not isinstance(value, StepResult):
-        raise Malformed(f"{method} returned {type(value).__name__}, not a StepResult")
+        raise ReturnedValueError(f"{method} returned {type(value).__name__}, not a StepResult")
     observation(method, value.observation)
     plain = type(value.done) is bool and type(value.valid) is bool and type(value.success) is bool and type(value.truncated) is bool
     if plain and type(value.reward) is float and not value.metrics and type(value.metrics) is dict:
@@ -59,49 +59,51 @@ def text(what: str, value: object, *, limit: int = MAX_TEXT_BYTES) -> str:
     """The value, if it is a text that can be sent.
 
     Raises:
-        Malformed: ``what`` is no text, has lone surrogates, or is larger than ``limit`` bytes.
+        ReturnedValueError: ``what`` is no text, has lone surrogates, or is larger than ``limit`` bytes.
     """
     if not isinstance(value, str):
-        raise Malformed(f"{what} is {_shown(value)}, not a text")
+        raise ReturnedValueError(f"{what} is {_shown(value)}, not a text")
     if problem := text_problem(value):
-        raise Malformed(f"{what} is {problem}")
+        raise ReturnedValueError(f"{what} is {problem}")
     size = len(value) if value.isascii() else len(value.encode())
     if size > limit:
-        raise Malformed(f"{what} has {size} bytes, the limit is {limit}")
+        raise ReturnedValueError(f"{what} has {size} bytes, the limit is {limit}")
     return value
 
 
 def _metrics(value: object) -> dict[str, float]:
     if not isinstance(value, Mapping):
-        raise Malformed(f"step returned metrics {_shown(value)}, not a mapping of names to numbers")
+        raise ReturnedValueError(f"step returned metrics {_shown(value)}, not a mapping of names to numbers")
     if len(value) > MAX_METRICS:
-        raise Malformed(f"step returned {len(value)} metrics, the limit is {MAX_METRICS}")
+        raise ReturnedValueError(f"step returned {len(value)} metrics, the limit is {MAX_METRICS}")
     for name in value:
         if not isinstance(name, str) or not 0 < len(name) <= NAME_CHARS or not name.isprintable():
-            raise Malformed(f"step returned a metric named {_shown(name)}; a name is a text of 1-{NAME_CHARS} printable characters")
+            raise ReturnedValueError(
+                f"step returned a metric named {_shown(name)}; a name is a text of 1-{NAME_CHARS} printable characters"
+            )
     return {str(name): _number(f"metric {name!r}", number) for name, number in value.items()}
 
 
 def _number(what: str, value: Any) -> float:
     if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
-        raise Malformed(f"step returned {what} {_shown(value)}, not a number")
+        raise ReturnedValueError(f"step returned {what} {_shown(value)}, not a number")
     try:
         number = float(value)
     except Exception:  # noqa: BLE001 - whatever an object of the user's does when asked for its value
-        raise Malformed(f"step returned {what} {_shown(value)}, not a number") from None
+        raise ReturnedValueError(f"step returned {what} {_shown(value)}, not a number") from None
     _finite(what, number)
     return number
 
 
 def _finite(what: str, number: float) -> None:
     if not math.isfinite(number):
-        raise Malformed(f"step returned {what} {number}; it must be finite")
+        raise ReturnedValueError(f"step returned {what} {number}; it must be finite")
 
 
 def _flag(name: str, value: Any) -> bool:
     if isinstance(value, bool) or type(value).__name__ in ("bool_", "bool"):  # numpy's, which need not be imported here
         return bool(value)
-    raise Malformed(f"step returned {name} {_shown(value)}, not True or False")
+    raise ReturnedValueError(f"step returned {name} {_shown(value)}, not True or False")
 
 
 def _shown(value: object) -> str:

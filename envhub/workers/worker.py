@@ -9,7 +9,7 @@ from typing import Any
 
 from broker.system.workers import line
 from broker.system.workers.fault import trace
-from broker.system.workers.limits import Allowance
+from broker.system.workers.limits import ResourceLimits
 from envhub.domain import Domain
 from envhub.envs.base import Environment
 from envhub.workers import protocol, returned
@@ -17,10 +17,10 @@ from envhub.workers.calls import raised
 from rlearner_text.tool_calls import ToolCall
 
 
-class Worker:
+class EnvironmentWorker:
     """Runs one environment's methods, plain or asynchronous."""
 
-    def __init__(self, domain: Domain, allowance: Allowance) -> None:
+    def __init__(self, domain: Domain, allowance: ResourceLimits) -> None:
         self._domain, self._allowance = domain, allowance
         self._environment: Environment | None = None
         self._loop = asyncio.Runner()  # one loop for its whole life; made when first needed
@@ -30,42 +30,42 @@ class Worker:
         method = type(question).__name__.lower()
         try:
             match question:
-                case protocol.Make():
+                case protocol.MakeEnvironment():
                     method = "constructor"
                     self._environment = self._domain.make()
-                    return protocol.Made()
-                case protocol.Reset(task_index, split, seed):
+                    return protocol.EnvironmentMade()
+                case protocol.ResetEnvironment(task_index, split, seed):
                     return self._reset(task_index, split, seed)
-                case protocol.Step(text):
+                case protocol.StepEnvironment(text):
                     return self._step("step", text)
-                case protocol.Use(calls):
+                case protocol.UseTools(calls):
                     return self._step("use", [ToolCall(*call) for call in calls])
-                case protocol.Look():
+                case protocol.RenderState():
                     method = "text_frame"
-                    return protocol.Seen(returned.text("text_frame returned what", self._call("text_frame")))
-                case protocol.Close():
+                    return protocol.RenderedState(returned.text("text_frame returned what", self._call("text_frame")))
+                case protocol.CloseEnvironment():
                     self._call("close")
-                    return protocol.Made()
-        except returned.Malformed as error:
-            return protocol.Failed(line.clean(str(error)))
+                    return protocol.EnvironmentMade()
+        except returned.ReturnedValueError as error:
+            return protocol.EnvironmentFailed(line.clean(str(error)))
         except BaseException as error:  # noqa: BLE001 - someone else's code, which may raise anything
-            return protocol.Failed(raised(method, error), trace(error))
+            return protocol.EnvironmentFailed(raised(method, error), trace(error))
 
     def _call(self, method: str, *args: Any) -> Any:
         result = getattr(self._environment, method)(*args)
         return self._loop.run(_wait(result)) if hasattr(result, "__await__") else result
 
-    def _reset(self, task_index: int, split: str, seed: int) -> protocol.Observed:
+    def _reset(self, task_index: int, split: str, seed: int) -> protocol.FirstObservation:
         seen = returned.observation("reset", self._call("reset", task_index, split, seed))
         assert self._environment is not None
         prompt = returned.text("after reset, prompt", self._environment.prompt)
         reference = returned.text("after reset, reference", self._environment.reference)
-        return protocol.Observed(seen.text, seen.anchor, prompt, reference)
+        return protocol.FirstObservation(seen.text, seen.anchor, prompt, reference)
 
-    def _step(self, method: str, action: Any) -> protocol.Stepped:
+    def _step(self, method: str, action: Any) -> protocol.StepOutcome:
         step = returned.step_result(self._call(method, action), method)
         seen = step.observation
-        return protocol.Stepped(
+        return protocol.StepOutcome(
             seen.text,
             seen.anchor,
             step.reward,
@@ -82,9 +82,9 @@ async def _wait(work: Awaitable[Any]) -> Any:
     return await work
 
 
-def serve(domain: Domain, connection: socket.socket, allowance: Allowance) -> None:
+def serve(domain: Domain, connection: socket.socket, allowance: ResourceLimits) -> None:
     """Answer until the other end closes."""
-    worker = Worker(domain, allowance)
+    worker = EnvironmentWorker(domain, allowance)
     with connection, connection.makefile("rb") as stream:
         while (data := line.read(stream)) is not None:
             answer = worker.answer(protocol.QUESTIONS.decode(data))

@@ -18,7 +18,7 @@ import psutil
 
 from broker.errors import RlearnerError
 from broker.system.workers import line
-from broker.system.workers.output import Output
+from broker.system.workers.output import WorkerOutput
 from broker.system.workers.start import start
 from envhub.domain import Domain
 from envhub.workers import protocol
@@ -26,7 +26,7 @@ from envhub.workers.calls import CallFailed
 from envhub.workers.forkserver import LAST_BREATH_S
 from envhub.workers.remote import RemoteEnvironment
 
-__all__ = ["NoWorker", "Nurseries", "Nursery", "RemoteEnvironment"]
+__all__ = ["NoWorker", "RemoteEnvironment", "WorkerPool", "WorkerPools"]
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class NoWorker(RlearnerError):
     """No worker process can be had on this machine now; nobody's fault but the machine's."""
 
 
-class Nursery:
+class WorkerPool:
     """The worker processes of one domain.
 
     Attributes:
@@ -52,7 +52,7 @@ class Nursery:
         self.num_died = self.num_leasing = 0
         self.buried_cpu_s = 0.0
         self._zygote: tuple[subprocess.Popen[bytes], socket.socket] | None = None
-        self._output: Output | None = None
+        self._output: WorkerOutput | None = None
         self._ordering = asyncio.Lock()
         self._burials: dict[int, asyncio.Task[str]] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -82,8 +82,8 @@ class Nursery:
             async with self._ordering:
                 with theirs:
                     zygote = self._zygote or await self._start()
-                    forked = await asyncio.to_thread(_order, zygote[1], protocol.Fork(), ORDER_S, theirs)
-            if not isinstance(forked, protocol.Forked):
+                    forked = await asyncio.to_thread(_order, zygote[1], protocol.ForkWorker(), ORDER_S, theirs)
+            if not isinstance(forked, protocol.WorkerForked):
                 raise NoWorker(getattr(forked, "detail", "the process that forks answered something else"))
         except (OSError, msgspec.DecodeError) as error:
             ours.close()
@@ -93,7 +93,7 @@ class Nursery:
             ours.close()
             raise
         self.living.add(forked.pid)
-        return RemoteEnvironment(self, self.domain.args, forked.pid, await line.Line.open(ours))
+        return RemoteEnvironment(self, self.domain.args, forked.pid, await line.WorkerSocket.open(ours))
 
     def _unwanted(self, leasing: asyncio.Task[RemoteEnvironment]) -> None:
         """The episode was given up before its worker was there."""
@@ -115,9 +115,9 @@ class Nursery:
         try:
             async with self._ordering:
                 if self._zygote is not None:
-                    order = protocol.Bury(pid, hung_up)
+                    order = protocol.ReapWorker(pid, hung_up)
                     buried = await asyncio.to_thread(_order, self._zygote[1], order, ORDER_S + LAST_BREATH_S)
-                    if isinstance(buried, protocol.Buried):
+                    if isinstance(buried, protocol.WorkerReaped):
                         self.buried_cpu_s += buried.cpu_s
                         self.num_died += bool(buried.how)
                         how = buried.how or how
@@ -143,10 +143,10 @@ class Nursery:
     async def _start(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
         for preload in (True, False):
             ready = await self._prepare(preload)
-            if isinstance(ready, protocol.Refused):
+            if isinstance(ready, protocol.RequestRefused):
                 self._forget_zygote()
                 raise CallFailed(ready.detail)
-            if isinstance(ready, protocol.Ready) and (ready.num_threads == 1 or not preload):
+            if isinstance(ready, protocol.ForkserverReady) and (ready.num_threads == 1 or not preload):
                 break
             log.warning("environment %s starts threads when it is imported, so each worker imports it for itself", self.domain.section.env)
             self._forget_zygote()
@@ -154,7 +154,7 @@ class Nursery:
         return self._zygote
 
     async def _prepare(self, preload: bool) -> Any:
-        self._output = self._output or Output(f"domain {self.domain.name}")
+        self._output = self._output or WorkerOutput(f"domain {self.domain.name}")
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -163,7 +163,7 @@ class Nursery:
                 ours.close()
                 raise
         self._zygote = (child, ours)
-        setup = protocol.Setup(self.domain.name, self.domain.section.model_dump(mode="json"), self._memory_mib, preload)
+        setup = protocol.SetupDomain(self.domain.name, self.domain.section.model_dump(mode="json"), self._memory_mib, preload)
         return await asyncio.to_thread(_order, ours, setup, START_S)
 
     def _forget_zygote(self) -> None:
@@ -175,7 +175,7 @@ class Nursery:
         child.terminate()
 
 
-class Nurseries:
+class WorkerPools:
     """The nurseries of a hub's domains.
 
     Args:
@@ -184,7 +184,7 @@ class Nurseries:
 
     def __init__(self, memory_mib: int | None) -> None:
         self._memory_mib = memory_mib
-        self._nurseries: dict[str, Nursery] = {}
+        self._nurseries: dict[str, WorkerPool] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._gone_died, self._gone_cpu_s = 0, 0.0
 
@@ -203,25 +203,25 @@ class Nurseries:
         return self._gone_cpu_s + sum(nursery.cpu_s() for nursery in self._nurseries.values())
 
     async def environment(self, domain: Domain) -> RemoteEnvironment:
-        """A new one; see ``Nursery.environment``."""
+        """A new one; see ``WorkerPool.environment``."""
         nursery = self._nurseries.get(domain.name)
         if nursery is None or nursery.domain != domain:
             if nursery is not None:
                 self._replace(nursery)
-            nursery = self._nurseries[domain.name] = Nursery(domain, self._memory_mib)
+            nursery = self._nurseries[domain.name] = WorkerPool(domain, self._memory_mib)
         return await nursery.environment()
 
     async def close(self) -> None:
         """End all of them."""
         await asyncio.gather(*(nursery.close() for nursery in self._nurseries.values()), *self._closing)
 
-    def _replace(self, nursery: Nursery) -> None:
+    def _replace(self, nursery: WorkerPool) -> None:
         """The domain has new settings; episodes that still run under the old ones end first."""
         task = asyncio.create_task(self._outlive(nursery))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
-    async def _outlive(self, nursery: Nursery) -> None:
+    async def _outlive(self, nursery: WorkerPool) -> None:
         try:
             while nursery.living or nursery.num_leasing:  # noqa: ASYNC110 - a set has no event, and this is rare
                 await asyncio.sleep(1.0)

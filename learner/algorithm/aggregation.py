@@ -17,7 +17,7 @@ MODES: Final = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-
 
 
 @dataclass
-class Counts:
+class BatchCounts:
     """Counts of a batch so far; counts of micro-batches and ranks add up."""
 
     tokens: int = 0  # trained tokens
@@ -45,7 +45,7 @@ def token_weights(mode: str, sequence: Tensor, num_sequences: int) -> Tensor:
     return torch.ones(len(sequence), device=sequence.device)
 
 
-def denominator(mode: str, counts: Counts, max_length: int | None = None) -> float:
+def denominator(mode: str, counts: BatchCounts, max_length: int | None = None) -> float:
     """Return the divisor of the sum over the global batch; 1 for a batch without tokens.
 
     Args:

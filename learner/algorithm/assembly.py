@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 
 from broker.contract import wire
-from learner.algorithm.advantages.base import Estimate, FloatArray, Row, sampled_positions, token_rewards, whiten
-from learner.algorithm.samples import Array, Scores, TrainSample, from_trajectory
+from learner.algorithm.advantages.base import AdvantageEstimate, BatchRow, FloatArray, sampled_positions, token_rewards, whiten
+from learner.algorithm.samples import Array, SampleScores, TrainSample, from_trajectory
 from learner.algorithm.selection import most_varied
 from learner.algorithm.shaping import is_truncated, minus_kl, needs_batch, shape
 from learner.config import AlgorithmSection, kl_in_reward, num_updates
 
-Score = Callable[[Sequence[TrainSample]], list[Scores]]
+Score = Callable[[Sequence[TrainSample]], list[SampleScores]]
 
 
-class Assembly:
+class SampleAssembler:
     """Converter of groups to training samples, by an algorithm.
 
     Args:
@@ -63,7 +63,7 @@ class Assembly:
         algorithm = self._algorithm
         kept = self.selected(groups)
         pairs = [(group, one) for group in kept for one in group.trajectories]
-        scores = [Scores() for _ in pairs]
+        scores = [SampleScores() for _ in pairs]
         if self.needs_scores and score is not None:
             zeros = [np.zeros(len(one.loss_mask.array())) for _, one in pairs]
             scores = score([self._sample(group, one, a, whole=True) for (group, one), a in zip(pairs, zeros, strict=True)])
@@ -87,24 +87,24 @@ class Assembly:
             )
         return samples
 
-    def _rows(self, groups: Sequence[wire.Group], scores: Sequence[Scores], kl: Sequence[FloatArray]) -> list[Estimate]:
+    def _rows(self, groups: Sequence[wire.Group], scores: Sequence[SampleScores], kl: Sequence[FloatArray]) -> list[AdvantageEstimate]:
         pairs = [(group, one) for group in groups for one in group.trajectories]
         rows = [
-            Row(group.ticket, token_rewards(one) - cost, _float64(told.values), self._is_trained(one))
+            BatchRow(group.ticket, token_rewards(one) - cost, _float64(told.values), self._is_trained(one))
             for (group, one), told, cost in zip(pairs, scores, kl, strict=True)
         ]
-        estimates: list[Estimate] = self._estimator(rows, self._algorithm)
+        estimates: list[AdvantageEstimate] = self._estimator(rows, self._algorithm)
         return estimates
 
-    def _groups(self, groups: Sequence[wire.Group], kl: Sequence[FloatArray]) -> list[Estimate]:
+    def _groups(self, groups: Sequence[wire.Group], kl: Sequence[FloatArray]) -> list[AdvantageEstimate]:
         costs, estimates = iter(kl), []
         for group in groups:
             trajectories = [minus_kl(one, next(costs)) for one in group.trajectories]
             found = self._estimator(trajectories, self._algorithm)
-            estimates += [Estimate(a[sampled_positions(one)]) for one, a in zip(trajectories, found, strict=True)]
+            estimates += [AdvantageEstimate(a[sampled_positions(one)]) for one, a in zip(trajectories, found, strict=True)]
         return estimates
 
-    def _kl(self, trajectory: wire.Trajectory, scores: Scores, kl_coef: float) -> FloatArray:
+    def _kl(self, trajectory: wire.Trajectory, scores: SampleScores, kl_coef: float) -> FloatArray:
         num = len(sampled_positions(trajectory))
         return np.zeros(num) if scores.kl is None else kl_coef * scores.kl.astype(np.float64)
 

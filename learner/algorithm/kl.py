@@ -37,7 +37,7 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor
 
 
 @dataclass
-class Coefficient:
+class KlCoefficient:
     """Weight of the divergence, fixed or adaptive. Ziegler et al. (arXiv 1909.08593), section 2.2.
 
     Attributes:

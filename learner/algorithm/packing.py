@@ -8,17 +8,17 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 
 
-class Sized(Protocol):
+class SizedSample(Protocol):
     """Object of which a forward pass reads ``num_inputs`` tokens."""
 
     @property
     def num_inputs(self) -> int: ...
 
 
-S = TypeVar("S", bound=Sized)
+S = TypeVar("S", bound=SizedSample)
 
 
-class Cutter(Generic[S]):
+class MicroBatchCutter(Generic[S]):
     """Cutter of samples, added in log order, into full micro-batches.
 
     A micro-batch costs its rows times its longest row, in tokens, as rows are padded to the longest; packed, it costs
@@ -59,7 +59,7 @@ class Cutter(Generic[S]):
 
 def cut(samples: Sequence[S], budget: int, *, packed: bool = False) -> list[list[S]]:
     """Return all micro-batches of a sequence of samples."""
-    cutter = Cutter[S](budget, packed=packed)
+    cutter = MicroBatchCutter[S](budget, packed=packed)
     batches = [batch for sample in samples if (batch := cutter.add(sample))]
     return batches + ([rest] if (rest := cutter.flush()) else [])
 

@@ -61,7 +61,7 @@ class TrainSample:
 
 
 @dataclass(frozen=True, eq=False)
-class Scores:
+class SampleScores:
     """Scores of a sample's T trained tokens before the step; None if not computed."""
 
     logprobs: Array | None = None  # (T,) float32, under the policy

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from broker.contract import wire
-from learner.algorithm.packing import Cutter
-from learner.algorithm.samples import Scores, TrainSample
+from learner.algorithm.packing import MicroBatchCutter
+from learner.algorithm.samples import SampleScores, TrainSample
 from learner.config import AlgorithmSection, TrainSection
 from rlearner_text.config import ModelSection
 
@@ -68,7 +68,7 @@ class Backend(Protocol):
         """Token ids are below this."""
         ...
 
-    def cutter(self) -> Cutter[TrainSample]:
+    def cutter(self) -> MicroBatchCutter[TrainSample]:
         """Cuts samples, in the order of the log, into micro-batches for ``forward_backward``."""
         ...
 
@@ -88,7 +88,7 @@ class Backend(Protocol):
         """A whole step at once: ``num_epochs`` passes in ``num_minibatches`` updates each, the critic's among them; its metrics."""
         ...
 
-    def score(self, samples: Sequence[TrainSample]) -> list[Scores]:
+    def score(self, samples: Sequence[TrainSample]) -> list[SampleScores]:
         """What policy, reference and critic say about samples before the step, one entry each."""
         ...
 

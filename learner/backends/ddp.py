@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from learner.algorithm.packing import Cutter, by_length
+from learner.algorithm.packing import MicroBatchCutter, by_length
 from learner.algorithm.samples import Array, TrainSample
 from learner.backends.optim import Optimizer
 from learner.backends.ranks.collectives import from_rank_0, sum_over_ranks
@@ -106,9 +106,9 @@ class DdpBackend(CriticOnRanks):
 
     # ------------------------------------------------------------------------------------------------ what the learner calls
 
-    def cutter(self) -> Cutter[TrainSample]:
+    def cutter(self) -> MicroBatchCutter[TrainSample]:
         """As that of one rank, with room for as many micro-batches as are worked on at once."""
-        return Cutter(self._micro_tokens * self.num_at_once, packed=self._packs)
+        return MicroBatchCutter(self._micro_tokens * self.num_at_once, packed=self._packs)
 
     def logprobs(self, token_ids: Sequence[int] | npt.NDArray[np.generic]) -> Tensor:
         """log p(token[i + 1] | token[: i + 1]) at temperature 1, (n - 1,) float32 on the CPU."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from learner.algorithm.aggregation import Counts
+from learner.algorithm.aggregation import BatchCounts
 from learner.algorithm.losses.ratios import correction_metrics, ratio_metrics
 from learner.config import AlgorithmSection
 
 
-def figures(sums: Mapping[str, float], counts: Counts, scale: float, algorithm: AlgorithmSection) -> dict[str, float]:
+def figures(sums: Mapping[str, float], counts: BatchCounts, scale: float, algorithm: AlgorithmSection) -> dict[str, float]:
     """The metrics of one update.
 
     Args:

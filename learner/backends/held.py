@@ -18,8 +18,8 @@ from broker.errors import ConfigError
 from broker.weights import fp8
 from broker.weights.adapter import PREFIX, digest_of
 from broker.weights.memory.staging import plan_of
-from learner.algorithm.aggregation import Counts
-from learner.algorithm.kl import Coefficient
+from learner.algorithm.aggregation import BatchCounts
+from learner.algorithm.kl import KlCoefficient
 from learner.backends.as_sent import as_sent
 from learner.backends.base import Snapshot
 from learner.backends.critic import Critic
@@ -79,7 +79,7 @@ class Held:
         self._ref: Policy | Base | None = None
         if algorithm.kl_coef:
             self._ref = Base(self.policy) if train.lora else self._load(first, model, trainable=False, packing=packing)
-        self._kl = Coefficient(algorithm.kl_coef, algorithm.kl_target, algorithm.kl_horizon)
+        self._kl = KlCoefficient(algorithm.kl_coef, algorithm.kl_target, algorithm.kl_horizon)
         self._critic = Critic(first, algorithm.critic, train, model, self.device) if algorithm.critic.enabled else None
         self._packs = packing and self._can_pack(train.packing, self.policy, self._ref, self._critic)
         self._offload, self._drawn = train.activation_offload, (0, 0)
@@ -91,7 +91,7 @@ class Held:
             self.policy.checkpoint_blocks()
         self._version = 0
         self._optimizer = self._make_optimizer(train)
-        self._counts, self._sums = Counts(), dict[str, float]()
+        self._counts, self._sums = BatchCounts(), dict[str, float]()
         self._reward_kl: float | None = None
 
     def _load(self, path: str, model: ModelSection, *, trainable: bool = True, packing: bool) -> Policy:

@@ -7,10 +7,10 @@ from torch import Tensor
 from broker.settings.registry import resolve
 from learner.algorithm.aggregation import token_weights
 from learner.algorithm.corrections import CORRECTIONS
-from learner.algorithm.corrections.base import Corrector, Facts, interpolate
+from learner.algorithm.corrections.base import CorrectionFunction, CorrectionInputs, interpolate
 from learner.algorithm.kl import kl_penalty
 from learner.algorithm.losses import LOSSES
-from learner.algorithm.losses.base import Loss, Tokens
+from learner.algorithm.losses.base import LossTokens, PolicyLoss
 from learner.algorithm.losses.ratios import correction_sums, ratio_sums
 from learner.backends.batch import Batch
 from learner.config import AlgorithmSection
@@ -21,8 +21,8 @@ class Objective:
 
     def __init__(self, algorithm: AlgorithmSection) -> None:
         self._algorithm = algorithm
-        self._loss: Loss = resolve("losses", algorithm.pg_variant, LOSSES)
-        self._correct: Corrector = resolve("corrections", algorithm.correction, CORRECTIONS)
+        self._loss: PolicyLoss = resolve("losses", algorithm.pg_variant, LOSSES)
+        self._correct: CorrectionFunction = resolve("corrections", algorithm.correction, CORRECTIONS)
 
     def __call__(
         self, batch: Batch, logprobs: Tensor, entropy: Tensor, ref_logprobs: Tensor | None, *, kl_coef: float, version: int
@@ -38,9 +38,9 @@ class Objective:
             version: policy version at the start of the step.
         """
         algorithm, proximal = self._algorithm, self._proximal(batch, logprobs, version)
-        facts = Facts(logprobs.detach(), proximal, batch.rollout_logprobs, batch.advantages, batch.sequence, batch.num_rows)
+        facts = CorrectionInputs(logprobs.detach(), proximal, batch.rollout_logprobs, batch.advantages, batch.sequence, batch.num_rows)
         correction = self._correct(facts, algorithm)
-        tokens = Tokens(logprobs, correction.old_logprobs, batch.advantages, batch.sequence, batch.num_rows)
+        tokens = LossTokens(logprobs, correction.old_logprobs, batch.advantages, batch.sequence, batch.num_rows)
         losses, sums = self._loss(tokens, algorithm)
         losses = correction.weights * losses
         weights = token_weights(algorithm.loss_agg_mode, batch.sequence, batch.num_rows)

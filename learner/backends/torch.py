@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from broker.errors import WireError
-from learner.algorithm.aggregation import Counts, denominator
+from learner.algorithm.aggregation import BatchCounts, denominator
 from learner.algorithm.kl import kl_penalty
-from learner.algorithm.packing import Cutter, by_length, cut, minibatches
-from learner.algorithm.samples import Array, Scores, TrainSample
+from learner.algorithm.packing import MicroBatchCutter, by_length, cut, minibatches
+from learner.algorithm.samples import Array, SampleScores, TrainSample
 from learner.backends.batch import Batch, collate
 from learner.backends.figures import average, figures
 from learner.backends.held import Held
@@ -25,9 +25,9 @@ from learner.backends.ranks.dealing import Job
 class TorchBackend(Held):
     """See ``learner.backends.base.Backend``."""
 
-    def cutter(self) -> Cutter[TrainSample]:
+    def cutter(self) -> MicroBatchCutter[TrainSample]:
         """Cuts samples, in the order of the log, into micro-batches for ``forward_backward``."""
-        return Cutter(self._micro_tokens, packed=self._packs)
+        return MicroBatchCutter(self._micro_tokens, packed=self._packs)
 
     def forward_backward(self, samples: Sequence[TrainSample]) -> dict[str, float]:
         """Add one micro-batch to the gradient of the update under way, not yet normalised.
@@ -88,20 +88,20 @@ class TorchBackend(Held):
         return found
 
     @torch.no_grad()
-    def score(self, samples: Sequence[TrainSample]) -> list[Scores]:
+    def score(self, samples: Sequence[TrainSample]) -> list[SampleScores]:
         """What the models say about samples before the step: logprobs, divergence where it stands in the reward, values."""
         rows = [sample for sample in samples if sample.num_inputs]
         self._check_ids(rows)
-        found: dict[int, Scores] = {}
+        found: dict[int, SampleScores] = {}
         pieces = self._slices(rows)
         for piece, columns in zip(pieces, self._score_all(pieces), strict=True):
             ends = np.cumsum([sample.num_tokens for sample in piece])[:-1].tolist()
             parts = [[None] * len(piece) if column is None else np.split(column, ends) for column in columns]
-            found |= {id(sample): Scores(*row) for sample, row in zip(piece, zip(*parts, strict=True), strict=True)}
+            found |= {id(sample): SampleScores(*row) for sample, row in zip(piece, zip(*parts, strict=True), strict=True)}
         kl = [scores.kl for scores in found.values() if scores.kl is not None]
         self._reward_kl = float(np.concatenate(kl).mean()) if kl else None
         empty = np.zeros(0, np.float32)
-        nothing = Scores(empty, None if self._kl_in_loss or self._ref is None else empty, None if self._critic is None else empty)
+        nothing = SampleScores(empty, None if self._kl_in_loss or self._ref is None else empty, None if self._critic is None else empty)
         return [found.get(id(sample), nothing) for sample in samples]
 
     def _score_all(self, pieces: Sequence[Sequence[TrainSample]]) -> list[list[Array | None]]:
@@ -122,7 +122,7 @@ class TorchBackend(Held):
         scale = denominator(self._algorithm.loss_agg_mode, self._counts, self._max_length)
         done = self._optimizer_step(scale, self._version)
         metrics = figures(self._sums, self._counts, scale, self._algorithm) | {f"actor/{name}": value for name, value in done.items()}
-        self._counts, self._sums = Counts(), dict[str, float]()
+        self._counts, self._sums = BatchCounts(), dict[str, float]()
         return metrics
 
     def _complete(self, metrics: dict[str, float], num_rows: int) -> dict[str, float]:
@@ -140,7 +140,7 @@ class TorchBackend(Held):
     def discard(self) -> None:
         """Forget what was added since the last step, as if the step under way had not begun."""
         self._optimizer.discard()
-        self._counts, self._sums, self._drawn = Counts(), dict[str, float](), (0, 0)
+        self._counts, self._sums, self._drawn = BatchCounts(), dict[str, float](), (0, 0)
 
     def _critic_step(self, sums: Mapping[str, float], at: int) -> dict[str, float]:
         assert self._critic is not None

@@ -120,23 +120,23 @@ def load_state(checkpoint: Checkpoint, backend: Backend) -> None:
     backend.load_state(state)
 
 
-def found(folder: Path) -> list[Path]:
+def list_checkpoints(folder: Path) -> list[Path]:
     """Return all checkpoints of a run, oldest first."""
     named = [(int(match[1]), path) for path in folder.glob("step-*") if (match := _NAME.fullmatch(path.name)) and path.is_dir()]
     return [path for _, path in sorted(named)]
 
 
-def newest(folder: Path) -> Checkpoint | None:
+def newest_checkpoint(folder: Path) -> Checkpoint | None:
     """Return the checkpoint to resume from, None if there is none.
 
     Raises:
         UserError: if it cannot be read, or another version of rlearner wrote it.
     """
-    paths = found(folder)
-    return read(paths[-1]) if paths else None
+    paths = list_checkpoints(folder)
+    return read_checkpoint(paths[-1]) if paths else None
 
 
-def read(path: Path) -> Checkpoint:
+def read_checkpoint(path: Path) -> Checkpoint:
     """Return a checkpoint without its weights.
 
     Raises:
@@ -157,13 +157,13 @@ def read(path: Path) -> Checkpoint:
 
 def prune(folder: Path, keep: int) -> list[Path]:
     """Delete all but the newest ``keep`` checkpoints; return those kept, oldest first."""
-    paths = found(folder)
+    paths = list_checkpoints(folder)
     for path in paths[:-keep]:
         remove_folder(path)
     return paths[-keep:]
 
 
-def tidy(folder: Path) -> None:
+def remove_partial(folder: Path) -> None:
     """Delete folders that a killed learner left half written; no other process may be writing."""
     for path in folder.glob(".step-*"):
         shutil.rmtree(path, ignore_errors=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Due:
+class CheckpointSchedule:
     """Schedule: due at multiples of ``every_steps``, and at the first step that ends ``every_s`` after the newest one.
 
     A checkpoint that becomes due while another is being written stays due: it is taken at the first step that ends

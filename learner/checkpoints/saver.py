@@ -15,13 +15,13 @@ from broker.errors import UserError
 from broker.jetstream.bus import Bus
 from broker.runtime.process import Stop
 from learner.checkpoints import checkpoint
-from learner.checkpoints.checkpoint_schedule import Due
+from learner.checkpoints.checkpoint_schedule import CheckpointSchedule
 from learner.config import CheckpointSection
 from learner.credit.ledger import Ledger
-from learner.credit.records import Records
-from learner.disk_retry import Patience
-from learner.training import Training
-from learner.watch import Watch
+from learner.credit.records import LedgerRecorder
+from learner.disk_retry import DiskRetry
+from learner.training import TrainingThread
+from learner.watch import EpochWatch
 
 if TYPE_CHECKING:
     from learner.backends.base import Snapshot
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 PARTING_S: Final = 10.0  # longest wait for an unreachable broker, at the end
 
 
-class Saver:
+class CheckpointSaver:
     """Writer of one checkpoint at a time; prunes and trims the log only behind those on disk.
 
     Args:
@@ -47,9 +47,9 @@ class Saver:
         section: CheckpointSection,
         bus: Bus,
         ledger: Ledger,
-        training: Training,
-        records: Records,
-        watch: Watch,
+        training: TrainingThread,
+        records: LedgerRecorder,
+        watch: EpochWatch,
         stop: Stop,
         say: Callable[[str], None],
         written: int = -1,
@@ -57,8 +57,8 @@ class Saver:
     ) -> None:
         self._folder, self._keep, self._bus, self._ledger = folder, section.keep, bus, ledger
         self._training, self._records, self._watch, self._stop = training, records, watch, stop
-        self._due = Due(section.every_steps, section.every_minutes * 60, time.monotonic(), section.keep)
-        self._patience = Patience(folder, stop, "no checkpoint is written and the log is not trimmed", say)
+        self._due = CheckpointSchedule(section.every_steps, section.every_minutes * 60, time.monotonic(), section.keep)
+        self._patience = DiskRetry(folder, stop, "no checkpoint is written and the log is not trimmed", say)
         self._say, self._written, self._pressed = say, written, pressed
         self._relieved = -1  # step of the checkpoint behind which the log was trimmed for lack of room
         self._writing: asyncio.Task[None] | None = None
@@ -71,7 +71,7 @@ class Saver:
 
     async def open(self) -> None:
         """Trim the log, in case an earlier incarnation was killed before it could."""
-        if kept := checkpoint.found(self._folder):
+        if kept := checkpoint.list_checkpoints(self._folder):
             try:
                 await self._trim(kept[0])
             except UserError as error:  # the run does not resume from the oldest one
@@ -83,7 +83,7 @@ class Saver:
         Raises:
             Fenced: if a newer learner holds the run.
         """
-        if self._written > self._relieved and len(kept := checkpoint.found(self._folder)) > 1:
+        if self._written > self._relieved and len(kept := checkpoint.list_checkpoints(self._folder)) > 1:
             self._relieved = self._written
             log.warning(
                 "to make room in the broker's store, the log is trimmed behind %s; the run can be resumed from there only", kept[-1]
@@ -189,7 +189,7 @@ class Saver:
 
     async def _trim(self, path: Path) -> None:
         """Trim the log behind a checkpoint."""
-        ledger = Ledger.load(checkpoint.read(path).ledger)
+        ledger = Ledger.load(checkpoint.read_checkpoint(path).ledger)
         await self._watch.refuse_if_fenced()
         await self._bus.trim(SAMPLES, ledger.first_needed)
         await self._bus.trim_parts(SAMPLES, keep=ledger.may_read)

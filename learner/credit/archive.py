@@ -32,7 +32,7 @@ _HEADER: Final = struct.Struct("<4sQqI8s")  # magic, sequence, ticket, bytes of 
 
 
 @dataclass(frozen=True)
-class Frame:
+class ArchiveFrame:
     """One archived record; if ``error`` is set, the rest of its file is lost."""
 
     seq: int
@@ -46,7 +46,7 @@ class Frame:
         return LogRecord(self.seq, message, error, self.ticket, self.data)
 
 
-class Archive:
+class SampleArchive:
     """Archive open for appending; one thread may append while another one syncs.
 
     Args:
@@ -61,7 +61,7 @@ class Archive:
         self._size = self._frames = 0
         self._done: list[int] = []  # files left since the last sync
         folder.mkdir(parents=True, exist_ok=True)
-        cut(folder, position)
+        truncate_after(folder, position)
 
     def append(self, record: LogRecord, record_digest: str) -> None:
         """Append a record with the digest of its bytes; after an error, call again to overwrite the same place.
@@ -103,12 +103,12 @@ class Archive:
         self._done, self._file = [], -1
 
 
-def files(folder: Path) -> list[tuple[int, Path]]:
+def archive_files(folder: Path) -> list[tuple[int, Path]]:
     """Return (first sequence, file), oldest first."""
     return sorted((int(path.stem), path) for path in folder.glob(f"*{SUFFIX}") if path.stem.isdecimal())
 
 
-def pause(folder: Path, position: int) -> None:
+def mark_paused(folder: Path, position: int) -> None:
     """Mark that the following records are not archived (``samples.keep`` is off); do nothing without an archive.
 
     Args:
@@ -117,7 +117,7 @@ def pause(folder: Path, position: int) -> None:
     Raises:
         OSError: if the folder cannot be written.
     """
-    found = files(folder)
+    found = archive_files(folder)
     if not found or any(first > found[-1][0] for first in _pauses(folder)):
         return
     with found[-1][1].open("rb") as file:
@@ -126,9 +126,9 @@ def pause(folder: Path, position: int) -> None:
     (folder / f"{max(last, position) + 1:012d}{PAUSED}").touch()
 
 
-def paused(folder: Path) -> list[tuple[int, int]]:
+def paused_ranges(folder: Path) -> list[tuple[int, int]]:
     """Return (first, last) sequence of each stretch that was not archived; ``last`` is huge if it is still open."""
-    begins = [first for first, _ in files(folder)]
+    begins = [first for first, _ in archive_files(folder)]
     return [(first, min((begin for begin in begins if begin >= first), default=sys.maxsize) - 1) for first in sorted(_pauses(folder))]
 
 
@@ -136,7 +136,7 @@ def _pauses(folder: Path) -> dict[int, Path]:
     return {int(path.stem): path for path in folder.glob(f"*{PAUSED}") if path.stem.isdecimal()}
 
 
-def cut(folder: Path, position: int) -> None:
+def truncate_after(folder: Path, position: int) -> None:
     """Remove every record beyond ``position``.
 
     Of the files that begin at or before it, only the newest is cut: readers ignore the overlap of older ones.
@@ -144,7 +144,7 @@ def cut(folder: Path, position: int) -> None:
     for first, path in _pauses(folder).items():
         if first > position:
             path.unlink()
-    for first, path in reversed(files(folder)):
+    for first, path in reversed(archive_files(folder)):
         if first > position:
             path.unlink()
             continue
@@ -155,9 +155,9 @@ def cut(folder: Path, position: int) -> None:
         return
 
 
-def frames(folder: Path, start: int = 1) -> Iterator[Frame]:
+def frames(folder: Path, start: int = 1) -> Iterator[ArchiveFrame]:
     """Yield every record from sequence ``start`` on, in order; ignore half a frame at the very end."""
-    found = files(folder)
+    found = archive_files(folder)
     for i, (_, path) in enumerate(found):
         until = found[i + 1][0] if i + 1 < len(found) else 0
         if until and until <= start:
@@ -171,21 +171,21 @@ def frames(folder: Path, start: int = 1) -> Iterator[Frame]:
             whole = whole or frame.seq + 1 == until
 
 
-def pick(folder: Path, seqs: Iterable[int]) -> Iterator[Frame]:
+def select_frames(folder: Path, seqs: Iterable[int]) -> Iterator[ArchiveFrame]:
     """Yield some records, in order, without reading the others; skip missing and damaged ones."""
-    found, wanted = files(folder), sorted(set(seqs))
+    found, wanted = archive_files(folder), sorted(set(seqs))
     for i, (first, path) in enumerate(found):
         until = bisect_left(wanted, found[i + 1][0]) if i + 1 < len(found) else len(wanted)
         if here := set(wanted[bisect_left(wanted, first) : until]):
             yield from _pick_from(path, here)
 
 
-def find(folder: Path, seq: int) -> Frame | None:
+def find_frame(folder: Path, seq: int) -> ArchiveFrame | None:
     """Return one record, None if it is missing."""
-    return next(pick(folder, [seq]), None)
+    return next(select_frames(folder, [seq]), None)
 
 
-def _pick_from(path: Path, wanted: set[int]) -> Iterator[Frame]:
+def _pick_from(path: Path, wanted: set[int]) -> Iterator[ArchiveFrame]:
     with path.open("rb") as file:
         size, position = os.fstat(file.fileno()).st_size, 0
         while wanted and (header := _header(os.pread(file.fileno(), _HEADER.size, position))) is not None:
@@ -197,7 +197,7 @@ def _pick_from(path: Path, wanted: set[int]) -> Iterator[Frame]:
                 wanted.remove(seq)
                 data = os.pread(file.fileno(), length, position)
                 if bytes.fromhex(digest(data)) == check:
-                    yield Frame(seq, ticket, data)
+                    yield ArchiveFrame(seq, ticket, data)
             position += length
 
 
@@ -220,13 +220,13 @@ def _header(data: bytes) -> tuple[int, int, int, bytes] | None:
     return seq, ticket, length, check
 
 
-def _frames_of(path: Path, start: int, *, is_last: bool) -> Iterator[Frame]:
+def _frames_of(path: Path, start: int, *, is_last: bool) -> Iterator[ArchiveFrame]:
     """Yield the frames of one file from record ``start`` on."""
     size = path.stat().st_size
     with path.open("rb") as file:
         begins_with = _header(file.read(_HEADER.size))
         if begins_with is not None and begins_with[0] != int(path.stem):
-            yield Frame(0, 0, b"", error=f"{path.name}: begins with record {begins_with[0]}")
+            yield ArchiveFrame(0, 0, b"", error=f"{path.name}: begins with record {begins_with[0]}")
             return
         _, seq = _skip(file, start)
         while (begin := file.tell()) < size:
@@ -234,10 +234,10 @@ def _frames_of(path: Path, start: int, *, is_last: bool) -> Iterator[Frame]:
             data = file.read(header[2]) if header and header[2] <= size - begin else b""  # a damaged length may be huge
             if header is None or len(data) < header[2]:
                 if not is_last or (header is None and size - begin >= _HEADER.size):
-                    yield Frame(seq, 0, b"", error=f"{path.name}: no frame at byte {begin}, after record {seq}")
+                    yield ArchiveFrame(seq, 0, b"", error=f"{path.name}: no frame at byte {begin}, after record {seq}")
                 return
             seq, ticket, _, check = header
             if bytes.fromhex(digest(data)) != check:
-                yield Frame(seq, 0, b"", error=f"{path.name}: the bytes of record {seq} are damaged")
+                yield ArchiveFrame(seq, 0, b"", error=f"{path.name}: the bytes of record {seq} are damaged")
                 return
-            yield Frame(seq, ticket, data)
+            yield ArchiveFrame(seq, ticket, data)

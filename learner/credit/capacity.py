@@ -74,7 +74,7 @@ def check_groups(config: dict[str, Any]) -> None:
             )
 
 
-def notes(config: dict[str, Any]) -> list[str]:
+def capacity_notes(config: dict[str, Any]) -> list[str]:
     """Return lines for the operator on what the largest groups of a checked configuration cost."""
     groups, train, domains = _groups(config), config["train"], config["domains"]
     weights = sum(domain["weight"] for domain in domains.values())

@@ -31,7 +31,7 @@ class DomainRule:
 
 
 @dataclass(frozen=True)
-class Rules:
+class TicketRules:
     """Settings of the ledger. A record of the log changes them (``broker.contract.wire.RulesChange``)."""
 
     steps: int
@@ -67,14 +67,14 @@ class Rules:
         return max(0, min(1 + self.max_staleness, self.steps - version)) * self.groups_per_step
 
 
-def rules_of(train: TrainSection, algorithm: AlgorithmSection, domains: dict[str, Any], seed: int) -> Rules:
+def rules_of(train: TrainSection, algorithm: AlgorithmSection, domains: dict[str, Any], seed: int) -> TicketRules:
     """Return the rules of a validated configuration."""
     greedy = num_greedy(algorithm.adv_estimator)
     rows = tuple(
         DomainRule(name, d.weight, d.group_size, d.min_group_size or d.group_size, seconds(d.deadline_s), greedy, d.group_size_redundancy)
         for name, d in sorted(domains.items())
     )
-    return Rules(
+    return TicketRules(
         steps=train.steps,
         groups_per_step=train.groups_per_step,
         max_staleness=train.max_staleness,

@@ -9,13 +9,13 @@ import msgspec
 from broker.contract import wire
 from broker.jetstream.bus import LogRecord
 from learner.algorithm.episodes import episode_rewards
-from learner.algorithm.filters import is_wanted
-from learner.credit.grants import Rules
-from learner.credit.ledger import Arrived, Changed, Ended, Ledger, Record
+from learner.algorithm.filters import passes_filter
+from learner.credit.grants import TicketRules
+from learner.credit.ledger import GroupArrival, Ledger, Record, RulesUpdate, TicketEnd
 
 
 @dataclass(frozen=True)
-class Intake:
+class RecordIntake:
     """A validated record of the log.
 
     Attributes:
@@ -29,7 +29,7 @@ class Intake:
     problem: str = ""
 
 
-def read(entry: LogRecord, ledger: Ledger, vocab_size: int) -> Intake:
+def read_record(entry: LogRecord, ledger: Ledger, vocab_size: int) -> RecordIntake:
     """Validate one record; an unusable one ends its ticket as ``malformed``, if the ticket is known.
 
     Args:
@@ -42,25 +42,25 @@ def read(entry: LogRecord, ledger: Ledger, vocab_size: int) -> Intake:
     """
     message = entry.message
     if isinstance(message, wire.Closed):
-        return Intake(Ended(message.ticket, message.reason))
+        return RecordIntake(TicketEnd(message.ticket, message.reason))
     if isinstance(message, wire.RulesChange):
         return rules_change(message)
     if not isinstance(message, wire.Group):
-        return Intake(Ended(entry.ticket, "malformed"), problem=entry.error)
+        return RecordIntake(TicketEnd(entry.ticket, "malformed"), problem=entry.error)
     problem = _problem(message, ledger, vocab_size)
     if problem:
-        return Intake(Ended(message.ticket, "malformed"), problem=problem)
+        return RecordIntake(TicketEnd(message.ticket, "malformed"), problem=problem)
     oldest, _ = version_bounds([message]) or (ledger.state.version, 0)
-    wanted = is_wanted(ledger.rules.group_filter, message)
-    return Intake(Arrived(message.ticket, oldest, episode_rewards(message), wanted), group=message)
+    wanted = passes_filter(ledger.rules.group_filter, message)
+    return RecordIntake(GroupArrival(message.ticket, oldest, episode_rewards(message), wanted), group=message)
 
 
-def rules_change(message: wire.RulesChange) -> Intake:
+def rules_change(message: wire.RulesChange) -> RecordIntake:
     """Validate a record that sets the rules."""
     try:
-        return Intake(Changed(msgspec.convert(message.rules, Rules), message.epoch))
+        return RecordIntake(RulesUpdate(msgspec.convert(message.rules, TicketRules), message.epoch))
     except msgspec.ValidationError as error:
-        return Intake(Ended(0, "malformed"), problem=f"RulesChange.rules: {error}")
+        return RecordIntake(TicketEnd(0, "malformed"), problem=f"RulesChange.rules: {error}")
 
 
 def _problem(group: wire.Group, ledger: Ledger, vocab_size: int) -> str:

@@ -10,7 +10,7 @@ one replacement for each ticket that ended without being trained. Hence
 (``keep_fraction``), the others move from trained to filtered as the step completes, and nothing replaces them.
 
 **Rules.** K, G, the number of steps and the domains are the rules. They are part of the state, and only a record of the
-log changes them (``Changed``), so every record is judged by the rules in force when it is appended, by whichever
+log changes them (``RulesUpdate``), so every record is judged by the rules in force when it is appended, by whichever
 incarnation of the learner reads it. At a change:
 
 - tickets of a domain that the new rules lack end as dropped (reason ``removed``) unless the current step already holds
@@ -70,7 +70,7 @@ import msgspec
 from broker.contract import wire
 from broker.errors import UserError
 from learner.algorithm.selection import num_kept
-from learner.credit.grants import Rules, next_domain, task_seed
+from learner.credit.grants import TicketRules, next_domain, task_seed
 
 ZERO_STD = 1e-6
 LOST: Final = "lost"  # closed: the broker no longer knows the ticket
@@ -80,7 +80,7 @@ Outcome = Literal["filtered", "dropped", "dead"]
 
 
 @dataclass(frozen=True)
-class Arrived:
+class GroupArrival:
     """A scored group in the log."""
 
     ticket: int
@@ -90,7 +90,7 @@ class Arrived:
 
 
 @dataclass(frozen=True)
-class Ended:
+class TicketEnd:
     """A closing in the log, or a record that does not decode (ticket 0 if unknown)."""
 
     ticket: int
@@ -98,39 +98,39 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Changed:
+class RulesUpdate:
     """New rules from this record on; ``epoch`` is that of the learner that appended it."""
 
-    rules: Rules
+    rules: TicketRules
     epoch: int
 
 
-Record = Arrived | Ended | Changed
+Record = GroupArrival | TicketEnd | RulesUpdate
 
 
 @dataclass(frozen=True)
-class Issue:
+class IssueTicket:
     """Publish this ticket."""
 
     ticket: wire.Ticket
 
 
 @dataclass(frozen=True)
-class Take:
+class TakeGroup:
     """Add the group to the current step."""
 
     number: int
 
 
 @dataclass(frozen=True)
-class Hold:
+class HoldGroup:
     """Keep the group until a later action takes or forgets it."""
 
     number: int
 
 
 @dataclass(frozen=True)
-class Forget:
+class ForgetTicket:
     """Drop a held group: its ticket has ended untrained."""
 
     number: int
@@ -139,7 +139,7 @@ class Forget:
 
 
 @dataclass(frozen=True)
-class Refuse:
+class RefuseRecord:
     """Ignore the record; a held group of the same ticket stays."""
 
     number: int
@@ -147,17 +147,17 @@ class Refuse:
 
 
 @dataclass(frozen=True)
-class Skip:
+class SkipTickets:
     """Count these tickets as issued and dead: an earlier incarnation issued them, and the broker lost their records."""
 
     first: int
     last: int
 
 
-Action = Issue | Take | Hold | Forget | Refuse | Skip
+Action = IssueTicket | TakeGroup | HoldGroup | ForgetTicket | RefuseRecord | SkipTickets
 
 
-class Entry(msgspec.Struct, frozen=True):
+class LedgerEntry(msgspec.Struct, frozen=True):
     """A group that has arrived and is not trained yet."""
 
     number: int
@@ -165,10 +165,10 @@ class Entry(msgspec.Struct, frozen=True):
     oldest_version: int
 
 
-class State(msgspec.Struct):
+class LedgerState(msgspec.Struct):
     """The complete state of the ledger, JSON-able."""
 
-    rules: Rules
+    rules: TicketRules
     rules_epoch: int = 0  # of the learner that appended them to the log, 0: none has
     version: int = 0  # completed steps, and the current policy version
     position: int = 0  # sequence of the last record applied
@@ -177,8 +177,8 @@ class State(msgspec.Struct):
     base: dict[str, int] = {}  # domain -> tickets that replaced none of the same domain, since the shares last changed
     tasks: dict[str, int] = {}  # domain -> task index of its next ticket
     live: dict[int, wire.Ticket] = {}  # open, queued or taken into the current step
-    queue: list[Entry] = []  # in log order
-    taken: list[Entry] = []  # the current step, in the order in which they were taken
+    queue: list[LedgerEntry] = []  # in log order
+    taken: list[LedgerEntry] = []  # the current step, in the order in which they were taken
     trained: int = 0
     filtered: int = 0  # and replaced
     unselected: int = 0  # groups of completed steps that were not trained on; they count as filtered
@@ -207,8 +207,8 @@ class Ledger:
         rules: of a new ledger, or the state of an old one.
     """
 
-    def __init__(self, rules: Rules | State) -> None:
-        self.state = rules if isinstance(rules, State) else State(rules)
+    def __init__(self, rules: TicketRules | LedgerState) -> None:
+        self.state = rules if isinstance(rules, LedgerState) else LedgerState(rules)
         taken = {entry.number for entry in self.state.taken}
         self._arrived = {entry.number for entry in self.arrived}
         self._unplaced = Counter(ticket.min_version for number, ticket in self.state.live.items() if number not in taken)
@@ -226,7 +226,7 @@ class Ledger:
             UserError: if it is damaged.
         """
         try:
-            state = msgspec.convert(dumped, State, strict=False)
+            state = msgspec.convert(dumped, LedgerState, strict=False)
         except (msgspec.ValidationError, RecursionError) as error:
             raise UserError(f"the checkpoint's ledger is damaged: {error}") from None
         return cls(state)
@@ -234,7 +234,7 @@ class Ledger:
     # ------------------------------------------------------------------------------------------------ questions
 
     @property
-    def rules(self) -> Rules:
+    def rules(self) -> TicketRules:
         """Rules in force after the last applied record."""
         return self.state.rules
 
@@ -268,7 +268,7 @@ class Ledger:
         return number in self.state.live or number > self.state.issued
 
     @property
-    def arrived(self) -> list[Entry]:
+    def arrived(self) -> list[LedgerEntry]:
         """Groups of the current step, in that order, and then the queue."""
         return self.state.taken + self.state.queue
 
@@ -317,18 +317,18 @@ class Ledger:
         if seq <= self.state.position:
             raise ValueError(f"record {seq} comes after record {self.state.position}")
         self.state.position = seq
-        if isinstance(record, Changed):
+        if isinstance(record, RulesUpdate):
             return self._change(record)
         number = record.ticket
-        if isinstance(record, Ended) and record.reason == LOST and number > self.state.issued:
+        if isinstance(record, TicketEnd) and record.reason == LOST and number > self.state.issued:
             return [self._skip(number)]
         if not 1 <= number <= self.state.issued:
             self.state.unknown += 1
-            return [Refuse(number, "unknown")]
+            return [RefuseRecord(number, "unknown")]
         if number not in self.state.live or number in self._arrived:
             self.state.duplicate += 1
-            return [Refuse(number, "duplicate")]
-        if isinstance(record, Ended):
+            return [RefuseRecord(number, "duplicate")]
+        if isinstance(record, TicketEnd):
             self._count(record.reason)
             actions = self._end(number, "dropped" if record.reason == "late" else "dead")
         elif self._is_late(record.oldest_version):
@@ -337,12 +337,12 @@ class Ledger:
             self.state.filtered_in_step += 1
             actions = self._end(number, "filtered")
         else:
-            self.state.queue.append(Entry(number, seq, record.oldest_version))
+            self.state.queue.append(LedgerEntry(number, seq, record.oldest_version))
             self._arrived.add(number)
-            actions = [Hold(number)]
+            actions = [HoldGroup(number)]
         return actions + self._fill()
 
-    def lose(self, numbers: Collection[int]) -> list[Entry]:
+    def lose(self, numbers: Collection[int]) -> list[LedgerEntry]:
         """Return and forget arrived groups whose records the log lost: their tickets wait for a record again."""
         gone = [entry for entry in self.arrived if entry.number in numbers]
         self._arrived.difference_update(entry.number for entry in gone)
@@ -372,7 +372,7 @@ class Ledger:
 
     # ------------------------------------------------------------------------------------------------- inside
 
-    def _change(self, changed: Changed) -> list[Action]:
+    def _change(self, changed: RulesUpdate) -> list[Action]:
         """Apply a change of the rules."""
         s, before = self.state, self.rules
         s.rules_epoch = max(s.rules_epoch, changed.epoch)
@@ -388,7 +388,7 @@ class Ledger:
         for number in gone:
             self._count(REMOVED)
             self._leave(number, "dropped")
-            actions.append(Forget(number, "dropped", REMOVED))
+            actions.append(ForgetTicket(number, "dropped", REMOVED))
         surplus = s.credit - (s.trained + s.unselected + self.rules.outstanding(s.version))
         unneeded = min(max(surplus, 0), len(gone))  # this many of those just ended are not replaced
         s.credit -= unneeded
@@ -399,19 +399,19 @@ class Ledger:
             self._count(WITHDRAWN)
             self._leave(number, "dropped")
             s.credit -= 1
-            actions.append(Forget(number, "dropped", WITHDRAWN))
+            actions.append(ForgetTicket(number, "dropped", WITHDRAWN))
         return actions + self.open_credit() + self._fill()
 
     def _count(self, reason: str) -> None:
         self.state.reasons[reason] = self.state.reasons.get(reason, 0) + 1
 
-    def _issue_next(self) -> Issue:
+    def _issue_next(self) -> IssueTicket:
         """Issue a ticket of the domain that is furthest behind its share."""
         domain = next_domain(self.rules.domains, self.state.base)
         self.state.base[domain] = self.state.base.get(domain, 0) + 1
         return self._issue(domain)
 
-    def _issue(self, domain: str) -> Issue:
+    def _issue(self, domain: str) -> IssueTicket:
         rule, s = self.rules.domain(domain), self.state
         task_index = s.tasks.get(domain, 0)
         s.tasks[domain] = task_index + 1
@@ -431,10 +431,10 @@ class Ledger:
         )
         s.live[ticket.number] = ticket
         self._unplaced[ticket.min_version] += 1
-        return Issue(ticket)
+        return IssueTicket(ticket)
 
-    def _skip(self, last: int) -> Skip:
-        skipped = Skip(self.state.issued + 1, last)
+    def _skip(self, last: int) -> SkipTickets:
+        skipped = SkipTickets(self.state.issued + 1, last)
         num = last - self.state.issued
         self.state.issued, self.state.dead = last, self.state.dead + num
         self.state.reasons[LOST] = self.state.reasons.get(LOST, 0) + num
@@ -443,7 +443,7 @@ class Ledger:
     def _end(self, number: int, outcome: Outcome) -> list[Action]:
         """End a ticket that is not in the current step untrained, and issue its replacement."""
         domain = self._leave(number, outcome).domain
-        return [Forget(number, outcome), self._issue(domain) if self.rules.has(domain) else self._issue_next()]
+        return [ForgetTicket(number, outcome), self._issue(domain) if self.rules.has(domain) else self._issue_next()]
 
     def _leave(self, number: int, outcome: Outcome) -> wire.Ticket:
         """Remove a ticket that is not in the current step from the live ones."""
@@ -458,7 +458,7 @@ class Ledger:
     def _is_late(self, oldest_version: int) -> bool:
         return oldest_version < self.state.version - self.rules.max_staleness
 
-    def _is_filtered(self, record: Arrived) -> bool:
+    def _is_filtered(self, record: GroupArrival) -> bool:
         """Return whether dynamic sampling replaces the group; beyond the bound groups are trained unfiltered."""
         if self.state.filtered_in_step >= self.rules.max_replacements_per_step:
             return False
@@ -478,7 +478,7 @@ class Ledger:
                 self.state.queue.remove(chosen)
                 self.state.taken.append(chosen)
                 self._unplaced[self.state.live[chosen.number].min_version] -= 1
-                actions.append(Take(chosen.number))
+                actions.append(TakeGroup(chosen.number))
         return actions
 
     def _due(self, number: int) -> int:
@@ -501,5 +501,5 @@ class Ledger:
         return math.inf
 
 
-def _shares(rules: Rules) -> list[tuple[str, float]]:
+def _shares(rules: TicketRules) -> list[tuple[str, float]]:
     return [(rule.name, rule.weight) for rule in rules.domains]

@@ -13,8 +13,8 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from learner.credit.grants import Rules
-from learner.credit.ledger import LOST, Action, Entry, Forget, Hold, Issue, Ledger, Refuse, Skip
+from learner.credit.grants import TicketRules
+from learner.credit.ledger import LOST, Action, ForgetTicket, HoldGroup, IssueTicket, Ledger, LedgerEntry, RefuseRecord, SkipTickets
 
 State = Literal[
     "issued",
@@ -34,7 +34,7 @@ State = Literal[
 FINAL: Final = ("trained", "filtered", "dropped", "dead")
 
 
-class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, gc=False):
+class LedgerLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, gc=False):
     """One event of the ledger.
 
     ``duplicate`` and ``unknown`` are ignored records; ``unrecorded`` stands for all missing lines before; ``lost``
@@ -57,12 +57,12 @@ class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid
     groups_per_step: int = 0  # boundary: from the rules
     max_staleness: int = -1
     rules: dict[str, Any] = {}  # rules, summary: all of them
-    held: tuple[Line, ...] = ()  # summary: the `arrived` lines of groups that have not ended, in that order
+    held: tuple[LedgerLine, ...] = ()  # summary: the `arrived` lines of groups that have not ended, in that order
     reasons: dict[str, int] | None = None  # summary: dead tickets by reason
 
 
 _ENCODER: Final = msgspec.json.Encoder()
-_DECODER: Final = msgspec.json.Decoder(Line)
+_DECODER: Final = msgspec.json.Decoder(LedgerLine)
 
 
 def digest(data: bytes | bytearray) -> str:
@@ -70,7 +70,7 @@ def digest(data: bytes | bytearray) -> str:
     return blake2b(data, digest_size=8).hexdigest()
 
 
-class Scribe:
+class LedgerLineBuilder:
     """Converter of the ledger's actions to lines. Pure.
 
     Args:
@@ -80,9 +80,9 @@ class Scribe:
         end: the newest boundary, without rules.
     """
 
-    def __init__(self, lines: Iterable[Line] = ()) -> None:
-        self.end = Line(state="boundary")
-        self._held: dict[int, Line] = {}  # by ticket: arrived, and not ended yet
+    def __init__(self, lines: Iterable[LedgerLine] = ()) -> None:
+        self.end = LedgerLine(state="boundary")
+        self._held: dict[int, LedgerLine] = {}  # by ticket: arrived, and not ended yet
         self._reasons: dict[str, int] = {}
         for line in lines:
             self._note(line)
@@ -95,8 +95,8 @@ class Scribe:
         data_digest: str = "",
         reason: str = "",
         bounds: tuple[int, int] | None = None,
-        rules: Rules | None = None,
-    ) -> list[Line]:
+        rules: TicketRules | None = None,
+    ) -> list[LedgerLine]:
         """Return the lines of one record of the log.
 
         Args:
@@ -107,21 +107,21 @@ class Scribe:
             rules: the rules that the record set, None for any other record.
         """
         oldest, newest = bounds or (-1, -1)
-        lines = [] if rules is None else [Line(state="rules", seq=seq, digest=data_digest, rules=rules.plain())]
+        lines = [] if rules is None else [LedgerLine(state="rules", seq=seq, digest=data_digest, rules=rules.plain())]
         for action in actions:
-            if isinstance(action, Hold):
-                line = Line(state="arrived", ticket=action.number, seq=seq, oldest=oldest, newest=newest, digest=data_digest)
+            if isinstance(action, HoldGroup):
+                line = LedgerLine(state="arrived", ticket=action.number, seq=seq, oldest=oldest, newest=newest, digest=data_digest)
                 lines.append(self._note(line))
-            elif isinstance(action, Refuse):
-                lines.append(self._note(Line(state=action.why, ticket=action.number, seq=seq, digest=data_digest)))
-            elif isinstance(action, Issue):
+            elif isinstance(action, RefuseRecord):
+                lines.append(self._note(LedgerLine(state=action.why, ticket=action.number, seq=seq, digest=data_digest)))
+            elif isinstance(action, IssueTicket):
                 lines.append(self._note(_issued(action)))
-            elif isinstance(action, Skip):
+            elif isinstance(action, SkipTickets):
                 lines += [self._note(line) for line in _skipped(action, seq, data_digest)]
-            elif isinstance(action, Forget) and action.reason:  # by the rules, not by its record
-                lines.append(self._ended(action, Line(state=action.outcome, ticket=action.number, reason=action.reason)))
-            elif isinstance(action, Forget):
-                new = Line(
+            elif isinstance(action, ForgetTicket) and action.reason:  # by the rules, not by its record
+                lines.append(self._ended(action, LedgerLine(state=action.outcome, ticket=action.number, reason=action.reason)))
+            elif isinstance(action, ForgetTicket):
+                new = LedgerLine(
                     state=action.outcome,
                     ticket=action.number,
                     seq=seq,
@@ -133,7 +133,7 @@ class Scribe:
                 lines.append(self._ended(action, new))
         return lines
 
-    def step(self, taken: Sequence[Entry], trained: Collection[int], actions: Sequence[Action], ledger: Ledger) -> list[Line]:
+    def step(self, taken: Sequence[LedgerEntry], trained: Collection[int], actions: Sequence[Action], ledger: Ledger) -> list[LedgerLine]:
         """Return the lines of a completed step.
 
         Args:
@@ -145,39 +145,41 @@ class Scribe:
         step = ledger.state.version
         lines = []
         for entry in taken:
-            held = self._held.get(entry.number) or Line(state="arrived", ticket=entry.number, seq=entry.seq, oldest=entry.oldest_version)
+            held = self._held.get(entry.number) or LedgerLine(
+                state="arrived", ticket=entry.number, seq=entry.seq, oldest=entry.oldest_version
+            )
             change = {"state": "trained"} if entry.number in trained else {"state": "filtered", "reason": "not_selected"}
             lines.append(self._note(msgspec.structs.replace(held, step=step, **change)))
         for action in actions:
-            if isinstance(action, Issue):
+            if isinstance(action, IssueTicket):
                 lines.append(self._note(_issued(action)))
-            elif isinstance(action, Forget):  # too old for the next step
-                lines.append(self._ended(action, Line(state=action.outcome, ticket=action.number, reason="late")))
+            elif isinstance(action, ForgetTicket):  # too old for the next step
+                lines.append(self._ended(action, LedgerLine(state=action.outcome, ticket=action.number, reason="late")))
         return [*lines, self._note(boundary(ledger))]
 
-    def lost(self, gone: Sequence[Entry]) -> list[Line]:
+    def lost(self, gone: Sequence[LedgerEntry]) -> list[LedgerLine]:
         """Return the lines of arrived groups that the broker has lost."""
         held = [line for entry in gone if (line := self._held.get(entry.number)) is not None]
-        return [self._note(Line(state="lost", ticket=line.ticket, seq=line.seq, digest=line.digest, reason=LOST)) for line in held]
+        return [self._note(LedgerLine(state="lost", ticket=line.ticket, seq=line.seq, digest=line.digest, reason=LOST)) for line in held]
 
-    def begin(self, actions: Sequence[Action], ledger: Ledger) -> list[Line]:
+    def begin(self, actions: Sequence[Action], ledger: Ledger) -> list[LedgerLine]:
         """Return the lines of opening the credit at a start; none if the newest boundary is the same."""
         end = boundary(ledger)
-        issued = [self._note(_issued(action)) for action in actions if isinstance(action, Issue)]
+        issued = [self._note(_issued(action)) for action in actions if isinstance(action, IssueTicket)]
         return [*issued, self._note(end)] if issued or end != self.end else []
 
-    def summary(self, rules: Rules) -> Line:
+    def summary(self, rules: TicketRules) -> LedgerLine:
         """Return the first line of a file that begins at the newest boundary, with these rules in force."""
         return msgspec.structs.replace(
             self.end, state="summary", rules=rules.plain(), held=tuple(self._held.values()), reasons=dict(self._reasons)
         )
 
-    def _ended(self, action: Forget, line: Line) -> Line:
+    def _ended(self, action: ForgetTicket, line: LedgerLine) -> LedgerLine:
         """Return the line of an ended ticket, from the record of its group if one had arrived."""
         held = self._held.get(action.number)
         return self._note(line if held is None else msgspec.structs.replace(held, state=action.outcome, reason=action.reason or "late"))
 
-    def _note(self, line: Line) -> Line:
+    def _note(self, line: LedgerLine) -> LedgerLine:
         """Update the state from a new or read line, and return it."""
         if line.state == "arrived":
             self._held[line.ticket] = line
@@ -194,26 +196,26 @@ class Scribe:
         return line
 
 
-def _issued(action: Issue) -> Line:
+def _issued(action: IssueTicket) -> LedgerLine:
     t = action.ticket
-    return Line(state="issued", ticket=t.number, domain=t.domain, task_index=t.task_index, min_version=t.min_version)
+    return LedgerLine(state="issued", ticket=t.number, domain=t.domain, task_index=t.task_index, min_version=t.min_version)
 
 
-def _skipped(action: Skip, seq: int, data_digest: str) -> list[Line]:
+def _skipped(action: SkipTickets, seq: int, data_digest: str) -> list[LedgerLine]:
     """Return the lines of skipped tickets; the record is that of the last one."""
     lines = []
     for number in range(action.first, action.last + 1):
-        dead = Line(state="dead", ticket=number, reason=LOST)
+        dead = LedgerLine(state="dead", ticket=number, reason=LOST)
         if number == action.last:
             dead = msgspec.structs.replace(dead, seq=seq, digest=data_digest)
-        lines += [Line(state="issued", ticket=number), dead]
+        lines += [LedgerLine(state="issued", ticket=number), dead]
     return lines
 
 
-def boundary(ledger: Ledger) -> Line:
+def boundary(ledger: Ledger) -> LedgerLine:
     """Return the line that ends a step."""
     s, rules = ledger.state, ledger.rules
-    return Line(
+    return LedgerLine(
         state="boundary",
         step=s.version,
         seq=s.position,
@@ -223,13 +225,13 @@ def boundary(ledger: Ledger) -> Line:
     )
 
 
-def ends(line: Line, ledger: Ledger) -> bool:
+def is_boundary_of(line: LedgerLine, ledger: Ledger) -> bool:
     """Return whether the line is the boundary at which the ledger stands, or the summary of it."""
     s = ledger.state
     return line.state in ("boundary", "summary") and (line.step, line.seq, line.counts.get("issued")) == (s.version, s.position, s.issued)
 
 
-def tally(lines: Iterable[Line]) -> tuple[dict[str, int], dict[str, int]]:
+def final_counts(lines: Iterable[LedgerLine]) -> tuple[dict[str, int], dict[str, int]]:
     """Return the ledger's counts at the file's end, and the dead tickets by reason.
 
     A boundary holds the ledger's counts, and the lines after it the changes, so the newest file alone is enough.
@@ -253,12 +255,12 @@ def tally(lines: Iterable[Line]) -> tuple[dict[str, int], dict[str, int]]:
     return counts if line else {}, reasons
 
 
-def encode(lines: Sequence[Line]) -> bytes:
+def encode(lines: Sequence[LedgerLine]) -> bytes:
     """Encode lines as the file holds them."""
     return b"".join(_ENCODER.encode(line) + b"\n" for line in lines)
 
 
-def decode(row: bytes) -> Line:
+def decode(row: bytes) -> LedgerLine:
     """Decode one line without its newline.
 
     Raises:

@@ -18,7 +18,7 @@ from typing import Final
 from broker.errors import UserError
 from learner.credit import ledger_file
 from learner.credit.ledger import Ledger
-from learner.credit.ledger_file import Line, Scribe
+from learner.credit.ledger_file import LedgerLine, LedgerLineBuilder
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ SUFFIX: Final = ".jsonl"
 MAX_BYTES: Final = 4 * 2**20  # a file ends at the first boundary after this size: 25,000 lines, read in about 0.1 s
 
 
-def found(folder: Path) -> list[tuple[int, Path]]:
+def segment_files(folder: Path) -> list[tuple[int, Path]]:
     """Return (completed steps where it begins, file), oldest first.
 
     Args:
@@ -44,7 +44,7 @@ def found(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(number), path) for number, path in named if number.isdecimal())
 
 
-class Lines:
+class LedgerLines:
     """All lines of a run, oldest first, with one file at a time in memory.
 
     Args:
@@ -58,11 +58,11 @@ class Lines:
         self._folder = folder
         self.problem = ""
 
-    def __iter__(self) -> Iterator[Line]:
-        files = found(self._folder)
+    def __iter__(self) -> Iterator[LedgerLine]:
+        files = segment_files(self._folder)
         for i, (first, path) in enumerate(files):
             try:
-                lines, self.problem = read(path, first, is_last=i + 1 == len(files))
+                lines, self.problem = read_segment(path, first, is_last=i + 1 == len(files))
             except FileNotFoundError:  # a learner that resumes deletes the newest files first
                 return
             yield from lines
@@ -70,17 +70,17 @@ class Lines:
                 return
 
 
-def newest(folder: Path) -> tuple[list[Line], str]:
+def read_newest(folder: Path) -> tuple[list[LedgerLine], str]:
     """Return the lines of the newest file, and why one cannot be read; both empty without a file."""
-    for first, path in reversed(found(folder)):
+    for first, path in reversed(segment_files(folder)):
         try:
-            return read(path, first, is_last=True)
+            return read_segment(path, first, is_last=True)
         except FileNotFoundError:  # a learner that resumes deletes the newest files first
             continue
     return [], ""
 
 
-def read(path: Path, first: int, *, is_last: bool) -> tuple[list[Line], str]:
+def read_segment(path: Path, first: int, *, is_last: bool) -> tuple[list[LedgerLine], str]:
     """Return the lines of one file, and why it cannot be read further; the last file may end in half a line.
 
     Args:
@@ -89,7 +89,7 @@ def read(path: Path, first: int, *, is_last: bool) -> tuple[list[Line], str]:
     Raises:
         FileNotFoundError: if the file is deleted.
     """
-    lines: list[Line] = []
+    lines: list[LedgerLine] = []
     *rows, rest = path.read_bytes().split(b"\n")
     for number, row in enumerate(rows, start=1):
         try:
@@ -103,7 +103,7 @@ def read(path: Path, first: int, *, is_last: bool) -> tuple[list[Line], str]:
     return lines, ""
 
 
-def resume(folder: Path, ledger: Ledger, max_bytes: int = MAX_BYTES) -> tuple[LedgerFile, list[Line]]:
+def resume_file(folder: Path, ledger: Ledger, max_bytes: int = MAX_BYTES) -> tuple[LedgerFile, list[LedgerLine]]:
     """Delete lines beyond the resumed ledger; return the file to continue in, and its lines.
 
     Raises:
@@ -111,32 +111,32 @@ def resume(folder: Path, ledger: Ledger, max_bytes: int = MAX_BYTES) -> tuple[Le
     """
     first, lines = _kept(folder, ledger)
     if lines[0].state == "unrecorded":
-        why = newest(folder)[1] or "files are missing"
+        why = read_newest(folder)[1] or "files are missing"
         log.error("%s: %s; the tickets before step %d are no longer recorded and cannot be audited", folder, why, first)
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.glob(".step-*"):  # left by a crash
         path.unlink(missing_ok=True)
-    for begin, path in reversed(found(folder)):  # newest first: the rest never has a gap
+    for begin, path in reversed(segment_files(folder)):  # newest first: the rest never has a gap
         if begin > first or lines[0].state == "unrecorded":
             path.unlink()
     return LedgerFile(folder, first, lines, max_bytes), lines
 
 
-def _kept(folder: Path, ledger: Ledger) -> tuple[int, list[Line]]:
+def _kept(folder: Path, ledger: Ledger) -> tuple[int, list[LedgerLine]]:
     """Return where the newest file that holds the ledger's boundary begins, and its lines up to that boundary."""
     version = ledger.state.version
     if not ledger.state.issued:
-        return 0, [Scribe().summary(ledger.rules)]
-    for first, path in reversed(found(folder)):
+        return 0, [LedgerLineBuilder().summary(ledger.rules)]
+    for first, path in reversed(segment_files(folder)):
         if first > version:
             continue
-        lines, _ = read(path, first, is_last=True)
-        end = next((i for i in range(len(lines), 0, -1) if ledger_file.ends(lines[i - 1], ledger)), 0)
+        lines, _ = read_segment(path, first, is_last=True)
+        end = next((i for i in range(len(lines), 0, -1) if ledger_file.is_boundary_of(lines[i - 1], ledger)), 0)
         if end:
             return first, lines[:end]
         if first < version:
             break  # older files end before this boundary
-    return version, [Line(state="unrecorded", step=version, seq=ledger.state.position, counts=ledger.counts())]
+    return version, [LedgerLine(state="unrecorded", step=version, seq=ledger.state.position, counts=ledger.counts())]
 
 
 class LedgerFile:
@@ -149,7 +149,7 @@ class LedgerFile:
         max_bytes: size from which on a new file begins at the next boundary.
     """
 
-    def __init__(self, folder: Path, first: int, lines: Sequence[Line], max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, folder: Path, first: int, lines: Sequence[LedgerLine], max_bytes: int = MAX_BYTES) -> None:
         self._folder, self._max = folder, max_bytes
         self._file = -1
         self._create(first, lines)
@@ -174,7 +174,7 @@ class LedgerFile:
             start += os.pwrite(self._file, data[start:], self._size + start)
         self._size += len(data)
 
-    def leave(self, first: int, summary: Line) -> None:
+    def leave(self, first: int, summary: LedgerLine) -> None:
         """Continue in a new file; after an error, call again to repeat it.
 
         Args:
@@ -193,7 +193,7 @@ class LedgerFile:
     def close(self) -> None:
         os.close(self._file)
 
-    def _create(self, first: int, lines: Sequence[Line]) -> None:
+    def _create(self, first: int, lines: Sequence[LedgerLine]) -> None:
         """Create a file of these lines atomically.
 
         It gets no name if the previous file has lost its own: a later incarnation of the learner has taken over.

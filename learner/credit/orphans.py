@@ -32,7 +32,7 @@ class _Gone:
     is_orphan: bool = False
 
 
-class Orphans:
+class OrphanDetector:
     """Detector of lost tickets among those whose group may be in flight. Pure.
 
     A group that was in the reward queues when its ticket left lies before their last sequence of that time. When all up
@@ -72,7 +72,7 @@ class Orphans:
         return True
 
 
-class OrphanWatch:
+class OrphanReaper:
     """Service that closes lost tickets by a record in the log.
 
     Args:
@@ -80,7 +80,7 @@ class OrphanWatch:
     """
 
     def __init__(self, bus: Bus, ledger: Ledger, pools: int) -> None:
-        self._bus, self._ledger, self._orphans = bus, ledger, Orphans(pools, GRACE_S)
+        self._bus, self._ledger, self._orphans = bus, ledger, OrphanDetector(pools, GRACE_S)
 
     async def serve(self) -> None:
         """Check every few seconds until cancelled."""

@@ -13,17 +13,17 @@ from broker.jetstream.bus import LogRecord
 from broker.runtime.process import Stop
 from learner.config import SamplesSection
 from learner.credit import archive, ledger_file, ledger_segments
-from learner.credit.archive import Archive
-from learner.credit.intake import Intake, version_bounds
-from learner.credit.ledger import Action, Changed, Ended, Entry, Ledger
-from learner.credit.ledger_file import Line, Scribe, digest
-from learner.disk_retry import Patience
+from learner.credit.archive import SampleArchive
+from learner.credit.intake import RecordIntake, version_bounds
+from learner.credit.ledger import Action, Ledger, LedgerEntry, RulesUpdate, TicketEnd
+from learner.credit.ledger_file import LedgerLine, LedgerLineBuilder, digest
+from learner.disk_retry import DiskRetry
 
 AT_ONCE_BYTES: Final = 2**16  # writing a record up to this size is faster than starting work in a thread
 
 
-class Records:
-    """Service around ``Scribe``, which waits while the folder cannot be written.
+class LedgerRecorder:
+    """Service around ``LedgerLineBuilder``, which waits while the folder cannot be written.
 
     Args:
         folder: the run's; its files are cut back to the position of ``ledger``.
@@ -43,34 +43,34 @@ class Records:
         max_ledger_bytes: int = ledger_segments.MAX_BYTES,
     ) -> None:
         self._folder, self._ledger = folder, ledger
-        self._patience = Patience(folder, stop, "training waits", say)
+        self._patience = DiskRetry(folder, stop, "training waits", say)
         self._lock = threading.Lock()  # a checkpoint's sync may run while a new file begins, both in threads
-        self._file, lines = ledger_segments.resume(folder / ledger_segments.FOLDER, ledger, max_ledger_bytes)
-        self._scribe = Scribe(lines)
-        self._archive: Archive | None = None
+        self._file, lines = ledger_segments.resume_file(folder / ledger_segments.FOLDER, ledger, max_ledger_bytes)
+        self._scribe = LedgerLineBuilder(lines)
+        self._archive: SampleArchive | None = None
         if samples.keep:
-            self._archive = Archive(folder / archive.FOLDER, ledger.state.position, int(samples.max_file_mib * 2**20))
+            self._archive = SampleArchive(folder / archive.FOLDER, ledger.state.position, int(samples.max_file_mib * 2**20))
         else:
-            archive.pause(folder / archive.FOLDER, ledger.state.position)
+            archive.mark_paused(folder / archive.FOLDER, ledger.state.position)
 
-    async def began(self, actions: Sequence[Action], lost: Sequence[Entry] = ()) -> None:
+    async def began(self, actions: Sequence[Action], lost: Sequence[LedgerEntry] = ()) -> None:
         """Write the lines of opening the credit; ``lost`` are arrived groups that the log has lost."""
         await self._write(self._scribe.begin(actions, self._ledger))
         await self._leave_full_file()
         await self._write(self._scribe.lost(lost))
 
-    async def consumed(self, entry: LogRecord, read: Intake, actions: Sequence[Action]) -> None:
+    async def consumed(self, entry: LogRecord, read: RecordIntake, actions: Sequence[Action]) -> None:
         """Write the lines of an applied record, and archive it."""
         found = digest(entry.data)
         if self._archive is not None and self._file.has_name:  # else a later incarnation archives this record
             await self._archive_record(self._archive, entry, found)
-        reason = read.record.reason if isinstance(read.record, Ended) else ""
+        reason = read.record.reason if isinstance(read.record, TicketEnd) else ""
         group = read.group or (entry.message if isinstance(entry.message, wire.Group) else None)
         bounds = version_bounds([group]) if group is not None else None
-        rules = read.record.rules if isinstance(read.record, Changed) else None
+        rules = read.record.rules if isinstance(read.record, RulesUpdate) else None
         await self._write(self._scribe.record(actions, seq=entry.seq, data_digest=found, reason=reason, bounds=bounds, rules=rules))
 
-    async def completed(self, taken: Sequence[Entry], trained: Collection[int], actions: Sequence[Action]) -> None:
+    async def completed(self, taken: Sequence[LedgerEntry], trained: Collection[int], actions: Sequence[Action]) -> None:
         """Write the lines of a step of the groups ``taken``, of which the tickets ``trained`` were trained on."""
         await self._write(self._scribe.step(taken, trained, actions, self._ledger))
         await self._leave_full_file()
@@ -84,7 +84,7 @@ class Records:
         if self._archive is not None:
             self._archive.close()
 
-    async def _write(self, lines: Sequence[Line]) -> None:
+    async def _write(self, lines: Sequence[LedgerLine]) -> None:
         if lines:
             data = ledger_file.encode(lines)
             await self._patience(partial(self._append, data))
@@ -95,14 +95,14 @@ class Records:
         if self._file.is_full and step > self._file.first:
             await self._patience.in_thread(self._leave, step, self._scribe.summary(self._ledger.rules))
 
-    def _leave(self, step: int, summary: Line) -> None:
+    def _leave(self, step: int, summary: LedgerLine) -> None:
         with self._lock:
             self._file.leave(step, summary)
 
     async def _append(self, data: bytes) -> None:
         self._file.append(data)  # into the page cache: microseconds
 
-    async def _archive_record(self, archive: Archive, entry: LogRecord, found: str) -> None:
+    async def _archive_record(self, archive: SampleArchive, entry: LogRecord, found: str) -> None:
         if len(entry.data) > AT_ONCE_BYTES:
             await self._patience.in_thread(archive.append, entry, found)
             return

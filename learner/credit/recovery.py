@@ -30,18 +30,18 @@ from broker.contract.streams import SAMPLES, TICKETS, Stream
 from broker.errors import LostState
 from broker.jetstream.bus import Bus, LogRecord
 from learner.credit import archive, intake, ledger_segments
-from learner.credit.ledger import LOST, Entry, Ledger
+from learner.credit.ledger import LOST, Ledger, LedgerEntry
 from learner.credit.tickets import REBASE
-from learner.run_folder import moved_from
+from learner.run_folder import previous_broker
 
 log = logging.getLogger(__name__)
 
-NOBODY: Final = "_lost"  # instead of a domain: no hub reads it
+NO_DOMAIN: Final = "_lost"  # instead of a domain: no hub reads it
 FILL_AT_ONCE: Final = 512
 
 
 @dataclass(frozen=True)
-class Resumed:
+class RecoveryResult:
     """What the learner resumes with.
 
     Attributes:
@@ -51,12 +51,12 @@ class Resumed:
     """
 
     groups: dict[int, wire.Group] = field(default_factory=dict)
-    lost: Sequence[Entry] = ()
+    lost: Sequence[LedgerEntry] = ()
     unissued: Sequence[wire.Ticket] = ()
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownProgress:
     """How far an earlier incarnation got, according to its files."""
 
     issued: int  # tickets
@@ -74,9 +74,9 @@ class Recovery:
 
     def __init__(self, bus: Bus, ledger: Ledger, folder: Path, vocab_size: int) -> None:
         self._bus, self._ledger, self._folder, self._vocab_size = bus, ledger, folder, vocab_size
-        self._known = known(folder, ledger)
+        self._known = known_progress(folder, ledger)
         self._groups: dict[int, wire.Group] = {}
-        self._missing: list[Entry] = []
+        self._missing: list[LedgerEntry] = []
         self._unissued: list[wire.Ticket] = []
         self._lost = ""
 
@@ -114,20 +114,20 @@ class Recovery:
 
     def _advice(self) -> str:
         """Return how to continue after a loss: with the broker of the last training, if that is another one."""
-        if not (other := moved_from(self._folder, self._bus.link.url)):
+        if not (other := previous_broker(self._folder, self._bus.link.url)):
             return REBASE
         return (
             f"the run was last trained with the broker at {other}: `rlearner start {self._folder} --broker {other}` continues there; "
             "if that has lost its store, --rebase continues with the open tickets counted dead"
         )
 
-    async def mend(self) -> Resumed:
+    async def mend(self) -> RecoveryResult:
         """Resume, with a rebase if ``look`` has found a loss; only for the holder of the run."""
         lost = self._ledger.lose({entry.number for entry in self._missing})
         if self._lost:
             await self._rebase()
-            return Resumed(self._groups, lost)
-        return Resumed(self._groups, lost, self._unissued)
+            return RecoveryResult(self._groups, lost)
+        return RecoveryResult(self._groups, lost, self._unissued)
 
     # ------------------------------------------------------------------------------------------------- groups
 
@@ -142,15 +142,15 @@ class Recovery:
                     if record.seq >= max(there):
                         break
         gone = {entry.seq: entry for entry in self._ledger.arrived if entry.number not in self._groups}
-        for frame in archive.pick(self._folder / archive.FOLDER, gone):
+        for frame in archive.select_frames(self._folder / archive.FOLDER, gone):
             self._keep(gone[frame.seq], frame.record())
         self._missing = [entry for entry in self._ledger.arrived if entry.number not in self._groups]
 
-    def _keep(self, entry: Entry | None, record: LogRecord) -> None:
+    def _keep(self, entry: LedgerEntry | None, record: LogRecord) -> None:
         if entry is not None and isinstance(record.message, wire.Group) and record.message.ticket == entry.number:
             self._groups[entry.number] = record.message
 
-    async def _not_closed(self) -> list[Entry]:
+    async def _not_closed(self) -> list[LedgerEntry]:
         """Return the missing groups that an earlier, interrupted rebase has not closed as lost."""
         closed = set()
         async for record in self._rest():
@@ -182,7 +182,7 @@ class Recovery:
         """
         while (short := last - await self._bus.last_seq(stream)) > 0:
             filler = self._closed(max(self._ledger.state.issued, 1), "fills a place")
-            await asyncio.gather(*(self._bus.publish(stream, filler, key=NOBODY) for _ in range(min(short, FILL_AT_ONCE))))
+            await asyncio.gather(*(self._bus.publish(stream, filler, key=NO_DOMAIN) for _ in range(min(short, FILL_AT_ONCE))))
             await self._bus.trim(stream, min(last, await self._bus.last_seq(stream)) + 1)
 
     async def _read_ahead(self) -> Ledger:
@@ -192,7 +192,7 @@ class Recovery:
         async for record in self._rest():
             while ahead.full:
                 ahead.complete_step()
-            ahead.apply(intake.read(record, ahead, self._vocab_size).record, record.seq)
+            ahead.apply(intake.read_record(record, ahead, self._vocab_size).record, record.seq)
         while ahead.full:
             ahead.complete_step()
         return ahead
@@ -213,12 +213,12 @@ class Recovery:
 
     def _closed(self, number: int, detail: str) -> wire.Closed:
         ticket = self._ledger.state.live.get(number)
-        return wire.Closed(ticket=number, domain=ticket.domain if ticket else NOBODY, reason="lost", detail=detail, by=self._bus.name)
+        return wire.Closed(ticket=number, domain=ticket.domain if ticket else NO_DOMAIN, reason="lost", detail=detail, by=self._bus.name)
 
 
-def known(folder: Path, ledger: Ledger) -> Known:
+def known_progress(folder: Path, ledger: Ledger) -> KnownProgress:
     """Return progress according to the ledger and the newest ledger file, which may be ahead of it."""
-    lines, _ = ledger_segments.newest(folder / ledger_segments.FOLDER)
+    lines, _ = ledger_segments.read_newest(folder / ledger_segments.FOLDER)
     issued = max((line.ticket if line.state == "issued" else line.counts.get("issued", 0) for line in lines), default=0)
     consumed = max((line.seq for line in lines), default=0)
-    return Known(max(issued, ledger.state.issued), max(consumed, ledger.state.position))
+    return KnownProgress(max(issued, ledger.state.issued), max(consumed, ledger.state.position))

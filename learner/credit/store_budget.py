@@ -17,7 +17,7 @@ FIRST_GUESS_BYTES: Final = 1 << 20  # of a group, before the first one
 
 
 @dataclass(frozen=True)
-class Usage:
+class StoreUsage:
     """Usage of the broker's store, in bytes of one replica.
 
     Attributes:
@@ -35,7 +35,7 @@ class Usage:
     stores: bool = True
 
 
-class Room:
+class StoreBudget:
     """Budget of the run, from the newest usage.
 
     Args:
@@ -46,11 +46,11 @@ class Room:
     def __init__(self, limit: int | None, press_from: int) -> None:
         self._configured, self._press_from = limit, press_from
         self._learned: int | None = None  # what the store held at the first refusal
-        self._usage = Usage(0, 0, 0, None)
+        self._usage = StoreUsage(0, 0, 0, None)
         self._group_bytes = float(FIRST_GUESS_BYTES)
         self._under_way = 0  # tickets published and without a record
 
-    def look(self, usage: Usage, under_way: int) -> None:
+    def look(self, usage: StoreUsage, under_way: int) -> None:
         """Update the usage.
 
         Args:
@@ -71,7 +71,7 @@ class Room:
         return min(known, default=None)
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> StoreUsage:
         """The newest usage."""
         return self._usage
 

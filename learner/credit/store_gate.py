@@ -13,7 +13,7 @@ from broker.jetstream.api import ask
 from broker.jetstream.bus import Bus
 from broker.nats.nats_errors import ApiError, Disconnected, NoResponders
 from learner.credit.ledger import Ledger
-from learner.credit.store_budget import Room, Usage
+from learner.credit.store_budget import StoreBudget, StoreUsage
 
 log = logging.getLogger(__name__)
 
@@ -23,8 +23,8 @@ GROUPS: Final = (EPISODES, SAMPLES)  # one message for each group, or for its cl
 GROWING: Final = (TICKETS, PARTS, *GROUPS)  # what a run fills the store with
 
 
-class Gate:
-    """Service around ``Room``.
+class StoreGate:
+    """Service around ``StoreBudget``.
 
     Args:
         limit_gib: the configured limit of the store, None if there is none.
@@ -43,7 +43,7 @@ class Gate:
         relieve: Callable[[], Awaitable[None]],
     ) -> None:
         self._bus, self._ledger, self._say, self._relieve = bus, ledger, say, relieve
-        self._room = Room(None if limit_gib is None else int(limit_gib * GIB), int(press_from_gib * GIB))
+        self._room = StoreBudget(None if limit_gib is None else int(limit_gib * GIB), int(press_from_gib * GIB))
         self._looked = asyncio.Event()
         self._waiting = 0
         self._newest = 0  # ticket that was admitted, or published before this learner
@@ -94,12 +94,12 @@ class Gate:
         looked, self._looked = self._looked, asyncio.Event()
         looked.set()
 
-    async def _usage(self) -> tuple[Usage, int]:
+    async def _usage(self) -> tuple[StoreUsage, int]:
         """Return the usage of the broker's store, and the bytes of the reserve."""
         reserved, *ours = await asyncio.gather(*(self._bus.info(stream) for stream in (RESERVE, *GROWING)))
         account = await ask(self._bus.link, "INFO")  # after the streams: messages stored in between count as others'
-        used, limit = of_one_replica(account, int(reserved["config"]["num_replicas"]))
-        usage = Usage(
+        used, limit = replica_usage(account, int(reserved["config"]["num_replicas"]))
+        usage = StoreUsage(
             used,
             sum(int(one["state"]["bytes"]) for one in ours),
             sum(int(one["state"]["messages"]) for stream, one in zip(GROWING, ours, strict=True) if stream in GROUPS),
@@ -124,7 +124,7 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / (1 << 20):.1f} MiB"
 
 
-def of_one_replica(account: dict[str, Any], replicas: int) -> tuple[int, int | None]:
+def replica_usage(account: dict[str, Any], replicas: int) -> tuple[int, int | None]:
     """Return (used, limit) of a single replica; the account counts all replicas, but a limit by tier only one."""
     tier = (account.get("tiers") or {}).get(f"R{replicas}")
     limit = int((tier or account)["limits"]["max_storage"])

@@ -23,7 +23,7 @@ REBASE: Final = "it lost its store; `rlearner start … --rebase` continues with
 AnyTicket = wire.Ticket | wire.EvalTicket
 
 
-class Issuer:
+class TicketIssuer:
     """Publisher of the tickets of one stream in order; a ticket's number is its sequence there.
 
     Many are in flight at once. Each names the sequence that must precede it, so the broker refuses tickets out of
@@ -83,7 +83,7 @@ class Issuer:
         return await self._bus.publish(self._stream, ticket, key=ticket.domain, ticket=ticket.number, expected_last_seq=ticket.number - 1)
 
 
-class Ages:
+class TicketAges:
     """Ages of the open tickets. Pure.
 
     A ticket ages from its first delivery to a hub on, while a hub that serves its domain is alive and the run is not
@@ -122,7 +122,7 @@ class Ages:
         return sorted(expired)
 
 
-class Reaper:
+class TicketReaper:
     """Service that closes tickets that no hub ends, by a record in the log.
 
     Args:
@@ -141,7 +141,7 @@ class Reaper:
         every_s: float = TICK_S,
     ) -> None:
         self._bus, self._ledger, self._roster, self._timeout_s, self._paused = bus, ledger, roster, timeout_s, paused
-        self._ages, self._every_s = Ages(timeout_s), every_s
+        self._ages, self._every_s = TicketAges(timeout_s), every_s
 
     async def serve(self) -> None:
         """Check every ``every_s`` seconds until cancelled."""

@@ -21,7 +21,7 @@ from learner.reporting.transcripts import Transcript
 
 
 @dataclass(frozen=True)
-class Measured:
+class TaskResult:
     """Numeric result of one task.
 
     Attributes:
@@ -38,7 +38,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Row:
+class EvaluationRow:
     """Full result of one task, kept until it is written to a file.
 
     Attributes:
@@ -88,16 +88,16 @@ class Evaluation:
     policy: str
     waiting: set[int]
     began_s: float
-    measured: list[Measured] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)
+    measured: list[TaskResult] = field(default_factory=list)
+    rows: list[EvaluationRow] = field(default_factory=list)
     closed: dict[str, int] = field(default_factory=dict)
 
     def add(self, group: wire.Group) -> None:
         """Add the group of a finished task."""
         own = episodes(group)
         successes, rewards = tuple(one.success for one in own), tuple(one.reward for one in own)
-        self.measured.append(Measured(group.domain, group.task_index, successes, rewards, version_bounds([group])))
-        self.rows.append(Row(group.domain, group.task_index, successes, rewards, own[0], group.frames))
+        self.measured.append(TaskResult(group.domain, group.task_index, successes, rewards, version_bounds([group])))
+        self.rows.append(EvaluationRow(group.domain, group.task_index, successes, rewards, own[0], group.frames))
 
     def values(self) -> dict[str, float]:
         """Return the metrics: ``eval/<name>`` for the actor, with avg@k and pass@k if tasks have several episodes.
@@ -125,7 +125,7 @@ class Evaluation:
             "eval/num_episodes": float(len(successes)),
             "eval/num_closed": float(sum(self.closed.values())),
         }
-        values |= {f"eval/{name}": value for name, value in pass_at_k.values(self.tries()).items()}
+        values |= {f"eval/{name}": value for name, value in pass_at_k.pass_at_k_metrics(self.tries()).items()}
         return values
 
     def ahead(self, other: Evaluation) -> dict[str, float]:
@@ -157,7 +157,7 @@ class Evaluation:
         return [reward for one in self.measured if domain in (None, one.domain) for reward in one.rewards]
 
 
-class Evaluations:
+class EvaluationQueue:
     """Evaluations of a run: tickets out, records in. Pure.
 
     Args:

@@ -14,10 +14,10 @@ from broker.contract.streams import EVALS, EVALTICKETS
 from broker.contract.wire import ACTOR
 from broker.jetstream.bus import Bus
 from broker.runtime.presence import Roster
-from learner.credit.tickets import Issuer
-from learner.disk_retry import Patience
-from learner.evaluation.evaluation import Evaluation, Evaluations
-from learner.reporting.transcripts import Transcripts
+from learner.credit.tickets import TicketIssuer
+from learner.disk_retry import DiskRetry
+from learner.evaluation.evaluation import Evaluation, EvaluationQueue
+from learner.reporting.transcripts import TranscriptFactory
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ ACTORS_KEPT: Final = 4  # evaluations of the actor, for comparison with others
 
 
 class Evaluator:
-    """Service around ``Evaluations``.
+    """Service around ``EvaluationQueue``.
 
     Args:
         folder: ``runs/<name>/evals``; one JSONL of episodes for each evaluation, for replays.
@@ -44,12 +44,12 @@ class Evaluator:
     def __init__(
         self,
         bus: Bus,
-        evaluations: Evaluations,
+        evaluations: EvaluationQueue,
         roster: Roster,
         folder: Path,
         baseline: str,
-        patience: Patience,
-        transcripts: Transcripts,
+        patience: DiskRetry,
+        transcripts: TranscriptFactory,
         against: Sequence[str] = (),
         *,
         show: Callable[[int, list[dict[str, Any]]], None] = lambda step, rows: None,
@@ -60,7 +60,7 @@ class Evaluator:
         self._actors: dict[int, Evaluation] = {}  # by step, the last few
         self._unkept = 0  # evaluations whose episodes are not in the folder yet
         self._withdrawn: set[int] = set()  # numbers of expired tickets that may be in the stream
-        self._issuer = Issuer(bus, EVALTICKETS)
+        self._issuer = TicketIssuer(bus, EVALTICKETS)
         self.completed: list[Evaluation] = []
         self._changed = asyncio.Event()
 

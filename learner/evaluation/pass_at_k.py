@@ -20,12 +20,12 @@ def pass_at_k(num_tries: int, num_right: int, k: int) -> float:
     return 1.0 - math.comb(num_tries - num_right, k) / math.comb(num_tries, k)
 
 
-def ks(num_tries: int) -> list[int]:
+def reported_ks(num_tries: int) -> list[int]:
     """Return the k to report for n tries: powers of two below n, and n."""
     return [2**i for i in range(num_tries.bit_length()) if 2**i < num_tries] + [num_tries]
 
 
-def values(tasks: Sequence[Sequence[bool]]) -> dict[str, float]:
+def pass_at_k_metrics(tasks: Sequence[Sequence[bool]]) -> dict[str, float]:
     """Return ``avg@n`` and every ``pass@k`` over the tasks with the most tries, n; empty for n = 1.
 
     avg@n is the mean over tasks of the share of right tries.
@@ -35,7 +35,7 @@ def values(tasks: Sequence[Sequence[bool]]) -> dict[str, float]:
     if most < 2:
         return {}
     found = {f"avg@{most}": sum(sum(tries) / most for tries in whole) / len(whole)}
-    for k in ks(most):
+    for k in reported_ks(most):
         found[f"pass@{k}"] = sum(pass_at_k(most, sum(tries), k) for tries in whole) / len(whole)
     return found
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Final
 
 PIPELINES: Final[dict[str, str]] = {
-    "sft": "learner.offline.supervised:Supervised",
-    "dpo": "learner.offline.preference:Preference",
-    "distill": "learner.offline.distillation:Distillation",
+    "sft": "learner.offline.supervised:SupervisedPipeline",
+    "dpo": "learner.offline.preference:PreferencePipeline",
+    "distill": "learner.offline.distillation:DistillationPipeline",
 }
 PREFERENCES: Final[dict[str, str]] = {
     "dpo": "learner.algorithm.losses.dpo:dpo",

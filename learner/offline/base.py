@@ -27,7 +27,7 @@ REFERENCE: Final = "reference.safetensors"  # in the run's folder: logprobs unde
 _UNLIMITED: Final = 1 << 20  # tokens, for a model that names no limit
 
 
-class Pipeline(Protocol):
+class OfflinePipeline(Protocol):
     """One kind of offline training; the constructor loads data and models."""
 
     backend: Backend
@@ -47,7 +47,7 @@ class Pipeline(Protocol):
 
 
 @dataclass(frozen=True)
-class Job:
+class OfflineJob:
     """Inputs of a pipeline.
 
     Attributes:

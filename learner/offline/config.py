@@ -12,7 +12,7 @@ from broker.errors import ConfigError, UserError
 from broker.settings import runspec
 from broker.settings.config import Section
 from learner.checks import check_layers, check_name, check_options
-from learner.config import Beta, Optimization, TrainSection
+from learner.config import Beta, OptimizationSection, TrainSection
 
 _COMMON: Final[dict[str, str]] = {
     "run": "broker.settings.config:RunSection",
@@ -54,7 +54,7 @@ class DataSection(Section):
     max_tokens: PositiveInt | None = None  # longer rows are cut (sft, distill) or omitted (dpo); null: the model's limit
 
 
-class OfflineTrainSection(Optimization):
+class OfflineTrainSection(OptimizationSection):
     """Number and size of the steps, and the learning rate."""
 
     steps: Annotated[PositiveInt, Field(le=2**31 - 1)] = 300
@@ -149,12 +149,12 @@ def backend_train(train: OfflineTrainSection) -> TrainSection:
     return TrainSection(**same)
 
 
-def differing(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> str | None:
+def first_changed_key(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> str | None:
     """Return the first changed key that must not change when a run resumes, None if there is none."""
     for key in sorted({*before, *now}):
         name, old, new = f"{prefix}{key}", before.get(key), now.get(key)
         if isinstance(old, Mapping) and isinstance(new, Mapping):
-            if (found := differing(old, new, f"{name}.")) is not None:
+            if (found := first_changed_key(old, new, f"{name}.")) is not None:
                 return found
         elif old != new and not name.startswith(FREE):
             return name

@@ -19,7 +19,7 @@ Messages = list[dict[str, str]]
 
 
 @dataclass(frozen=True)
-class Example:
+class TokenizedExample:
     """One conversation: token ids and loss mask, n values each."""
 
     token_ids: list[int]
@@ -91,18 +91,18 @@ def conversation(prompt: Any, answer: Any, key: str) -> Messages:
         raise ValueError(f"prompt and {key}: {error}") from None
 
 
-def load_examples(path: str | Path, tokenizer: Tokenizer, max_tokens: int, key: str = "data") -> list[Example]:
+def load_examples(path: str | Path, tokenizer: Tokenizer, max_tokens: int, key: str = "data") -> list[TokenizedExample]:
     """Return every conversation of the file as tokens, cut to ``max_tokens``, without those with nothing to train.
 
     Raises:
         ConfigError: if the file cannot be read, or the chat template refuses the messages.
         DataError: if a row is malformed, or the file has no row to train on.
     """
-    examples: list[Example] = []
+    examples: list[TokenizedExample] = []
     last_line = 0
     for last_line, messages in read_conversations(path, key):  # noqa: B007 - used below
         token_ids, mask = encode_supervised(tokenizer, messages)
-        example = Example(token_ids[:max_tokens], mask[:max_tokens])
+        example = TokenizedExample(token_ids[:max_tokens], mask[:max_tokens])
         if example.num_trained:
             examples.append(example)
     if not examples:
@@ -121,9 +121,9 @@ def shuffled_batches(num_examples: int, batch_size: int, seed: int) -> Iterator[
         waiting = waiting[batch_size:]
 
 
-def micro_batches(examples: Sequence[Example], max_padded_tokens: int) -> list[list[Example]]:
+def micro_batches(examples: Sequence[TokenizedExample], max_padded_tokens: int) -> list[list[TokenizedExample]]:
     """Cut a batch into parts of similar lengths, of at most ``max_padded_tokens`` or a single example."""
-    parts: list[list[Example]] = []
+    parts: list[list[TokenizedExample]] = []
     for example in sorted(examples, key=lambda e: len(e.token_ids), reverse=True):
         # The first of a part is its longest, so it determines the width.
         if not parts or (len(parts[-1]) + 1) * len(parts[-1][0].token_ids) > max_padded_tokens:

@@ -14,7 +14,7 @@ from broker.settings.runspec import section
 from learner.algorithm.samples import TrainSample
 from learner.backends.distill import DistillBackend, TaughtSample
 from learner.config import AlgorithmSection
-from learner.offline.base import Job
+from learner.offline.base import OfflineJob
 from learner.offline.config import DistillSection, backend_train
 from learner.offline.data import load_examples
 from learner.offline.supervised import optimizer_metrics
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 MEAN: Final = AlgorithmSection(pg_variant="sft", loss_agg_mode="token-mean")
 
 
-class Distillation:
+class DistillationPipeline:
     """A ``Pipeline``; the loss of a step is the mean divergence over all trained tokens of its rows."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: OfflineJob) -> None:
         distill = section(job.config, "distill", DistillSection)
         _check_vocabulary(job.tokenizer, distill.teacher, trust_remote_code=job.model.trust_remote_code)
         most = job.max_tokens()
@@ -80,10 +80,10 @@ class Distillation:
         if self._served is None:
             return list(samples)
         answers = self._served.ask([sample.token_ids for sample in samples])
-        return [taught(sample, ids, logprobs) for sample, (ids, logprobs) in zip(samples, answers, strict=True)]
+        return [with_candidates(sample, ids, logprobs) for sample, (ids, logprobs) in zip(samples, answers, strict=True)]
 
 
-def taught(sample: TrainSample, ids: np.ndarray, logprobs: np.ndarray) -> TaughtSample:
+def with_candidates(sample: TrainSample, ids: np.ndarray, logprobs: np.ndarray) -> TaughtSample:
     """Return a sample with a teacher's candidates for its trained tokens, from (n - 1, k) for all but the first."""
     own = {field.name: getattr(sample, field.name) for field in fields(TrainSample)}
     rows = sample.positions - 1

@@ -6,21 +6,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from broker.errors import DataError
-from learner.offline.data import Example, Messages, conversation
+from learner.offline.data import Messages, TokenizedExample, conversation
 from learner.offline.rows import Row, read_rows
 from rlearner_text.masks import encode_supervised
 from rlearner_text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
-class Pair:
+class PreferencePair:
     """Two conversations with the same beginning; the mask is 1 from where they differ."""
 
-    chosen: Example
-    rejected: Example
+    chosen: TokenizedExample
+    rejected: TokenizedExample
 
 
-def load_pairs(path: str | Path, tokenizer: Tokenizer, max_tokens: int, key: str = "data") -> tuple[list[Pair], int]:
+def load_pairs(path: str | Path, tokenizer: Tokenizer, max_tokens: int, key: str = "data") -> tuple[list[PreferencePair], int]:
     """Return every pair of the file, and the number of pairs left out because an answer ends beyond ``max_tokens``.
 
     Rows are ``{"prompt": …, "chosen": …, "rejected": …}``, each a text (one message) or a list of messages; chosen and
@@ -30,7 +30,7 @@ def load_pairs(path: str | Path, tokenizer: Tokenizer, max_tokens: int, key: str
         ConfigError: if the file cannot be read, or the chat template refuses the messages.
         DataError: if a row is malformed, or the file has no pair to train on.
     """
-    pairs: list[Pair] = []
+    pairs: list[PreferencePair] = []
     number = num_long = 0
     for number, row in read_rows(path, key):
         try:
@@ -39,7 +39,7 @@ def load_pairs(path: str | Path, tokenizer: Tokenizer, max_tokens: int, key: str
             raise DataError(str(path), number, str(error)) from None
         examples = [_example(tokenizer, messages, shared) for messages in (chosen, rejected)]
         if all(len(example.token_ids) <= max_tokens for example in examples):
-            pairs.append(Pair(*examples))
+            pairs.append(PreferencePair(*examples))
         else:
             num_long += 1
     if not pairs:
@@ -62,7 +62,7 @@ def _conversations(row: Row) -> tuple[Messages, Messages, int]:
     return chosen, rejected, shared
 
 
-def _example(tokenizer: Tokenizer, messages: Messages, shared: int) -> Example:
+def _example(tokenizer: Tokenizer, messages: Messages, shared: int) -> TokenizedExample:
     """Return the conversation with the assistant's turns among its first ``shared`` messages masked."""
     token_ids, mask = encode_supervised(tokenizer, messages)
     turns = sum(message["role"] == "assistant" for message in messages[:shared])
@@ -71,4 +71,4 @@ def _example(tokenizer: Tokenizer, messages: Messages, shared: int) -> Example:
             break
         turns -= value and mask[index + 1 : index + 2] != [1]  # the last token of a turn
         mask[index] = 0
-    return Example(token_ids, mask)
+    return TokenizedExample(token_ids, mask)

@@ -20,12 +20,12 @@ from torch import Tensor
 from broker.errors import UserError
 from broker.settings.registry import resolve
 from broker.settings.runspec import digest_file, section
-from learner.algorithm.losses.preference import Pairs, PreferenceLoss
+from learner.algorithm.losses.preference import PairLogprobs, PreferenceLoss
 from learner.algorithm.samples import TrainSample
 from learner.backends.base import Backend
 from learner.config import AlgorithmSection
 from learner.offline import PREFERENCES
-from learner.offline.base import REFERENCE, Job, log
+from learner.offline.base import REFERENCE, OfflineJob, log
 from learner.offline.config import DpoSection
 from learner.offline.pairs import load_pairs
 from learner.offline.supervised import optimizer_metrics
@@ -44,7 +44,7 @@ def answer_logprobs(backend: Backend, pairs: Sequence[Two]) -> Tensor:
 def compare(loss: PreferenceLoss, beta: float, logprobs: Tensor, ref: Tensor, pairs: Sequence[Two]) -> tuple[Tensor, Tensor]:
     """Return losses and margins, (P,) each; gradient flows into ``logprobs``, (P, 2) like ``ref``."""
     counts = torch.tensor([[sample.num_tokens for sample in pair] for pair in pairs], dtype=torch.float64)
-    return loss(Pairs(*logprobs.unbind(1), *ref.unbind(1), *counts.unbind(1)), beta)
+    return loss(PairLogprobs(*logprobs.unbind(1), *ref.unbind(1), *counts.unbind(1)), beta)
 
 
 def weighted(pairs: Sequence[Two], slopes: Tensor) -> list[TrainSample]:
@@ -72,10 +72,10 @@ def summary(prefix: str, losses: Tensor, margins: Tensor, logprobs: Tensor, ref:
     }
 
 
-class Preference:
+class PreferencePipeline:
     """A ``Pipeline`` for preference losses."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: OfflineJob) -> None:
         section_ = section(job.config, "dpo", DpoSection)
         self._beta = section_.beta
         self._loss: PreferenceLoss = resolve("preferences", section_.loss, PREFERENCES)
@@ -115,7 +115,7 @@ class Preference:
         """Do nothing."""
 
 
-def _reference(job: Job, dpo: DpoSection, rows: Sequence[Two], held_out: Sequence[Two]) -> tuple[Tensor, Tensor]:
+def _reference(job: OfflineJob, dpo: DpoSection, rows: Sequence[Two], held_out: Sequence[Two]) -> tuple[Tensor, Tensor]:
     """Return the reference's logprobs of every answer, (rows, 2) float64 each, cached in the run's folder.
 
     So no second model stays in memory, and a resumed run compares with the same numbers.

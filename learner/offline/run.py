@@ -25,13 +25,13 @@ from broker.system.locks import lock
 from learner.checkpoints import checkpoint
 from learner.config import TrackersSection
 from learner.offline import PIPELINES
-from learner.offline.base import REFERENCE, Job, Pipeline
-from learner.offline.config import differing
+from learner.offline.base import REFERENCE, OfflineJob, OfflinePipeline
+from learner.offline.config import first_changed_key
 from learner.offline.data import shuffled_batches
 from learner.offline.progress import Show, progress
 from learner.prepare import base_model, make_folder, run_folder, write_config
 from learner.reporting.metrics import MetricsFile, finite
-from learner.reporting.trackers import Trackers
+from learner.reporting.trackers import TrackerGroup
 from rlearner_text.config import ModelSection
 from rlearner_text.tokenizer import Tokenizer
 
@@ -41,7 +41,7 @@ EPOCH: Final = 1  # offline runs have no incarnations that could compete
 
 
 @dataclass(frozen=True)
-class Result:
+class OfflineResult:
     """Result of a run: the checkpoint of its last step, and the metrics of that step."""
 
     path: Path
@@ -50,7 +50,7 @@ class Result:
     seconds: float
 
 
-def run(name: str, config: dict[str, Any], url: str = "") -> Result:
+def run(name: str, config: dict[str, Any], url: str = "") -> OfflineResult:
     """Train to the last step, from the newest checkpoint in the run's folder if there is one.
 
     Args:
@@ -77,18 +77,18 @@ def _hold(folder: Path, run: str) -> IO[bytes]:
         raise UserError(f"{folder}: {error.strerror}") from None
 
 
-def _run(name: str, config: dict[str, Any], folder: Path, url: str) -> Result:
+def _run(name: str, config: dict[str, Any], folder: Path, url: str) -> OfflineResult:
     _refuse_other_settings(folder, config)
-    newest = checkpoint.newest(folder / "checkpoints")
+    newest = checkpoint.newest_checkpoint(folder / "checkpoints")
     if newest is not None and newest.step > config["train"]["steps"]:
         raise UserError(f"train.steps: {config['train']['steps']} is not allowed; the run has made {newest.step} steps already")
     _forget_what_never_began(folder)
-    checkpoint.tidy(folder / "checkpoints")
+    checkpoint.remove_partial(folder / "checkpoints")
     first_path = base_model(section(config, "model", ModelSection), folder, log.info)
     model_path = first_path if newest is None else str(newest.path)
     tokenizer = Tokenizer.load(first_path, trust_remote_code=config["model"]["trust_remote_code"])
-    job = Job(config, folder, first_path, model_path, tokenizer, url)
-    pipeline: Pipeline = resolve("pipelines", name, PIPELINES)(job)
+    job = OfflineJob(config, folder, first_path, model_path, tokenizer, url)
+    pipeline: OfflinePipeline = resolve("pipelines", name, PIPELINES)(job)
     write_config(folder, config)  # only now that the input is valid: from here on the settings must not change
     try:
         if newest is not None:
@@ -106,7 +106,7 @@ def _refuse_other_settings(folder: Path, config: dict[str, Any]) -> None:
         before = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
         raise UserError(f"{file}: cannot be read: {' '.join(str(error).split())}") from None
-    key = differing(before if isinstance(before, dict) else {}, config)
+    key = first_changed_key(before if isinstance(before, dict) else {}, config)
     if key is not None:
         raise UserError(f"{key}: differs from what run {config['run']['name']} was started with (see {file}); choose another run.name")
 
@@ -121,16 +121,16 @@ def _forget_what_never_began(folder: Path) -> None:
 class _Loop:
     """Loop over the steps."""
 
-    def __init__(self, name: str, job: Job, pipeline: Pipeline, *, first: int, resumed: bool) -> None:
+    def __init__(self, name: str, job: OfflineJob, pipeline: OfflinePipeline, *, first: int, resumed: bool) -> None:
         self._name, self._job, self._pipeline = name, job, pipeline
         self._first, self._resumed = first, resumed
         self._checkpoints = job.folder / "checkpoints"
         self._checkpoints.mkdir(parents=True, exist_ok=True)
         self._file = MetricsFile(job.folder / "metrics.jsonl", first if resumed else -1)
-        self._trackers = Trackers(section(job.config, "trackers", TrackersSection), job.folder, str(job.run.name), job.config)
+        self._trackers = TrackerGroup(section(job.config, "trackers", TrackersSection), job.folder, str(job.run.name), job.config)
         self._newest: dict[str, float] = {}
 
-    def run(self) -> Result:
+    def run(self) -> OfflineResult:
         train, began = self._job.train, time.monotonic()
         try:
             with progress(self._name, self._first, train.steps) as show:
@@ -142,7 +142,7 @@ class _Loop:
         finally:
             self._file.close()
             self._trackers.close()
-        return Result(self._checkpoints / f"step-{train.steps:06d}", train.steps, self._newest, time.monotonic() - began)
+        return OfflineResult(self._checkpoints / f"step-{train.steps:06d}", train.steps, self._newest, time.monotonic() - began)
 
     def _step(self, step: int, rows: list[int], show: Show) -> None:
         began = time.monotonic()

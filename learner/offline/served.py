@@ -31,7 +31,7 @@ from broker.settings.config import BrokerSection
 from broker.settings.runspec import publish_runspec, section
 from broker.system.reminders import Reminders
 from learner.algorithm.samples import Array
-from learner.offline.base import Job
+from learner.offline.base import OfflineJob
 from learner.offline.config import DistillSection
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class ServedTeacher:
         UserError: if there is no broker at the address.
     """
 
-    def __init__(self, job: Job, distill: DistillSection) -> None:
+    def __init__(self, job: OfflineJob, distill: DistillSection) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="teacher", daemon=True)
         self._thread.start()
@@ -97,7 +97,7 @@ def _absolute(path: str) -> str:
     return str(local.absolute()) if local.is_dir() else path
 
 
-async def _open(job: Job, distill: DistillSection, path: str) -> _Asker:
+async def _open(job: OfflineJob, distill: DistillSection, path: str) -> _Asker:
     run = str(job.run.name)
     bus = await Bus.connect(job.url, run, name="distill", deadline_s=CONNECT_S)
     await bus.ensure_streams()

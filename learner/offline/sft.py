@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from broker.errors import UserError
 from learner.backends.policy import load_model, pick_device
-from learner.offline.data import Example, load_examples, micro_batches, shuffled_batches
+from learner.offline.data import TokenizedExample, load_examples, micro_batches, shuffled_batches
 from rlearner_text.config import ModelSection, check_model_path
 from rlearner_text.folders import atomic_folder
 from rlearner_text.hub import copy_tokenizer
@@ -146,7 +146,7 @@ class _Trainer:
         # One fused kernel over all parameters: otherwise small models spend much of a step between kernels.
         self._optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
 
-    def step(self, batch: Sequence[Example], lr: float) -> tuple[float, float]:
+    def step(self, batch: Sequence[TokenizedExample], lr: float) -> tuple[float, float]:
         """Take an optimizer step; return the mean loss per trained token, and the gradient norm before clipping."""
         denominator = sum(example.num_trained for example in batch)
         total = 0.0
@@ -162,7 +162,7 @@ class _Trainer:
         self._optimizer.zero_grad()
         return total, grad_norm
 
-    def _loss_sum(self, part: Sequence[Example]) -> Tensor:
+    def _loss_sum(self, part: Sequence[TokenizedExample]) -> Tensor:
         ids, labels = (t.to(self._model.device) for t in pad(part, self._pad))
         # Causal attention never reads padding on the right; without a mask the fast causal kernel is used.
         logits = self._model(input_ids=ids, use_cache=False).logits
@@ -170,7 +170,7 @@ class _Trainer:
         return functional.cross_entropy(flat, labels[:, 1:].reshape(-1), ignore_index=_IGNORED, reduction="sum")
 
 
-def pad(part: Sequence[Example], pad_token_id: int) -> tuple[Tensor, Tensor]:
+def pad(part: Sequence[TokenizedExample], pad_token_id: int) -> tuple[Tensor, Tensor]:
     """Return token ids and labels, (batch, longest) int64, padded on the right; labels are -100 off the mask."""
     shape = (len(part), max(len(e.token_ids) for e in part))
     ids = torch.full(shape, pad_token_id)

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 
 from learner.algorithm.samples import TrainSample
 from learner.config import AlgorithmSection
-from learner.offline.base import Job
+from learner.offline.base import OfflineJob
 from learner.offline.data import load_examples
 
 SFT = AlgorithmSection(pg_variant="sft", loss_agg_mode="token-mean")
 
 
-class Supervised:
+class SupervisedPipeline:
     """A ``Pipeline``; the loss of a step is the mean over all trained tokens of its rows."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: OfflineJob) -> None:
         most = job.max_tokens()
 
         def read(path: str, key: str) -> list[TrainSample]:

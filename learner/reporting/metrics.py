@@ -21,7 +21,7 @@ from learner.credit.ledger import Ledger, is_zero_variance
 BLOCK_BYTES: Final = 2**16  # per read when searching for a line from the end
 
 
-def describe(groups: Sequence[wire.Group], version: int) -> dict[str, float]:
+def step_metrics(groups: Sequence[wire.Group], version: int) -> dict[str, float]:
     """Return reward, environment, response and staleness metrics of a step.
 
     Args:

@@ -17,11 +17,11 @@ from broker.jetstream.core_messages import publish_metrics
 from broker.runtime.presence import Roster
 from broker.runtime.process import Stop
 from learner.credit.ledger import Ledger
-from learner.disk_retry import Patience
+from learner.disk_retry import DiskRetry
 from learner.reporting.metrics import MetricsFile, count_tickets, finite
-from learner.reporting.showcase import Showcase
-from learner.reporting.trackers import Trackers
-from learner.reporting.training_signals import Signals
+from learner.reporting.showcase import EpisodeShowcase
+from learner.reporting.trackers import TrackerGroup
+from learner.reporting.training_signals import TrainingWarnings
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ SAMPLE_EVERY_S: Final = 1.0
 QUEUES: Final = (TICKETS, EPISODES, EVALTICKETS)
 
 
-class Book:
+class MetricsWriter:
     """Writer of the run's metrics.
 
     Args:
@@ -43,8 +43,8 @@ class Book:
         bus: Bus,
         roster: Roster,
         ledger: Ledger,
-        trackers: Trackers,
-        showcase: Showcase,
+        trackers: TrackerGroup,
+        showcase: EpisodeShowcase,
         path: Path,
         last_step: int,
         stop: Stop,
@@ -53,9 +53,9 @@ class Book:
         self._bus, self._roster, self._ledger, self._trackers = bus, roster, ledger, trackers
         self.showcase = showcase
         self._file = MetricsFile(path, last_step)
-        self._patience = Patience(path.parent, stop, "training waits", say)
+        self._patience = DiskRetry(path.parent, stop, "training waits", say)
         self._depths = {f"queue/{stream.name}/depth": 0.0 for stream in (*QUEUES, SAMPLES)}
-        self._signals = Signals()
+        self._signals = TrainingWarnings()
         self.newest: dict[str, float] = {}  # the newest line
         self.failure: dict[str, str] = {}  # of the newest failed group: the reason, and the process that closed it
 

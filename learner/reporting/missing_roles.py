@@ -24,7 +24,7 @@ COMMANDS: Final = {
 NAMES: Final = {"envhub": "envhub", "rollout": "rollout server", "rewardhub": "rewardhub"}
 
 
-class Company:
+class MissingRoles:
     """Detector of missing roles, which are reported again at growing intervals. Pure.
 
     Args:
@@ -62,14 +62,16 @@ class Company:
         return lines
 
 
-def roles(domains: Mapping[str, DomainSection]) -> list[str]:
+def required_roles(domains: Mapping[str, DomainSection]) -> list[str]:
     """Return the roles that a run needs in addition to the learner."""
     return [role for role in COMMANDS if role != "rewardhub" or any(domain.rewards for domain in domains.values())]
 
 
-async def watch_company(run: str, roster: Roster, needed: Sequence[str], has_work: Callable[[], bool], say: Callable[[str], None]) -> None:
+async def watch_missing_roles(
+    run: str, roster: Roster, needed: Sequence[str], has_work: Callable[[], bool], say: Callable[[str], None]
+) -> None:
     """Check once a second, until cancelled; ``say`` receives the newest missing role, and an empty text if none is."""
-    company = Company(run)
+    company = MissingRoles(run)
     while True:
         present = {role: bool(roster.alive(role)) for role in needed}
         for line in company.look(present, has_work(), time.monotonic()):

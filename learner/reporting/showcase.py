@@ -16,8 +16,8 @@ from broker.contract import wire
 from broker.errors import UserError
 from learner.algorithm.episodes import episodes
 from learner.config import TrackersSection
-from learner.reporting.trackers import Trackers
-from learner.reporting.transcripts import Transcript, Transcripts
+from learner.reporting.trackers import TrackerGroup
+from learner.reporting.transcripts import Transcript, TranscriptFactory
 
 log = logging.getLogger(__name__)
 
@@ -25,14 +25,14 @@ EACH: Final = 2  # evaluated episodes per domain that solved their task, and as 
 RENDER_TIMEOUT_S: Final = 60.0
 
 
-class Showcase:
+class EpisodeShowcase:
     """Sender of texts and pictures to the trackers.
 
     Args:
         folder: of the run.
     """
 
-    def __init__(self, trackers: Trackers, section: TrackersSection, transcripts: Transcripts, folder: Path) -> None:
+    def __init__(self, trackers: TrackerGroup, section: TrackersSection, transcripts: TranscriptFactory, folder: Path) -> None:
         self._trackers, self._section, self._transcripts, self._folder = trackers, section, transcripts, folder
         self._newest: dict[str, wire.Group] = {}  # by domain, of those that were accepted
         self._undrawn: set[str] = set()  # domains without pictures

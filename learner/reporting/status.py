@@ -13,14 +13,14 @@ from broker.runtime.process import Stop
 from broker.system.process_identity import this_process
 from learner.credit.ledger import Ledger
 from learner.reporting.metrics import count_tickets
-from learner.reporting.metrics_writer import Book
+from learner.reporting.metrics_writer import MetricsWriter
 
 log = logging.getLogger(__name__)
 
 ID: Final = "learner"
 
 
-class Shown:
+class LearnerStatus:
     """Status of the learner, read by presence, metrics and the live view.
 
     Args:
@@ -39,7 +39,7 @@ class Shown:
         self.phase = "starting"
         self.serving = False
         self.ledger: Ledger | None = None
-        self.book: Book | None = None
+        self.book: MetricsWriter | None = None
 
     def presence(self) -> wire.Presence:
         """Return the learner's presence."""

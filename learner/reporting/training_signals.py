@@ -16,7 +16,7 @@ Line = Mapping[str, Any]  # metric name to value
 
 
 @dataclass(frozen=True)
-class Rule:
+class WarningRule:
     """Condition for a warning.
 
     Attributes:
@@ -62,44 +62,44 @@ def _no_gradient(line: Line, _: float) -> bool | None:
     return bool(line["actor/grad_norm"] == 0 and line.get("frac_reward_zero_std", 0.0) < 1)
 
 
-RULES: Final[dict[str, Rule]] = {
-    "reward": Rule(
+RULES: Final[dict[str, WarningRule]] = {
+    "reward": WarningRule(
         _lowest_reward,
         10,
         "every reward of the last 10 steps was the lowest so far, {reward_max:.4g}: read a few episodes (rlearner show), check the "
         "reward and the answer format that the prompt asks for, or begin with easier tasks",
     ),
-    "equal_rewards": Rule(
+    "equal_rewards": WarningRule(
         lambda line, _: line["frac_reward_zero_std"] >= 1 if "frac_reward_zero_std" in line else None,
         5,
         "in the last 5 steps all rewards of each group were equal, so every advantage was zero: use tasks that are neither solved nor "
         "hopeless, a larger group_size, or a higher temperature",
     ),
-    "clip_ratio": Rule(
+    "clip_ratio": WarningRule(
         _cut_responses,
         1,
         "{response_length_clip_ratio:.0%} of the responses were cut for their length: raise sampling.max_tokens or max_context_tokens, or "
         "check that the model knows how to end (its chat template, sampling.stop)",
     ),
-    "entropy": Rule(
+    "entropy": WarningRule(
         lambda line, _: line["actor/entropy"] < 0.01 if "actor/entropy" in line else None,
         5,
         "the policy's entropy is {actor_entropy:.2g}, near zero for 5 steps, so it no longer explores: lower train.lr, raise "
         "algorithm.entropy_coef or clip_high, or go back to an earlier checkpoint",
     ),
-    "kl": Rule(
+    "kl": WarningRule(
         _above(10.0, "actor/kl_loss", "actor/reward_kl", "actor/ppo_kl"),
         1,
         "the divergence from the earlier policy is above 10 nats per token: lower train.lr, raise algorithm.kl_coef, and check the reward "
         "for something that can be exploited",
     ),
-    "no_gradient": Rule(
+    "no_gradient": WarningRule(
         _no_gradient,
         1,
         "the gradient was zero although rewards differed: check that tokens are trained at all (algorithm.mask_truncated, correction_low, "
         "correction_high, advantage_clip), and train.lora.target_modules",
     ),
-    "not_finite": Rule(
+    "not_finite": WarningRule(
         _above(0.0, "actor/skipped"),  # a non-finite norm is not written
         1,
         "the gradient was not finite, so the update was skipped: lower train.lr, set train.max_grad_norm, or try model.dtype=float32",
@@ -107,7 +107,7 @@ RULES: Final[dict[str, Rule]] = {
 }
 
 
-class Signals:
+class TrainingWarnings:
     """Warnings of one run, step by step.
 
     Attributes:
@@ -138,9 +138,9 @@ class Signals:
         return begun, over
 
 
-def warnings(lines: Iterable[Line]) -> list[str]:
+def active_warnings(lines: Iterable[Line]) -> list[str]:
     """Return the warnings that are active after these lines."""
-    signals = Signals()
+    signals = TrainingWarnings()
     for line in lines:
         signals.take(line)
     return list(signals.active.values())

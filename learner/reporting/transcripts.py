@@ -64,7 +64,7 @@ def _code(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.splitlines() or [""])
 
 
-class Transcripts:
+class TranscriptFactory:
     """Factory of transcripts; loads the tokenizer when first needed."""
 
     def __init__(self, config: Mapping[str, Any], folder: Path) -> None:

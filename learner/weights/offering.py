@@ -15,11 +15,11 @@ from broker.jetstream.bus import Bus
 from broker.runtime.presence import Roster
 from broker.weights import fp8
 from broker.weights.adapter import factor_shapes
-from broker.weights.memory.cuda import Cuda
+from broker.weights.memory.cuda import CudaDevice
 from broker.weights.memory.staging import plan_of
 from broker.weights.probe import make_probe
-from broker.weights.sender.send import Sender
-from broker.weights.sender.transfer import Settings
+from broker.weights.sender.send import WeightSender
+from broker.weights.sender.transfer import TransferSettings
 from learner.backends.base import Backend
 from learner.config import TrainSection
 
@@ -30,7 +30,7 @@ PROBE_TOKENS: Final = 64
 PROBE_TOLERANCE: Final = {"float32": 5e-3, "bfloat16": 0.25, "float16": 0.05}
 
 
-class Offering:
+class WeightOffering:
     """Weights of a backend to send: all of them, or only the factors of trained adapters.
 
     Attributes:
@@ -53,7 +53,7 @@ class Offering:
                 log.warning("weights: servers could not tell which weights the adapters change, so the whole model is sent")
                 self.adapter = None
 
-    def sender(self, bus: Bus, roster: Roster, epoch: int) -> Sender:
+    def sender(self, bus: Bus, roster: Roster, epoch: int) -> WeightSender:
         """Return a sender for the weights, staged on their device."""
         train, device = self._train, self._backend.device
         carrier = train.weights_backend or "auto"
@@ -64,16 +64,16 @@ class Offering:
             plan = plan_of(self._backend.shapes(), train.weights_bucket_mib, dtype=train.weights_dtype)
         else:
             plan = plan_of(factor_shapes(self._backend.shapes(), self.adapter.targets, self.adapter.rank), train.weights_bucket_mib)
-        return Sender(
+        return WeightSender(
             bus,
             plan,
             epoch=epoch,
-            settings=Settings("nccl" if carrier == "nccl" else "gloo", shared=shared, timeout_s=train.weights_timeout_s),
+            settings=TransferSettings("nccl" if carrier == "nccl" else "gloo", shared=shared, timeout_s=train.weights_timeout_s),
             roster=roster,
             device=device,
             delta_full_every=train.weights_full_every if train.weights_delta else None,
             adapter=self.adapter,
-            memory=Cuda(device) if carrier == "ipc" else None,
+            memory=CudaDevice(device) if carrier == "ipc" else None,
         )
 
     def tensors(self) -> Mapping[str, Tensor]:

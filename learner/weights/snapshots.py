@@ -10,8 +10,8 @@ from typing import Final
 from aiohttp import web
 
 from broker.errors import ConfigError
-from broker.weights.sender.send import Sender
-from broker.weights.snapshots.publish import Publisher
+from broker.weights.sender.send import WeightSender
+from broker.weights.snapshots.publish import SnapshotPublisher
 from broker.weights.snapshots.snapshot import NAME, NEWEST
 from learner.config import TrainSection
 from rlearner_text.openai import keys
@@ -22,7 +22,7 @@ FOLDER: Final = "snapshots"  # in the run's
 CLOSE_S: Final = 5.0  # for open downloads when the learner ends
 
 
-async def open_snapshots(stack: AsyncExitStack, train: TrainSection, bind: str, folder: Path, run: str, sender: Sender) -> None:
+async def open_snapshots(stack: AsyncExitStack, train: TrainSection, bind: str, folder: Path, run: str, sender: WeightSender) -> None:
     """Make the sender write snapshots of its versions.
 
     Args:
@@ -31,7 +31,7 @@ async def open_snapshots(stack: AsyncExitStack, train: TrainSection, bind: str, 
     Raises:
         UserError: if the port or the API key is not available.
     """
-    publisher = Publisher(folder / FOLDER, run, train.weights_snapshot_every)
+    publisher = SnapshotPublisher(folder / FOLDER, run, train.weights_snapshot_every)
     if train.weights_snapshot_port is not None:
         server = SnapshotServer(folder / FOLDER)
         stack.push_async_callback(server.close)

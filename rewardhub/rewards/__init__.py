@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import Final
 
 REWARDS: Final[dict[str, str]] = {
-    "math_answer": "rewardhub.rewards.math_answer:MathAnswer",
+    "math_answer": "rewardhub.rewards.math_answer:MathAnswerReward",
     "reward_model": "rewardhub.rewards.reward_model:RewardModel",
-    "code": "rewardhub.rewards.code:Code",
-    "format": "rewardhub.rewards.format:Format",
-    "judge": "rewardhub.rewards.judge:Judge",
-    "length": "rewardhub.rewards.length:Length",
+    "code": "rewardhub.rewards.code:CodeReward",
+    "format": "rewardhub.rewards.format:FormatReward",
+    "judge": "rewardhub.rewards.judge:JudgeReward",
+    "length": "rewardhub.rewards.length:LengthReward",
 }

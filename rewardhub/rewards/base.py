@@ -37,7 +37,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float]  # numbers from the environment
 
 
-class Reward(Protocol):
+class RewardProtocol(Protocol):
     """A reward of the registry. Each worker process has one instance, which scores one sample at a time.
 
     A class of the registry with ``concurrent = True`` runs in a separate process (on each GPU with ``on_gpu = True``)
@@ -84,7 +84,7 @@ class ResponseFault(Exception):
         self.note, self.value = note, value
 
 
-class InvalidValue(NoScore):
+class InvalidScoreError(NoScore):
     """A reward returned something that is not a finite number."""
 
 
@@ -92,18 +92,18 @@ def check_scored(value: object) -> Scored:
     """Return a reward's result as plain floats.
 
     Raises:
-        InvalidValue: as in ``check_value``; also if the notes are not finite numbers by name.
+        InvalidScoreError: as in ``check_value``; also if the notes are not finite numbers by name.
     """
     if isinstance(value, Scored):
         return Scored(check_value(value.value), _numbers(value.notes, "note") if value.notes else {})
     return Scored(check_value(value))
 
 
-def blamed(fault: ResponseFault) -> Scored:
+def score_of_fault(fault: ResponseFault) -> Scored:
     """Return the reward of a response that is at fault.
 
     Raises:
-        InvalidValue: as in ``check_scored``.
+        InvalidScoreError: as in ``check_scored``.
     """
     return check_scored(Scored(fault.value, {fault.note: 1.0}))
 
@@ -112,7 +112,7 @@ def check_value(value: object) -> Value:
     """Return the value as plain floats.
 
     Raises:
-        InvalidValue: if it is neither a finite number nor a mapping of names to finite numbers.
+        InvalidScoreError: if it is neither a finite number nor a mapping of names to finite numbers.
     """
     if isinstance(value, Mapping):
         return _numbers(value, "part")
@@ -121,22 +121,22 @@ def check_value(value: object) -> Value:
 
 def _numbers(value: Mapping[Any, object], what: str) -> dict[str, float]:
     if not value or not all(isinstance(name, str) and name for name in value):
-        raise InvalidValue(f"a reward of {what}s needs a name for each {what}, got {_show(value)}")
+        raise InvalidScoreError(f"a reward of {what}s needs a name for each {what}, got {_show(value)}")
     if len(value) > MAX_PARTS or any(len(name) > NAME_CHARS or not name.isprintable() for name in value):
-        raise InvalidValue(f"a reward has at most {MAX_PARTS} {what}s with printable names of at most {NAME_CHARS} characters")
+        raise InvalidScoreError(f"a reward has at most {MAX_PARTS} {what}s with printable names of at most {NAME_CHARS} characters")
     return {name: _number(part, f"{what} {name!r}") for name, part in value.items()}
 
 
 def _number(value: object, what: str) -> float:
     # Scalars of numpy and torch are numbers; strings are not, although float() parses them.
     if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
-        raise InvalidValue(f"{what} must be a number, got {_show(value)}")
+        raise InvalidScoreError(f"{what} must be a number, got {_show(value)}")
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
-        raise InvalidValue(f"{what} must be a number, got {_show(value)}") from None
+        raise InvalidScoreError(f"{what} must be a number, got {_show(value)}") from None
     if not math.isfinite(number):
-        raise InvalidValue(f"{what} must be finite, got {number}")
+        raise InvalidScoreError(f"{what} must be finite, got {number}")
     return number
 
 

@@ -19,10 +19,10 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from broker.settings.config import Section
-from rewardhub.rewards.base import InvalidValue, Sample, Scored
-from rewardhub.rewards.code_tests import BadTests, Calls, Pairs, Statements, parse
-from rlearner_sandbox import Checks, Ended, Sandbox
-from rlearner_sandbox.command import Limits
+from rewardhub.rewards.base import InvalidScoreError, Sample, Scored
+from rewardhub.rewards.code_tests import FunctionCallTests, InvalidTestsError, StatementTests, StdioTests, parse
+from rlearner_sandbox import ProgramChecks, ProgramEnd, Sandbox
+from rlearner_sandbox.command import SandboxLimits
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class CodeArgs(Section):
     packages: tuple[str, ...] = ()  # folders that programs may import from, in addition to the standard library
 
 
-class Code:
+class CodeReward:
     """Reward: the share of tests that pass.
 
     The notes ``compiled``, ``timeout``, ``memory`` and ``crashed`` are 1 if that happened in any test, else 0.
@@ -59,46 +59,46 @@ class Code:
 
     def __init__(self, args: CodeArgs) -> None:
         self._args = args
-        limits = Limits(
+        limits = SandboxLimits(
             wall_s=args.timeout_s, cpu_s=args.cpu_s, memory_mib=args.memory_mib, processes=args.processes, open_files=args.open_files,
             output_kib=args.output_kib, file_mib=args.file_mib,
         )  # fmt: skip
         if args.sandbox == "none":
             log.warning("UNSAFE: sandbox is none, so programs that the policy writes run unprotected on this machine")
         self._sandbox = Sandbox(limits, args.sandbox, args.packages)
-        self._last: tuple[str | None, Pairs | Calls | Statements] = (None, Pairs((), ()))
+        self._last: tuple[str | None, StdioTests | FunctionCallTests | StatementTests] = (None, StdioTests((), ()))
 
     def score(self, sample: Sample) -> Scored:
         """Return the reward of one response.
 
         Raises:
-            InvalidValue: if the reference holds no valid tests, a fault of the data; names domain and task.
+            InvalidScoreError: if the reference holds no valid tests, a fault of the data; names domain and task.
             SandboxFailed: if the sandbox did not work this time.
         """
         if sample.reference != self._last[0]:  # the episodes of a group share their reference
             try:
                 self._last = (sample.reference, parse(sample.reference))
-            except BadTests as error:
-                raise InvalidValue(f"domain {sample.domain!r}, task {sample.task_index}, its tests: {error}") from None
+            except InvalidTestsError as error:
+                raise InvalidScoreError(f"domain {sample.domain!r}, task {sample.task_index}, its tests: {error}") from None
         program = last_block(sample.response)
         if program is None:
             return self._scored(0.0, [])
         tests = self._last[1]
-        return self._scored(*(self._pairs(program, tests) if isinstance(tests, Pairs) else self._in_one(program, tests)))
+        return self._scored(*(self._pairs(program, tests) if isinstance(tests, StdioTests) else self._in_one(program, tests)))
 
-    def _in_one(self, program: str, tests: Calls | Statements) -> tuple[float, list[Ended]]:
+    def _in_one(self, program: str, tests: FunctionCallTests | StatementTests) -> tuple[float, list[ProgramEnd]]:
         """Run all tests of functions with one process of the program."""
-        if isinstance(tests, Statements):
-            ended = self._sandbox.run(program, mode="asserts", tests=Checks(tests.first, tests.each))
+        if isinstance(tests, StatementTests):
+            ended = self._sandbox.run(program, mode="asserts", tests=ProgramChecks(tests.first, tests.each))
             return sum(index in ended.answers for index in range(len(tests.each))) / len(tests.each), [ended]
-        ended = self._sandbox.run(program, mode="calls", tests=Checks(tests.function, tests.arguments))
+        ended = self._sandbox.run(program, mode="calls", tests=ProgramChecks(tests.function, tests.arguments))
         right = sum(_same_value(ended.answers.get(index), result) for index, result in enumerate(tests.results))
         return right / len(tests.results), [ended]
 
-    def _pairs(self, program: str, tests: Pairs) -> tuple[float, list[Ended]]:
+    def _pairs(self, program: str, tests: StdioTests) -> tuple[float, list[ProgramEnd]]:
         """Run one process for each pair, until the time is up or the outcome is certain."""
         until = time.monotonic() + self._args.timeout_s
-        runs: list[Ended] = []
+        runs: list[ProgramEnd] = []
         right = 0
         for given, expected in zip(tests.inputs, tests.outputs, strict=True):
             left = until - time.monotonic()
@@ -110,7 +110,7 @@ class Code:
             )
         return right / len(tests.inputs), runs
 
-    def _scored(self, share: float, runs: list[Ended]) -> Scored:
+    def _scored(self, share: float, runs: list[ProgramEnd]) -> Scored:
         late = any(run.timed_out for run in runs)
         fat = any(run.out_of_memory for run in runs)
         crashed = any(run.exit_code != 0 and run.compiled and not (run.timed_out or run.out_of_memory) for run in runs)
@@ -164,7 +164,7 @@ def main() -> int:
                 try:
                     row = json.loads(line)
                     if not isinstance(row, dict) or not isinstance(row.get(asked.tests), str):
-                        raise BadTests(f"column {asked.tests!r} holds no text")
+                        raise InvalidTestsError(f"column {asked.tests!r} holds no text")
                     parse(row[asked.tests])
                 except ValueError as error:
                     bad += 1

@@ -24,12 +24,12 @@ from rlearner_sandbox.names import MODULE, names_of
 MAX_TESTS: Final = 10_000
 
 
-class BadTests(ValueError):
+class InvalidTestsError(ValueError):
     """The reference holds no valid tests."""
 
 
 @dataclass(frozen=True)
-class Pairs:
+class StdioTests:
     """Texts for stdin, and the expected stdout."""
 
     inputs: tuple[str, ...]
@@ -37,7 +37,7 @@ class Pairs:
 
 
 @dataclass(frozen=True)
-class Calls:
+class FunctionCallTests:
     """A function's arguments in JSON, and its expected results."""
 
     function: str
@@ -46,35 +46,35 @@ class Calls:
 
 
 @dataclass(frozen=True)
-class Statements:
+class StatementTests:
     """Python statements that raise if the program is wrong, executed in another process; ``first`` runs before them."""
 
     first: str
     each: tuple[str, ...]
 
 
-Tests = Pairs | Calls | Statements
+Tests = StdioTests | FunctionCallTests | StatementTests
 
 
 def parse(reference: str) -> Tests:
     """Return the tests in a reference.
 
     Raises:
-        BadTests: if it has none of the forms, or no tests.
+        InvalidTestsError: if it has none of the forms, or no tests.
     """
     text = reference.strip()
     if not text:
-        raise BadTests("there are no tests")
+        raise InvalidTestsError("there are no tests")
     if text[0] not in "[{":
         return _checked(_file(text))
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise BadTests(f"not JSON: {error}") from None
+        raise InvalidTestsError(f"not JSON: {error}") from None
     tests = _mapping(value) if isinstance(value, dict) else _list(value)
-    size = len(tests.each if isinstance(tests, Statements) else tests.inputs if isinstance(tests, Pairs) else tests.arguments)
+    size = len(tests.each if isinstance(tests, StatementTests) else tests.inputs if isinstance(tests, StdioTests) else tests.arguments)
     if not 1 <= size <= MAX_TESTS:
-        raise BadTests(f"{size} tests; between 1 and {MAX_TESTS} are allowed")
+        raise InvalidTestsError(f"{size} tests; between 1 and {MAX_TESTS} are allowed")
     return _checked(tests)
 
 
@@ -82,49 +82,49 @@ def _checked(tests: Tests) -> Tests:
     """Return the same tests.
 
     Raises:
-        BadTests: if any program would pass them, or could tamper with them.
+        InvalidTestsError: if any program would pass them, or could tamper with them.
     """
-    if isinstance(tests, Statements):
+    if isinstance(tests, StatementTests):
         names = names_of((tests.first, *tests.each))
         if names.unsafe:
-            raise BadTests(f"they use {names.unsafe[0]}, so a program's results would run inside its tests")
+            raise InvalidTestsError(f"they use {names.unsafe[0]}, so a program's results would run inside its tests")
         if not names.program and not names.imports and MODULE not in tests.first + "".join(tests.each):
-            raise BadTests("they use no name of the program; builtins and modules of Python's library are never the program's")
+            raise InvalidTestsError("they use no name of the program; builtins and modules of Python's library are never the program's")
     return tests
 
 
-def _list(value: list[Any]) -> Pairs | Statements:
+def _list(value: list[Any]) -> StdioTests | StatementTests:
     if all(isinstance(item, str) for item in value):
         for number, text in enumerate(value, start=1):
             _python(text, f"test {number}")
-        return Statements("", tuple(value))
+        return StatementTests("", tuple(value))
     if all(isinstance(item, dict) and "input" in item and "output" in item for item in value):
         return _mapping({"inputs": [item["input"] for item in value], "outputs": [item["output"] for item in value]})  # type: ignore[return-value]
-    raise BadTests("a list must hold either statements or mappings with input and output")
+    raise InvalidTestsError("a list must hold either statements or mappings with input and output")
 
 
-def _mapping(value: dict[str, Any]) -> Pairs | Calls:
+def _mapping(value: dict[str, Any]) -> StdioTests | FunctionCallTests:
     inputs, outputs = value.get("inputs"), value.get("outputs")
     if not isinstance(inputs, list) or not isinstance(outputs, list):
-        raise BadTests(f"a mapping needs the lists inputs and outputs; it has {', '.join(sorted(value)) or 'nothing'}")
+        raise InvalidTestsError(f"a mapping needs the lists inputs and outputs; it has {', '.join(sorted(value)) or 'nothing'}")
     if len(inputs) != len(outputs):
-        raise BadTests(f"{len(inputs)} inputs, but {len(outputs)} outputs")
+        raise InvalidTestsError(f"{len(inputs)} inputs, but {len(outputs)} outputs")
     name = value.get("fn_name")
     if name is None:
-        return Pairs(tuple(map(_stream, inputs)), tuple(map(_stream, outputs)))
+        return StdioTests(tuple(map(_stream, inputs)), tuple(map(_stream, outputs)))
     if not isinstance(name, str) or not name.isidentifier():
-        raise BadTests(f"fn_name {name!r} is not a function name")
+        raise InvalidTestsError(f"fn_name {name!r} is not a function name")
     for item in inputs:
         if not isinstance(item, list):
-            raise BadTests(f"the inputs of a function must be lists of arguments, got {item!r:.80}")
-    return Calls(name, tuple(map(json.dumps, inputs)), tuple(outputs))
+            raise InvalidTestsError(f"the inputs of a function must be lists of arguments, got {item!r:.80}")
+    return FunctionCallTests(name, tuple(map(json.dumps, inputs)), tuple(outputs))
 
 
 def _stream(value: object) -> str:
     if isinstance(value, list) and all(isinstance(line, str) for line in value):
         return "\n".join(value)
     if not isinstance(value, str):
-        raise BadTests(f"an input or output must be a text or a list of lines, got {value!r:.80}")
+        raise InvalidTestsError(f"an input or output must be a text or a list of lines, got {value!r:.80}")
     return value
 
 
@@ -132,10 +132,10 @@ def _python(text: str, what: str) -> ast.Module:
     try:
         return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise BadTests(f"{what} is not valid Python: {error}: {text!r:.80}") from None
+        raise InvalidTestsError(f"{what} is not valid Python: {error}: {text!r:.80}") from None
 
 
-def _file(text: str) -> Statements:
+def _file(text: str) -> StatementTests:
     body = _python(text, "the test file").body
     classes = {node.name: node for node in body if isinstance(node, ast.ClassDef)}
     found: list[str] = []
@@ -149,10 +149,10 @@ def _file(text: str) -> Statements:
                 form = _UNITTEST if is_case else _PLAIN
                 found += [form.format(name=node.name, method=method) for method in _methods(_lineage(node, classes))]
     if found:
-        return Statements(text, tuple(found))
+        return StatementTests(text, tuple(found))
     if all(isinstance(node, _SILENT) or _is_text(node) or _is_guard(node) for node in body):
-        raise BadTests("the test file has no test_* function, no class of tests, and runs nothing itself")
-    return Statements("", (text,))
+        raise InvalidTestsError("the test file has no test_* function, no class of tests, and runs nothing itself")
+    return StatementTests("", (text,))
 
 
 def _lineage(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> list[ast.ClassDef]:
@@ -175,7 +175,7 @@ def _methods(lineage: list[ast.ClassDef]) -> list[str]:
 def _without_arguments(node: ast.FunctionDef | ast.AsyncFunctionDef, allowed: int) -> None:
     arguments, patched = node.args, any("patch" in ast.unparse(one) for one in node.decorator_list)
     if len(arguments.posonlyargs + arguments.args) - len(arguments.defaults) > allowed and not patched:
-        raise BadTests(f"{node.name} takes arguments; fixtures and parametrize are not supported")
+        raise InvalidTestsError(f"{node.name} takes arguments; fixtures and parametrize are not supported")
 
 
 def _is_text(node: ast.stmt) -> bool:

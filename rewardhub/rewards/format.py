@@ -33,7 +33,7 @@ class FormatArgs(Section):
     wrong: float = 0.0  # reward of any other
 
 
-class Format:
+class FormatReward:
     """Reward: ``correct`` if the response matches, else ``wrong``."""
 
     Args = FormatArgs

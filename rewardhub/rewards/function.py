@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from broker.errors import ConfigError
-from broker.settings.config import Reward
+from broker.settings.config import RewardConfig
 from broker.settings.registry import check_method, resolve
 from broker.settings.sections import parse
 from rewardhub.rewards import REWARDS
@@ -23,7 +23,7 @@ Score = Callable[[Sample], object]
 
 
 @dataclass(frozen=True)
-class Concurrent:
+class ConcurrencySettings:
     """How to run a reward that scores many samples at once.
 
     Attributes:
@@ -71,7 +71,7 @@ def check(name: str, args: Mapping[str, Any], key: str = "rewards") -> Any:
     return checked
 
 
-def concurrent(reward: Reward) -> Concurrent | None:
+def concurrency_of(reward: RewardConfig) -> ConcurrencySettings | None:
     """Return how to run a reward that scores many samples at once, None for others, such as a user's own.
 
     Raises:
@@ -83,7 +83,7 @@ def concurrent(reward: Reward) -> Concurrent | None:
     if not getattr(found, "concurrent", False):
         return None
     args = _class_args(found, reward.name, reward.args, "rewards")
-    return Concurrent(args.max_concurrency, args.timeout_s, getattr(found, "on_gpu", False))
+    return ConcurrencySettings(args.max_concurrency, args.timeout_s, getattr(found, "on_gpu", False))
 
 
 def _resolve(name: str, key: str) -> Any:

@@ -95,7 +95,7 @@ class JudgeArgs(Section):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class JudgeVerdict:
     """The judge's score, from low to high, and the tokens used for it."""
 
     score: float
@@ -104,7 +104,7 @@ class Verdict:
     num_asked: int
 
 
-class Judge:
+class JudgeReward:
     """Reward: the judge's score, scaled to 0 to 1.
 
     Notes: ``tokens_in``, ``tokens_out`` and ``cost`` of this score (0 if cached), ``cached``, ``asked`` (number of
@@ -117,7 +117,7 @@ class Judge:
     def __init__(self, args: JudgeArgs) -> None:
         self._args = args
         self._pattern = re.compile(args.score_pattern)
-        self._known: OrderedDict[str, asyncio.Task[Verdict]] = OrderedDict()
+        self._known: OrderedDict[str, asyncio.Task[JudgeVerdict]] = OrderedDict()
         self._model = args.model or ""
 
     async def start(self) -> None:
@@ -126,13 +126,13 @@ class Judge:
         Raises:
             UserError: if the endpoint rejects the key, or serves several models and none is named.
         """
-        from rlearner_text.openai.client import Endpoint, Refused
+        from rlearner_text.openai.client import EndpointClient, EndpointError
 
         args, key = self._args, os.environ.get(self._args.api_key_env, "")
-        first = Endpoint(args.base_url, key, timeout_s=args.try_timeout_s, retries=0, base_s=args.backoff_s)
+        first = EndpointClient(args.base_url, key, timeout_s=args.try_timeout_s, retries=0, base_s=args.backoff_s)
         try:
             listed = (await first.get("/models")).get("data")
-        except Refused as error:
+        except EndpointError as error:
             if error.status in (401, 403):
                 raise UserError(self._refused(error)) from None
             listed = None  # not every endpoint lists its models
@@ -145,7 +145,7 @@ class Judge:
         if not self._model and len(names) != 1:
             raise UserError(f"{args.base_url} serves {', '.join(names) or 'no model that it lists'}; set args.model")
         self._model = self._model or names[0]
-        self._endpoint = Endpoint(args.base_url, key, timeout_s=args.try_timeout_s, retries=args.retries, base_s=args.backoff_s)
+        self._endpoint = EndpointClient(args.base_url, key, timeout_s=args.try_timeout_s, retries=args.retries, base_s=args.backoff_s)
 
     async def score(self, sample: Sample) -> Scored:
         """Return the reward of one response.
@@ -179,11 +179,11 @@ class Judge:
         }
         return Scored((verdict.score - args.low) / (args.high - args.low), notes)
 
-    def _remember(self, key: str, task: asyncio.Task[Verdict]) -> None:
+    def _remember(self, key: str, task: asyncio.Task[JudgeVerdict]) -> None:
         self._known[key] = task
         task.add_done_callback(lambda done: self._forget(key, done))
 
-    def _forget(self, key: str, done: asyncio.Task[Verdict]) -> None:
+    def _forget(self, key: str, done: asyncio.Task[JudgeVerdict]) -> None:
         """Drop an answer that failed, and the oldest ones beyond the cache's size."""
         if done.cancelled() or done.exception() is not None:
             self._known.pop(key, None)
@@ -205,7 +205,7 @@ class Judge:
         system = [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
         return [*system, {"role": "user", "content": asked}], truncated
 
-    async def _ask(self, messages: list[dict[str, str]]) -> Verdict:
+    async def _ask(self, messages: list[dict[str, str]]) -> JudgeVerdict:
         """Return the verdict within the time limit."""
         try:
             async with asyncio.timeout(self._args.timeout_s):
@@ -213,20 +213,20 @@ class Judge:
         except TimeoutError:
             raise RuntimeError(f"{self._args.base_url} sent no score within {self._args.timeout_s:g} s") from None
 
-    async def _converse(self, messages: list[dict[str, str]]) -> Verdict:
-        from rlearner_text.openai.client import Refused
+    async def _converse(self, messages: list[dict[str, str]]) -> JudgeVerdict:
+        from rlearner_text.openai.client import EndpointError
 
         args, said, tokens = self._args, "", [0, 0]
         for number in range(1, args.asks_again + 2):
             try:
                 reply = await self._endpoint.post("/chat/completions", self._body(messages))
-            except Refused as error:
+            except EndpointError as error:
                 raise NoScore(self._refused(error)) from None
             said = _content(reply)
             for index, field in enumerate(("prompt_tokens", "completion_tokens")):
                 tokens[index] += _count(reply.get("usage"), field)
             if (found := self._score(said)) is not None:
-                return Verdict(found, tokens[0], tokens[1], number)
+                return JudgeVerdict(found, tokens[0], tokens[1], number)
             again = SLOTS.sub(lambda slot: f"{getattr(args, slot[1]):g}", AGAIN)
             messages += [{"role": "assistant", "content": said}, {"role": "user", "content": again}]
         shown = " ".join(said.split())[-120:]

@@ -27,7 +27,7 @@ class LengthArgs(Section):
         return self
 
 
-class Length:
+class LengthReward:
     """Reward: 0 for a short episode, -1 for one that is too long."""
 
     Args = LengthArgs

@@ -12,11 +12,11 @@ import msgspec
 from pydantic import Field, PositiveFloat
 
 from broker.settings.config import Section
-from rewardhub.bounded import Bounded, TooCostly
+from rewardhub.bounded import BoundedFunction, TooCostly
 from rewardhub.rewards import math_compare, math_text
 from rewardhub.rewards.base import NoScore, ResponseFault, Sample, Scored
-from rewardhub.rewards.math_compare import Options, Question
-from rewardhub.rewards.math_text import Answer
+from rewardhub.rewards.math_compare import ComparisonOptions, ComparisonRequest
+from rewardhub.rewards.math_text import ExtractedAnswer
 
 MEMORY_MIB: Final = 512  # of the bounded process
 REMEMBERED: Final = 1024  # verdicts: the answers of a group are often the same
@@ -37,7 +37,7 @@ class MathAnswerArgs(Section):
     cpu_s: PositiveFloat = 1.0  # CPU seconds to parse and compare one answer; beyond, it is wrong, with a note
 
 
-class MathAnswer:
+class MathAnswerReward:
     """Reward: ``correct`` if the response's answer equals the reference, else ``wrong``.
 
     ``rewardhub.rewards.math_text.answer_of`` finds the answer. A reference that is not mathematics is compared as
@@ -47,10 +47,10 @@ class MathAnswer:
     Args = MathAnswerArgs
 
     def __init__(self, args: MathAnswerArgs) -> None:
-        math_compare.prepare()
+        math_compare.warm_up()
         self._args = args
-        self._options = Options(args.float_rounding, args.numeric_precision, args.strict, args.allow_set_relation_comp)
-        self._bounded = Bounded(math_compare.answer, cpu_s=args.cpu_s, memory_mib=MEMORY_MIB)
+        self._options = ComparisonOptions(args.float_rounding, args.numeric_precision, args.strict, args.allow_set_relation_comp)
+        self._bounded = BoundedFunction(math_compare.answer, cpu_s=args.cpu_s, memory_mib=MEMORY_MIB)
         self.kind = lru_cache(maxsize=REMEMBERED)(self._kind)
         self._verdict = lru_cache(maxsize=REMEMBERED)(self._compare)
 
@@ -66,14 +66,14 @@ class MathAnswer:
         if not gold.text.strip():
             raise NoScore(f"no answer in the reference {sample.reference[-200:]!r}")
         if self.kind(gold) == "text":
-            equal = bool(math_text.said(gold) & math_text.said(found))
+            equal = bool(math_text.candidate_texts(gold) & math_text.candidate_texts(found))
             return Scored(self._args.correct if equal else self._args.wrong, {"by_text": 1.0})
         verdict = self._verdict(gold, found)
         if verdict == "too_costly":
             raise ResponseFault("too_costly", self._args.wrong)
         return self._args.correct if verdict == "equal" else self._args.wrong
 
-    def _kind(self, gold: Answer) -> Kind:
+    def _kind(self, gold: ExtractedAnswer) -> Kind:
         """Return how a reference is compared: as text if it cannot be parsed in time."""
         if gold.bare and math_text.number(gold.text) is not None:
             return "formula"
@@ -82,7 +82,7 @@ class MathAnswer:
         except TooCostly:
             return "text"
 
-    def _compare(self, gold: Answer, found: Answer) -> str:
+    def _compare(self, gold: ExtractedAnswer, found: ExtractedAnswer) -> str:
         if gold.bare and found.bare:
             one, other = math_text.number(gold.text), math_text.number(found.text)
             if one is not None and other is not None:
@@ -94,5 +94,5 @@ class MathAnswer:
         except TooCostly:
             return "too_costly"
 
-    def _ask(self, gold: Answer, found: Answer | None) -> bytes:
-        return self._bounded(msgspec.msgpack.encode(Question(gold, found, self._options)))
+    def _ask(self, gold: ExtractedAnswer, found: ExtractedAnswer | None) -> bytes:
+        return self._bounded(msgspec.msgpack.encode(ComparisonRequest(gold, found, self._options)))

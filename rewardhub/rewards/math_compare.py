@@ -13,8 +13,8 @@ import msgspec
 
 from rewardhub.bounded import TooCostly
 from rewardhub.rewards import math_text
-from rewardhub.rewards.math_cost import MAX_CHARS, costly, costly_text
-from rewardhub.rewards.math_text import Answer
+from rewardhub.rewards.math_cost import MAX_CHARS, is_costly, is_costly_text
+from rewardhub.rewards.math_text import ExtractedAnswer
 
 Verdict = Literal["equal", "different", "too_costly"]
 SMALL: Final = 1e-3
@@ -37,7 +37,7 @@ WARM_UP: Final = (
 )
 
 
-class Options(msgspec.Struct, frozen=True):
+class ComparisonOptions(msgspec.Struct, frozen=True):
     """Options of the comparison, by math-verify's names."""
 
     float_rounding: int
@@ -46,19 +46,19 @@ class Options(msgspec.Struct, frozen=True):
     allow_set_relation_comp: bool
 
 
-class Question(msgspec.Struct, frozen=True):
+class ComparisonRequest(msgspec.Struct, frozen=True):
     """Request: does ``found`` equal ``gold``? Without ``found``: can ``gold`` be parsed as mathematics?"""
 
-    gold: Answer
-    found: Answer | None
-    options: Options
+    gold: ExtractedAnswer
+    found: ExtractedAnswer | None
+    options: ComparisonOptions
 
 
-_QUESTIONS: Final = msgspec.msgpack.Decoder(Question)
+_QUESTIONS: Final = msgspec.msgpack.Decoder(ComparisonRequest)
 
 
 @lru_cache(maxsize=1)
-def prepare() -> None:
+def warm_up() -> None:
     """Import and use math-verify once, so that forked processes start fast.
 
     Raises:
@@ -74,7 +74,7 @@ def prepare() -> None:
 
 
 def answer(data: bytes) -> bytes:
-    """Return the verdict on an encoded ``Question``; without ``found``, ``formula`` or ``text``.
+    """Return the verdict on an encoded ``ComparisonRequest``; without ``found``, ``formula`` or ``text``.
 
     Raises:
         TooCostly: if an answer is found too costly before computing.
@@ -86,11 +86,11 @@ def answer(data: bytes) -> bytes:
 
 
 @lru_cache(maxsize=64)
-def _gold(gold: Answer) -> tuple[Any, ...]:
+def _gold(gold: ExtractedAnswer) -> tuple[Any, ...]:
     return tuple(parse(gold, reference=True))
 
 
-def parse(answer: Answer, *, reference: bool = False) -> list[Any]:
+def parse(answer: ExtractedAnswer, *, reference: bool = False) -> list[Any]:
     """Return the sympy expressions in an answer, and the texts that they were parsed from.
 
     Raises:
@@ -100,7 +100,7 @@ def parse(answer: Answer, *, reference: bool = False) -> list[Any]:
     from math_verify import ExprExtractionConfig, LatexExtractionConfig
 
     text = answer.text
-    if answer.bare and (len(text) > MAX_CHARS or costly_text(text)):
+    if answer.bare and (len(text) > MAX_CHARS or is_costly_text(text)):
         raise TooCostly("too large to parse")
     latex, expression = LatexExtractionConfig(), ExprExtractionConfig()
 
@@ -117,7 +117,7 @@ def parse(answer: Answer, *, reference: bool = False) -> list[Any]:
         return read(text, expression)
     if math_text.is_formula(text):
         delimited = "$" in text.replace("\\$", "") or "\\(" in text or "\\[" in text
-        found = read(math_text.imaginary(text) if delimited else f"${math_text.readable(text)}$", latex)
+        found = read(math_text.imaginary(text) if delimited else f"${math_text.to_latex(text)}$", latex)
         if _expressions(found):
             return found
         return read(text, latex, expression)
@@ -136,7 +136,7 @@ def _complex(found: Any) -> Any:
     import sympy
 
     unit = sympy.Symbol("i", real=False)
-    if not isinstance(found, sympy.Basic) or unit not in found.free_symbols or costly(found):
+    if not isinstance(found, sympy.Basic) or unit not in found.free_symbols or is_costly(found):
         return found
     return found.xreplace({unit: sympy.I})
 
@@ -145,12 +145,12 @@ def _expressions(found: Any) -> list[Any]:
     return [one for one in found if not isinstance(one, str)]
 
 
-def _compare(gold: tuple[Any, ...], found: list[Any], options: Options) -> Verdict:
+def _compare(gold: tuple[Any, ...], found: list[Any], options: ComparisonOptions) -> Verdict:
     import math_verify
 
     if any(one == other for one in gold for other in found):  # of the same shape, regardless of size
         return "equal"
-    if any(costly(one) for one in _expressions(gold) + _expressions(found)):
+    if any(is_costly(one) for one in _expressions(gold) + _expressions(found)):
         return "too_costly"
     settings = msgspec.structs.asdict(options)
     pairs = ((one, other) for one in gold for other in found if _near(one, other, options.float_rounding))
@@ -166,4 +166,4 @@ def _near(gold: Any, found: Any, digits: int) -> bool:
     one, other = gold.evalf(30), found.evalf(30)
     if not (one.is_Float or one.is_Rational) or not (other.is_Float or other.is_Rational) or abs(one) >= SMALL:
         return True
-    return bool(abs(one - other) <= abs(one) * sympy.Rational(str(math_text.relative(digits))))
+    return bool(abs(one - other) <= abs(one) * sympy.Rational(str(math_text.relative_tolerance(digits))))

@@ -19,7 +19,7 @@ _FUNCTIONS: Final = re.compile(r"\\(?:arc|a)?(?:sin|cos|tan|cot|sec|csc|log|ln|e
 _OPEN, _CLOSE = "([{", ")]}"
 
 
-def costly_text(text: str) -> bool:
+def is_costly_text(text: str) -> bool:
     """Return whether a formula is too costly to parse."""
     depth = digits = 0
     for char in text:
@@ -30,7 +30,7 @@ def costly_text(text: str) -> bool:
     return len(_FUNCTIONS.findall(text)) > MAX_FUNCTIONS
 
 
-def costly(expression: Any) -> bool:
+def is_costly(expression: Any) -> bool:
     """Return whether evaluating, expanding, simplifying or comparing a sympy expression may take very long.
 
     False is not a guarantee, so computing is bounded as well.

@@ -41,14 +41,14 @@ _IMAGINARY: Final = re.compile(r"(?<=[\d)}])i(?![A-Za-z])")
 _SAID: Final = re.compile(r"\banswer(?:\s+is)?\s*[:=]?\s*(.+)$", re.IGNORECASE)
 
 
-class Answer(msgspec.Struct, frozen=True):
+class ExtractedAnswer(msgspec.Struct, frozen=True):
     """An answer to compare."""
 
     text: str
     bare: bool  # only the answer; else prose, in which it is searched for
 
 
-def answer_of(text: str, marker: str) -> Answer:
+def answer_of(text: str, marker: str) -> ExtractedAnswer:
     """Return the answer of a response or reference.
 
     After the last marker: the first line, or a box. Without a marker, all boxes: different ones form a set, unless
@@ -58,15 +58,15 @@ def answer_of(text: str, marker: str) -> Answer:
     text = text[-LONGEST_ANSWER:]
     _, found, after = text.rpartition(marker) if marker else ("", "", text)
     if found and not BOXED.search(after):
-        return Answer(undressed(next((line for line in after.splitlines() if line.strip()), "")), bare=True)
+        return ExtractedAnswer(strip_markup(next((line for line in after.splitlines() if line.strip()), "")), bare=True)
     text = after if found else text
     boxes = list(dict.fromkeys(boxed(text)))
     if len(boxes) == 1 or (boxes and _belong_together(text)):
-        return Answer(", ".join(boxes), bare=True)  # the blank tells a set from digit groups
-    line = undressed(text)
+        return ExtractedAnswer(", ".join(boxes), bare=True)  # the blank tells a set from digit groups
+    line = strip_markup(text)
     if boxes or not line or "\n" in line or len(line) > LONGEST_LINE or _DELIMITED.search(line):
-        return Answer(text, bare=False)
-    return Answer(line, bare=number(line) is not None or is_formula(line)) if line else Answer("", bare=True)
+        return ExtractedAnswer(text, bare=False)
+    return ExtractedAnswer(line, bare=number(line) is not None or is_formula(line)) if line else ExtractedAnswer("", bare=True)
 
 
 def boxed(text: str) -> list[str]:
@@ -100,7 +100,7 @@ def _boxes(text: str) -> list[tuple[str, int, int]]:
     return found
 
 
-def undressed(text: str) -> str:
+def strip_markup(text: str) -> str:
     """Return a line without Markdown and a final full stop; a ``*`` between factors stays."""
     text = text.strip()
     while (plain := _EMPHASIS.sub(r"\2", text)) != text:
@@ -123,12 +123,12 @@ def same_number(gold: tuple[Fraction, bool], found: tuple[Fraction, bool], digit
     """Return whether two numbers are equal: rounded to ``digits`` decimals if one has a decimal point, else exactly."""
     if gold[1] or found[1]:
         # Rounding turns small numbers into zero, so the difference must also be small relative to the reference.
-        near = abs(gold[0] - found[0]) <= abs(gold[0]) * relative(digits)
+        near = abs(gold[0] - found[0]) <= abs(gold[0]) * relative_tolerance(digits)
         return near and round(gold[0], digits) == round(found[0], digits)
     return gold[0] == found[0]
 
 
-def relative(digits: int) -> Fraction:
+def relative_tolerance(digits: int) -> Fraction:
     """Return the relative difference from the reference that is allowed with ``digits`` decimals."""
     return Fraction(10) ** (2 - digits)
 
@@ -141,7 +141,7 @@ def has_unit(text: str) -> bool:
 
 def is_formula(text: str) -> bool:
     """Return whether the text can be a formula: its words are function names or short products of variables."""
-    if not text or costly_word(text):
+    if not text or has_control_characters(text):
         return False
     plain = _COMMAND.sub(" ", _TEXT_COMMAND.sub(" ", text))
     words = re.findall(r"[A-Za-z]+", plain)
@@ -155,7 +155,7 @@ def is_formula(text: str) -> bool:
     return re.fullmatch(r"[A-Za-z\s.,'!?]*", text) is None and not any(len(word) == 3 and word not in _FUNCTIONS for word in words)
 
 
-def costly_word(text: str) -> bool:
+def has_control_characters(text: str) -> bool:
     """Return whether the text holds control characters, which no formula has."""
     return any(ord(char) < 32 and char not in "\t\n\r" for char in text)
 
@@ -165,7 +165,7 @@ def is_prose(text: str) -> bool:
     return len(text.split()) > MANY_WORDS
 
 
-def readable(text: str) -> str:
+def to_latex(text: str) -> str:
     """Return a formula as LaTeX for the parser: powers in braces, functions as commands, a separate i."""
     if "\\" not in text:
         text = _POWER.sub(lambda found: "^{" + (found[2] or found[1]) + "}", text).replace("**", "^")
@@ -184,14 +184,14 @@ def imaginary(text: str) -> str:
 def words(text: str) -> str:
     """Return the text as words: without case, markup, extra blanks and punctuation at the ends."""
     text = _TEXT_COMMAND.sub(r"\1", text).replace("$", "").replace("\\", "")
-    return " ".join(undressed(text).casefold().split()).strip(" .,;:!?\"'()")
+    return " ".join(strip_markup(text).casefold().split()).strip(" .,;:!?\"'()")
 
 
-def said(answer: Answer) -> set[str]:
+def candidate_texts(answer: ExtractedAnswer) -> set[str]:
     """Return the texts that an answer may mean: all of it, its last line, or the text after "answer is" there."""
     found = {words(answer.text)}
     if not answer.bare and (lines := [line for line in answer.text.splitlines() if line.strip()]):
-        last = undressed(lines[-1])
+        last = strip_markup(lines[-1])
         found |= {words(last)} | ({words(match[1])} if (match := _SAID.search(last)) else set())
         if boxes := boxed(answer.text):
             found = {words(", ".join(boxes))}

@@ -10,7 +10,7 @@ SHOWN: Final = 8  # ranges in one line
 
 
 @dataclass
-class Report:
+class AuditReport:
     """Results of the checks, filled while they run.
 
     Attributes:

@@ -12,13 +12,13 @@ from learner.checkpoints import checkpoint
 from learner.credit import archive, ledger_file, ledger_segments
 from learner.reporting.metrics import read_lines
 from rlearner.audit import sources, tapped
-from rlearner.audit.report import Report, ranges
-from rlearner.audit.sources import Held, Stored, check_lost, check_metrics, check_source, stored
-from rlearner.audit.tally import Tally
+from rlearner.audit.report import AuditReport, ranges
+from rlearner.audit.sources import AuditedRecord, SourceCoverage, check_lost, check_metrics, check_source, stored
+from rlearner.audit.tally import LedgerAudit
 
 
 @dataclass(frozen=True)
-class Books:
+class RunRecords:
     """The learner's own files, read in an order in which a running learner shows no contradiction.
 
     Attributes:
@@ -31,42 +31,42 @@ class Books:
     folder: Path
     rows: list[dict[str, Any]]
     checkpoints: dict[int, dict[str, Any]]
-    lines: list[ledger_file.Line]
+    lines: list[ledger_file.LedgerLine]
     problems: list[str]
 
 
-def read_books(folder: Path) -> Books:
+def read_books(folder: Path) -> RunRecords:
     """Read the learner's files; before the log, the archive and the tap, which hold all that it consumed.
 
     Raises:
         UserError: if the run has no ledger file, or one of an earlier version.
     """
     path = folder / ledger_segments.FOLDER
-    if not ledger_segments.found(path):
+    if not ledger_segments.segment_files(path):
         raise UserError(f"{path}: no ledger files; the learner has not begun to train")
     problems: list[str] = []
     rows, checkpoints = read_lines(folder / "metrics.jsonl"), _checkpoints(folder / "checkpoints", problems)
-    read = ledger_segments.Lines(path)
+    read = ledger_segments.LedgerLines(path)
     lines = list(read)
     if read.problem:
         problems.append(f"{read.problem}; later lines were not read")
-    return Books(folder, rows, checkpoints, lines, problems)
+    return RunRecords(folder, rows, checkpoints, lines, problems)
 
 
 def reconcile(
-    books: Books,
+    books: RunRecords,
     *,
-    log: tuple[int, Sequence[Stored]] | None = None,
+    log: tuple[int, Sequence[AuditedRecord]] | None = None,
     tap: Sequence[Mapping[str, Any]] | None = None,
-) -> Report:
+) -> AuditReport:
     """Compare everything that a run has left.
 
     Args:
         log: the broker's samples log, if it can be reached: the first sequence kept, and the records.
         tap: lines of an independent recording of the messages.
     """
-    report = Report(problems=list(books.problems))
-    tally = Tally(books.lines, report, books.checkpoints)
+    report = AuditReport(problems=list(books.problems))
+    tally = LedgerAudit(books.lines, report, books.checkpoints)
     check_metrics(_rows(books, tally.version), tally, report)
     report.notes.append(f"checkpoints: {len(books.checkpoints)} compared")
     held = _check_archive(books.folder / archive.FOLDER, tally, report)
@@ -79,7 +79,7 @@ def reconcile(
     return report
 
 
-def _rows(books: Books, version: int) -> list[dict[str, Any]]:
+def _rows(books: RunRecords, version: int) -> list[dict[str, Any]]:
     """Return the lines of metrics.jsonl: those read first, and newer ones of steps that the ledger file has."""
     known = {row["step"] for row in books.rows}
     later = [row for row in read_lines(books.folder / "metrics.jsonl") if row["step"] <= version and row["step"] not in known]
@@ -89,25 +89,25 @@ def _rows(books: Books, version: int) -> list[dict[str, Any]]:
 def _checkpoints(folder: Path, problems: list[str]) -> dict[int, dict[str, Any]]:
     """Return the ledger of every kept checkpoint by step."""
     states: dict[int, dict[str, Any]] = {}
-    for path in checkpoint.found(folder):
+    for path in checkpoint.list_checkpoints(folder):
         try:
-            states[checkpoint.read(path).step] = checkpoint.read(path).ledger
+            states[checkpoint.read_checkpoint(path).step] = checkpoint.read_checkpoint(path).ledger
         except UserError as error:
             if path.exists():  # else the learner has just deleted it
                 problems.append(str(error))
     return states
 
 
-def _check_archive(folder: Path, tally: Tally, report: Report) -> list[Held]:
-    if not archive.files(folder):
+def _check_archive(folder: Path, tally: LedgerAudit, report: AuditReport) -> list[SourceCoverage]:
+    if not archive.archive_files(folder):
         return []
-    found: list[sources.Stored] = []
+    found: list[sources.AuditedRecord] = []
     for frame in archive.frames(folder):
         if frame.error:
             report.fail(f"the archive: {frame.error}")
         else:
             found.append(stored(frame.record()))
-    held = check_source(found, tally, report, "the archive", left_out=archive.paused(folder))
+    held = check_source(found, tally, report, "the archive", left_out=archive.paused_ranges(folder))
     if held.left_out:
         report.not_archived = len(held.left_out)
         report.notes.append(f"not archived: {len(held.left_out)} records ({ranges(held.left_out)}), consumed while samples.keep was off")

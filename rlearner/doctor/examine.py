@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from broker.errors import ConfigError, NotInstalled, UserError
-from broker.settings.preflight import Finding
+from broker.settings.preflight import PreflightFinding
 from broker.settings.runspec import load, validate
 from rlearner.doctor import broker_side, lacking, machine, packages, sandbox
-from rlearner.doctor.needs import Needs, needs
+from rlearner.doctor.needs import MachineRequirements, requirements_of
 
 LACKING: Final = "not installed"  # in the error of a plug-in whose package is missing
 AREAS: Final = (
@@ -33,7 +33,7 @@ AREAS: Final = (
 OLDEST_PYTHON: Final = (3, 11)
 
 
-def examine(path: str | None, overrides: Sequence[str] = ()) -> list[Finding]:
+def examine(path: str | None, overrides: Sequence[str] = ()) -> list[PreflightFinding]:
     """Return all findings about this machine, judged by a configuration if one is given.
 
     Raises:
@@ -42,8 +42,8 @@ def examine(path: str | None, overrides: Sequence[str] = ()) -> list[Finding]:
     config = load(path, overrides) if path is not None else None
     if path is None and overrides:
         raise UserError(f"{overrides[0]!r}: an override needs a CONFIG to change")
-    resolved = filled(config) if config is not None else None
-    wanted = needs(resolved) if resolved is not None else Needs()
+    resolved = with_defaults(config) if config is not None else None
+    wanted = requirements_of(resolved) if resolved is not None else MachineRequirements()
     with ThreadPoolExecutor(max_workers=4) as pool:  # they mostly wait for small programs
         running = [pool.submit(work) for work in _looks(resolved or {}, wanted)]
         checked = [configuration(path, resolved)] if path is not None and resolved is not None else []
@@ -51,7 +51,7 @@ def examine(path: str | None, overrides: Sequence[str] = ()) -> list[Finding]:
     return sorted(findings, key=lambda finding: AREAS.index(finding.area))
 
 
-def filled(config: dict[str, Any]) -> dict[str, Any]:
+def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
     """Return the configuration with its defaults, checked by section; ``configuration`` checks across sections.
 
     Raises:
@@ -64,7 +64,7 @@ def filled(config: dict[str, Any]) -> dict[str, Any]:
     return validate(config, checks=())
 
 
-def configuration(path: str, config: dict[str, Any]) -> Finding:
+def configuration(path: str, config: dict[str, Any]) -> PreflightFinding:
     """Run the processes' own checks on a configuration. A package that they lack is a finding, anything else an error.
 
     Raises:
@@ -80,18 +80,18 @@ def configuration(path: str, config: dict[str, Any]) -> Finding:
     except (ConfigError, NotInstalled) as error:
         if isinstance(error, ConfigError) and LACKING not in str(error):
             raise
-        return Finding("configuration", path, "missing", str(error), "see the package below, or choose another")
-    return Finding("configuration", path, "ok", "valid")
+        return PreflightFinding("configuration", path, "missing", str(error), "see the package below, or choose another")
+    return PreflightFinding("configuration", path, "ok", "valid")
 
 
 def _offline(config: Mapping[str, Any]) -> bool:
     return not config.get("domains") and "data" in config
 
 
-def _looks(config: dict[str, Any], wanted: Needs) -> list[lacking.Look]:
+def _looks(config: dict[str, Any], wanted: MachineRequirements) -> list[lacking.Look]:
     project = packages.find_project()
     return [
-        *lacking.looks(config, wanted),
+        *lacking.preflight_checks(config, wanted),
         lambda: sandbox.sandbox_findings(wanted),
         lambda: lacking.gpus(wanted),
         lambda: [*broker_side.server_findings(wanted), *broker_side.address_findings(wanted), *broker_side.port_findings(wanted)],
@@ -100,20 +100,23 @@ def _looks(config: dict[str, Any], wanted: Needs) -> list[lacking.Look]:
     ]
 
 
-def _machine(wanted: Needs) -> list[Finding]:
+def _machine(wanted: MachineRequirements) -> list[PreflightFinding]:
     folder = Path(wanted.run_dir)
-    judged = machine.machine_findings(machine.look(wanted.run_dir), wanted, machine.model_bytes(wanted.model_path))
+    judged = machine.machine_findings(machine.measure_machine(wanted.run_dir), wanted, machine.model_bytes(wanted.model_path))
     unwritable = broker_side.store_finding(folder.absolute())
     return judged if unwritable is None else [*judged, unwritable]
 
 
-def python(version: tuple[int, ...] = sys.version_info[:3]) -> list[Finding]:
+def python(version: tuple[int, ...] = sys.version_info[:3]) -> list[PreflightFinding]:
     """Check the interpreter and the project itself."""
     text = ".".join(map(str, version))
     if version < OLDEST_PYTHON:
-        return [Finding("python", "Python", "missing", f"{text} at {sys.executable}", "make setup PYTHON=python3.11")]
+        return [PreflightFinding("python", "Python", "missing", f"{text} at {sys.executable}", "make setup PYTHON=python3.11")]
     try:
         own = metadata(packages.PROJECT)["Version"]
     except ModuleNotFoundError:
-        return [Finding("python", "Python", "ok", f"{text} at {sys.executable}")]
-    return [Finding("python", "Python", "ok", f"{text} at {sys.executable}"), Finding("python", packages.PROJECT, "ok", own)]
+        return [PreflightFinding("python", "Python", "ok", f"{text} at {sys.executable}")]
+    return [
+        PreflightFinding("python", "Python", "ok", f"{text} at {sys.executable}"),
+        PreflightFinding("python", packages.PROJECT, "ok", own),
+    ]

@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Final
 
-from broker.settings.preflight import Finding, Status
+from broker.settings.preflight import PreflightFinding, Status
 
 _MARKS: Final[dict[Status, str]] = {"ok": "ok", "warning": "WARNING", "missing": "MISSING", "absent": "-"}
 RUNS, LACKS = 0, 1
 
 
-def exit_code(findings: Sequence[Finding]) -> int:
+def exit_code(findings: Sequence[PreflightFinding]) -> int:
     """Return 1 if something needed is missing, else 0."""
     return LACKS if any(finding.status == "missing" for finding in findings) else RUNS
 
 
-def table(findings: Sequence[Finding], subject: str) -> str:
+def table(findings: Sequence[PreflightFinding], subject: str) -> str:
     """Return the findings as text, each with the command that fixes it on the next line.
 
     Args:
@@ -35,7 +35,7 @@ def table(findings: Sequence[Finding], subject: str) -> str:
     return "\n".join([*lines, "", verdict(findings, subject)])
 
 
-def verdict(findings: Sequence[Finding], subject: str) -> str:
+def verdict(findings: Sequence[PreflightFinding], subject: str) -> str:
     """Return the last line."""
     missing = [finding.name for finding in findings if finding.status == "missing"]
     warnings = sum(finding.status == "warning" for finding in findings)
@@ -43,7 +43,7 @@ def verdict(findings: Sequence[Finding], subject: str) -> str:
     return f"{said}; {warnings} warning{'' if warnings == 1 else 's'}" if warnings else said
 
 
-def as_json(findings: Sequence[Finding], subject: str) -> str:
+def as_json(findings: Sequence[PreflightFinding], subject: str) -> str:
     """Return one JSON object: ``can_run``, ``missing``, ``findings``."""
     found = {
         "subject": subject,

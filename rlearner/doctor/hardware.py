@@ -12,8 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-from broker.settings.preflight import Finding
-from rlearner.doctor.needs import Needs
+from broker.settings.preflight import PreflightFinding
+from rlearner.doctor.needs import MachineRequirements
 
 QUERY: Final = ("index", "name", "memory.total", "memory.used", "driver_version", "compute_cap")
 SMI_TIMEOUT_S: Final = 15.0
@@ -23,7 +23,7 @@ MOST_USED: Final = 0.1  # share of a GPU's memory; engines take nine tenths of i
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
+class GpuInfo:
     """One GPU as reported by nvidia-smi; memory in MiB."""
 
     index: int
@@ -35,7 +35,7 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True)
-class Torch:
+class TorchBuild:
     """The installed torch: its version, the CUDA it is built for (empty: none), and NCCL's version (empty: none)."""
 
     version: str
@@ -43,28 +43,28 @@ class Torch:
     nccl: str = ""
 
 
-def parse_smi(text: str) -> list[Gpu]:
+def parse_smi(text: str) -> list[GpuInfo]:
     """Parse the output of ``nvidia-smi --query-gpu=… --format=csv,noheader,nounits``; skip lines without a GPU."""
     gpus = []
     for line in text.splitlines():
         fields = [field.strip() for field in line.split(",")]
         if len(fields) == len(QUERY) and fields[0].isdigit():
             total, used = (int(field) if field.isdigit() else 0 for field in fields[2:4])
-            gpus.append(Gpu(int(fields[0]), fields[1], total, used, fields[4], fields[5]))
+            gpus.append(GpuInfo(int(fields[0]), fields[1], total, used, fields[4], fields[5]))
     return sorted(gpus, key=lambda gpu: gpu.index)
 
 
-def parse_torch(source: str) -> Torch:
+def parse_torch(source: str) -> TorchBuild:
     """Parse the text of ``torch/version.py``."""
 
     def value(name: str) -> str:
         found = re.search(rf"^{name}\b[^=]*=\s*'([^']*)'", source, re.MULTILINE)
         return found[1] if found else ""
 
-    return Torch(value("__version__"), value("cuda"))
+    return TorchBuild(value("__version__"), value("cuda"))
 
 
-def find_gpus() -> tuple[list[Gpu], str]:
+def find_gpus() -> tuple[list[GpuInfo], str]:
     """Return the GPUs, and why they could not be queried; empty if there is just none."""
     smi = shutil.which("nvidia-smi")
     if smi is None:
@@ -82,7 +82,7 @@ def find_gpus() -> tuple[list[Gpu], str]:
     return parse_smi(answer.stdout), "" if answer.returncode == 0 else " ".join((answer.stdout + answer.stderr).split())[:200]
 
 
-def find_torch() -> Torch | None:
+def find_torch() -> TorchBuild | None:
     """Return the installed torch, read from its files, or None."""
     spec = find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
@@ -91,7 +91,7 @@ def find_torch() -> Torch | None:
         torch = parse_torch((Path(spec.submodule_search_locations[0]) / "version.py").read_text(encoding="utf-8"))
     except OSError:
         return None
-    return Torch(torch.version, torch.cuda, _nccl() if torch.cuda else "")
+    return TorchBuild(torch.version, torch.cuda, _nccl() if torch.cuda else "")
 
 
 def _nccl() -> str:
@@ -99,7 +99,9 @@ def _nccl() -> str:
     return next((each.version for each in wheels), "built into torch")
 
 
-def gpu_findings(gpus: Sequence[Gpu], problem: str, torch: Torch | None, needs: Needs, num_devices: int | None = None) -> list[Finding]:
+def gpu_findings(
+    gpus: Sequence[GpuInfo], problem: str, torch: TorchBuild | None, needs: MachineRequirements, num_devices: int | None = None
+) -> list[PreflightFinding]:
     """Return which GPUs there are, whether torch can use them, and whether they suffice.
 
     Args:
@@ -111,16 +113,16 @@ def gpu_findings(gpus: Sequence[Gpu], problem: str, torch: Torch | None, needs: 
     return [*_devices(gpus, problem, needs, count), *cuda, *_nccl_findings(torch, count), *_weights(torch, needs, count)]
 
 
-def _weights(torch: Torch | None, needs: Needs, count: int) -> list[Finding]:
+def _weights(torch: TorchBuild | None, needs: MachineRequirements, count: int) -> list[PreflightFinding]:
     """Check NCCL or CUDA IPC if the learner would send weights to the rollout server that way."""
     if not count or torch is None or not torch.cuda:
         return []
     if needs.weights_by_ipc:
         if needs.weights_to_host:
             why = f"train.weights_backend=ipc has no effect: engine {needs.engine} takes weights in host memory, so they go by gloo"
-            return [Finding("gpu", "weights", "warning", why, "train.weights_backend=shared")]
+            return [PreflightFinding("gpu", "weights", "warning", why, "train.weights_backend=shared")]
         why = "train.weights_backend=ipc: CUDA IPC was not run on a GPU before this release"
-        return [Finding("gpu", "weights", "warning", why, "python -m bench.gpu.ipc  # tests it here")]
+        return [PreflightFinding("gpu", "weights", "warning", why, "python -m bench.gpu.ipc  # tests it here")]
     if not needs.weights_by_nccl:
         return []
     if needs.weights_to_host:
@@ -129,41 +131,45 @@ def _weights(torch: Torch | None, needs: Needs, count: int) -> list[Finding]:
         why = "learner and rollout server share one GPU, which NCCL does not support (CUDA IPC, ipc, is an alternative)"
     else:
         return []
-    return [Finding("gpu", "weights", "missing", why, "train.weights_backend=shared")]
+    return [PreflightFinding("gpu", "weights", "missing", why, "train.weights_backend=shared")]
 
 
-def _devices(gpus: Sequence[Gpu], problem: str, needs: Needs, count: int) -> list[Finding]:
+def _devices(gpus: Sequence[GpuInfo], problem: str, needs: MachineRequirements, count: int) -> list[PreflightFinding]:
     if problem:
         return [
-            Finding("gpu", "driver", "missing" if needs.cuda else "warning", problem, "nvidia-smi  # must list the GPUs; fix the driver")
+            PreflightFinding(
+                "gpu", "driver", "missing" if needs.cuda else "warning", problem, "nvidia-smi  # must list the GPUs; fix the driver"
+            )
         ]
     if not count:
         wanted = "missing" if needs.num_gpus or needs.cuda else "absent"
         mend = "rlearner doctor … train.device=auto rollout.engine=hf  # or a machine with an NVIDIA GPU" if wanted == "missing" else ""
-        return [Finding("gpu", "GPUs", "missing" if mend else "absent", "no NVIDIA GPU on this machine", mend)]
+        return [PreflightFinding("gpu", "GPUs", "missing" if mend else "absent", "no NVIDIA GPU on this machine", mend)]
     result = []
     if count < needs.num_gpus:
         mend = f"rlearner start … train.ranks={count}  # or smaller sizes in rollout.engine_args"
-        result.append(Finding("gpu", "GPUs", "missing", f"{count}, but the configuration needs {needs.num_gpus}", mend))
+        result.append(PreflightFinding("gpu", "GPUs", "missing", f"{count}, but the configuration needs {needs.num_gpus}", mend))
     for gpu in gpus:
         said = f"{gpu.name}, {gpu.total_mib / 1024:.0f} GiB, driver {gpu.driver}, compute capability {gpu.capability}"
         taken = gpu.total_mib and gpu.used_mib > MOST_USED * gpu.total_mib
         if taken:
             said += f"; {gpu.used_mib / 1024:.1f} GiB in use by other processes"
         mend = "nvidia-smi --query-compute-apps=pid,used_memory,name --format=csv  # stop those, or see --gpus" if taken else ""
-        result.append(Finding("gpu", f"GPU {gpu.index}", "warning" if taken else "ok", said, mend))
+        result.append(PreflightFinding("gpu", f"GPU {gpu.index}", "warning" if taken else "ok", said, mend))
     return result
 
 
-def _cuda(gpus: Sequence[Gpu], torch: Torch, needs: Needs, count: int) -> Finding:
+def _cuda(gpus: Sequence[GpuInfo], torch: TorchBuild, needs: MachineRequirements, count: int) -> PreflightFinding:
     if not torch.cuda:
         plain = torch.version.partition("+")[0]
         said = f"torch {torch.version} is built without CUDA"
         mend = f"pip install --force-reinstall torch=={plain}  # the CUDA build; in the source folder: make setup TORCH=torch=={plain}"
         if needs.cuda:
-            return Finding("gpu", "CUDA", "missing", said, mend)
+            return PreflightFinding("gpu", "CUDA", "missing", said, mend)
         return (
-            Finding("gpu", "CUDA", "warning", f"{said}, so the GPUs stay idle", mend) if count else Finding("gpu", "CUDA", "absent", said)
+            PreflightFinding("gpu", "CUDA", "warning", f"{said}, so the GPUs stay idle", mend)
+            if count
+            else PreflightFinding("gpu", "CUDA", "absent", said)
         )
     least = OLDEST_DRIVER.get(int(torch.cuda.partition(".")[0]))
     drivers = [gpu.driver for gpu in gpus]
@@ -172,14 +178,14 @@ def _cuda(gpus: Sequence[Gpu], torch: Torch, needs: Needs, count: int) -> Findin
         said = (
             f"torch {torch.version} is built for CUDA {torch.cuda}, which needs driver {'.'.join(map(str, least))} or newer, not {old[0]}"
         )
-        return Finding("gpu", "CUDA", "missing" if needs.cuda else "warning", said, "apt-get install --only-upgrade nvidia-driver")
-    return Finding("gpu", "CUDA", "ok", f"torch {torch.version} is built for CUDA {torch.cuda}")
+        return PreflightFinding("gpu", "CUDA", "missing" if needs.cuda else "warning", said, "apt-get install --only-upgrade nvidia-driver")
+    return PreflightFinding("gpu", "CUDA", "ok", f"torch {torch.version} is built for CUDA {torch.cuda}")
 
 
-def _nccl_findings(torch: Torch | None, count: int) -> list[Finding]:
+def _nccl_findings(torch: TorchBuild | None, count: int) -> list[PreflightFinding]:
     if torch is None or not torch.cuda:
-        return [Finding("gpu", "NCCL", "absent", "not in this torch; weights go by gloo")]
-    return [Finding("gpu", "NCCL", "ok", torch.nccl + ("" if count > 1 else "; used only with two GPUs or more"))]
+        return [PreflightFinding("gpu", "NCCL", "absent", "not in this torch; weights go by gloo")]
+    return [PreflightFinding("gpu", "NCCL", "ok", torch.nccl + ("" if count > 1 else "; used only with two GPUs or more"))]
 
 
 def _numbers(version: str) -> tuple[int, ...]:

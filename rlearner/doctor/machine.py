@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from broker.settings.preflight import Finding
-from rlearner.doctor.needs import Needs
+from broker.settings.preflight import PreflightFinding
+from rlearner.doctor.needs import MachineRequirements
 
 GIB: Final = 1 << 30
 SHM_BYTES: Final = GIB  # NCCL and engines put their buffers there; containers give 64 MiB
@@ -20,7 +20,7 @@ ADAM_BYTES: Final = 12  # float32 master weight and two moments of one parameter
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class MachineResources:
     """Resources of this machine, from the kernel.
 
     Attributes:
@@ -38,12 +38,12 @@ class Machine:
     shm_bytes: int | None
 
 
-def look(run_dir: str) -> Machine:
+def measure_machine(run_dir: str) -> MachineResources:
     """Measure this machine."""
     import psutil
 
     memory, folder = psutil.virtual_memory(), nearest(Path(run_dir).absolute())
-    return Machine(
+    return MachineResources(
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         memory_bytes=memory.total,
         available_bytes=memory.available,
@@ -87,7 +87,7 @@ def model_bytes(path: str | None) -> tuple[int, int]:
     return size, 2 if "16" in dtype else 1 if "float8" in dtype else 4
 
 
-def machine_findings(machine: Machine, needs: Needs, weights: tuple[int, int] = (0, 4)) -> list[Finding]:
+def machine_findings(machine: MachineResources, needs: MachineRequirements, weights: tuple[int, int] = (0, 4)) -> list[PreflightFinding]:
     """Return the findings about a machine.
 
     Args:
@@ -95,24 +95,24 @@ def machine_findings(machine: Machine, needs: Needs, weights: tuple[int, int] = 
     """
     memory = f"{machine.available_bytes / GIB:.1f} of {machine.memory_bytes / GIB:.1f} GiB free"
     return [
-        Finding("machine", "cores", "ok", str(machine.cores)),
-        Finding("machine", "memory", "ok", memory),
+        PreflightFinding("machine", "cores", "ok", str(machine.cores)),
+        PreflightFinding("machine", "memory", "ok", memory),
         _files(machine.nofile, needs),
         _disk(machine, needs, weights),
         _shm(machine.shm_bytes, needs),
     ]
 
 
-def _files(limits: tuple[int, int], needs: Needs) -> Finding:
+def _files(limits: tuple[int, int], needs: MachineRequirements) -> PreflightFinding:
     soft, hard = limits
     said = f"{_limit(soft)} open files, at most {_limit(hard)}"
     if _enough(soft, needs.nofile):
-        return Finding("machine", "open files", "ok", said)
+        return PreflightFinding("machine", "open files", "ok", said)
     said += f"; this configuration may need {needs.nofile}"
     if _enough(hard, needs.nofile):
-        return Finding("machine", "open files", "missing", said, f"ulimit -n {needs.nofile}")
+        return PreflightFinding("machine", "open files", "missing", said, f"ulimit -n {needs.nofile}")
     raised = f"echo '* - nofile {needs.nofile}' >> /etc/security/limits.conf  # as root, then log in again; or a smaller envhub.n"
-    return Finding("machine", "open files", "missing", said, raised)
+    return PreflightFinding("machine", "open files", "missing", said, raised)
 
 
 def _limit(value: int) -> str:
@@ -123,30 +123,30 @@ def _enough(limit: int, needed: int) -> bool:
     return limit == resource.RLIM_INFINITY or limit >= needed
 
 
-def _disk(machine: Machine, needs: Needs, weights: tuple[int, int]) -> Finding:
+def _disk(machine: MachineResources, needs: MachineRequirements, weights: tuple[int, int]) -> PreflightFinding:
     name = "disk"
     if machine.disk_free is None:
-        return Finding("machine", name, "warning", f"{machine.disk_of}: the free space is unknown", f"df -h {machine.disk_of}")
+        return PreflightFinding("machine", name, "warning", f"{machine.disk_of}: the free space is unknown", f"df -h {machine.disk_of}")
     size, width = weights
     trained = 0 if "lora" in needs.plugins.values() else size // width  # adapters are tiny compared with the model
     needed = SPARE_BYTES + needs.checkpoints * (size + trained * ADAM_BYTES)
     said = f"{machine.disk_free / GIB:.1f} GiB free in {machine.disk_of}"
     if machine.disk_free >= needed:
-        return Finding("machine", name, "ok", said)
+        return PreflightFinding("machine", name, "ok", said)
     mend = f"df -h {machine.disk_of}  # free space there, or choose another disk with run.dir=FOLDER"
     if size and machine.disk_free < needed - SPARE_BYTES:
         checkpoints = f"{needs.checkpoints} checkpoints with their optimizer need about {needed / GIB:.1f} GiB"
-        return Finding("machine", name, "missing", f"{said}; {checkpoints}", mend)
-    return Finding("machine", name, "warning", f"{said}; a run needs about {needed / GIB:.1f} GiB", mend)
+        return PreflightFinding("machine", name, "missing", f"{said}; {checkpoints}", mend)
+    return PreflightFinding("machine", name, "warning", f"{said}; a run needs about {needed / GIB:.1f} GiB", mend)
 
 
-def _shm(size: int | None, needs: Needs) -> Finding:
+def _shm(size: int | None, needs: MachineRequirements) -> PreflightFinding:
     mend = "mount -o remount,size=8G /dev/shm  # as root; start a container with --shm-size=8g"
     if size is None:
-        return Finding(
+        return PreflightFinding(
             "machine", "/dev/shm", "warning" if needs.shared_memory else "absent", "not there", mend if needs.shared_memory else ""
         )
     said = f"{size / GIB:.2f} GiB"
     if size >= SHM_BYTES or not needs.shared_memory:
-        return Finding("machine", "/dev/shm", "ok", said)
-    return Finding("machine", "/dev/shm", "warning", f"{said}; processes that share a model over NCCL or gloo may need more", mend)
+        return PreflightFinding("machine", "/dev/shm", "ok", said)
+    return PreflightFinding("machine", "/dev/shm", "warning", f"{said}; processes that share a model over NCCL or gloo may need more", mend)

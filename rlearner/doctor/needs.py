@@ -15,7 +15,7 @@ IPC: Final = "ipc"  # the value with which servers read weights from the learner
 
 
 @dataclass(frozen=True)
-class Needs:
+class MachineRequirements:
     """Requirements of a configuration.
 
     Attributes:
@@ -58,7 +58,7 @@ class Needs:
     model_path: str | None = None
 
 
-def needs(config: Mapping[str, Any]) -> Needs:
+def requirements_of(config: Mapping[str, Any]) -> MachineRequirements:
     """Return what a configuration needs.
 
     Args:
@@ -80,7 +80,7 @@ def needs(config: Mapping[str, Any]) -> Needs:
     plugins |= {f"domains.{name}.env": domain["env"] for name, domain in domains.items()}
     if train.get("lora"):
         plugins["train.lora"] = "lora"
-    return Needs(
+    return MachineRequirements(
         plugins=plugins,
         programs={"rollout.engine_args.command": str(command[0])} if command else {},
         parquet=any(str(path).endswith(".parquet") for path in _data_files(config)),

@@ -14,7 +14,7 @@ from typing import Final
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
-from broker.settings.preflight import Finding, Status
+from broker.settings.preflight import PreflightFinding, Status
 from rollout.checks import declaration
 from rollout.engines import ENGINES
 
@@ -43,7 +43,7 @@ Installed = Callable[[str], str | None]
 
 
 @dataclass(frozen=True)
-class Project:
+class ProjectRequirements:
     """Package requirements of the project.
 
     Attributes:
@@ -66,20 +66,20 @@ class Project:
         return f"{pip}{f' -c {pins}' if pins.exists() else ''} -e '{self.folder}{wanted}'"
 
 
-def find_project(folder: Path = SOURCE) -> Project:
+def find_project(folder: Path = SOURCE) -> ProjectRequirements:
     """Read pyproject.toml if there is one, else pip's metadata, which goes stale after an editable install."""
     file = folder / "pyproject.toml"
     if file.is_file():
         project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
         extras = {name: parsed(lines) for name, lines in project.get("optional-dependencies", {}).items()}
-        return Project(parsed(project["dependencies"]), extras, folder)
+        return ProjectRequirements(parsed(project["dependencies"]), extras, folder)
     try:
         lines = parsed(requires(PROJECT) or [])
     except PackageNotFoundError:
-        return Project((), {}, None)
+        return ProjectRequirements((), {}, None)
     base = tuple(one for one in lines if one.marker is None)
     names = sorted({extra for one in lines for extra in _extras_of(one)})
-    return Project(base, {name: tuple(one for one in lines if name in _extras_of(one)) for name in names}, None)
+    return ProjectRequirements(base, {name: tuple(one for one in lines if name in _extras_of(one)) for name in names}, None)
 
 
 def parsed(lines: Sequence[str]) -> tuple[Requirement, ...]:
@@ -106,17 +106,19 @@ def installed(name: str) -> str | None:
         return None
 
 
-def base_findings(project: Project, found: Installed = installed) -> list[Finding]:
+def base_findings(project: ProjectRequirements, found: Installed = installed) -> list[PreflightFinding]:
     """Return base packages that are missing or too old, and the versions of the important ones."""
     result = []
     for requirement in project.base:
         status, said = _judge(requirement, found)
         if status != "ok" or canonicalize_name(requirement.name) in SHOWN:
-            result.append(Finding("python", requirement.name, status, said, "" if status == "ok" else project.install("")))
+            result.append(PreflightFinding("python", requirement.name, status, said, "" if status == "ok" else project.install("")))
     return result
 
 
-def tool_findings(project: Project, plugins: Mapping[str, str], found: Installed = installed, *, gpus: bool = True) -> list[Finding]:
+def tool_findings(
+    project: ProjectRequirements, plugins: Mapping[str, str], found: Installed = installed, *, gpus: bool = True
+) -> list[PreflightFinding]:
     """Check engines, trainers and all extras; those that ``plugins`` (setting to name) names are required.
 
     Args:
@@ -137,7 +139,7 @@ def tool_findings(project: Project, plugins: Mapping[str, str], found: Installed
     return result
 
 
-def _tool(area: str, name: str, project: Project, asked_by: str, found: Installed, *, gpus: bool = True) -> Finding:
+def _tool(area: str, name: str, project: ProjectRequirements, asked_by: str, found: Installed, *, gpus: bool = True) -> PreflightFinding:
     """Check one plug-in's packages. ``asked_by``: the setting that names it, or empty."""
     extra = next((one for one in project.extras if canonicalize_name(one) == canonicalize_name(name)), None)
     requirements = project.extras.get(extra, ()) if extra else ()
@@ -147,7 +149,7 @@ def _tool(area: str, name: str, project: Project, asked_by: str, found: Installe
     bad = [f"{one.name} {said}" for one, status, said in judged if status != "ok"]
     if (there or not alternatives) and not bad:
         versions = there or {one.name: said for one, _, said in judged}
-        return Finding(area, name, "ok", ", ".join(f"{one} {at}" for one, at in versions.items()))
+        return PreflightFinding(area, name, "ok", ", ".join(f"{one} {at}" for one, at in versions.items()))
     what = ", ".join(bad) or f"{' or '.join(alternatives)} not installed"
     mend = project.install(extra) if extra else f"{sys.executable} -m pip install {alternatives[0]}"
     if not gpus and project.folder is not None:
@@ -155,17 +157,17 @@ def _tool(area: str, name: str, project: Project, asked_by: str, found: Installe
     if name in AFTER:
         mend += f" && {sys.executable} -m {AFTER[name]}"
     if asked_by:
-        return Finding(area, name, "missing", f"{what}; required by {asked_by}", mend)
-    return Finding(area, name, "absent", what, mend)
+        return PreflightFinding(area, name, "missing", f"{what}; required by {asked_by}", mend)
+    return PreflightFinding(area, name, "absent", what, mend)
 
 
-def program_findings(programs: Mapping[str, str], which: Callable[[str], str | None] = shutil.which) -> list[Finding]:
+def program_findings(programs: Mapping[str, str], which: Callable[[str], str | None] = shutil.which) -> list[PreflightFinding]:
     """Check the programs that settings name (setting to program)."""
     found = {key: which(program) for key, program in programs.items()}
     return [
-        Finding("engines", key, "ok", path)
+        PreflightFinding("engines", key, "ok", path)
         if (path := found[key])
-        else Finding("engines", key, "missing", f"program {program!r} not found", f"{key}=[…]")
+        else PreflightFinding("engines", key, "missing", f"program {program!r} not found", f"{key}=[…]")
         for key, program in programs.items()
     ]
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from broker.settings.preflight import Finding
+from broker.settings.preflight import PreflightFinding
 from broker.settings.registry import resolve
 
 ROWS: Final = "envhub.preflight:references"
-READ: Final = "rewardhub.references:look"
+READ: Final = "rewardhub.references:reference_findings"
 
 
-def reference_findings(config: dict[str, Any]) -> list[Finding]:
+def reference_findings(config: dict[str, Any]) -> list[PreflightFinding]:
     """Return findings about references that can only be compared as text, or not at all.
 
     Args:

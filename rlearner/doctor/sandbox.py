@@ -11,14 +11,14 @@ from shutil import which
 from typing import Final
 
 from broker.errors import UserError
-from broker.settings.preflight import Finding
-from rlearner.doctor.needs import Needs
+from broker.settings.preflight import PreflightFinding
+from rlearner.doctor.needs import MachineRequirements
 from rlearner_sandbox import Sandbox
 
 _COMMAND: Final = re.compile(r"(?:run|with|needed): (.+)$")  # the command in the probe's error
 
 
-def sandbox_findings(needs: Needs, probe: Callable[[], None] | None = None) -> list[Finding]:
+def sandbox_findings(needs: MachineRequirements, probe: Callable[[], None] | None = None) -> list[PreflightFinding]:
     """Check bubblewrap with an empty program, and user namespaces."""
     try:
         (probe or _probe)()
@@ -29,24 +29,24 @@ def sandbox_findings(needs: Needs, probe: Callable[[], None] | None = None) -> l
     return [judge(problem, _version(), needs), namespaces(Path("/proc/sys"), os.geteuid() == 0)]
 
 
-def judge(problem: str, version: str, needs: Needs) -> Finding:
+def judge(problem: str, version: str, needs: MachineRequirements) -> PreflightFinding:
     """Return the finding about the probe; ``problem`` is empty if a program ran."""
     if not problem:
-        return Finding("sandbox", "bubblewrap", "ok", f"{version or 'bubblewrap'}, a program ran in it")
+        return PreflightFinding("sandbox", "bubblewrap", "ok", f"{version or 'bubblewrap'}, a program ran in it")
     command = (
         found[1] if (found := _COMMAND.search(problem)) else "rewards: [{name: code, args: {sandbox: none}}]  # programs run unprotected"
     )
     if needs.sandbox:
-        return Finding("sandbox", "bubblewrap", "missing", f"{problem}; required by a reward named code", command)
-    return Finding("sandbox", "bubblewrap", "absent", problem, command)
+        return PreflightFinding("sandbox", "bubblewrap", "missing", f"{problem}; required by a reward named code", command)
+    return PreflightFinding("sandbox", "bubblewrap", "absent", problem, command)
 
 
-def namespaces(settings: Path, root: bool) -> Finding:
+def namespaces(settings: Path, root: bool) -> PreflightFinding:
     """Report user namespaces, which bubblewrap needs except for root; for information, as the probe decides."""
     most, allowed = _read(settings / "user/max_user_namespaces"), _read(settings / "kernel/unprivileged_userns_clone")
     if most in ("", "0") or allowed == "0":
-        return Finding("sandbox", "user namespaces", "absent", "disabled" + ("; root needs none" if root else ""))
-    return Finding("sandbox", "user namespaces", "ok", f"at most {most}" + ("; root needs none" if root else ""))
+        return PreflightFinding("sandbox", "user namespaces", "absent", "disabled" + ("; root needs none" if root else ""))
+    return PreflightFinding("sandbox", "user namespaces", "ok", f"at most {most}" + ("; root needs none" if root else ""))
 
 
 def _read(file: Path) -> str:

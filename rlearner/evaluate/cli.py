@@ -28,7 +28,7 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def named_apart(config: dict[str, Any], path: str) -> dict[str, Any]:
+def with_own_run_name(config: dict[str, Any], path: str) -> dict[str, Any]:
     """Return the config with a ``run.name`` that differs from that of a trained run, whose folder must not change."""
     from learner.prepare import name_run
     from learner.run_folder import noted_epoch
@@ -46,13 +46,13 @@ def run(arguments: argparse.Namespace) -> int:
 
     async def body(stop: Stop) -> None:
         from broker.settings.runspec import load, validate
-        from rlearner.doctor.lacking import refuse_fleet
+        from rlearner.doctor.lacking import require_fleet
         from rlearner.evaluate.run import evaluate
-        from rlearner.evaluate.tasks import fitted
+        from rlearner.evaluate.tasks import with_num_tasks
 
-        named = named_apart(load(arguments.config, arguments.overrides), arguments.config)
-        config = fitted(validate(named))
-        await asyncio.to_thread(refuse_fleet, config)
+        named = with_own_run_name(load(arguments.config, arguments.overrides), arguments.config)
+        config = with_num_tasks(validate(named))
+        await asyncio.to_thread(require_fleet, config)
         await evaluate(config, arguments.model, stop, gpus=arguments.gpus, as_json=arguments.json)
 
     return main("eval", body, stopped=EXIT_STOPPED)

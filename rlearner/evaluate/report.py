@@ -34,7 +34,7 @@ def _measured(evaluation: Evaluation, domain: str | None) -> dict[str, Any]:
         "success_rate": sum(flat) / len(flat),
         "success_interval": [low, high],
         "reward_mean": sum(rewards) / len(rewards),
-        **pass_at_k.values(tries),
+        **pass_at_k.pass_at_k_metrics(tries),
     }
 
 

@@ -28,13 +28,13 @@ from broker.server.private_server import BrokerServer
 from broker.settings.config import PRIVATE_STORE_GIB, BrokerSection
 from broker.settings.runspec import domains, publish_runspec, section
 from learner.config import EvalSection
-from learner.disk_retry import Patience
-from learner.evaluation.evaluation import Evaluation, Evaluations
+from learner.disk_retry import DiskRetry
+from learner.evaluation.evaluation import Evaluation, EvaluationQueue
 from learner.evaluation.evaluator import Evaluator
 from learner.prepare import data_digests, run_folder, write_config
-from learner.reporting.transcripts import Transcripts
+from learner.reporting.transcripts import TranscriptFactory
 from rlearner.evaluate.report import report, result_of
-from rlearner.up.fleet import ENDED_WELL, Fleet
+from rlearner.up.fleet import ENDED_WELL, ProcessFleet
 from rlearner_text.config import check_model_path
 
 POLICY: Final = "evaluated"
@@ -57,12 +57,12 @@ async def evaluate(config: dict[str, Any], model: str, stop: Stop, *, gpus: str,
     path = await asyncio.to_thread(_found, model)
     folder, began = run_folder(config), time.monotonic()
     write_config(folder, config)
-    fleet = Fleet(folder / "logs", {})
+    fleet = ProcessFleet(folder / "logs", {})
     settings = section(config, "broker", BrokerSection)
     with BrokerServer(str(folder / "broker"), store_max_gib=settings.store_max_gib or PRIVATE_STORE_GIB) as broker:
         try:
             async with _joined(config, path, broker.url, fleet, gpus, folder, stop) as (bus, evaluator, evaluations):
-                await measured(fleet, evaluator, evaluations.pending[0], stop, quiet=as_json)
+                await wait_until_measured(fleet, evaluator, evaluations.pending[0], stop, quiet=as_json)
                 control = await bus.key_value(CONTROL)
                 await control.put(bus.run, wire.DesiredState(state="stopped", reason="the evaluation is done"))
                 completed = list(evaluator.completed)
@@ -88,8 +88,8 @@ def _found(model: str) -> str:
 
 @asynccontextmanager
 async def _joined(
-    config: dict[str, Any], model: str, url: str, fleet: Fleet, gpus: str, folder: Path, stop: Stop
-) -> AsyncIterator[tuple[Bus, Evaluator, Evaluations]]:
+    config: dict[str, Any], model: str, url: str, fleet: ProcessFleet, gpus: str, folder: Path, stop: Stop
+) -> AsyncIterator[tuple[Bus, Evaluator, EvaluationQueue]]:
     """Start all processes and issue the tickets; results are read until the context exits."""
     async with AsyncExitStack() as stack:
         run = config["run"]["name"]
@@ -108,10 +108,16 @@ async def _joined(
         roster = Roster(bus, beats=("rollout",))
         await roster.start()
         stack.push_async_callback(roster.close)
-        evaluations = Evaluations(section(config, "eval", EvalSection), domains(config), config["run"]["seed"])
-        patience = Patience(folder, stop, "the evaluated episodes are not kept")
+        evaluations = EvaluationQueue(section(config, "eval", EvalSection), domains(config), config["run"]["seed"])
+        patience = DiskRetry(folder, stop, "the evaluated episodes are not kept")
         evaluator = Evaluator(
-            bus, evaluations, roster, folder / "evals", "", patience, Transcripts({"model": {**config["model"], "path": model}}, folder)
+            bus,
+            evaluations,
+            roster,
+            folder / "evals",
+            "",
+            patience,
+            TranscriptFactory({"model": {**config["model"], "path": model}}, folder),
         )
         tasks = [asyncio.create_task(work) for work in evaluator.services()]
         stack.push_async_callback(_end, tasks)
@@ -125,7 +131,7 @@ async def _end(tasks: list[asyncio.Task[None]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def measured(fleet: Fleet, evaluator: Evaluator, asked: Evaluation, stop: Stop, *, quiet: bool) -> None:
+async def wait_until_measured(fleet: ProcessFleet, evaluator: Evaluator, asked: Evaluation, stop: Stop, *, quiet: bool) -> None:
     """Show progress until all tasks are measured and kept, a child cannot run, or a stop is requested."""
     total, said = len(asked.waiting), 0.0
     bar = Progress(disable=quiet or not sys.stdout.isatty())

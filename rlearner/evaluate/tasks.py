@@ -9,7 +9,7 @@ from broker.settings.registry import resolve
 NUM_EVAL_TASKS: Final = "envhub.config:num_eval_tasks"  # the envhub makes the tasks, so it knows how many there are
 
 
-def fitted(config: dict[str, Any]) -> dict[str, Any]:
+def with_num_tasks(config: dict[str, Any]) -> dict[str, Any]:
     """Return a validated configuration with ``eval.tasks`` filled in, even if its run would not evaluate.
 
     Raises:

@@ -12,11 +12,11 @@ from typing import Final
 from broker.contract.streams import SAMPLES
 from broker.errors import LostState
 from broker.jetstream.bus import Bus
-from learner.run_folder import connected, find
+from learner.run_folder import connect_run, find_run
 from rlearner.audit import tapped
-from rlearner.audit.report import Report
+from rlearner.audit.report import AuditReport
 from rlearner.audit.run import read_books, reconcile
-from rlearner.audit.sources import Stored, stored
+from rlearner.audit.sources import AuditedRecord, stored
 
 TRIES: Final = 3
 SILENCE_S: Final = 5.0  # then stop reading: the newest records of the log may have been deleted
@@ -24,8 +24,8 @@ SILENCE_S: Final = 5.0  # then stop reading: the newest records of the log may h
 
 async def audit_run(options: argparse.Namespace) -> int:
     """Audit the run and return the exit code."""
-    place = find(options.run_name, options.dir)
-    async with connected(options, place.name, place.folder) as (bus, why):
+    place = find_run(options.run_name, options.dir)
+    async with connect_run(options, place.name, place.folder) as (bus, why):
         books = read_books(place.folder)
         log = await read_log(bus) if bus else None
     tap = tapped.read(Path(options.tap)) if options.tap else None
@@ -36,7 +36,7 @@ async def audit_run(options: argparse.Namespace) -> int:
     return 0 if report.ok else 1
 
 
-async def read_log(bus: Bus) -> tuple[int, list[Stored]]:
+async def read_log(bus: Bus) -> tuple[int, list[AuditedRecord]]:
     """Return the first sequence that the samples log keeps, and its records.
 
     Raises:
@@ -50,9 +50,9 @@ async def read_log(bus: Bus) -> tuple[int, list[Stored]]:
     return await _read_log(bus)
 
 
-async def _read_log(bus: Bus) -> tuple[int, list[Stored]]:
+async def _read_log(bus: Bus) -> tuple[int, list[AuditedRecord]]:
     first, last = await bus.first_seq(SAMPLES), await bus.last_seq(SAMPLES)
-    found: list[Stored] = []
+    found: list[AuditedRecord] = []
     if first > last:
         return first, found
     async with aclosing(bus.read_log(SAMPLES, first, wanted=lambda _: False)) as records:  # parts may be deleted first
@@ -65,7 +65,7 @@ async def _read_log(bus: Bus) -> tuple[int, list[Stored]]:
     return first, found
 
 
-def _print(report: Report, run: str, *, as_json: bool) -> None:
+def _print(report: AuditReport, run: str, *, as_json: bool) -> None:
     figures = report.to_json()
     if as_json:
         print(json.dumps(figures))

@@ -12,7 +12,7 @@ from broker.contract import wire
 from broker.errors import UserError
 from broker.jetstream.bus import Bus
 from broker.runtime.presence import census
-from learner.run_folder import address, find
+from learner.run_folder import broker_address, find_run
 
 STATES: Final = {"pause": "paused", "resume": "running", "drain": "draining", "stop": "stopped"}
 
@@ -49,11 +49,11 @@ def drain_lines(run: str, present: Sequence[wire.Presence]) -> list[str]:
 def _target(options: argparse.Namespace) -> tuple[str, str]:
     """Return name and broker of the run, which need not have a folder on this machine."""
     try:
-        place = find(options.run_name, options.dir)
+        place = find_run(options.run_name, options.dir)
     except UserError:
         if "/" in options.run_name:
             raise
         from pathlib import Path
 
-        return options.run_name, address(options.broker, Path(options.dir) / options.run_name)
-    return place.name, address(options.broker, place.folder)
+        return options.run_name, broker_address(options.broker, Path(options.dir) / options.run_name)
+    return place.name, broker_address(options.broker, place.folder)

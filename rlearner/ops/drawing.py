@@ -7,7 +7,7 @@ import asyncio
 
 from broker.errors import UserError
 from learner.reporting.metrics import read_lines
-from learner.run_folder import find
+from learner.run_folder import find_run
 
 
 async def draw_run(options: argparse.Namespace) -> int:
@@ -18,7 +18,7 @@ async def draw_run(options: argparse.Namespace) -> int:
     """
     from rlearner.up.artifacts import draw_rewards, render_before_and_after
 
-    place = find(options.run_name, options.dir)
+    place = find_run(options.run_name, options.dir)
     lines = read_lines(place.folder / "metrics.jsonl")
     if not lines:
         raise UserError(f"run {place.name} has made no step yet, so there is nothing to draw")

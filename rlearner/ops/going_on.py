@@ -16,7 +16,7 @@ from learner.run_folder import noted_epoch, noted_holder, private_addresses
 
 
 @contextmanager
-def said_at_the_end(config: dict[str, Any], broker: str) -> Iterator[None]:
+def continue_line_at_exit(config: dict[str, Any], broker: str) -> Iterator[None]:
     """Print the command when the block ends, unless it fails while another learner, or none, holds the run."""
     folder = Path(config["run"]["dir"]) / config["run"]["name"]
     refused = False
@@ -27,10 +27,10 @@ def said_at_the_end(config: dict[str, Any], broker: str) -> Iterator[None]:
         raise
     finally:
         if not refused:
-            print(going_on(config, broker), end="", flush=True)
+            print(continue_line(config, broker), end="", flush=True)
 
 
-def going_on(config: dict[str, Any], broker: str = "") -> str:
+def continue_line(config: dict[str, Any], broker: str = "") -> str:
     """Return one line with the command, or nothing for a run that no learner has held yet.
 
     Args:
@@ -42,7 +42,7 @@ def going_on(config: dict[str, Any], broker: str = "") -> str:
         return ""
     by_hand = broker and broker not in private_addresses(folder)
     command = ["start", str(folder), "--broker", without_passwords(broker)] if by_hand else ["up", str(folder)]
-    made = checkpoint.newest(folder / "checkpoints")
+    made = checkpoint.newest_checkpoint(folder / "checkpoints")
     if made is not None and made.step >= config["train"]["steps"]:
         command.append(f"train.steps={2 * made.step}")
     return f"go on with this run: rlearner {shlex.join(command)}\n"

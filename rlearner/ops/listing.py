@@ -19,7 +19,7 @@ from rich.table import Table
 from broker.errors import UserError
 from broker.system.locks import lock
 from learner.reporting.metrics import read_lines
-from learner.run_folder import STORE, UP_LOCK, current_address, is_held, moved_from
+from learner.run_folder import STORE, UP_LOCK, current_address, is_held, previous_broker
 from rlearner.ops.living import ask_broker
 
 FINISHED, STOPPED, UNKNOWN, EVALUATION = "finished", "stopped", "broker away", "evaluation"
@@ -27,7 +27,7 @@ LEFT = ("demos.log", "*.new")  # files that an ended run no longer needs; a fini
 
 
 @dataclass(frozen=True)
-class Run:
+class RunSummary:
     """One row of the list.
 
     Attributes:
@@ -71,7 +71,7 @@ def _folders(root: str) -> list[Path]:
     return sorted(path.parent for path in Path(root).glob("*/config.yaml"))
 
 
-async def look(folder: Path) -> Run:
+async def look(folder: Path) -> RunSummary:
     """Return the row of a run, from its folder and, if it answers, its broker."""
     file, metrics = folder / "config.yaml", folder / "metrics.jsonl"
     rows = read_lines(metrics)
@@ -83,7 +83,7 @@ async def look(folder: Path) -> Run:
         state = await _state(folder, str(config["run"]["name"]), finished=step >= steps)
     except (yaml.YAMLError, TypeError, KeyError, ValueError):
         steps, state = 0, "unreadable"
-    return Run(folder.name, str(folder), state, step, steps, _size(folder), changed)
+    return RunSummary(folder.name, str(folder), state, step, steps, _size(folder), changed)
 
 
 async def _state(folder: Path, run: str, *, finished: bool) -> str:
@@ -96,7 +96,7 @@ async def _state(folder: Path, run: str, *, finished: bool) -> str:
         return EVALUATION
     if finished:
         return FINISHED
-    return UNKNOWN if problem and moved_from(folder, "") else STOPPED
+    return UNKNOWN if problem and previous_broker(folder, "") else STOPPED
 
 
 def _size(path: Path) -> int:
@@ -108,7 +108,7 @@ def _size(path: Path) -> int:
     return total
 
 
-def _table(runs: list[Run]) -> None:
+def _table(runs: list[RunSummary]) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for title in ("run", "state", "steps", "size", "last change"):
         table.add_column(title, justify="right" if title in ("steps", "size") else "left", no_wrap=True)
@@ -134,7 +134,7 @@ def age(seconds: float) -> str:
 # ------------------------------------------------------------------------------------------------------- prune
 
 
-def removable(run: Run) -> list[Path]:
+def removable(run: RunSummary) -> list[Path]:
     """Return what can be deleted of a run that has ended: nothing that training, an audit or a replay needs."""
     if run.state not in (FINISHED, STOPPED, EVALUATION):
         return []
@@ -144,7 +144,7 @@ def removable(run: Run) -> list[Path]:
     return [*files, *([store] if run.state != STOPPED and store.is_dir() else [])]
 
 
-def _prune(runs: list[Run], *, sure: bool) -> None:
+def _prune(runs: list[RunSummary], *, sure: bool) -> None:
     """Print what can be deleted, and delete it.
 
     Raises:

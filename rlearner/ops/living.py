@@ -12,12 +12,12 @@ from broker.nats import addresses
 from broker.runtime.presence import census
 from broker.settings.runspec import find_runs
 from learner.run_folder import DEADLINE_S
-from rlearner.doctor.broker_side import ask
+from rlearner.doctor.broker_side import read_server_info
 
 
 async def ask_broker(url: str, run: str) -> tuple[list[wire.Presence], str]:
     """Return the run's live learners, and the broker's problem (``, which does not answer``), if any."""
-    answers = [await asyncio.to_thread(ask, server) for server in addresses.split(url)]
+    answers = [await asyncio.to_thread(read_server_info, server) for server in addresses.split(url)]
     if not any(info for info, _ in answers):
         return [], f", which does not answer ({answers[0][1]})"
     try:

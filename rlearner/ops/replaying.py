@@ -12,11 +12,11 @@ from typing import Any, Final
 from broker.errors import UserError
 from broker.settings.runspec import load, validate
 from learner.reporting.metrics import read_lines
-from learner.run_folder import Place, find
-from rlearner.replay.compare import Check
-from rlearner.replay.output import Output, free_folder
-from rlearner.replay.overrides import changes
-from rlearner.replay.run import Replay
+from learner.run_folder import RunPlace, find_run
+from rlearner.replay.compare import ReplayComparison
+from rlearner.replay.output import ReplayOutput, free_folder
+from rlearner.replay.overrides import changed_settings
+from rlearner.replay.run import ReplayTraining
 from rlearner.replay.start import find_start
 
 SHOWN: Final = ("actor/pg_loss", "actor/entropy", "actor/ppo_kl", "actor/grad_norm", "actor/lr")
@@ -24,7 +24,7 @@ SHOWN: Final = ("actor/pg_loss", "actor/entropy", "actor/ppo_kl", "actor/grad_no
 
 async def replay_run(options: argparse.Namespace) -> int:
     """Replay the run and return the exit code."""
-    place = find(options.run_name, options.dir)
+    place = find_run(options.run_name, options.dir)
     first, last = _range(options, place)
     config, changed = _wanted(options, place)
     start = find_start(place.folder, place.config, first)
@@ -34,15 +34,15 @@ async def replay_run(options: argparse.Namespace) -> int:
         if not options.json:
             print(text, flush=True)
 
-    check = Check(place.folder)
+    check = ReplayComparison(place.folder)
     with ExitStack() as stack:
         out = None
         if changed or options.out:
-            out = Output(Path(options.out) if options.out else free_folder(place.folder), config)
+            out = ReplayOutput(Path(options.out) if options.out else free_folder(place.folder), config)
             stack.callback(out.close)
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rlearner-replay-")))
         say(f"run {place.name}: from {start.resumed.path if start.resumed else start.first_path} (step {begin}) to step {last}")
-        work = Replay(place.folder, config, start)
+        work = ReplayTraining(place.folder, config, start)
         async with aclosing(work.steps(last)) as steps:
             async for made in steps:
                 if out is not None:
@@ -61,7 +61,7 @@ async def replay_run(options: argparse.Namespace) -> int:
     return 0 if check.identical else 1
 
 
-def _range(options: argparse.Namespace, place: Place) -> tuple[int, int]:
+def _range(options: argparse.Namespace, place: RunPlace) -> tuple[int, int]:
     rows = read_lines(place.folder / "metrics.jsonl")
     newest = max((int(row["step"]) for row in rows), default=0)
     if not 0 <= options.first < options.last <= newest:
@@ -69,9 +69,9 @@ def _range(options: argparse.Namespace, place: Place) -> tuple[int, int]:
     return options.first, options.last
 
 
-def _wanted(options: argparse.Namespace, place: Place) -> tuple[dict[str, Any], dict[str, Any]]:
+def _wanted(options: argparse.Namespace, place: RunPlace) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the configuration to train with, and the user's changes."""
     if not options.overrides:
         return place.config, {}
     wanted = validate(load(str(place.folder / "config.yaml"), options.overrides))
-    return wanted, changes(validate(place.config), wanted)
+    return wanted, changed_settings(validate(place.config), wanted)

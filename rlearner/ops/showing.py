@@ -16,8 +16,8 @@ from broker.jetstream.bus import LogRecord
 from broker.jetstream.stored_message import peek
 from learner.credit import archive
 from learner.reporting.transcripts import decode, load_tokenizer
-from learner.run_folder import Place, connected, find
-from rlearner.ops.tracing import describe, lines_of, spans, ticket_of
+from learner.run_folder import RunPlace, connect_run, find_run
+from rlearner.ops.tracing import describe, spans, ticket_lines, ticket_summary
 from rlearner_text.tokenizer import Tokenizer
 
 NO_RECORD: Final = ("duplicate", "unknown")
@@ -25,10 +25,10 @@ NO_RECORD: Final = ("duplicate", "unknown")
 
 async def show_run(options: argparse.Namespace) -> int:
     """Print one group and return the exit code."""
-    place = find(options.run_name, options.dir)
-    own = lines_of(place, options.group)
+    place = find_run(options.run_name, options.dir)
+    own = ticket_lines(place, options.group)
     record = await _record(options, place, next((line.seq for line in reversed(own) if line.seq and line.state not in NO_RECORD), 0))
-    found = ticket_of(own)
+    found = ticket_summary(own)
     if not isinstance(record.message, wire.Group):
         told = describe(record)
         raise UserError(f"ticket {options.group} has no group: {told.get('reason', 'malformed')}, {told.get('detail') or 'no details'}")
@@ -38,7 +38,7 @@ async def show_run(options: argparse.Namespace) -> int:
     return 0
 
 
-async def _record(options: argparse.Namespace, place: Place, seq: int) -> LogRecord:
+async def _record(options: argparse.Namespace, place: RunPlace, seq: int) -> LogRecord:
     """Return the record that closed the ticket, from the archive or the broker's log.
 
     Raises:
@@ -46,10 +46,10 @@ async def _record(options: argparse.Namespace, place: Place, seq: int) -> LogRec
     """
     if not seq:
         raise UserError(f"ticket {options.group} of run {place.name} has no record yet")
-    frame = archive.find(place.folder / archive.FOLDER, seq)
+    frame = archive.find_frame(place.folder / archive.FOLDER, seq)
     if frame is not None:
         return frame.record()
-    async with connected(options, place.name, place.folder) as (bus, why):
+    async with connect_run(options, place.name, place.folder) as (bus, why):
         kept = await peek(bus, SAMPLES, seq) if bus else None
     if kept is None:
         where = f"neither in the archive (samples.keep) nor in the broker's log{f': {why}' if why else ''}"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from broker.contract import wire
-from broker.contract.streams import CONTROL, MEMBERS, RUNS, STREAMS, WEIGHTS, Kind
+from broker.contract.streams import CONTROL, MEMBERS, RUNS, STREAMS, WEIGHTS, StreamKind
 from broker.errors import UserError
 from broker.jetstream.bus import Bus
 from broker.nats.nats_errors import ApiError
@@ -24,8 +24,8 @@ from broker.runtime.presence import CENSUS_S, census, display_name
 from learner.checkpoints import checkpoint
 from learner.credit import ledger_file, ledger_segments
 from learner.reporting.metrics import read_lines
-from learner.reporting.training_signals import RECENT, warnings
-from learner.run_folder import STARTING, UNKNOWN, connected, find
+from learner.reporting.training_signals import RECENT, active_warnings
+from learner.run_folder import STARTING, UNKNOWN, connect_run, find_run
 
 SHOWN: Final = ("reward/mean", "env/success_rate", "staleness/max", "perf/tokens_per_s", "trainer/idle_ratio", "rollouter/idle_ratio")
 TICKETS: Final = ("issued", "trained", "filtered", "dropped", "dead", "open", "duplicate")
@@ -49,9 +49,9 @@ PROCESS: Final = (
 
 async def show_status(options: argparse.Namespace) -> int:
     """Print the status and return the exit code."""
-    place = find(options.run_name, options.dir)
+    place = find_run(options.run_name, options.dir)
     found: dict[str, Any] = {"run": place.name, "folder": str(place.folder), **on_disk(place.folder, place.config)}
-    async with connected(options, place.name, place.folder) as (bus, why):
+    async with connect_run(options, place.name, place.folder) as (bus, why):
         found |= await on_broker(bus) if bus else {"broker": None, "broker_error": why}
     if options.json:
         print(json.dumps(found))
@@ -65,22 +65,22 @@ def on_disk(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the status in the run's folder: steps, newest metrics, checkpoints, tickets."""
     rows = read_lines(folder / "metrics.jsonl")
     last = rows[-1] if rows else {}
-    lines, problem = ledger_segments.newest(folder / ledger_segments.FOLDER)
-    counts, dead = ledger_file.tally(lines)
+    lines, problem = ledger_segments.read_newest(folder / ledger_segments.FOLDER)
+    counts, dead = ledger_file.final_counts(lines)
     return {
         "step": last.get("step", 0),
         "steps": config["train"]["steps"],
         "step_at": last.get("time"),
         "figures": {name: last[name] for name in SHOWN if name in last},
-        "warnings": warnings(rows[-RECENT:]),
+        "warnings": active_warnings(rows[-RECENT:]),
         "tickets": {name: counts[name] for name in TICKETS if name in counts},
         "dead": dead,
         "ledger_file": problem or _state_of(lines),
-        "checkpoints": [_step_of(path) for path in checkpoint.found(folder / "checkpoints")],
+        "checkpoints": [_step_of(path) for path in checkpoint.list_checkpoints(folder / "checkpoints")],
     }
 
 
-def _state_of(lines: list[ledger_file.Line]) -> str:
+def _state_of(lines: list[ledger_file.LedgerLine]) -> str:
     if lines and lines[0].state == "unrecorded":
         return f"nothing is recorded of tickets before step {lines[0].step}"
     return "ok" if lines else "none yet"
@@ -88,7 +88,7 @@ def _state_of(lines: list[ledger_file.Line]) -> str:
 
 def _step_of(path: Path) -> int | str:
     try:
-        return checkpoint.read(path).step
+        return checkpoint.read_checkpoint(path).step
     except UserError as error:
         return str(error)
 
@@ -102,10 +102,10 @@ async def on_broker(bus: Bus) -> dict[str, Any]:
     is_entered = bool(await (await bus.key_value(MEMBERS)).values(f"{bus.run}.learner"))
     queues: dict[str, Any] = {}
     for stream in STREAMS:
-        if stream.kind in (Kind.WORK_QUEUE, Kind.LOG):
+        if stream.kind in (StreamKind.WORK_QUEUE, StreamKind.LOG):
             try:
                 depth = await bus.depth(stream)
-                queues[stream.name] = {"kept": depth[""], "written": await bus.last_seq(stream)} if stream.kind is Kind.LOG else depth
+                queues[stream.name] = {"kept": depth[""], "written": await bus.last_seq(stream)} if stream.kind is StreamKind.LOG else depth
             except ApiError as error:
                 queues[stream.name] = {"error": error.description}
     return {
@@ -137,7 +137,7 @@ async def _offered(bus: Bus) -> dict[str, Any] | None:
 def text_of(found: Mapping[str, Any], now: float) -> list[str]:
     """Return the lines of the text output."""
     ago = f", {_age(now - found['step_at'])} ago" if found["step_at"] else ""
-    lines = [*absence(found), f"run {found['run']}: step {found['step']} of {found['steps']}{ago}"]
+    lines = [*missing_learner_lines(found), f"run {found['run']}: step {found['step']} of {found['steps']}{ago}"]
     if found["broker"] is None:
         lines.append(f"  broker       {found['broker_error']}")
     else:
@@ -176,7 +176,7 @@ def wrapped(lines: list[str], width: int) -> list[str]:
     return [part for line in lines for part in (breaking.wrap(line) if len(line) > width else [line])]
 
 
-def absence(found: Mapping[str, Any]) -> list[str]:
+def missing_learner_lines(found: Mapping[str, Any]) -> list[str]:
     """Return one line if no learner is running: that there is none, and how to start it."""
     config = shlex.quote(os.path.relpath(Path(found["folder"], "config.yaml")))
     if found["broker"] is None and found["broker_error"].startswith(STARTING):

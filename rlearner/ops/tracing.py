@@ -18,17 +18,17 @@ from broker.jetstream.bus import Bus, LogRecord
 from broker.jetstream.stored_message import peek
 from learner.credit import archive, ledger_file, ledger_segments
 from learner.reporting.metrics import read_lines
-from learner.run_folder import Place, connected, find
+from learner.run_folder import RunPlace, connect_run, find_run
 from rlearner.ops.trace_text import text_of
 
 
 async def trace_run(options: argparse.Namespace) -> int:
     """Print the path of one ticket and return the exit code."""
-    place = find(options.run_name, options.dir)
-    own = lines_of(place, options.group)
+    place = find_run(options.run_name, options.dir)
+    own = ticket_lines(place, options.group)
     seq = next((line.seq for line in reversed(own) if line.seq and line.state not in ("duplicate", "unknown")), 0)
     record, stored_at, source = await _record(options, place.name, place.folder, seq)
-    found = ticket_of(own) | {"record": {"seq": seq, "source": source, "stored_at": stored_at}}
+    found = ticket_summary(own) | {"record": {"seq": seq, "source": source, "stored_at": stored_at}}
     if "step" in found:
         found["step_time"] = _step_time(place.folder, found["step"])
     if record is not None:
@@ -41,8 +41,8 @@ async def _record(options: argparse.Namespace, run: str, folder: Path, seq: int)
     """Return the record that closed the ticket, when the broker stored it, and where it was found."""
     if not seq:
         return None, "", "no record yet"
-    frame = archive.find(folder / archive.FOLDER, seq)
-    async with connected(options, run, folder) as (bus, why):
+    frame = archive.find_frame(folder / archive.FOLDER, seq)
+    async with connect_run(options, run, folder) as (bus, why):
         kept = await _peek(bus, seq) if bus else None
     if kept is not None:
         return kept[0], kept[1], "the broker's log"
@@ -62,14 +62,14 @@ def _step_time(folder: Path, step: int) -> str:
     return datetime.fromtimestamp(times[0], UTC).isoformat(timespec="milliseconds") if times else ""
 
 
-def lines_of(place: Place, ticket: int) -> list[ledger_file.Line]:
+def ticket_lines(place: RunPlace, ticket: int) -> list[ledger_file.LedgerLine]:
     """Return all lines of one ticket, at least one.
 
     Raises:
         UserError: if there is no such ticket.
     """
     own, newest = [], 0
-    for line in ledger_segments.Lines(place.folder / ledger_segments.FOLDER):
+    for line in ledger_segments.LedgerLines(place.folder / ledger_segments.FOLDER):
         newest = max(newest, line.ticket)
         if line.ticket == ticket:
             own.append(line)
@@ -78,7 +78,7 @@ def lines_of(place: Place, ticket: int) -> list[ledger_file.Line]:
     return own
 
 
-def ticket_of(lines: list[ledger_file.Line]) -> dict[str, Any]:
+def ticket_summary(lines: list[ledger_file.LedgerLine]) -> dict[str, Any]:
     """Return the ledger file's content about one ticket, given its lines, at least one."""
     found: dict[str, Any] = {
         "ticket": lines[0].ticket,

@@ -9,9 +9,9 @@ from typing import Any
 
 from learner.checkpoints import checkpoint
 from learner.credit import ledger_segments
-from learner.credit.ledger_file import Line
+from learner.credit.ledger_file import LedgerLine
 from learner.reporting.metrics import read_lines
-from rlearner.replay.run import Replayed
+from rlearner.replay.run import ReplayedStep
 
 CLOCKS = ("time", "perf")
 
@@ -30,7 +30,7 @@ def differences(found: Mapping[str, float], row: Mapping[str, Any] | None) -> li
     return [f"{name} is {_text(found, name)}, the run had {_text(row, name)}" for name in sorted(names) if found.get(name) != row.get(name)]
 
 
-def composition(lines: Iterable[Line]) -> dict[int, list[int]]:
+def tickets_by_step(lines: Iterable[LedgerLine]) -> dict[int, list[int]]:
     """Return the tickets of each step, in the order in which they were taken."""
     steps: dict[int, list[int]] = {}
     for line in lines:
@@ -54,7 +54,7 @@ def _text(values: Mapping[str, Any], name: str) -> str:
     return repr(values[name]) if name in values else "missing"
 
 
-class Check:
+class ReplayComparison:
     """Comparison of replayed steps with the run.
 
     Args:
@@ -63,8 +63,8 @@ class Check:
 
     def __init__(self, folder: Path) -> None:
         self._rows = {int(row["step"]): row for row in read_lines(folder / "metrics.jsonl")}
-        self._made_of = composition(ledger_segments.Lines(folder / ledger_segments.FOLDER))
-        self.kept = {checkpoint.read(path).step: path for path in checkpoint.found(folder / "checkpoints")}
+        self._made_of = tickets_by_step(ledger_segments.LedgerLines(folder / ledger_segments.FOLDER))
+        self.kept = {checkpoint.read_checkpoint(path).step: path for path in checkpoint.list_checkpoints(folder / "checkpoints")}
         self.steps: list[dict[str, Any]] = []
         self.digests: dict[int, tuple[str, str]] = {}
 
@@ -72,7 +72,7 @@ class Check:
     def identical(self) -> bool:
         return not any(step["differences"] for step in self.steps)
 
-    def step(self, made: Replayed, written: Path | None) -> str:
+    def step(self, made: ReplayedStep, written: Path | None) -> str:
         """Compare one step, and return a line with the result.
 
         Args:
@@ -91,7 +91,7 @@ class Check:
         self.steps.append({"step": made.step, "differences": found, "values": made.values})
         return f"step {made.step}: " + (f"differs: {'; '.join(found)}" if found else f"identical: {text}")
 
-    def beside(self, made: Replayed, names: Sequence[str]) -> str:
+    def beside(self, made: ReplayedStep, names: Sequence[str]) -> str:
         """Return a line with some numbers of a counterfactual step next to the run's.
 
         Raises:

@@ -9,7 +9,7 @@ from broker.contract.streams import token
 from broker.errors import UserError
 from learner.prepare import write_config
 from learner.reporting.metrics import MetricsFile
-from rlearner.replay.run import Replayed
+from rlearner.replay.run import ReplayedStep
 
 OF_THE_RUN: Final = ("ticket/", "off_policy/")  # about the recorded run, not the replay
 
@@ -22,7 +22,7 @@ def free_folder(folder: Path) -> Path:
     return found
 
 
-class Output:
+class ReplayOutput:
     """Output folder of a replay.
 
     Args:
@@ -45,7 +45,7 @@ class Output:
     def checkpoints(self) -> Path:
         return self.folder / "checkpoints"
 
-    def write(self, made: Replayed) -> None:
+    def write(self, made: ReplayedStep) -> None:
         """Write a step's line."""
         values = {name: value for name, value in made.values.items() if not name.startswith(OF_THE_RUN)}
         self._metrics.write({"step": made.step, "policy_version": made.step, **values})

@@ -23,7 +23,7 @@ FIXED: Final = (
 GREEDY: Final = "remax"  # the only estimator that needs extra episodes
 
 
-def changes(recorded: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+def changed_settings(recorded: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that differ, by dotted key.
 
     Args:

@@ -13,17 +13,17 @@ from broker.contract import wire
 from broker.errors import UserError
 from broker.jetstream.bus import LogRecord
 from learner.checkpoints import checkpoint
-from learner.consumer import Consumer
+from learner.consumer import RecordConsumer
 from learner.credit import archive
 from learner.credit.ledger import Ledger
 from learner.opening import open_training
 from learner.reporting.metrics import count_tickets, finite
-from learner.training import Training
-from rlearner.replay.start import Start
+from learner.training import TrainingThread
+from rlearner.replay.start import ReplayStart
 
 
 @dataclass(frozen=True)
-class Replayed:
+class ReplayedStep:
     """A replayed step.
 
     Attributes:
@@ -37,7 +37,7 @@ class Replayed:
     values: dict[str, float]
 
 
-class Replay:
+class ReplayTraining:
     """A model and a ledger that consume the archive.
 
     Args:
@@ -46,15 +46,15 @@ class Replay:
         start: where to begin.
     """
 
-    def __init__(self, folder: Path, config: dict[str, Any], start: Start) -> None:
+    def __init__(self, folder: Path, config: dict[str, Any], start: ReplayStart) -> None:
         self._folder, self._config, self._start = folder, config, start
-        self.training: Training
+        self.training: TrainingThread
 
     @property
     def ledger(self) -> Ledger:
         return self._start.ledger
 
-    async def steps(self, until: int) -> AsyncGenerator[Replayed, None]:
+    async def steps(self, until: int) -> AsyncGenerator[ReplayedStep, None]:
         """Yield each step up to ``until`` after it is made, while the model is between two steps.
 
         Raises:
@@ -66,7 +66,7 @@ class Replay:
         try:
             if start.resumed is not None:
                 await self.training.call(partial(checkpoint.load_state, start.resumed, self.training.backend))
-            consumer = Consumer(self.ledger, self.training)
+            consumer = RecordConsumer(self.ledger, self.training)
             consumer.resume(self._arrived())
             self.ledger.open_credit()
             while self.ledger.state.version < until:
@@ -77,7 +77,7 @@ class Replay:
                 made = await consumer.complete()
                 assert made is not None, "a replay abandons no step"
                 values = finite(made.trained.values) | count_tickets(self.ledger)
-                yield Replayed(self.ledger.state.version, [entry.number for entry in made.taken], values)
+                yield ReplayedStep(self.ledger.state.version, [entry.number for entry in made.taken], values)
                 consumer.perform(made.actions)
         finally:
             await asyncio.to_thread(self.training.close)
@@ -90,7 +90,9 @@ class Replay:
     def _arrived(self) -> dict[int, wire.Group]:
         """Return the groups that had arrived but were not trained at the start."""
         groups: dict[int, wire.Group] = {}
-        frames = {frame.seq: frame for frame in archive.pick(self._folder / archive.FOLDER, [one.seq for one in self.ledger.arrived])}
+        frames = {
+            frame.seq: frame for frame in archive.select_frames(self._folder / archive.FOLDER, [one.seq for one in self.ledger.arrived])
+        }
         for entry in self.ledger.arrived:
             message = frames[entry.seq].record().message if entry.seq in frames else None
             if not isinstance(message, wire.Group) or message.ticket != entry.number:

@@ -14,14 +14,14 @@ from learner.checkpoints import checkpoint
 from learner.checkpoints.checkpoint import Checkpoint
 from learner.config import WarmStartSection
 from learner.credit import archive
-from learner.credit.grants import Rules
+from learner.credit.grants import TicketRules
 from learner.credit.intake import rules_change
-from learner.credit.ledger import Changed, Ledger
+from learner.credit.ledger import Ledger, RulesUpdate
 from rlearner_text.config import ModelSection
 
 
 @dataclass
-class Start:
+class ReplayStart:
     """Starting point of a replay.
 
     Attributes:
@@ -39,7 +39,7 @@ class Start:
         return str(self.resumed.path) if self.resumed else self.first_path
 
 
-def find_start(folder: Path, config: Mapping[str, Any], step: int) -> Start:
+def find_start(folder: Path, config: Mapping[str, Any], step: int) -> ReplayStart:
     """Return the start at ``step``, or for 0 at the beginning of the run.
 
     Args:
@@ -48,13 +48,13 @@ def find_start(folder: Path, config: Mapping[str, Any], step: int) -> Start:
     Raises:
         UserError: if the run kept no records, has no checkpoint of that step, or its initial weights or rules are gone.
     """
-    if not archive.files(folder / archive.FOLDER):
+    if not archive.archive_files(folder / archive.FOLDER):
         raise UserError(f"{folder / archive.FOLDER}: no records to replay; a run keeps them with samples.keep=true")
-    kept = {one.step: one for one in map(checkpoint.read, checkpoint.found(folder / "checkpoints"))}
+    kept = {one.step: one for one in map(checkpoint.read_checkpoint, checkpoint.list_checkpoints(folder / "checkpoints"))}
     if step and step not in kept:
         raise UserError(f"--from {step}: no checkpoint of step {step} is kept; {_starts(folder, config, sorted(kept))}")
     ledger = Ledger.load(kept[step].ledger) if step else Ledger(_first_rules(folder / archive.FOLDER))
-    return Start(first_weights(folder, config), kept[step] if step else None, ledger)
+    return ReplayStart(first_weights(folder, config), kept[step] if step else None, ledger)
 
 
 def _starts(folder: Path, config: Mapping[str, Any], kept: Sequence[int]) -> str:
@@ -85,15 +85,15 @@ def first_weights(folder: Path, config: Mapping[str, Any]) -> str:
     return str(own)
 
 
-def _first_rules(samples: Path) -> Rules:
+def _first_rules(samples: Path) -> TicketRules:
     """Return the run's initial rules, from its first record.
 
     Raises:
         UserError: if the archive does not begin with it.
     """
-    frame = archive.find(samples, 1)
+    frame = archive.find_frame(samples, 1)
     message = frame.record().message if frame else None
     found = rules_change(message).record if isinstance(message, wire.RulesChange) else None
-    if not isinstance(found, Changed):
+    if not isinstance(found, RulesUpdate):
         raise UserError(f"{samples}: record 1, which sets the run's rules, is missing")
     return found.rules

@@ -16,7 +16,7 @@ from rlearner.up.failures import NO_FAULT, by_reason
 Row = dict[str, Any]
 
 
-def finish(folder: Path, seconds: float, cpu_s: dict[str, float], resume: str) -> None:
+def write_artifacts(folder: Path, seconds: float, cpu_s: dict[str, float], resume: str) -> None:
     """Draw the pictures of a run's folder, and print what happened and what to do next.
 
     Args:
@@ -33,7 +33,7 @@ def finish(folder: Path, seconds: float, cpu_s: dict[str, float], resume: str) -
 
 def failures_of(folder: Path) -> list[str]:
     """Return one line that counts the run's failed groups, or nothing if none failed."""
-    _, dead = ledger_file.tally(ledger_segments.newest(folder / ledger_segments.FOLDER)[0])
+    _, dead = ledger_file.final_counts(ledger_segments.read_newest(folder / ledger_segments.FOLDER)[0])
     failed = {reason: count for reason, count in dead.items() if reason not in NO_FAULT}
     return [f"failed groups: {by_reason(failed)}; see {folder / 'logs'}, or rlearner trace {folder} TICKET"] if failed else []
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from broker.contract import wire
 from broker.system.reminders import Reminders
-from learner.reporting.training_signals import Signals
-from rlearner.up.failures import Failures
+from learner.reporting.training_signals import TrainingWarnings
+from rlearner.up.failures import FailedGroups
 
 SPARKS = "▁▂▃▄▅▆▇█"
 
@@ -32,7 +32,7 @@ def duration(seconds: float) -> str:
 
 
 @dataclass
-class Board:
+class LiveRunState:
     """State of a run as the operator sees it."""
 
     run: str
@@ -46,8 +46,8 @@ class Board:
     baselines: dict[str, float] = field(default_factory=dict)  # policy to success rate
     processes: dict[str, wire.Presence] = field(default_factory=dict)
     live: dict[str, wire.Metrics] = field(default_factory=dict)  # newest metrics of each process
-    failures: Failures = field(default_factory=Failures)
-    signals: Signals = field(default_factory=Signals)
+    failures: FailedGroups = field(default_factory=FailedGroups)
+    signals: TrainingWarnings = field(default_factory=TrainingWarnings)
     news: list[str] = field(default_factory=list)  # lines not shown yet
     _said: dict[str, Reminders] = field(default_factory=dict)
     first_step_at: tuple[float, int] | None = None  # (monotonic seconds, step)

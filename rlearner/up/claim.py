@@ -8,17 +8,17 @@ from typing import IO
 
 from broker.errors import UserError
 from broker.system.locks import lock
-from learner.run_folder import STORE, UP_LOCK, moved_from, noted_epoch, private_addresses
+from learner.run_folder import STORE, UP_LOCK, noted_epoch, previous_broker, private_addresses
 from rlearner.ops.living import ask_broker
 
 
-async def refuse_elsewhere(folder: Path, run: str) -> None:
+async def refuse_other_broker(folder: Path, run: str) -> None:
     """Ask the broker that the run last used, unless it is a private one of this folder. Writes nothing.
 
     Raises:
         UserError: if a learner trains the run there, or only that broker can hold the run's streams.
     """
-    url = moved_from(folder, "")
+    url = previous_broker(folder, "")
     if not url:
         return
     learners, problem = await ask_broker(url, run)
@@ -34,7 +34,7 @@ async def refuse_elsewhere(folder: Path, run: str) -> None:
         )
 
 
-class Claim:
+class RunClaim:
     """Lock on a run's folder, held by this ``rlearner up`` until it is closed or the process exits.
 
     Raises:
@@ -53,7 +53,7 @@ class Claim:
         self._file.write(f"{line}\n".encode())
         self._file.flush()
 
-    def __enter__(self) -> Claim:
+    def __enter__(self) -> RunClaim:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -15,7 +15,7 @@ END_CHARS: Final = 120
 
 
 @dataclass
-class Failures:
+class FailedGroups:
     """Failed groups, from the learner's metrics.
 
     Attributes:

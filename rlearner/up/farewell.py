@@ -19,7 +19,7 @@ DOING: Final = {
 SILENT_S: Final = 1.0  # a fleet that ends sooner needs no line
 
 
-def line(waiting: Sequence[str], left_s: float) -> str:
+def waiting_line(waiting: Sequence[str], left_s: float) -> str:
     """Return ``waiting for learner (writing the last checkpoint): 27 s``.
 
     Args:
@@ -30,7 +30,7 @@ def line(waiting: Sequence[str], left_s: float) -> str:
     return f"waiting for {named}: {max(left_s, 0.0):.0f} s" + ("" if left_s > 0 else ", stopping them now")
 
 
-class Farewell:
+class ShutdownDisplay:
     """Display of the shutdown: one countdown line on a terminal, elsewhere lines at growing intervals."""
 
     def __init__(self, out: TextIO | None = None) -> None:
@@ -44,13 +44,13 @@ class Farewell:
         if now - self._began < SILENT_S:
             return
         if self._is_terminal:
-            self._rewrite(line(waiting, left_s))
+            self._rewrite(waiting_line(waiting, left_s))
             return
         if tuple(waiting) != self._waiting:
             self._waiting = tuple(waiting)
             self._reminders.over()
         if self._reminders.due(now):
-            self._write(line(waiting, left_s) + "\n")
+            self._write(waiting_line(waiting, left_s) + "\n")
 
     def close(self) -> None:
         """Clear the line on a terminal."""

@@ -27,7 +27,7 @@ ENDED_WELL = (0, EXIT_STOPPED)  # done, or stopped on request
 
 
 @dataclass
-class Child:
+class FleetProcess:
     """One process of the fleet."""
 
     name: str  # role, or role and number: the name of its log file
@@ -79,22 +79,22 @@ def cpu_seconds(pids: Iterable[int]) -> dict[int, float]:
 
 
 @dataclass
-class Fleet:
+class ProcessFleet:
     """All child processes. One that exits with 0, 2 or 130 is not restarted."""
 
     logs: Path
     env: dict[str, str]
-    children: list[Child] = field(default_factory=list)
+    children: list[FleetProcess] = field(default_factory=list)
     sampled: float = 0.0  # when the processor time was taken
 
-    def add(self, name: str, module: str, args: Sequence[str]) -> Child:
+    def add(self, name: str, module: str, args: Sequence[str]) -> FleetProcess:
         """Start one child with its output in ``<logs>/<name>.log``."""
-        child = Child(name, module, list(args), self.logs / f"{name}.log")
+        child = FleetProcess(name, module, list(args), self.logs / f"{name}.log")
         self.children.append(child)
         self._start(child)
         return child
 
-    def _start(self, child: Child) -> None:
+    def _start(self, child: FleetProcess) -> None:
         self.logs.mkdir(parents=True, exist_ok=True)
         with child.log.open("ab") as log:
             child.process = spawn([sys.executable, "-m", child.module, *child.args], log, env={**os.environ, **self.env})

@@ -23,21 +23,21 @@ from broker.jetstream.core_messages import watch_metrics
 from broker.runtime.presence import Roster
 from broker.runtime.process import Stop
 from broker.server.private_server import BrokerServer
-from broker.server.server_supervisor import Keeper
+from broker.server.server_supervisor import ServerSupervisor
 from broker.settings.config import PRIVATE_STORE_GIB, BrokerSection
 from broker.settings.runspec import section
-from learner.checkpoints.checkpoint import newest
+from learner.checkpoints.checkpoint import newest_checkpoint
 from learner.config import EvalSection, TrainSection
-from learner.continuing import refuse
+from learner.continuing import check_changes
 from learner.prepare import nothing_left, refuse_fewer_steps, run_folder
 from learner.run_folder import STORE, noted_epoch
-from rlearner.ops.going_on import going_on
+from rlearner.ops.going_on import continue_line
 from rlearner.ops.leftovers import removed_on_failure
-from rlearner.up.artifacts import finish
-from rlearner.up.board import Board
-from rlearner.up.claim import Claim, refuse_elsewhere
-from rlearner.up.farewell import Farewell
-from rlearner.up.fleet import ENDED_WELL, Child, Fleet, cpu_seconds
+from rlearner.up.artifacts import write_artifacts
+from rlearner.up.board import LiveRunState
+from rlearner.up.claim import RunClaim, refuse_other_broker
+from rlearner.up.farewell import ShutdownDisplay
+from rlearner.up.fleet import ENDED_WELL, FleetProcess, ProcessFleet, cpu_seconds
 from rlearner.up.view import screen
 
 DRAW_EVERY_S = 0.25
@@ -52,12 +52,12 @@ async def is_completed(config: dict[str, Any]) -> bool:
     """
     run_folder(config)  # fails where no folder can be created
     run, folder = _where(config)
-    made, steps = newest(folder / "checkpoints"), section(config, "train", TrainSection).steps
+    made, steps = newest_checkpoint(folder / "checkpoints"), section(config, "train", TrainSection).steps
     if made is not None and made.step == steps:
-        print(f"{nothing_left(run, steps)}\n{going_on(config)}", end="", flush=True)
+        print(f"{nothing_left(run, steps)}\n{continue_line(config)}", end="", flush=True)
         return True
     refuse_fewer_steps(folder, run, steps)
-    await refuse_elsewhere(folder, run)
+    await refuse_other_broker(folder, run)
     return False
 
 
@@ -82,22 +82,22 @@ async def up(config: dict[str, Any], arguments: list[str], stop: Stop, *, force:
     run, folder = _where(config)
     settings = section(config, "broker", BrokerSection)
     config = {**config, "broker": {**config["broker"], "store_max_gib": settings.store_max_gib or PRIVATE_STORE_GIB}}
-    changed = await asyncio.to_thread(refuse, folder, config, force=force)
+    changed = await asyncio.to_thread(check_changes, folder, config, force=force)
     flags = [*["--force"] * force, *["--rebase"] * rebase]
-    with removed_on_failure(folder), Claim(folder, run) as claim:
+    with removed_on_failure(folder), RunClaim(folder, run) as claim:
         said = [f"run {run}, logs in {folder / 'logs'}", *(f"changed since the last start: {one}" for one in changed)]
         print(*said, sep="\n", flush=True)
         await _up(config, run, folder, [*arguments, *flags], stop, claim)
 
 
-async def _up(config: dict[str, Any], run: str, folder: Path, arguments: list[str], stop: Stop, claim: Claim) -> None:
+async def _up(config: dict[str, Any], run: str, folder: Path, arguments: list[str], stop: Stop, claim: RunClaim) -> None:
     settings = section(config, "broker", BrokerSection)
     logs = folder / "logs"
     started, epoch = time.monotonic(), noted_epoch(folder)
     store, most_gib = str(folder / STORE), settings.store_max_gib or PRIVATE_STORE_GIB
     with BrokerServer(store, sync_always=settings.sync_always, store_max_gib=most_gib, num_procs=1) as broker:
         claim.note(broker.url)
-        fleet = Fleet(logs, {"RL_BROKER": broker.url, "RL_RUN": run})
+        fleet = ProcessFleet(logs, {"RL_BROKER": broker.url, "RL_RUN": run})
         stop.at_once.append(fleet.kill)
         try:
             limit = [] if settings.store_max_gib else [f"broker.store_max_gib={most_gib}"]
@@ -115,24 +115,26 @@ async def _up(config: dict[str, Any], run: str, folder: Path, arguments: list[st
                 "this view": time.process_time(),
             }
         finally:
-            farewell, patience_s = Farewell(), LEARNER_PATIENCE_S if stop.asked.is_set() else 10.0
+            farewell, patience_s = ShutdownDisplay(), LEARNER_PATIENCE_S if stop.asked.is_set() else 10.0
             await asyncio.to_thread(fleet.stop, ("learner",), patience_s=patience_s, show=farewell)
             farewell.close()
     try:
         fleet.raise_for_failures()
     except UserError:
         if noted_epoch(folder) != epoch:
-            print(going_on(config), end="", flush=True)
+            print(continue_line(config), end="", flush=True)
         raise
-    finish(folder, time.monotonic() - started, used, going_on(config).strip() or f"again: rlearner up {shlex.join(arguments)}")
+    write_artifacts(
+        folder, time.monotonic() - started, used, continue_line(config).strip() or f"again: rlearner up {shlex.join(arguments)}"
+    )
 
 
-async def _show(config: dict[str, Any], broker: BrokerServer, fleet: Fleet, learner: Child, stop: Stop) -> None:
+async def _show(config: dict[str, Any], broker: BrokerServer, fleet: ProcessFleet, learner: FleetProcess, stop: Stop) -> None:
     """Show the run until the learner exits, a child cannot run, or a signal arrives."""
     console = Console()
-    board = Board(config["run"]["name"], section(config, "train", TrainSection).steps)
+    board = LiveRunState(config["run"]["name"], section(config, "train", TrainSection).steps)
     events: list[str] = []
-    keeper = Keeper(broker)
+    keeper = ServerSupervisor(broker)
     bus = await Bus.connect(broker.url, board.run, name="up", deadline_s=30.0)
     roster = Roster(bus)
     try:
@@ -173,12 +175,12 @@ async def _show(config: dict[str, Any], broker: BrokerServer, fleet: Fleet, lear
         print("stopping everything; press Ctrl-C again to stop at once", file=sys.stderr)
 
 
-def _ended(fleet: Fleet, learner: Child) -> bool:
+def _ended(fleet: ProcessFleet, learner: FleetProcess) -> bool:
     """Return whether the learner is done, or a child rejected its input or died too often."""
     return learner.exit_code is not None or any(child.exit_code not in (None, *ENDED_WELL) for child in fleet.children)
 
 
-async def _listen(bus: Bus, board: Board, steps: asyncio.Queue[str]) -> None:
+async def _listen(bus: Bus, board: LiveRunState, steps: asyncio.Queue[str]) -> None:
     async for metrics in watch_metrics(bus):
         if board.take(metrics, time.monotonic()):
             steps.put_nowait(board.plain())

@@ -1,4 +1,4 @@
-"""Draws the live view of ``rlearner up`` with rich from a ``Board``."""
+"""Draws the live view of ``rlearner up`` with rich from a ``LiveRunState``."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rich.text import Text
 
 from broker.contract import wire
 from broker.runtime.presence import display_name
-from rlearner.up.board import Board, duration, sparkline
+from rlearner.up.board import LiveRunState, duration, sparkline
 
 STATE_COLOUR = {"serving": "green", "starting": "yellow", "draining": "yellow", "failed": "red"}
 
 
-def screen(board: Board, events: list[str], logs: Path) -> RenderableType:
+def screen(board: LiveRunState, events: list[str], logs: Path) -> RenderableType:
     """Return the whole screen. ``logs``: the folder of the processes' logs."""
     return Panel(
         Group(progress(board), *trouble(board, logs), figures(board), health(board), *(Text(line, style="dim") for line in events[-4:])),
@@ -27,7 +27,7 @@ def screen(board: Board, events: list[str], logs: Path) -> RenderableType:
     )
 
 
-def progress(board: Board) -> RenderableType:
+def progress(board: LiveRunState) -> RenderableType:
     """Return a progress bar with step and remaining time; before the first step, the phase."""
     row = Table.grid(padding=(0, 1), expand=True)
     row.add_column(ratio=1)
@@ -38,7 +38,7 @@ def progress(board: Board) -> RenderableType:
     return row
 
 
-def trouble(board: Board, logs: Path) -> list[RenderableType]:
+def trouble(board: LiveRunState, logs: Path) -> list[RenderableType]:
     """Return the lines about hubs that take no work, failed groups, learning signals, and logged warnings.
 
     Failed groups are red until a group is trained after the newest failure.
@@ -50,7 +50,7 @@ def trouble(board: Board, logs: Path) -> list[RenderableType]:
     return [*lines, *(Text(text, style="red" if " ERROR " in text else "yellow") for text in board.said())]
 
 
-def figures(board: Board) -> RenderableType:
+def figures(board: LiveRunState) -> RenderableType:
     """Return a table of reward, success, staleness, idle shares, throughput, queues."""
     get = board.line.get
     table = Table.grid(padding=(0, 2))
@@ -70,7 +70,7 @@ def figures(board: Board) -> RenderableType:
     return table
 
 
-def health(board: Board) -> RenderableType:
+def health(board: LiveRunState) -> RenderableType:
     """Return one row for each process; a narrow screen cuts what it serves, never its name or state."""
     rows = [_row(presence) for presence in sorted(board.processes.values(), key=lambda p: (p.role, p.id))]
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")

@@ -14,9 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError,
 
 from broker.contract import strict
 from broker.settings.sections import sentence
-from rlearner_text.openai.problems import Problem
+from rlearner_text.openai.problems import HttpError
 
-B = TypeVar("B", bound="Body")
+B = TypeVar("B", bound="GenerationBody")
 
 MOST_CHOICES: Final = 256  # per request, over all prompts
 DEADLINE_S: Final = 600.0
@@ -56,26 +56,26 @@ _TYPE_NAMES: Final = frozenset({"str", "int", "bool"})
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
-class Strict(BaseModel):
+class StrictModel(BaseModel):
     """Base model: no type conversion, unknown fields kept for ``check_extra``."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True, allow_inf_nan=False)
 
 
-class StreamOptions(Strict):
+class StreamOptions(StrictModel):
     """Optional parts of a stream."""
 
     include_usage: bool = False
 
 
-class Part(Strict):
+class ContentPart(StrictModel):
     """A part of a message; only text is supported."""
 
     type: Literal["text"]
     text: str
 
 
-class CalledFunction(Strict):
+class CalledFunction(StrictModel):
     """Name and JSON arguments of a tool call."""
 
     name: str
@@ -93,7 +93,7 @@ class CalledFunction(Strict):
         return value or "{}"
 
 
-class Called(Strict):
+class MessageToolCall(StrictModel):
     """A tool call by the assistant."""
 
     id: str
@@ -101,34 +101,34 @@ class Called(Strict):
     function: CalledFunction
 
 
-class OfferedFunction(Strict):
+class OfferedFunction(StrictModel):
     """A function that the model may call; other fields go to the chat template unchanged."""
 
     name: Annotated[str, Field(min_length=1)]
 
 
-class Offered(Strict):
+class OfferedTool(StrictModel):
     """A tool."""
 
     type: Literal["function"]
     function: OfferedFunction
 
 
-class NamedChoice(Strict):
+class NamedChoice(StrictModel):
     """The tool that must be called."""
 
     type: Literal["function"]
     function: OfferedFunction
 
 
-class JsonSchema(Strict):
+class JsonSchema(StrictModel):
     """A named schema; the answer follows it whether it is strict or not."""
 
     name: str = ""
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
 
 
-class ResponseFormat(Strict):
+class ResponseFormat(StrictModel):
     """The format of an answer."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
@@ -148,12 +148,12 @@ class ResponseFormat(Strict):
         return {"type": "object"} if self.json_schema is None else self.json_schema.schema_
 
 
-class ChatMessage(Strict):
+class ChatMessage(StrictModel):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
-    tool_calls: list[Called] | None = None
+    content: str | list[ContentPart] | None = None
+    tool_calls: list[MessageToolCall] | None = None
     tool_call_id: str | None = None
 
     @field_validator("content", mode="before")
@@ -191,7 +191,7 @@ class ChatMessage(Strict):
         return self
 
 
-class Body(Strict):
+class GenerationBody(StrictModel):
     """Fields of both APIs. The last seven are not OpenAI's."""
 
     model: str | None = None
@@ -241,14 +241,14 @@ class Body(Strict):
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
 
-class ChatBody(Body):
+class ChatBody(GenerationBody):
     """The body of /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: PositiveInt | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] = 0
-    tools: list[Offered] = []
+    tools: list[OfferedTool] = []
     tool_choice: Literal["none", "auto", "required"] | NamedChoice = "auto"
     parallel_tool_calls: bool = True
     response_format: ResponseFormat = ResponseFormat()
@@ -289,7 +289,7 @@ class ChatBody(Body):
         return self
 
 
-class CompletionBody(Body):
+class CompletionBody(GenerationBody):
     """The body of /v1/completions; ``logprobs`` is the number of likeliest tokens besides the sampled one."""
 
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
@@ -316,23 +316,23 @@ def parse(raw: bytes, model: type[B]) -> B:
     """Parse and validate a body.
 
     Raises:
-        Problem: 400 if it is invalid; names the first wrong field.
+        HttpError: 400 if it is invalid; names the first wrong field.
     """
     try:
         values = strict.loads(raw)
     except strict.BadJson as error:
-        raise Problem(400, f"the body is not valid JSON: {error}") from None
+        raise HttpError(400, f"the body is not valid JSON: {error}") from None
     if not isinstance(values, dict):
-        raise Problem(400, "the body must be a JSON object")
+        raise HttpError(400, "the body must be a JSON object")
     try:
         body = model.model_validate({key: value for key, value in values.items() if value is not None})
     except ValidationError as error:
-        raise problem_of(error) from None
+        raise validation_error(error) from None
     if isinstance(body, (ChatBody, CompletionBody)):
         check_extra(body.model_extra, "")
     if isinstance(body, ChatBody):
         if body.top_logprobs and not body.logprobs:
-            raise Problem(400, f"top_logprobs: {body.top_logprobs} is not allowed without logprobs: true", param="top_logprobs")
+            raise HttpError(400, f"top_logprobs: {body.top_logprobs} is not allowed without logprobs: true", param="top_logprobs")
         for number, message in enumerate(body.messages):
             check_extra(message.model_extra, f"messages.{number}.", ignored=frozenset({"name", "refusal"}))
     return body
@@ -350,20 +350,22 @@ def check_extra(
         neutral: values without effect.
 
     Raises:
-        Problem: 400 if there is one; names the field.
+        HttpError: 400 if there is one; names the field.
     """
     for key, value in (extra or {}).items():
         if value is not None and key not in ignored and value not in neutral.get(key, ()):
-            raise Problem(400, f"{where}{key} is not supported by this server", param=where + key, code="unsupported_parameter")
+            raise HttpError(400, f"{where}{key} is not supported by this server", param=where + key, code="unsupported_parameter")
 
 
-def problem_of(error: ValidationError, where: str = "") -> Problem:
+def validation_error(error: ValidationError, where: str = "") -> HttpError:
     """Convert the first error of a body, or of its part at ``where``, to an error answer."""
     first = error.errors()[0]
     # The location names branches of a union by type, such as ``str`` or ``list[str]``, which are not in the request.
     parts = [str(part) for part in first["loc"] if isinstance(part, int) or (part.isidentifier() and part not in _TYPE_NAMES)]
     param = ".".join([where, *parts] if where else parts)
     if first["type"] == "missing":
-        return Problem(400, f"{param} must be given", param=param)
+        return HttpError(400, f"{param} must be given", param=param)
     said = repr(first["input"])
-    return Problem(400, f"{param}: {said if len(said) <= 80 else said[:77] + '...'} is not allowed; {sentence(first['msg'])}", param=param)
+    return HttpError(
+        400, f"{param}: {said if len(said) <= 80 else said[:77] + '...'} is not allowed; {sentence(first['msg'])}", param=param
+    )

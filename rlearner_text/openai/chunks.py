@@ -6,33 +6,33 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlearner_text.openai import tools
-from rlearner_text.openai.bodies import Body, ChatBody
-from rlearner_text.openai.pieces import Piece, Top
-from rlearner_text.openai.replies import Choice, Writer, runs_of, usage
-from rlearner_text.openai.spoken import Spoken
+from rlearner_text.openai.bodies import ChatBody, GenerationBody
+from rlearner_text.openai.pieces import TokenEvent, TopLogprobs
+from rlearner_text.openai.replies import AnswerChoice, AnswerWriter, runs_of, usage
+from rlearner_text.openai.spoken import PartialText
 from rlearner_text.openai.streaming import encode
 from rlearner_text.tokenizer import Tokenizer
 
 
-class Chunks:
+class ChunkEvents:
     """The chunks of one choice.
 
     Every token is in exactly one chunk, with its logprob and version. Its text may follow a few tokens later, see
-    ``Spoken``.
+    ``PartialText``.
 
     Attributes:
         top: likeliest tokens at every position so far, see ``rlearner_text.openai.pieces``.
     """
 
-    def __init__(self, body: Body, tokenizer: Tokenizer, writer: Writer, index: int, prompt: Sequence[int]) -> None:
+    def __init__(self, body: GenerationBody, tokenizer: Tokenizer, writer: AnswerWriter, index: int, prompt: Sequence[int]) -> None:
         self._body, self._writer, self._index, self._prompt = body, writer, index, prompt
         self._chat = isinstance(body, ChatBody)
-        self._spoken = spoken_of(body, tokenizer)
+        self._spoken = partial_text_of(body, tokenizer)
         self._told = self._offset = 0
         self._begun = False
-        self.top: list[Top] = []
+        self.top: list[TopLogprobs] = []
 
-    def of(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+    def of(self, pieces: Sequence[TokenEvent]) -> list[dict[str, Any]]:
         """Return one chunk with the new pieces."""
         ids = [one for piece in pieces for one in piece.token_ids]
         logprobs = [one for piece in pieces for one in piece.logprobs]
@@ -46,7 +46,7 @@ class Chunks:
         self.top += top
         return [self._chunk(self._spoken.add(ids), ids, logprobs, runs, top)]
 
-    def last(self, choice: Choice) -> list[dict[str, Any]]:
+    def last(self, choice: AnswerChoice) -> list[dict[str, Any]]:
         """Return the chunks of the rest of a finished choice and of its end."""
         text, calls = self._writer.said(choice)
         ids = choice.reply.token_ids.array().tolist()[self._told :]
@@ -61,7 +61,9 @@ class Chunks:
             one["policy_version"] = choice.reply.policy_version
         return made
 
-    def _chunk(self, text: str, ids: Sequence[int], logprobs: Sequence[float], runs: list[list[int]], top: Sequence[Top]) -> dict[str, Any]:
+    def _chunk(
+        self, text: str, ids: Sequence[int], logprobs: Sequence[float], runs: list[list[int]], top: Sequence[TopLogprobs]
+    ) -> dict[str, Any]:
         said: dict[str, Any] = {"text": text} if not self._chat else {"delta": {"content": text}}
         if self._chat and not self._begun:
             said["delta"] = {"role": "assistant", "content": text}
@@ -84,29 +86,29 @@ class Chunks:
         return self._writer.object(kind, [{"index": self._index, "logprobs": None, "finish_reason": None} | choice])
 
 
-def spoken_of(body: Body, tokenizer: Tokenizer) -> Spoken:
+def partial_text_of(body: GenerationBody, tokenizer: Tokenizer) -> PartialText:
     """Return the incremental text of an answer to a request."""
-    opener = tools.spelling(tokenizer).opener if isinstance(body, ChatBody) and body.offered else None
+    opener = tools.tool_syntax(tokenizer).opener if isinstance(body, ChatBody) and body.offered else None
     ends = frozenset((*body.stop_token_ids, *tokenizer.eos_token_ids))
-    return Spoken(tokenizer, ends=ends, stops=body.stops, opener=opener)
+    return PartialText(tokenizer, ends=ends, stops=body.stops, opener=opener)
 
 
-def usage_chunk(writer: Writer, body: Body, choices: Sequence[Choice]) -> dict[str, Any]:
+def usage_chunk(writer: AnswerWriter, body: GenerationBody, choices: Sequence[AnswerChoice]) -> dict[str, Any]:
     """Return the chunk that ``stream_options.include_usage`` requests."""
     return writer.object("chat.completion.chunk" if isinstance(body, ChatBody) else "text_completion", []) | {"usage": usage(choices)}
 
 
-class ChatForm:
-    """Answer format of chats and completions; see ``rlearner_text.openai.generation.Form``."""
+class ChatFormat:
+    """Answer format of chats and completions; see ``rlearner_text.openai.generation.AnswerFormat``."""
 
-    def __init__(self, body: Body, tokenizer: Tokenizer, writer: Writer) -> None:
+    def __init__(self, body: GenerationBody, tokenizer: Tokenizer, writer: AnswerWriter) -> None:
         self._body, self._tokenizer, self._writer = body, tokenizer, writer
         self.whole = writer.whole
 
-    def events(self, index: int, prompt: Sequence[int]) -> Chunks:
-        return Chunks(self._body, self._tokenizer, self._writer, index, prompt)
+    def events(self, index: int, prompt: Sequence[int]) -> ChunkEvents:
+        return ChunkEvents(self._body, self._tokenizer, self._writer, index, prompt)
 
-    def ending(self, choices: Sequence[Choice]) -> list[bytes]:
+    def ending(self, choices: Sequence[AnswerChoice]) -> list[bytes]:
         counted = [encode(usage_chunk(self._writer, self._body, choices))] if self._body.stream_options.include_usage else []
         return [*counted, b"[DONE]"]
 

@@ -16,12 +16,12 @@ from broker.contract import strict
 
 log = logging.getLogger(__name__)
 
-AGAIN: Final = frozenset({408, 409, 429, 500, 502, 503, 504})  # statuses worth a retry
+RETRY_STATUSES: Final = frozenset({408, 409, 429, 500, 502, 503, 504})  # statuses worth a retry
 MOST_BYTES: Final = 64 * 2**20  # of an answer
 LONGEST_BACKOFF_S: Final = 30.0
 
 
-class Refused(Exception):
+class EndpointError(Exception):
     """An error status that a retry would not change.
 
     Args:
@@ -64,7 +64,7 @@ def _unix_s(date: str) -> float:
     return email.utils.parsedate_to_datetime(date).replace(tzinfo=UTC).timestamp()  # HTTP dates are GMT
 
 
-class Endpoint:
+class EndpointClient:
     """A connection pool for one base URL.
 
     Args:
@@ -91,7 +91,7 @@ class Endpoint:
         """Post a body and return the answer.
 
         Raises:
-            Refused: if the endpoint answers with a status that a retry would not change.
+            EndpointError: if the endpoint answers with a status that a retry would not change.
             RuntimeError: if the last try gets no answer, or one that is not a JSON object.
         """
         return await self._ask("POST", path, body)
@@ -107,8 +107,8 @@ class Endpoint:
                     if response.status == 200:
                         return _object(await _read(response))
                     problem = f"{response.status}: {self._without_key(_message(await _read(response)))}"
-                    if response.status not in AGAIN:
-                        raise Refused(response.status, problem.partition(": ")[2])
+                    if response.status not in RETRY_STATUSES:
+                        raise EndpointError(response.status, problem.partition(": ")[2])
                     headers = response.headers
             except (aiohttp.ClientError, TimeoutError, ValueError) as error:
                 problem = " ".join(str(error).split()) or type(error).__name__

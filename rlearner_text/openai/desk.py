@@ -9,21 +9,21 @@ from typing import Protocol
 
 from broker.contract import wire
 from broker.errors import ConfigError
-from rlearner_text.openai.bodies import Body, ChatBody, CompletionBody
-from rlearner_text.openai.kept import Kept
-from rlearner_text.openai.pieces import Tap
-from rlearner_text.openai.problems import Problem
+from rlearner_text.openai.bodies import ChatBody, CompletionBody, GenerationBody
+from rlearner_text.openai.kept import AnswerStore
+from rlearner_text.openai.pieces import TokenListener
+from rlearner_text.openai.problems import HttpError
 from rlearner_text.tokenizer import Tokenizer
 
 
-class Handle(Protocol):
+class GenerateHandler(Protocol):
     """Samples one choice, and streams it to a tap if the engine can."""
 
-    def __call__(self, request: wire.GenerateRequest, tap: Tap | None = None, /) -> Awaitable[wire.GenerateReply]: ...
+    def __call__(self, request: wire.GenerateRequest, tap: TokenListener | None = None, /) -> Awaitable[wire.GenerateReply]: ...
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedModel:
     """The model served.
 
     Attributes:
@@ -45,53 +45,53 @@ class Served:
     top_logprobs: bool = False
 
 
-class Desk(Protocol):
+class ApiBackend(Protocol):
     """Answers the requests with one API key.
 
     Attributes:
         kept: earlier answers that later requests may reference.
     """
 
-    served: Served
-    kept: Kept
+    served: ServedModel
+    kept: AnswerStore
 
-    async def prompts(self, body: Body) -> list[Sequence[int]]:
+    async def prompts(self, body: GenerationBody) -> list[Sequence[int]]:
         """Return the token ids of each prompt of a request.
 
         Raises:
-            Problem: if the request is invalid.
+            HttpError: if the request is invalid.
         """
         ...
 
-    async def handle(self, ask: wire.GenerateRequest, tap: Tap | None = None, /) -> wire.GenerateReply:
-        """Sample one choice; see ``Handle``.
+    async def handle(self, ask: wire.GenerateRequest, tap: TokenListener | None = None, /) -> wire.GenerateReply:
+        """Sample one choice; see ``GenerateHandler``.
 
         Raises:
-            Problem: if it cannot be sampled.
+            HttpError: if it cannot be sampled.
         """
         ...
 
 
-class OneDesk:
+class SingleKeyBackend:
     """Renders prompts with the model's own chat template and answers with one engine.
 
     Args:
         handle: samples one choice.
     """
 
-    def __init__(self, handle: Handle, tokenizer: Tokenizer, served: Served) -> None:
+    def __init__(self, handle: GenerateHandler, tokenizer: Tokenizer, served: ServedModel) -> None:
         self._handle, self.served, self._tokenizer = handle, served, tokenizer
-        self.kept = Kept()
+        self.kept = AnswerStore()
 
-    async def handle(self, ask: wire.GenerateRequest, tap: Tap | None = None, /) -> wire.GenerateReply:
+    async def handle(self, ask: wire.GenerateRequest, tap: TokenListener | None = None, /) -> wire.GenerateReply:
         return await self._handle(ask, tap)
 
-    async def prompts(self, body: Body) -> list[Sequence[int]]:
+    async def prompts(self, body: GenerationBody) -> list[Sequence[int]]:
         if isinstance(body, ChatBody):
             try:
                 return [await asyncio.to_thread(self._encoded, body)]
             except ConfigError as error:
-                raise Problem(400, error.allowed, param="messages") from None
+                raise HttpError(400, error.allowed, param="messages") from None
         assert isinstance(body, CompletionBody)
         return [await asyncio.to_thread(self._tokenizer.encode, one) if isinstance(one, str) else one for one in body.prompts()]
 

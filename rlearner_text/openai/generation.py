@@ -15,12 +15,12 @@ from aiohttp import web
 
 from broker.contract import wire
 from rlearner_text.openai import tools
-from rlearner_text.openai.bodies import MOST_CHOICES, Body, ChatBody, CompletionBody
-from rlearner_text.openai.desk import Desk, Served
+from rlearner_text.openai.bodies import MOST_CHOICES, ChatBody, CompletionBody, GenerationBody
+from rlearner_text.openai.desk import ApiBackend, ServedModel
 from rlearner_text.openai.guided import guides_of
-from rlearner_text.openai.problems import ENGINE_FAILED, Problem
-from rlearner_text.openai.replies import Choice, Writer
-from rlearner_text.openai.streaming import Events, Feed, Stream
+from rlearner_text.openai.problems import ENGINE_FAILED, HttpError
+from rlearner_text.openai.replies import AnswerChoice, AnswerWriter
+from rlearner_text.openai.streaming import ChoiceEvents, EventStream, TokenBuffer
 from rlearner_text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -29,24 +29,29 @@ REPLY_ID_CHARS: Final = 24
 FAILED: Final = "the server failed; see its log"
 
 
-class Form(Protocol):
+class AnswerFormat(Protocol):
     """The format of an answer."""
 
-    def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
+    def whole(self, choices: Sequence[AnswerChoice]) -> dict[str, Any]:
         """Return the answer in one piece."""
         ...
 
-    def events(self, index: int, prompt: Sequence[int]) -> Events:
+    def events(self, index: int, prompt: Sequence[int]) -> ChoiceEvents:
         """Return the stream events of one choice."""
         ...
 
-    def ending(self, choices: Sequence[Choice]) -> list[bytes]:
+    def ending(self, choices: Sequence[AnswerChoice]) -> list[bytes]:
         """Return the data of the events after those of all choices."""
         ...
 
 
 async def generate(
-    request: web.Request, desk: Desk, tokenizer: Tokenizer, body: Body, limit: int | None, form: Callable[[Writer], Form]
+    request: web.Request,
+    desk: ApiBackend,
+    tokenizer: Tokenizer,
+    body: GenerationBody,
+    limit: int | None,
+    form: Callable[[AnswerWriter], AnswerFormat],
 ) -> web.StreamResponse:
     """Sample the choices of a request and answer it.
 
@@ -55,16 +60,16 @@ async def generate(
         form: creates the format of the answer.
 
     Raises:
-        Problem: if the request is invalid, or there is no output.
+        HttpError: if the request is invalid, or there is no output.
     """
     _check_model(body, desk.served)
     _check_top(body, desk.served)
     if isinstance(body, ChatBody) and body.offered:
-        tools.spelling(tokenizer)  # rejected before anything is sampled
+        tools.tool_syntax(tokenizer)  # rejected before anything is sampled
     guides = await asyncio.to_thread(guides_of, body, tokenizer) if isinstance(body, ChatBody) else []
     if (odd := next((one for one in body.biases if one >= tokenizer.vocab_size), None)) is not None:
         allowed = f"token ids below {tokenizer.vocab_size}"
-        raise Problem(400, f"logit_bias: {odd} is not allowed; {allowed}", param="logit_bias")
+        raise HttpError(400, f"logit_bias: {odd} is not allowed; {allowed}", param="logit_bias")
     prompts = await desk.prompts(body)
     _check_prompts(body, prompts, desk.served)
     reply_id = secrets.token_hex(REPLY_ID_CHARS // 2)
@@ -72,8 +77,8 @@ async def generate(
     conversation = _conversation(body) or reply_id
     asks = [_ask(body, prompts, index, most, reply_id, conversation, guides) for index in range(len(prompts) * body.n)]
     news = asyncio.Event()
-    feeds = [Feed(news, body.wanted_top if desk.served.top_logprobs else 0) for _ in asks]
-    made = form(Writer(body, tokenizer, desk.served.model, reply_id))
+    feeds = [TokenBuffer(news, body.wanted_top if desk.served.top_logprobs else 0) for _ in asks]
+    made = form(AnswerWriter(body, tokenizer, desk.served.model, reply_id))
     given = [prompts[index // body.n] for index in range(len(asks))]
     # A stream takes pieces from the feeds as they arrive; otherwise each task collects its own.
     one = _one if body.stream else _heard
@@ -81,7 +86,7 @@ async def generate(
     try:
         if body.stream:
             events = [made.events(index, prompt) for index, prompt in enumerate(given)]
-            return await Stream(feeds, tasks, events, made.ending, news).send(request)
+            return await EventStream(feeds, tasks, events, made.ending, news).send(request)
         return web.json_response(made.whole(await asyncio.gather(*tasks)))
     finally:  # if the client disconnects or one choice fails, cancel the others
         for task in tasks:
@@ -89,7 +94,7 @@ async def generate(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _conversation(body: Body) -> str:
+def _conversation(body: GenerationBody) -> str:
     """Return the conversation id: an agent's calls share their messages up to the first user message."""
     if body.prompt_cache_key or not isinstance(body, ChatBody):
         return body.prompt_cache_key
@@ -97,31 +102,31 @@ def _conversation(body: Body) -> str:
     return hashlib.sha256(json.dumps([message.plain() for message in body.messages[:opening]]).encode()).hexdigest()
 
 
-def _check_model(body: Body, served: Served) -> None:
+def _check_model(body: GenerationBody, served: ServedModel) -> None:
     if not served.any_model and body.model not in (None, served.model, served.path):
-        raise Problem(404, f"there is no model {body.model!r}, only {served.model!r}", param="model", code="model_not_found")
+        raise HttpError(404, f"there is no model {body.model!r}, only {served.model!r}", param="model", code="model_not_found")
 
 
-def _check_top(body: Body, served: Served) -> None:
+def _check_top(body: GenerationBody, served: ServedModel) -> None:
     """Check ``top_logprobs``; a completion's ``logprobs: 1`` only requests those of sampled tokens, always known."""
     if not served.top_logprobs and body.wanted_top > (1 if isinstance(body, CompletionBody) else 0):
         param = "top_logprobs" if isinstance(body, ChatBody) else "logprobs"
         message = f"{param}: {body.wanted_top} is not supported by this server; its engine returns the logprobs of sampled tokens only"
-        raise Problem(400, message, param=param, code="unsupported_parameter")
+        raise HttpError(400, message, param=param, code="unsupported_parameter")
 
 
-def _check_prompts(body: Body, prompts: Sequence[Sequence[int]], served: Served) -> None:
+def _check_prompts(body: GenerationBody, prompts: Sequence[Sequence[int]], served: ServedModel) -> None:
     if not prompts or not all(prompts):
-        raise Problem(400, "the prompt is empty", param="prompt")
+        raise HttpError(400, "the prompt is empty", param="prompt")
     if len(prompts) * body.n > MOST_CHOICES:
-        raise Problem(400, f"{len(prompts)} prompts with n={body.n}: at most {MOST_CHOICES} choices", param="n")
+        raise HttpError(400, f"{len(prompts)} prompts with n={body.n}: at most {MOST_CHOICES} choices", param="n")
     if (longest := max(map(len, prompts))) >= served.max_context_tokens:
         message = f"the prompt has {longest} tokens and leaves no room to generate in {served.max_context_tokens}"
-        raise Problem(400, message, param="messages" if isinstance(body, ChatBody) else "prompt", code="context_length_exceeded")
+        raise HttpError(400, message, param="messages" if isinstance(body, ChatBody) else "prompt", code="context_length_exceeded")
 
 
 def _ask(
-    body: Body,
+    body: GenerationBody,
     prompts: Sequence[Sequence[int]],
     index: int,
     max_tokens: int,
@@ -154,7 +159,7 @@ def _ask(
     )
 
 
-async def _heard(desk: Desk, index: int, prompt: Sequence[int], ask: wire.GenerateRequest, feed: Feed) -> Choice:
+async def _heard(desk: ApiBackend, index: int, prompt: Sequence[int], ask: wire.GenerateRequest, feed: TokenBuffer) -> AnswerChoice:
     """Sample one choice, with the likeliest tokens from its feed."""
     if not feed.tap.top_logprobs:
         return await _one(desk, index, prompt, ask)
@@ -162,23 +167,25 @@ async def _heard(desk: Desk, index: int, prompt: Sequence[int], ask: wire.Genera
     return replace(choice, top=[one for piece in feed.take() for one in piece.top])
 
 
-async def _one(desk: Desk, index: int, prompt: Sequence[int], ask: wire.GenerateRequest, feed: Feed | None = None) -> Choice:
+async def _one(
+    desk: ApiBackend, index: int, prompt: Sequence[int], ask: wire.GenerateRequest, feed: TokenBuffer | None = None
+) -> AnswerChoice:
     """Sample one choice.
 
     Raises:
-        Problem: if it has no output. Partial output is an answer, marked by its finish_reason.
+        HttpError: if it has no output. Partial output is an answer, marked by its finish_reason.
     """
     try:
         reply = await desk.handle(ask, feed.tap if feed is not None else None)
-    except Problem:
+    except HttpError:
         raise
     except Exception:
         log.exception("request %s failed", ask.request_id)
-        raise Problem(500, FAILED) from None
+        raise HttpError(500, FAILED) from None
     if reply.error:
-        raise Problem(500 if reply.error.startswith(ENGINE_FAILED) else 400, reply.error)
+        raise HttpError(500 if reply.error.startswith(ENGINE_FAILED) else 400, reply.error)
     if reply.finish_reason in ("abort", "deadline") and not reply.token_ids.data:
         if reply.finish_reason == "abort":
-            raise Problem(503, f"the server is {desk.served.state()} and aborted the request; ask again")
-        raise Problem(504, f"nothing was sampled within deadline_s={ask.deadline_s:g}", param="deadline_s")
-    return Choice(index, prompt, reply)
+            raise HttpError(503, f"the server is {desk.served.state()} and aborted the request; ask again")
+        raise HttpError(504, f"nothing was sampled within deadline_s={ask.deadline_s:g}", param="deadline_s")
+    return AnswerChoice(index, prompt, reply)

@@ -8,12 +8,12 @@ from typing import Any, Final
 
 from broker.contract import wire
 from broker.contract.checks import MAX_GUIDE_CHARS
-from rlearner_text.guides import BadGuide, Guides
+from rlearner_text.guides import GuideCompiler, GuideError
 from rlearner_text.openai import tools
 from rlearner_text.openai.bodies import ChatBody
-from rlearner_text.openai.problems import Problem
+from rlearner_text.openai.problems import HttpError
 from rlearner_text.tokenizer import Tokenizer
-from rlearner_text.tool_calls import ToolSpelling
+from rlearner_text.tool_calls import ToolSyntax
 
 _NAMED: Final = {"properties", "$defs", "definitions"}  # schemas by name
 _LISTED: Final = {"items", "prefixItems", "anyOf", "oneOf", "additionalProperties"}
@@ -34,20 +34,20 @@ def guides_of(body: ChatBody, tokenizer: Tokenizer) -> list[wire.Guide]:
     offered, one call.
 
     Raises:
-        Problem: 400 if the guides cannot be compiled to a grammar, or the chat template has no tool calls.
+        HttpError: 400 if the guides cannot be compiled to a grammar, or the chat template has no tool calls.
     """
     param = "tools" if body.forced else "response_format"
     try:
         made = _forms(body, tokenizer)
     except RecursionError:
-        raise Problem(400, f"{param}: its schema is nested too deeply", param=param) from None
+        raise HttpError(400, f"{param}: its schema is nested too deeply", param=param) from None
     if made:
         if (size := sum(len(one.schema) + len(one.before) + len(one.after) for one in made)) > MAX_GUIDE_CHARS:
-            raise Problem(400, f"{param}: schemas of {size} characters are not allowed; at most {MAX_GUIDE_CHARS}", param=param)
+            raise HttpError(400, f"{param}: schemas of {size} characters are not allowed; at most {MAX_GUIDE_CHARS}", param=param)
         try:
             _guides(tokenizer).check(made)
-        except BadGuide as error:
-            raise Problem(400, f"{param}: its schema cannot be compiled to a grammar: {error}", param=param) from None
+        except GuideError as error:
+            raise HttpError(400, f"{param}: its schema cannot be compiled to a grammar: {error}", param=param) from None
     return made
 
 
@@ -56,10 +56,10 @@ def _forms(body: ChatBody, tokenizer: Tokenizer) -> list[wire.Guide]:
         return _calls(body, tokenizer)
     if (schema := body.response_format.wanted) is None:
         return []
-    return [wire.Guide(schema=json.dumps(closed(schema))), *(_calls(body, tokenizer) if body.offered else [])]
+    return [wire.Guide(schema=json.dumps(close_objects(schema))), *(_calls(body, tokenizer) if body.offered else [])]
 
 
-def closed(schema: Any) -> Any:
+def close_objects(schema: Any) -> Any:
     """Return a schema whose objects with named properties have no others, unless it allows them explicitly.
 
     JSON Schema allows additional properties by default, and a policy that has not learned to end an object would keep
@@ -70,26 +70,26 @@ def closed(schema: Any) -> Any:
     made = dict(schema)
     for key in _NAMED & schema.keys():
         if isinstance(schema[key], dict):
-            made[key] = {name: closed(one) for name, one in schema[key].items()}
+            made[key] = {name: close_objects(one) for name, one in schema[key].items()}
     for key in _LISTED & schema.keys():
-        made[key] = [closed(one) for one in schema[key]] if isinstance(schema[key], list) else closed(schema[key])
+        made[key] = [close_objects(one) for one in schema[key]] if isinstance(schema[key], list) else close_objects(schema[key])
     return made if "properties" not in schema or _OPEN & schema.keys() else made | {"additionalProperties": False}
 
 
 @lru_cache(maxsize=8)
-def _guides(tokenizer: Tokenizer) -> Guides:
-    return Guides(tokenizer)
+def _guides(tokenizer: Tokenizer) -> GuideCompiler:
+    return GuideCompiler(tokenizer)
 
 
 def _calls(body: ChatBody, tokenizer: Tokenizer) -> list[wire.Guide]:
     """Return guides for one call of any callable tool."""
-    how = tools.spelling(tokenizer)
+    how = tools.tool_syntax(tokenizer)
     return [_call(tool["function"], how) for tool in body.callable_tools]
 
 
-def _call(function: dict[str, Any], how: ToolSpelling) -> wire.Guide:
+def _call(function: dict[str, Any], how: ToolSyntax) -> wire.Guide:
     parameters = function.get("parameters") or {"type": "object", "properties": {}}
     properties = {how.name_key: {"const": function["name"]}, how.arguments_key: parameters}
     schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
     lifted = {key: parameters[key] for key in ("$defs", "definitions") if key in parameters}  # $ref starts at the root
-    return wire.Guide(schema=json.dumps(closed(schema | lifted)), before=how.before, after=how.after)
+    return wire.Guide(schema=json.dumps(close_objects(schema | lifted)), before=how.before, after=how.after)

@@ -11,7 +11,7 @@ Item = dict[str, Any]
 MOST_BYTES: Final = 32 << 20
 
 
-class Kept:
+class AnswerStore:
     """Earlier answers of one endpoint; evicts the oldest.
 
     Args:

@@ -6,12 +6,12 @@ import asyncio
 import os
 from typing import Final
 
-from broker.settings.preflight import Finding, Status
+from broker.settings.preflight import PreflightFinding, Status
 
 WITHIN_S: Final = 3.0
 
 
-def look(key: str, base_url: str, api_key_env: str, *, named: bool, needed: bool) -> Finding:
+def check_endpoint(key: str, base_url: str, api_key_env: str, *, named: bool, needed: bool) -> PreflightFinding:
     """Request an endpoint's models and return a finding.
 
     Args:
@@ -29,18 +29,18 @@ def look(key: str, base_url: str, api_key_env: str, *, named: bool, needed: bool
     return _finding(key, "ok", f"{base_url} answers")
 
 
-def _finding(key: str, status: Status, found: str, mend: str = "") -> Finding:
-    return Finding("endpoints", key, status, found, mend)
+def _finding(key: str, status: Status, found: str, mend: str = "") -> PreflightFinding:
+    return PreflightFinding("endpoints", key, status, found, mend)
 
 
 async def _ask(base_url: str, key: str) -> tuple[int, str]:
     """Return the status of an error answer (else 0) and the problem (else empty); some endpoints do not list models."""
-    from rlearner_text.openai.client import Endpoint, Refused
+    from rlearner_text.openai.client import EndpointClient, EndpointError
 
-    endpoint = Endpoint(base_url, key, timeout_s=WITHIN_S, retries=0, base_s=1.0)
+    endpoint = EndpointClient(base_url, key, timeout_s=WITHIN_S, retries=0, base_s=1.0)
     try:
         await endpoint.get("/models")
-    except Refused as error:
+    except EndpointError as error:
         return error.status, str(error)
     except RuntimeError as error:
         return 0, str(error)

@@ -5,28 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-Top = Sequence[tuple[int, float]]  # token ids and logprobs, the likeliest first
+TopLogprobs = Sequence[tuple[int, float]]  # token ids and logprobs, the likeliest first
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TokenEvent:
     """Tokens of one request sampled since its previous piece.
 
     Attributes:
         token_ids: including the stop token.
         logprobs: of each token, under the distribution from which it was drawn.
         version: policy version of all of them.
-        top: likeliest tokens at each position, see ``Tap``; empty if not requested.
+        top: likeliest tokens at each position, see ``TokenListener``; empty if not requested.
     """
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     version: int
-    top: Sequence[Top] = ()
+    top: Sequence[TopLogprobs] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Tap:
+class TokenListener:
     """Listener to one request.
 
     Attributes:
@@ -36,5 +36,5 @@ class Tap:
             and cut-offs, which exclude tokens. For temperature 0, at temperature 1.
     """
 
-    told: Callable[[Piece], None]
+    told: Callable[[TokenEvent], None]
     top_logprobs: int = 0

@@ -17,7 +17,7 @@ _TYPES: Final = {
 }
 
 
-class Problem(Exception):
+class HttpError(Exception):
     """An error answer with ``status`` and ``body``.
 
     Args:

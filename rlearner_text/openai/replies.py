@@ -10,13 +10,13 @@ from typing import Any
 
 from broker.contract import wire
 from rlearner_text.openai import tools
-from rlearner_text.openai.bodies import Body, ChatBody
-from rlearner_text.openai.pieces import Top
+from rlearner_text.openai.bodies import ChatBody, GenerationBody
+from rlearner_text.openai.pieces import TopLogprobs
 from rlearner_text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
-class Choice:
+class AnswerChoice:
     """One answer to one prompt.
 
     Attributes:
@@ -29,10 +29,10 @@ class Choice:
     index: int
     prompt: Sequence[int]
     reply: wire.GenerateReply
-    top: Sequence[Top] = ()
+    top: Sequence[TopLogprobs] = ()
 
 
-class Writer:
+class AnswerWriter:
     """Writes the answers to one request.
 
     Args:
@@ -42,14 +42,14 @@ class Writer:
         reply_id: id of the answer without prefix.
     """
 
-    def __init__(self, body: Body, tokenizer: Tokenizer, model: str, reply_id: str) -> None:
+    def __init__(self, body: GenerationBody, tokenizer: Tokenizer, model: str, reply_id: str) -> None:
         self._body, self._tokenizer, self.model = body, tokenizer, model
         self._chat = isinstance(body, ChatBody)
         self.reply_id = reply_id
         self._id = ("chatcmpl-" if self._chat else "cmpl-") + reply_id
         self.created = int(time.time())
 
-    def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
+    def whole(self, choices: Sequence[AnswerChoice]) -> dict[str, Any]:
         """Return the answer in one piece."""
         made = self.object("chat.completion" if self._chat else "text_completion", [self._choice(one) for one in choices])
         if self._chat and self._body.return_token_ids:  # a chat has one prompt; a completion's are in its choices
@@ -60,7 +60,7 @@ class Writer:
         """Return the fields that whole answers and stream events share."""
         return {"id": self._id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
 
-    def _choice(self, choice: Choice) -> dict[str, Any]:
+    def _choice(self, choice: AnswerChoice) -> dict[str, Any]:
         ids = choice.reply.token_ids.array().tolist()
         text, calls = self.said(choice)
         made: dict[str, Any] = {"index": choice.index, "finish_reason": choice.reply.finish_reason, "version_runs": runs_of(choice.reply)}
@@ -78,13 +78,13 @@ class Writer:
                 made["prompt_token_ids"] = list(choice.prompt)
         return made
 
-    def said(self, choice: Choice) -> tuple[str, list[dict[str, Any]]]:
+    def said(self, choice: AnswerChoice) -> tuple[str, list[dict[str, Any]]]:
         """Return text and tool calls of a finished choice."""
         ids, reason = choice.reply.token_ids.array().tolist(), choice.reply.finish_reason
         if isinstance(self._body, ChatBody) and self._body.offered and reason in ("stop", "length"):
-            spelled = tools.spelling(self._tokenizer)
+            spelled = tools.tool_syntax(self._tokenizer)
             prefix = tools.prefix_of(self.reply_id, choice.index)
-            text, calls = tools.split(tools.said(self._tokenizer, ids), spelled, prefix, self._body.most_calls)
+            text, calls = tools.split_calls(tools.text_with_markers(self._tokenizer, ids), spelled, prefix, self._body.most_calls)
             if calls:
                 return text, calls
         return self._text(ids, reason), []
@@ -97,11 +97,13 @@ class Writer:
         text = self._tokenizer.decode(ids)
         return text[: min((at for stop in self._body.stops if (at := text.find(stop)) >= 0), default=len(text))]
 
-    def logprobs(self, ids: Sequence[int], logprobs: Sequence[float], top: Sequence[Top] = (), start: int = 0) -> Mapping[str, Any] | None:
+    def logprobs(
+        self, ids: Sequence[int], logprobs: Sequence[float], top: Sequence[TopLogprobs] = (), start: int = 0
+    ) -> Mapping[str, Any] | None:
         """Return one entry per token id, including the end token; None if the client wants none.
 
         Args:
-            top: see ``Choice``.
+            top: see ``AnswerChoice``.
             start: number of characters before these tokens.
         """
         if not self._body.wants_logprobs:
@@ -127,7 +129,7 @@ def runs_of(reply: wire.GenerateReply) -> list[list[int]]:
     return pairs
 
 
-def usage(choices: Sequence[Choice]) -> dict[str, Any]:
+def usage(choices: Sequence[AnswerChoice]) -> dict[str, Any]:
     """Return the token usage; a prompt with several choices counts once."""
     prompts = {id(choice.prompt): len(choice.prompt) for choice in choices}
     sampled = sum(len(choice.reply.token_ids.array()) for choice in choices)
@@ -140,7 +142,7 @@ def usage(choices: Sequence[Choice]) -> dict[str, Any]:
     }
 
 
-def newest(choices: Sequence[Choice]) -> int:
+def newest(choices: Sequence[AnswerChoice]) -> int:
     """Return the newest policy version of all choices."""
     return max(choice.reply.policy_version for choice in choices)
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from rlearner_text.openai.bodies import ChatBody
-from rlearner_text.openai.chunks import spoken_of
+from rlearner_text.openai.chunks import partial_text_of
 from rlearner_text.openai.kept import Item
-from rlearner_text.openai.pieces import Piece, Top
-from rlearner_text.openai.replies import Choice, Writer, runs_of, usage
+from rlearner_text.openai.pieces import TokenEvent, TopLogprobs
+from rlearner_text.openai.replies import AnswerChoice, AnswerWriter, runs_of, usage
 from rlearner_text.openai.responses import ResponsesBody
 from rlearner_text.tokenizer import Tokenizer
 
@@ -18,8 +18,8 @@ _ECHOED: Final = ("instructions", "max_output_tokens", "parallel_tool_calls", "p
 _ECHOED_TOO: Final = ("top_logprobs", "top_p")
 
 
-class ResponseForm:
-    """Answer format of /v1/responses; see ``rlearner_text.openai.generation.Form``.
+class ResponsesFormat:
+    """Answer format of /v1/responses; see ``rlearner_text.openai.generation.AnswerFormat``.
 
     Args:
         body: the request.
@@ -30,12 +30,12 @@ class ResponseForm:
     """
 
     def __init__(
-        self, body: ResponsesBody, chat: ChatBody, tokenizer: Tokenizer, keep: Callable[[str, Sequence[Item]], None], writer: Writer
+        self, body: ResponsesBody, chat: ChatBody, tokenizer: Tokenizer, keep: Callable[[str, Sequence[Item]], None], writer: AnswerWriter
     ) -> None:
         self._body, self._chat, self._tokenizer, self._keep, self._writer = body, chat, tokenizer, keep, writer
         self.response_id = f"resp_{writer.reply_id}"
 
-    def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
+    def whole(self, choices: Sequence[AnswerChoice]) -> dict[str, Any]:
         """Return the answer in one piece."""
         (choice,) = choices
         reason = choice.reply.finish_reason
@@ -72,7 +72,7 @@ class ResponseForm:
             "usage": None,
         }
 
-    def items(self, choice: Choice) -> list[Item]:
+    def items(self, choice: AnswerChoice) -> list[Item]:
         """Return the output: a message unless there are only calls, then the calls."""
         text, calls = self._writer.said(choice)
         status = "completed" if calls or choice.reply.finish_reason == "stop" else "incomplete"
@@ -93,31 +93,31 @@ class ResponseForm:
         item = {"id": f"fc_{self._writer.reply_id}{number:02d}", "type": "function_call", "status": status, "call_id": call["id"]}
         return item | {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
 
-    def logprobs(self, ids: Sequence[int], logprobs: Sequence[float], top: Sequence[Top]) -> list[Any]:
+    def logprobs(self, ids: Sequence[int], logprobs: Sequence[float], top: Sequence[TopLogprobs]) -> list[Any]:
         """Return one entry per token; empty if none are requested."""
         found = self._writer.logprobs(ids, logprobs, top)
         return [] if found is None else list(found["content"])
 
     def events(self, index: int, prompt: Sequence[int]) -> ResponseEvents:
         """Return the events of a stream."""
-        return ResponseEvents(self, spoken_of(self._chat, self._tokenizer), self._writer, prompt)
+        return ResponseEvents(self, partial_text_of(self._chat, self._tokenizer), self._writer, prompt)
 
-    def ending(self, choices: Sequence[Choice]) -> list[bytes]:
+    def ending(self, choices: Sequence[AnswerChoice]) -> list[bytes]:
         """Return nothing: the last event marks the end of the stream."""
         return []
 
 
 class ResponseEvents:
-    """The events of one streamed response; see ``rlearner_text.openai.chunks.Chunks`` for the timing of text."""
+    """The events of one streamed response; see ``rlearner_text.openai.chunks.ChunkEvents`` for the timing of text."""
 
-    def __init__(self, response: ResponseForm, spoken: Any, writer: Writer, prompt: Sequence[int]) -> None:
+    def __init__(self, response: ResponsesFormat, spoken: Any, writer: AnswerWriter, prompt: Sequence[int]) -> None:
         self._response, self._spoken, self._writer, self._prompt = response, spoken, writer, prompt
         self._number = -1
         self._told = 0
         self._open = False  # whether the message item has started
-        self.top: list[Top] = []
+        self.top: list[TopLogprobs] = []
 
-    def of(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+    def of(self, pieces: Sequence[TokenEvent]) -> list[dict[str, Any]]:
         """Return the events of new pieces."""
         ids = [one for piece in pieces for one in piece.token_ids]
         logprobs = [one for piece in pieces for one in piece.logprobs]
@@ -127,7 +127,7 @@ class ResponseEvents:
         text = self._spoken.add(ids)
         return [*self._begin(), *(self._words(text, self._response.logprobs(ids, logprobs, top)) if text else [])]
 
-    def last(self, choice: Choice) -> list[dict[str, Any]]:
+    def last(self, choice: AnswerChoice) -> list[dict[str, Any]]:
         """Return the events of the rest of a finished choice and of its end."""
         text, calls = self._writer.said(choice)
         made, rest = self._begin(), self._spoken.rest(text)
@@ -179,7 +179,7 @@ class ResponseEvents:
         return {"type": kind, "sequence_number": self._number, **fields}
 
 
-def _usage(choices: Sequence[Choice]) -> dict[str, Any]:
+def _usage(choices: Sequence[AnswerChoice]) -> dict[str, Any]:
     counted = usage(choices)
     return {
         "input_tokens": counted["prompt_tokens"],

@@ -11,11 +11,11 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import Field, PositiveInt, ValidationError
 
-from rlearner_text.openai.bodies import MOST_TOP_LOGPROBS, Body, ChatBody, Strict, check_extra, problem_of
-from rlearner_text.openai.kept import Item, Kept
-from rlearner_text.openai.problems import Problem
+from rlearner_text.openai.bodies import MOST_TOP_LOGPROBS, ChatBody, GenerationBody, StrictModel, check_extra, validation_error
+from rlearner_text.openai.kept import AnswerStore, Item
+from rlearner_text.openai.problems import HttpError
 
-T = TypeVar("T", bound=Strict)
+T = TypeVar("T", bound=StrictModel)
 
 _LOGPROBS: Final = "message.output_text.logprobs"
 _TEXTS: Final = ("input_text", "output_text", "text")
@@ -24,14 +24,14 @@ _IGNORED: Final = frozenset({"user", "metadata", "service_tier", "safety_identif
 _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {"background": (False,), "truncation": ("disabled", "auto")}
 
 
-class TextPart(Strict):
+class TextPart(StrictModel):
     """A part of a message; only text is supported."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
 
 
-class MessageItem(Strict):
+class MessageItem(StrictModel):
     """A message of any role."""
 
     type: Literal["message"] = "message"
@@ -39,7 +39,7 @@ class MessageItem(Strict):
     content: str | list[TextPart]
 
 
-class CallItem(Strict):
+class CallItem(StrictModel):
     """A function call by the model."""
 
     type: Literal["function_call"]
@@ -48,7 +48,7 @@ class CallItem(Strict):
     arguments: str
 
 
-class CallOutputItem(Strict):
+class CallOutputItem(StrictModel):
     """The result of a function call."""
 
     type: Literal["function_call_output"]
@@ -56,7 +56,7 @@ class CallOutputItem(Strict):
     output: str | list[TextPart]
 
 
-class FunctionTool(Strict):
+class FunctionTool(StrictModel):
     """A function that the model may call."""
 
     type: Literal["function"]
@@ -65,7 +65,7 @@ class FunctionTool(Strict):
     parameters: dict[str, Any] | None = None
 
 
-class ReasoningOptions(Strict):
+class ReasoningOptions(StrictModel):
     """Accepted without effect: how long a policy thinks depends on its training."""
 
     effort: str | None = None
@@ -73,15 +73,15 @@ class ReasoningOptions(Strict):
     generate_summary: str | None = None
 
 
-class TextOptions(Strict):
+class TextOptions(StrictModel):
     """The format of the answer."""
 
     format: dict[str, Any] = Field(default_factory=lambda: {"type": "text"})
     verbosity: str | None = None  # accepted without effect
 
 
-class ResponsesBody(Body):
-    """The body of /v1/responses, with the additional fields of ``Body``."""
+class ResponsesBody(GenerationBody):
+    """The body of /v1/responses, with the additional fields of ``GenerationBody``."""
 
     input: str | list[dict[str, Any]]
     instructions: str | None = None
@@ -109,7 +109,7 @@ def chat_of(body: ResponsesBody, items: list[Item]) -> ChatBody:
         items: see ``items_of``.
 
     Raises:
-        Problem: 400 if a field is not allowed; names it.
+        HttpError: 400 if a field is not allowed; names it.
     """
     check_extra(body.model_extra, "", ignored=_IGNORED, neutral=_NEUTRAL)
     for name in ("reasoning", "text"):
@@ -118,8 +118,8 @@ def chat_of(body: ResponsesBody, items: list[Item]) -> ChatBody:
     for number, item in enumerate(items):
         _append(messages, item, f"input.{number}")
     if not messages:
-        raise Problem(400, "input: [] is not allowed; at least one item", param="input")
-    fields = {name: getattr(body, name) for name in Body.model_fields if name in body.model_fields_set}
+        raise HttpError(400, "input: [] is not allowed; at least one item", param="input")
+    fields = {name: getattr(body, name) for name in GenerationBody.model_fields if name in body.model_fields_set}
     fields |= {"messages": messages, "tools": [_tool(tool, f"tools.{number}") for number, tool in enumerate(body.tools)]}
     fields |= {"tool_choice": _choice(body.tool_choice), "parallel_tool_calls": body.parallel_tool_calls}
     fields |= {"logprobs": body.wants_logprobs, "top_logprobs": body.top_logprobs}
@@ -128,16 +128,16 @@ def chat_of(body: ResponsesBody, items: list[Item]) -> ChatBody:
     try:
         chat = ChatBody.model_validate(fields)
     except ValidationError as error:
-        raise problem_of(error) from None
+        raise validation_error(error) from None
     check_extra(chat.model_extra, "")
     return chat
 
 
-def items_of(body: ResponsesBody, kept: Kept) -> list[Item]:
+def items_of(body: ResponsesBody, kept: AnswerStore) -> list[Item]:
     """Return the whole input: earlier items first, references resolved.
 
     Raises:
-        Problem: 400 if this server does not have a referenced answer or item.
+        HttpError: 400 if this server does not have a referenced answer or item.
     """
     given = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
     before: list[Item] = []
@@ -149,7 +149,7 @@ def items_of(body: ResponsesBody, kept: Kept) -> list[Item]:
     return [*before, *(_resolved(item, number, kept) for number, item in enumerate(given))]
 
 
-def _resolved(item: Item, number: int, kept: Kept) -> Item:
+def _resolved(item: Item, number: int, kept: AnswerStore) -> Item:
     if item.get("type") != "item_reference":
         return item
     found = kept.item(str(item.get("id")))
@@ -158,8 +158,10 @@ def _resolved(item: Item, number: int, kept: Kept) -> Item:
     return found
 
 
-def _unknown(param: str, value: object) -> Problem:
-    return Problem(400, f"{param}: {value!r} is not allowed; this server keeps no answer with this id; send the items instead", param=param)
+def _unknown(param: str, value: object) -> HttpError:
+    return HttpError(
+        400, f"{param}: {value!r} is not allowed; this server keeps no answer with this id; send the items instead", param=param
+    )
 
 
 def _append(messages: list[dict[str, Any]], item: Item, where: str) -> None:
@@ -181,7 +183,7 @@ def _append(messages: list[dict[str, Any]], item: Item, where: str) -> None:
         messages.append({"role": "tool", "tool_call_id": output.call_id, "content": _text(output.output)})
     else:
         known = "message, function_call, function_call_output, reasoning or item_reference"
-        raise Problem(400, f"{where}.type: {kind!r} is not allowed; {known}", param=f"{where}.type")
+        raise HttpError(400, f"{where}.type: {kind!r} is not allowed; {known}", param=f"{where}.type")
 
 
 def _text(content: str | list[TextPart]) -> str:
@@ -192,23 +194,23 @@ def _checked(model: type[T], value: dict[str, Any], where: str) -> T:
     """Validate an item or tool as its type.
 
     Raises:
-        Problem: 400 if a field is not allowed; names it.
+        HttpError: 400 if a field is not allowed; names it.
     """
     content = value.get("content", value.get("output"))
     for part in content if isinstance(content, list) else ():
         if isinstance(part, dict) and part.get("type") not in _TEXTS:
-            raise Problem(400, f"{where}: only text parts are supported, found type {part.get('type')!r}", param=where)
+            raise HttpError(400, f"{where}: only text parts are supported, found type {part.get('type')!r}", param=where)
     try:
         return model.model_validate({key: one for key, one in value.items() if one is not None})
     except ValidationError as error:
-        raise problem_of(error, where) from None
+        raise validation_error(error, where) from None
 
 
 def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
     """Convert a tool to a chat's form, without fields that chat templates do not use."""
     if tool.get("type") != "function":
         message = f"{where}.type: {tool.get('type')!r} is not allowed; only tools of type 'function' are supported"
-        raise Problem(400, message, param=f"{where}.type", code="unsupported_parameter")
+        raise HttpError(400, message, param=f"{where}.type", code="unsupported_parameter")
     made = _checked(FunctionTool, tool, where)
     function: dict[str, Any] = {"name": made.name}
     function |= {"description": made.description} if made.description is not None else {}

@@ -15,12 +15,12 @@ from aiohttp import web
 from broker.contract import wire
 from rlearner_text.openai import keys
 from rlearner_text.openai.bodies import COMPLETION_TOKENS, ChatBody, CompletionBody, parse
-from rlearner_text.openai.chunks import ChatForm
-from rlearner_text.openai.desk import Desk, Handle, OneDesk, Served
+from rlearner_text.openai.chunks import ChatFormat
+from rlearner_text.openai.desk import ApiBackend, GenerateHandler, ServedModel, SingleKeyBackend
 from rlearner_text.openai.generation import FAILED, generate
 from rlearner_text.openai.kept import Item
-from rlearner_text.openai.problems import Problem
-from rlearner_text.openai.response_events import ResponseForm
+from rlearner_text.openai.problems import HttpError
+from rlearner_text.openai.response_events import ResponsesFormat
 from rlearner_text.openai.responses import ResponsesBody, chat_of, items_of
 from rlearner_text.tokenizer import Tokenizer
 
@@ -59,7 +59,9 @@ class HttpServer:
         address: for example ``http://127.0.0.1:8000/v1``; set once started.
     """
 
-    def __init__(self, tokenizer: Tokenizer, desk: Callable[[str | None], Desk | None], health: Callable[[], tuple[str, int]]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, desk: Callable[[str | None], ApiBackend | None], health: Callable[[], tuple[str, int]]
+    ) -> None:
         self._tokenizer, self._desk, self._health_of = tokenizer, desk, health
         self._began = int(time.time())
         self._runner: web.AppRunner | None = None
@@ -67,9 +69,9 @@ class HttpServer:
         self.address = ""
 
     @classmethod
-    def with_key(cls, handle: Handle, tokenizer: Tokenizer, served: Served, key: str) -> HttpServer:
+    def with_key(cls, handle: GenerateHandler, tokenizer: Tokenizer, served: ServedModel, key: str) -> HttpServer:
         """Return a server with one key, one model and one engine."""
-        desk = OneDesk(handle, tokenizer, served)
+        desk = SingleKeyBackend(handle, tokenizer, served)
         return cls(tokenizer, lambda header: desk if keys.matches(header, key) else None, lambda: (served.state(), served.policy_version()))
 
     async def start(self, bind: str, port: int) -> None:
@@ -129,22 +131,22 @@ class HttpServer:
             if request.path != "/health":
                 self._desk_of(request)
             return await handler(request)
-        except Problem as problem:
+        except HttpError as problem:
             return _answer(problem)
         except ConnectionError:
-            return _answer(Problem(503, "the client disconnected"))  # never read
+            return _answer(HttpError(503, "the client disconnected"))  # never read
         except web.HTTPRequestEntityTooLarge:
-            return _answer(Problem(413, f"the body is larger than {wire.MAX_PAYLOAD_BYTES} bytes"))
+            return _answer(HttpError(413, f"the body is larger than {wire.MAX_PAYLOAD_BYTES} bytes"))
         except web.HTTPException as error:
-            return _answer(Problem(error.status, f"{request.method} {request.path}: {HTTPStatus(error.status).phrase.lower()}"))
+            return _answer(HttpError(error.status, f"{request.method} {request.path}: {HTTPStatus(error.status).phrase.lower()}"))
         except Exception:
             log.exception("a request to %s failed", request.path)
-            return _answer(Problem(500, FAILED))
+            return _answer(HttpError(500, FAILED))
 
-    def _desk_of(self, request: web.Request) -> Desk:
+    def _desk_of(self, request: web.Request) -> ApiBackend:
         desk = self._desk(request.headers.get("Authorization"))
         if desk is None:
-            raise Problem(401, "the API key is missing or wrong; send it as Authorization: Bearer KEY", code="invalid_api_key")
+            raise HttpError(401, "the API key is missing or wrong; send it as Authorization: Bearer KEY", code="invalid_api_key")
         return desk
 
     async def _health(self, _: web.Request) -> web.Response:
@@ -169,12 +171,12 @@ class HttpServer:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         body = parse(await request.read(), ChatBody)
-        made = partial(ChatForm, body, self._tokenizer)
+        made = partial(ChatFormat, body, self._tokenizer)
         return await generate(request, self._desk_of(request), self._tokenizer, body, body.max_completion_tokens or body.max_tokens, made)
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         body = parse(await request.read(), CompletionBody)
-        made = partial(ChatForm, body, self._tokenizer)
+        made = partial(ChatFormat, body, self._tokenizer)
         return await generate(request, self._desk_of(request), self._tokenizer, body, body.max_tokens or COMPLETION_TOKENS, made)
 
     async def _responses(self, request: web.Request) -> web.StreamResponse:
@@ -187,11 +189,11 @@ class HttpServer:
             if body.store:
                 desk.kept.add(response_id, items, output, len(raw))
 
-        made = partial(ResponseForm, body, chat, self._tokenizer, keep)
+        made = partial(ResponsesFormat, body, chat, self._tokenizer, keep)
         return await generate(request, desk, self._tokenizer, chat, body.max_output_tokens or body.max_tokens, made)
 
 
-def _answer(problem: Problem) -> web.Response:
+def _answer(problem: HttpError) -> web.Response:
     headers = {"Retry-After": RETRY_AFTER_S} if problem.status == 503 else {}
     if problem.status == 401:
         headers["WWW-Authenticate"] = "Bearer"

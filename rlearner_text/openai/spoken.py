@@ -10,7 +10,7 @@ from rlearner_text.tokenizer import Tokenizer
 _PART: Final = "\ufffd"  # decoding of an incomplete character
 
 
-class Decoder:
+class IncrementalDecoder:
     """Decodes token ids incrementally, at constant cost per token.
 
     Only the newest tokens are decoded, with the last printed ones before them: some tokenizers strip a space from the
@@ -36,7 +36,7 @@ class Decoder:
         return self._tokenizer.decode(self._ids[self._from : end], skip_special_tokens=self._skip)
 
 
-class Spoken:
+class PartialText:
     """Text that may be sent; holds back what may become a stop string, an end token or a tool call.
 
     Args:
@@ -46,8 +46,8 @@ class Spoken:
     """
 
     def __init__(self, tokenizer: Tokenizer, *, ends: frozenset[int], stops: Sequence[str] = (), opener: str | None = None) -> None:
-        self._shown = Decoder(tokenizer, skip_special_tokens=True)
-        self._raw = Decoder(tokenizer, skip_special_tokens=False) if opener else None
+        self._shown = IncrementalDecoder(tokenizer, skip_special_tokens=True)
+        self._raw = IncrementalDecoder(tokenizer, skip_special_tokens=False) if opener else None
         self._ends, self._stops, self._opener = ends, stops, opener
         self._held: list[int] = []  # an end token, until another token follows
         self._given = ""

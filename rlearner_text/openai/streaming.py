@@ -13,15 +13,15 @@ from typing import Any, Final, Protocol
 import msgspec
 from aiohttp import web
 
-from rlearner_text.openai.pieces import Piece, Tap
-from rlearner_text.openai.problems import Problem
-from rlearner_text.openai.replies import Choice
+from rlearner_text.openai.pieces import TokenEvent, TokenListener
+from rlearner_text.openai.problems import HttpError
+from rlearner_text.openai.replies import AnswerChoice
 
 HEADERS: Final = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
 encode: Final = msgspec.json.Encoder().encode  # runs once per token; twenty times as fast as the standard library's
 
 
-class Feed:
+class TokenBuffer:
     """Buffer of one choice's unsent pieces.
 
     Args:
@@ -30,31 +30,31 @@ class Feed:
 
     def __init__(self, news: asyncio.Event, top_logprobs: int) -> None:
         self._news = news
-        self._pieces: list[Piece] = []
-        self.tap = Tap(self._told, top_logprobs)
+        self._pieces: list[TokenEvent] = []
+        self.tap = TokenListener(self._told, top_logprobs)
 
-    def take(self) -> list[Piece]:
+    def take(self) -> list[TokenEvent]:
         taken, self._pieces = self._pieces, []
         return taken
 
-    def _told(self, piece: Piece) -> None:
+    def _told(self, piece: TokenEvent) -> None:
         self._pieces.append(piece)
         self._news.set()
 
 
-class Events(Protocol):
+class ChoiceEvents(Protocol):
     """The events of one choice; each is a JSON object, whose ``type``, if present, also names the event."""
 
-    def of(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+    def of(self, pieces: Sequence[TokenEvent]) -> list[dict[str, Any]]:
         """Return the events of new pieces."""
         ...
 
-    def last(self, choice: Choice) -> list[dict[str, Any]]:
+    def last(self, choice: AnswerChoice) -> list[dict[str, Any]]:
         """Return the events of the rest of a finished choice and of its end."""
         ...
 
 
-class Stream:
+class EventStream:
     """One streamed answer.
 
     Args:
@@ -64,12 +64,12 @@ class Stream:
     """
 
     def __init__(
-        self, feeds: Sequence[Feed], tasks: Sequence[asyncio.Task[Choice]], chunks: Sequence[Events],
-        ending: Callable[[Sequence[Choice]], list[bytes]], news: asyncio.Event,
+        self, feeds: Sequence[TokenBuffer], tasks: Sequence[asyncio.Task[AnswerChoice]], chunks: Sequence[ChoiceEvents],
+        ending: Callable[[Sequence[AnswerChoice]], list[bytes]], news: asyncio.Event,
     ) -> None:  # fmt: skip
         self._ending = ending
-        self._open: list[tuple[Feed, asyncio.Task[Choice], Events]] = list(zip(feeds, tasks, chunks, strict=True))
-        self._choices: list[Choice] = []
+        self._open: list[tuple[TokenBuffer, asyncio.Task[AnswerChoice], ChoiceEvents]] = list(zip(feeds, tasks, chunks, strict=True))
+        self._choices: list[AnswerChoice] = []
         self._news = news
         self._response = web.StreamResponse(headers=HEADERS)
         for task in tasks:
@@ -79,7 +79,7 @@ class Stream:
         """Send the answer, starting with the first token, so that a request that fails earlier gets an error status.
 
         Raises:
-            Problem: if the request fails before the first event.
+            HttpError: if the request fails before the first event.
         """
         try:
             while self._open:
@@ -87,7 +87,7 @@ class Stream:
                 self._news.clear()
                 for each in list(self._open):
                     await self._forward(request, *each)
-        except Problem as problem:
+        except HttpError as problem:
             if not self._response.prepared:
                 raise
             await self._event(request, problem.body)  # the status is already sent; this ends the stream
@@ -97,7 +97,7 @@ class Stream:
         await self._response.write_eof()
         return self._response
 
-    async def _forward(self, request: web.Request, feed: Feed, task: asyncio.Task[Choice], chunks: Events) -> None:
+    async def _forward(self, request: web.Request, feed: TokenBuffer, task: asyncio.Task[AnswerChoice], chunks: ChoiceEvents) -> None:
         ended = task.done()  # read first: all pieces arrive before the task ends
         if pieces := feed.take():
             for chunk in chunks.of(pieces):

@@ -9,9 +9,9 @@ from functools import lru_cache
 from typing import Any, Final
 
 from broker.errors import ConfigError
-from rlearner_text.openai.problems import Problem
+from rlearner_text.openai.problems import HttpError
 from rlearner_text.tokenizer import Tokenizer
-from rlearner_text.tool_calls import PROBE, BadCall, ToolCall, ToolSpelling, UnknownSpelling, probe
+from rlearner_text.tool_calls import PROBE, ToolCall, ToolCallError, ToolSyntax, UnknownSyntaxError, learn_syntax
 
 _ASKED: Final = {"role": "user", "content": "probe question 21312"}
 _SAID: Final = "probe answer 31213"
@@ -21,20 +21,20 @@ _OFFERED: Final = [
 
 
 @lru_cache(maxsize=8)
-def spelling(tokenizer: Tokenizer) -> ToolSpelling:
+def tool_syntax(tokenizer: Tokenizer) -> ToolSyntax:
     """Return how the model's chat template writes calls.
 
     Raises:
-        Problem: 400 if it does not write them as JSON.
+        HttpError: 400 if it does not write them as JSON.
     """
     try:
         words = tokenizer.render_chat([_ASKED, {"role": "assistant", "content": _SAID}], add_generation_prompt=False, tools=_OFFERED)
         called = tokenizer.render_chat([_ASKED, PROBE], add_generation_prompt=False, tools=_OFFERED)
-        found = probe(called, words[: words.index(_SAID)])[0]
+        found = learn_syntax(called, words[: words.index(_SAID)])[0]
         return replace(found, after=found.after[: _end(found.after, tokenizer)])
-    except (UnknownSpelling, ConfigError, ValueError) as error:
+    except (UnknownSyntaxError, ConfigError, ValueError) as error:
         said = error.allowed if isinstance(error, ConfigError) else str(error)
-        raise Problem(400, f"the model's chat template cannot be used with tools: {said}", param="tools") from None
+        raise HttpError(400, f"the model's chat template cannot be used with tools: {said}", param="tools") from None
 
 
 def _end(text: str, tokenizer: Tokenizer) -> int:
@@ -43,7 +43,7 @@ def _end(text: str, tokenizer: Tokenizer) -> int:
     return min((at for end in ends if end and (at := text.find(end)) >= 0), default=len(text.rstrip()))
 
 
-def said(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
+def text_with_markers(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
     """Return the text of an answer with special tokens, which may be markers of calls."""
     ids = list(token_ids)
     while ids and ids[-1] in tokenizer.eos_token_ids:
@@ -51,18 +51,18 @@ def said(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
     return tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def split(text: str, how: ToolSpelling, prefix: str, most: int | None = None) -> tuple[str, list[dict[str, Any]]]:
+def split_calls(text: str, how: ToolSyntax, prefix: str, most: int | None = None) -> tuple[str, list[dict[str, Any]]]:
     """Split a text at its first call into words and calls; no calls if one does not parse.
 
     Args:
-        text: from ``said``.
-        how: from ``spelling``.
+        text: from ``text_with_markers``.
+        how: from ``tool_syntax``.
         prefix: of the calls' ids.
         most: most calls to return; None: all.
     """
     try:
         calls = how.calls(text)[:most]
-    except BadCall:
+    except ToolCallError:
         return text, []
     words = text.partition(how.opener)[0] if how.opener else ""
     return (words.rstrip() if calls else text), [_call(one, f"{prefix}{number:02d}") for number, one in enumerate(calls)]

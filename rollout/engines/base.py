@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from broker.contract import wire
-from rlearner_text.openai.pieces import Tap
+from rlearner_text.openai.pieces import TokenListener
 from rollout.config import RolloutSection
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class GenerationOutput:
     """The result of one request.
 
     Attributes:
@@ -69,7 +69,7 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True)
-class Stats:
+class EngineStats:
     """A snapshot of an engine's load; counters never decrease.
 
     Attributes:
@@ -118,7 +118,7 @@ class Engine(Protocol):
         """
         ...
 
-    async def generate(self, request: wire.GenerateRequest) -> Output:
+    async def generate(self, request: wire.GenerateRequest) -> GenerationOutput:
         """Run one request to its end. An invalid request does not raise: its ``finish_reason`` is ``error``.
 
         The seconds of ``deadline_s`` start with this call; at the deadline the output so far is returned. With
@@ -159,7 +159,7 @@ class Engine(Protocol):
         """
         ...
 
-    def stats(self) -> Stats: ...
+    def stats(self) -> EngineStats: ...
 
     async def join(self) -> None:
         """Return once the engine is closed.
@@ -175,17 +175,17 @@ class Engine(Protocol):
 
 
 @runtime_checkable
-class TappedEngine(Protocol):
+class StreamingEngine(Protocol):
     """An engine that can stream tokens to a listener in the same process; optional for engines."""
 
     tells_top: bool  # whether it can report the likeliest tokens at each position
 
-    async def generate(self, request: wire.GenerateRequest, tap: Tap | None = None) -> Output:
+    async def generate(self, request: wire.GenerateRequest, tap: TokenListener | None = None) -> GenerationOutput:
         """See ``Engine``. The streamed pieces add up to the output, unless that is an error."""
         ...
 
 
-def problem(request: wire.GenerateRequest, *, max_context_tokens: int, vocab_size: int | None) -> str:
+def request_problem(request: wire.GenerateRequest, *, max_context_tokens: int, vocab_size: int | None) -> str:
     """Return why a request cannot run, in one line; empty if it can."""
     tokens = request.token_ids.array()
     sampling = request.sampling

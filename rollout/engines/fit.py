@@ -30,7 +30,7 @@ def check_fit(held: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tens
             raise TransferFailed(f"{name} has shape {tuple(tensors[name].shape)}, the model expects {tuple(tensor.shape)}")
 
 
-def made(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+def materialized(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
     """Return an update with all tensors computed: adapters merged, FP8 dequantized."""
     from broker.weights.memory.on_demand import OnDemand
 

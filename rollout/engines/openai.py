@@ -17,10 +17,10 @@ from typing import Any, Final
 from broker.contract import wire
 from broker.contract.wire import ACTOR
 from broker.errors import ConfigError, UserError
-from rlearner_text.openai.client import Endpoint, Refused
+from rlearner_text.openai.client import EndpointClient, EndpointError
 from rlearner_text.tokenizer import Tokenizer
 from rollout.engines.args import OpenAIArgs
-from rollout.engines.base import EngineConfig, Output, Stats
+from rollout.engines.base import EngineConfig, EngineStats, GenerationOutput
 from rollout.engines.random import end_token
 from rollout.engines.turns import TurnSplitter
 from rollout.engines.weightless import VERSION, WeightlessEngine
@@ -50,10 +50,10 @@ class OpenAIEngine(WeightlessEngine):
         self._slots = self._args.max_concurrency or config.section.max_running
         self._free = asyncio.Semaphore(self._slots)
         self._running: dict[str, asyncio.Future[wire.FinishReason]] = {}  # set the result to end a request early
-        self._works: set[asyncio.Task[Output]] = set()
+        self._works: set[asyncio.Task[GenerationOutput]] = set()
         self._forwarding = 0
         self._busy_s = self._busy_since = 0.0
-        self._endpoint: Endpoint | None = None
+        self._endpoint: EndpointClient | None = None
         self._model = self._args.model or ""
         self._no_logprobs = False  # whether the missing logprobs are already logged
         self._tokenizer: Tokenizer
@@ -69,18 +69,18 @@ class OpenAIEngine(WeightlessEngine):
             self._end = end_token(self._tokenizer, path)
             log.warning("answers of %s are text, tokenised here; their logprobs are unknown and reported as 0", args.base_url)
         key = os.environ.get(args.api_key_env, "")
-        self._endpoint = Endpoint(args.base_url, key, timeout_s=args.timeout_s, retries=args.retries, base_s=args.backoff_s)
+        self._endpoint = EndpointClient(args.base_url, key, timeout_s=args.timeout_s, retries=args.retries, base_s=args.backoff_s)
         try:
             await self._find_model(self._endpoint)
         except BaseException:
             await self.close()
             raise
 
-    async def generate(self, request: wire.GenerateRequest) -> Output:
+    async def generate(self, request: wire.GenerateRequest) -> GenerationOutput:
         if (refused := self._refused(request, self._running)) is not None:
             return refused
         if request.sampling.guides or request.sampling.logit_bias:
-            return self._count(Output(error="engine openai forwards neither guides nor logit_bias"))
+            return self._count(GenerationOutput(error="engine openai forwards neither guides nor logit_bias"))
         ended: asyncio.Future[wire.FinishReason] = asyncio.get_running_loop().create_future()
         self._running[request.request_id] = ended
         work = asyncio.create_task(self._forward(request))
@@ -90,8 +90,8 @@ class OpenAIEngine(WeightlessEngine):
             either: set[asyncio.Future[Any]] = {work, ended}
             await asyncio.wait(either, timeout=request.deadline_s, return_when=asyncio.FIRST_COMPLETED)
             if ended.done():
-                return self._count(Output(finish_reason=ended.result()))
-            return self._count(work.result() if work.done() else Output(finish_reason="deadline"))
+                return self._count(GenerationOutput(finish_reason=ended.result()))
+            return self._count(work.result() if work.done() else GenerationOutput(finish_reason="deadline"))
         finally:
             del self._running[request.request_id]
             work.cancel()
@@ -100,9 +100,9 @@ class OpenAIEngine(WeightlessEngine):
         if (ended := self._running.get(request_id)) is not None and not ended.done():
             ended.set_result("abort")
 
-    def stats(self) -> Stats:
+    def stats(self) -> EngineStats:
         now = time.monotonic()
-        return Stats(
+        return EngineStats(
             running=self._forwarding,
             waiting=len(self._running) - self._forwarding,
             slots=self._slots,
@@ -123,7 +123,7 @@ class OpenAIEngine(WeightlessEngine):
 
     # ---------------------------------------------------------------------------------------------- requests
 
-    async def _find_model(self, endpoint: Endpoint) -> None:
+    async def _find_model(self, endpoint: EndpointClient) -> None:
         """Check that the endpoint answers and accepts the key, and use its only model unless one is configured.
 
         Raises:
@@ -132,7 +132,7 @@ class OpenAIEngine(WeightlessEngine):
         args = self._args
         try:
             listed = (await endpoint.get("/models")).get("data")
-        except Refused as error:
+        except EndpointError as error:
             if error.status in (401, 403):
                 raise UserError(f"{args.base_url} does not accept the key in {args.api_key_env}: {error}") from None
             listed = None
@@ -145,7 +145,7 @@ class OpenAIEngine(WeightlessEngine):
         self._model = self._model or names[0]
         log.info("forwarding to %s, model %s", args.base_url, self._model)
 
-    async def _forward(self, request: wire.GenerateRequest) -> Output:
+    async def _forward(self, request: wire.GenerateRequest) -> GenerationOutput:
         assert self._endpoint is not None
         context = request.token_ids.array().tolist()
         limit = min(request.sampling.max_tokens, self._config.section.max_context_tokens - len(context))
@@ -156,14 +156,14 @@ class OpenAIEngine(WeightlessEngine):
             try:
                 path, asked = self._asked(context)
             except ValueError as error:
-                return Output(error=str(error))
+                return GenerationOutput(error=str(error))
             else:
                 try:
                     body = _without_nulls(asked | self._sampling(request.sampling, limit) | self._args.extra_body)
                     reply = await self._endpoint.post(path, body)
-                except Refused as error:
+                except EndpointError as error:
                     if error.status in (400, 413, 422):  # concerns this request alone; other statuses affect all
-                        return Output(error=str(error))
+                        return GenerationOutput(error=str(error))
                     raise RuntimeError(str(error)) from None
             finally:
                 self._forwarding -= 1
@@ -203,7 +203,7 @@ class OpenAIEngine(WeightlessEngine):
 
     # ------------------------------------------------------------------------------------------------ replies
 
-    def _output(self, reply: Mapping[str, Any], sampling: wire.SamplingParams, limit: int) -> Output:
+    def _output(self, reply: Mapping[str, Any], sampling: wire.SamplingParams, limit: int) -> GenerationOutput:
         """Convert the endpoint's answer to an output.
 
         Raises:
@@ -216,7 +216,7 @@ class OpenAIEngine(WeightlessEngine):
         except (KeyError, IndexError, TypeError):
             raise RuntimeError("the endpoint's answer has no choice with a text and a finish_reason") from None
         if reason is None or not isinstance(text, str):
-            return Output(error=f"the endpoint ended the output with finish_reason {choice['finish_reason']!r}")
+            return GenerationOutput(error=f"the endpoint ended the output with finish_reason {choice['finish_reason']!r}")
         if self._args.token_ids:
             ids = _token_ids(choice.get("token_ids"))[:limit]
             logprobs = self._logprobs_of(choice.get("logprobs"), len(ids))
@@ -227,7 +227,7 @@ class OpenAIEngine(WeightlessEngine):
             if len(ids) > limit:
                 ids, reason = ids[:limit], "length"
             logprobs = [0.0] * len(ids)
-        return Output(ids, logprobs, [(VERSION, len(ids))] if ids else [], reason)
+        return GenerationOutput(ids, logprobs, [(VERSION, len(ids))] if ids else [], reason)
 
     def _logprobs_of(self, told: object, count: int) -> list[float]:
         """Return the endpoint's logprobs, zeros if they are missing."""

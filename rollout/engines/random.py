@@ -16,14 +16,14 @@ import numpy as np
 
 from broker.contract import wire
 from broker.errors import UserError
-from rlearner_text.guides import BadGuide, Guides
+from rlearner_text.guides import GuideCompiler, GuideError
 from rlearner_text.hub import read_json, tokenizer_folder
-from rlearner_text.openai.pieces import Piece, Tap
+from rlearner_text.openai.pieces import TokenEvent, TokenListener
 from rlearner_text.tokenizer import Tokenizer
 from rollout.engines.args import RandomArgs
-from rollout.engines.base import EngineConfig, Output, Stats
-from rollout.engines.hf.reshaping import MOVED, Reshaping, is_reshaped
-from rollout.engines.hf.reshaping import problem as reshaping_problem
+from rollout.engines.base import EngineConfig, EngineStats, GenerationOutput
+from rollout.engines.hf.reshaping import MOVED, LogitOffsets, is_reshaped
+from rollout.engines.hf.reshaping import offsets_problem as reshaping_problem
 from rollout.engines.stopping import StopStrings
 from rollout.engines.weightless import VERSION, WeightlessEngine
 
@@ -50,17 +50,17 @@ class RandomEngine(WeightlessEngine):
         self._busy_since = 0.0
         self._choices: list[list[int]] = []
         self._tokenizer: Tokenizer
-        self._guides: Guides
+        self._guides: GuideCompiler
 
     async def start(self) -> None:
         path = self._config.model_path
         self._tokenizer = Tokenizer.load(path, trust_remote_code=self._config.trust_remote_code)
-        self._guides = Guides(self._tokenizer)
+        self._guides = GuideCompiler(self._tokenizer)
         if self._args.choices:
             end = end_token(self._tokenizer, path)
             self._choices = [[*self._tokenizer.encode(choice), end] for choice in self._args.choices]
 
-    async def generate(self, request: wire.GenerateRequest, tap: Tap | None = None) -> Output:
+    async def generate(self, request: wire.GenerateRequest, tap: TokenListener | None = None) -> GenerationOutput:
         if (refused := self._refused(request, self._running)) is not None:
             return refused
         aborted = self._running[request.request_id] = asyncio.Event()
@@ -78,9 +78,9 @@ class RandomEngine(WeightlessEngine):
         if request_id in self._running:
             self._running[request_id].set()
 
-    def stats(self) -> Stats:
+    def stats(self) -> EngineStats:
         now = time.monotonic()
-        return Stats(
+        return EngineStats(
             running=len(self._running),
             slots=self._config.section.max_running,
             busy_s=self._busy_s + (now - self._busy_since if self._running else 0.0),
@@ -93,20 +93,22 @@ class RandomEngine(WeightlessEngine):
             event.set()
         self._closed.set()
 
-    async def _produce(self, request: wire.GenerateRequest, deadline: float, aborted: asyncio.Event, tap: Tap | None) -> Output:
+    async def _produce(
+        self, request: wire.GenerateRequest, deadline: float, aborted: asyncio.Event, tap: TokenListener | None
+    ) -> GenerationOutput:
         """Draw the whole reply, then wait for its delay and cut off what did not fit into the time."""
         reshaping = None
         if is_reshaped(request.sampling):
             try:
                 reshaping = self._reshaping(request.sampling)
                 tokens, logprobs, reason = self._draw_reshaped(request, reshaping)
-            except BadGuide as error:
-                return Output(error=f"guide: {error}")
+            except GuideError as error:
+                return GenerationOutput(error=f"guide: {error}")
         else:
             tokens, logprobs, reason = self._draw(request)
         allowed = len(tokens)
         if tap is not None:
-            pieces = [Piece([token], [logprob], VERSION) for token, logprob in zip(tokens, logprobs, strict=True)]
+            pieces = [TokenEvent([token], [logprob], VERSION) for token, logprob in zip(tokens, logprobs, strict=True)]
             allowed = await self._tell(pieces, deadline, aborted, tap)
         elif self._args.delay_s:
             began = time.monotonic()
@@ -119,16 +121,16 @@ class RandomEngine(WeightlessEngine):
             reason = "abort" if aborted.is_set() else "deadline"
             tokens, logprobs = tokens[:allowed], logprobs[:allowed]
         flags = reshaping.flags[: len(tokens)] if reshaping is not None else ()
-        return Output(tokens, logprobs, [(VERSION, len(tokens))] if tokens else [], reason, reshaped=flags)
+        return GenerationOutput(tokens, logprobs, [(VERSION, len(tokens))] if tokens else [], reason, reshaped=flags)
 
-    def _reshaping(self, sampling: wire.SamplingParams) -> Reshaping:
+    def _reshaping(self, sampling: wire.SamplingParams) -> LogitOffsets:
         if self._choices:
-            raise BadGuide("engine random with choices has no distribution to reshape")
+            raise GuideError("engine random with choices has no distribution to reshape")
         if why := reshaping_problem(sampling, self._tokenizer.vocab_size, self._tokenizer):
-            raise BadGuide(why)
-        return Reshaping(sampling, self._tokenizer.vocab_size, self._ends(sampling), self._guides)
+            raise GuideError(why)
+        return LogitOffsets(sampling, self._tokenizer.vocab_size, self._ends(sampling), self._guides)
 
-    async def _tell(self, pieces: Sequence[Piece], deadline: float, aborted: asyncio.Event, tap: Tap) -> int:
+    async def _tell(self, pieces: Sequence[TokenEvent], deadline: float, aborted: asyncio.Event, tap: TokenListener) -> int:
         """Stream the pieces one by one, each after its delay, and return how many fit into the time."""
         due = time.monotonic()
         for count, piece in enumerate(pieces):
@@ -165,7 +167,7 @@ class RandomEngine(WeightlessEngine):
         own = sampling.ignore_eos and not sampling.guides
         return {*(() if own else self._tokenizer.eos_token_ids), *sampling.stop_token_ids}
 
-    def _draw_reshaped(self, request: wire.GenerateRequest, reshaping: Reshaping) -> tuple[list[int], list[float], wire.FinishReason]:
+    def _draw_reshaped(self, request: wire.GenerateRequest, reshaping: LogitOffsets) -> tuple[list[int], list[float], wire.FinishReason]:
         """Draw like ``_uniform``, from equal logits plus the request's own offsets."""
         rng, limit = self._start(request)
         sampling, size, ends = request.sampling, self._tokenizer.vocab_size, self._ends(request.sampling)

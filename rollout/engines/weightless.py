@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from broker.contract import wire
-from rollout.engines.base import EngineConfig, Output, UpdateMode, problem
+from rollout.engines.base import EngineConfig, GenerationOutput, UpdateMode, request_problem
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +47,7 @@ class WeightlessEngine:
     async def join(self) -> None:
         await self._closed.wait()
 
-    def _refused(self, request: wire.GenerateRequest, running: Container[str]) -> Output | None:
+    def _refused(self, request: wire.GenerateRequest, running: Container[str]) -> GenerationOutput | None:
         """Return the error output of a request that cannot be accepted, None if it can.
 
         Raises:
@@ -55,12 +55,12 @@ class WeightlessEngine:
         """
         if self._closed.is_set():
             raise RuntimeError("the engine has stopped")
-        why = problem(request, max_context_tokens=self._config.section.max_context_tokens, vocab_size=None)
+        why = request_problem(request, max_context_tokens=self._config.section.max_context_tokens, vocab_size=None)
         if not why and request.request_id in running:
             why = f"request_id {request.request_id!r} is already running or waiting"
-        return self._count(Output(error=why)) if why else None
+        return self._count(GenerationOutput(error=why)) if why else None
 
-    def _count(self, output: Output) -> Output:
+    def _count(self, output: GenerationOutput) -> GenerationOutput:
         self._finished[output.finish_reason] += 1
         self._generated += len(output.token_ids)
         return output

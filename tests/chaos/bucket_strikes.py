@@ -15,9 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from broker.weights.group import Buckets, Communicator, Watch
-from broker.weights.memory.shared import Window
-from broker.weights.memory.staging import Flat, Staged
+from broker.weights.group import BucketSequence, WaitMonitor, WeightGroup
+from broker.weights.memory.shared import SegmentReader
+from broker.weights.memory.staging import FlatBuffer, StagedVersion
 from learner.backends.torch import TorchBackend
 from rollout.engines.hf.engine import HFEngine
 
@@ -26,8 +26,8 @@ SHARED = Path(__file__).with_name("shared").exists()  # the weights go by shared
 PLANNED = Path(__file__).with_name("buckets.txt")
 ME = sys.argv[sys.argv.index("--id") + 1] if "--id" in sys.argv else "learner"
 
-whole, read = Communicator.broadcast, Window.take
-opened, reached = Staged.open, Staged.reached
+whole, read = WeightGroup.broadcast, SegmentReader.take
+opened, reached = StagedVersion.open, StagedVersion.reached
 
 
 def die() -> NoReturn:
@@ -69,33 +69,42 @@ def struck(done: Callable[[int], None]) -> Callable[[int], None]:
     return counted
 
 
-def broadcast(self: Communicator, buckets: Buckets, watch: Watch, *, done: Callable[[int], None], peek: Callable[[], None]) -> None:
+def broadcast(
+    self: WeightGroup, buckets: BucketSequence, watch: WaitMonitor, *, done: Callable[[int], None], peek: Callable[[], None]
+) -> None:
     plan(len(buckets))
     whole(self, buckets, watch, done=struck(done), peek=peek)
 
 
 def take(
-    self: Window, version: int, flat: Flat, watch: Watch, *, timeout_s: float, done: Callable[[int], None], peek: Callable[[], None]
+    self: SegmentReader,
+    version: int,
+    flat: FlatBuffer,
+    watch: WaitMonitor,
+    *,
+    timeout_s: float,
+    done: Callable[[int], None],
+    peek: Callable[[], None],
 ) -> list[bytes]:
     plan(len(flat.plan.buckets))
     return read(self, version, flat, watch, timeout_s=timeout_s, done=struck(done), peek=peek)
 
 
-def begin(self: Staged, version: int) -> None:
+def begin(self: StagedVersion, version: int) -> None:
     opened(self, version)
     if SHARED and fatal() == 0:
         die()
 
 
-def packed(self: Staged, offset: int) -> None:
+def packed(self: StagedVersion, offset: int) -> None:
     reached(self, offset)
     if SHARED and 0 < fatal() <= sum(stop <= offset for _, stop in self.plan.buckets):
         die()
 
 
-Window.take = take  # type: ignore[method-assign]
-Staged.open, Staged.reached = begin, packed  # type: ignore[method-assign]
-Communicator.broadcast = broadcast  # type: ignore[method-assign]
+SegmentReader.take = take  # type: ignore[method-assign]
+StagedVersion.open, StagedVersion.reached = begin, packed  # type: ignore[method-assign]
+WeightGroup.broadcast = broadcast  # type: ignore[method-assign]
 
 
 class Backend(TorchBackend):

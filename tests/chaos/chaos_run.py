@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bench.fleet import Fleet
+from bench.fleet import RunFleet
 from broker.settings.runspec import validate
 from learner.prepare import to_yaml
 
@@ -81,7 +81,7 @@ def write(folder: Path, values: dict[str, Any]) -> Path:
     return file
 
 
-def start_all(fleet: Fleet, file: Path, each: int = 2) -> None:
+def start_all(fleet: RunFleet, file: Path, each: int = 2) -> None:
     """The learner, and ``each`` of every other role."""
     fleet.add("learner", "learner", "start", str(file))
     for number in range(each):
@@ -89,7 +89,7 @@ def start_all(fleet: Fleet, file: Path, each: int = 2) -> None:
             fleet.add(role, f"{role}-{number}", *OPTIONS.get(role, ()))
 
 
-def start_tap(fleet: Fleet, out: Path) -> subprocess.Popen[bytes]:
+def start_tap(fleet: RunFleet, out: Path) -> subprocess.Popen[bytes]:
     """A tap in a process of its own; it sees everything from here on."""
     command = [sys.executable, "-m", "bench.tap", "--broker", fleet.url, "--run", fleet.run, "--out", str(out)]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)

@@ -13,8 +13,8 @@ from typing import Any
 import chaos_run as chaos
 from reconcile import check_lines, reconcile
 
-from bench.fleet import Fleet, run_audit
-from bench.watch import Watch
+from bench.fleet import RunFleet, run_audit
+from bench.watch import FleetWatch
 from broker.contract.streams import EPISODES, SAMPLES, TICKETS
 from broker.jetstream.bus import Bus
 
@@ -30,7 +30,7 @@ KEEP_ALL: dict[str, Any] = {"every_steps": 5, "keep": 1000}
 class World:
     """A fleet at work, with a watch and a tap beside it."""
 
-    def __init__(self, fleet: Fleet, watch: Watch, bus: Bus, folder: Path, steps: int) -> None:
+    def __init__(self, fleet: RunFleet, watch: FleetWatch, bus: Bus, folder: Path, steps: int) -> None:
         self.fleet, self.watch, self.bus, self.folder, self.steps = fleet, watch, bus, folder, steps
         self.tap = folder / "tap.jsonl"
         self.tap_pid = 0
@@ -82,7 +82,7 @@ async def world(
     steps: int,
     pace_s: float = 0.1,
     *,
-    make_fleet: Callable[[Path, str], Fleet] = Fleet,
+    make_fleet: Callable[[Path, str], RunFleet] = RunFleet,
     **sections: dict[str, Any],
 ) -> AsyncIterator[World]:
     """A run of two of each role but learner and broker."""
@@ -90,7 +90,7 @@ async def world(
     async with make_fleet(folder / "fleet", run) as fleet:
         bus = await Bus.connect(fleet.url, run, name="watch", deadline_s=60)
         await bus.ensure_streams()
-        made = World(fleet, Watch(bus, folder / "runs" / run), bus, folder, steps)
+        made = World(fleet, FleetWatch(bus, folder / "runs" / run), bus, folder, steps)
         tap = await asyncio.to_thread(chaos.start_tap, fleet, made.tap)
         made.tap_pid = tap.pid
         watching = asyncio.create_task(made.watch.serve())

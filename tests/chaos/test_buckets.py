@@ -14,7 +14,7 @@ import chaos_run as chaos
 import pytest
 from chaos_world import KEEP_ALL, LIMIT_S, World, world
 
-from bench.fleet import Child
+from bench.fleet import RunProcess
 
 EVERY = os.environ.get("RL_CHAOS_BUCKETS", "") == "1"
 TIMEOUT_S = 10.0  # longest wait for one bucket
@@ -29,7 +29,7 @@ TRAIN: dict[str, dict[str, Any]] = {
 INTERMEDIATE_SIZE = {"whole": 96, "shared": 96, "delta": 256}
 
 
-async def strike(w: World, plugin: Path, victim: Child, after: int) -> float:
+async def strike(w: World, plugin: Path, victim: RunProcess, after: int) -> float:
     """Let it die behind so many buckets; the seconds until the next step was completed after that."""
     order, written = plugin.with_name("order.json"), plugin.with_name("order.new")
     victim.killed = True
@@ -41,7 +41,7 @@ async def strike(w: World, plugin: Path, victim: Child, after: int) -> float:
     return time.monotonic() - began
 
 
-def serves(server: Child, version: int, behind: int) -> bool:
+def serves(server: RunProcess, version: int, behind: int) -> bool:
     """Whether its log says, behind a place, that it serves this version or a newer one."""
     said = re.findall(r"serving version (\d+)", server.log.read_text()[behind:])
     return any(int(number) >= version for number in said)

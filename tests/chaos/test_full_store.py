@@ -11,7 +11,7 @@ import pytest
 from chaos_world import LIMIT_S, World, world
 from store_filler import LIMIT_MIB, Filler
 
-from bench.fleet import Fleet
+from bench.fleet import RunFleet
 from broker.contract import wire
 from broker.contract.streams import RESERVE, RUNS, SAMPLES
 from broker.jetstream import reserve
@@ -24,7 +24,7 @@ MAX_TOKENS = 512
 ROOM_MIB = 12  # 8 of it are the reserve; a step's groups take 0.15
 
 
-class SmallFleet(Fleet):
+class SmallFleet(RunFleet):
     """Its broker may store little."""
 
     def start_broker(self) -> None:
@@ -81,7 +81,7 @@ async def test_the_store_is_full_in_the_middle_of_a_step(tmp_path: Path) -> None
         assert await w.bus.first_seq(SAMPLES) > reached * chaos.GROUPS  # trimmed behind what had filled it
         times = {child.name: child.log.read_text().count(SAID) for child in w.fleet.children}
         assert {name: count for name, count in times.items() if count > 4} == {}  # filled twice, and a short respite by the reserve
-        assert len(checkpoint.found(w.watch.folder / "checkpoints")) == 2
+        assert len(checkpoint.list_checkpoints(w.watch.folder / "checkpoints")) == 2
         assert int((await w.bus.info(RESERVE))["state"]["bytes"]) >= reserve.PIECES * reserve.PIECE_BYTES
 
 

@@ -14,7 +14,7 @@ import pytest
 from chaos_world import BROKER_KILLS, KILLS, LIMIT_S, SEED, World, world
 from windows import WINDOWS, Windows, windows
 
-from bench.fleet import Child
+from bench.fleet import RunProcess
 
 ROLES = ("learner", "rollout", "envhub", "rewardhub", "broker")
 
@@ -58,7 +58,7 @@ class Striker:
             await watch.until(lambda: pending <= watch.first.keys(), LIMIT_S)
         self.recoveries[role].append(time.monotonic() - killed_at[0])
 
-    def _killer(self, victim: Child | None, killed_at: list[float]) -> Callable[[], None]:
+    def _killer(self, victim: RunProcess | None, killed_at: list[float]) -> Callable[[], None]:
         def act() -> None:
             killed_at.append(time.monotonic())
             if victim is None:

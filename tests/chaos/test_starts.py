@@ -13,7 +13,7 @@ import chaos_run as chaos
 import pytest
 from chaos_world import LIMIT_S, SEED, World, world
 
-from bench.fleet import Child
+from bench.fleet import RunProcess
 
 EARLY_KILLS = int(os.environ.get("RL_CHAOS_EARLY_KILLS", "1"))  # of each process; `make chaos` has 10
 EARLY_S = 10.0  # after its start, within which a process is killed
@@ -23,7 +23,7 @@ SLOW_S, QUICK_S = 3.0, 0.1  # a reward, while learners start and while they trai
 RIVALRIES = int(os.environ.get("RL_CHAOS_RIVALRIES", "1"))  # rounds of two learners; `make chaos` has 10
 
 
-async def kill_early(w: World, child: Child, rng: random.Random, ages: list[float]) -> None:
+async def kill_early(w: World, child: RunProcess, rng: random.Random, ages: list[float]) -> None:
     """Kill one process at a random moment, each of its first lives; notes its ages in seconds.
 
     In every other life it is just behind one of its first lines in the log: on a busy machine its imports alone take EARLY_S.
@@ -69,11 +69,11 @@ async def test_every_process_is_killed_in_its_first_seconds(tmp_path: Path) -> N
 class Rivals:
     """Two learners of one run."""
 
-    def __init__(self, w: World, learners: tuple[Child, Child]) -> None:
+    def __init__(self, w: World, learners: tuple[RunProcess, RunProcess]) -> None:
         self._w, self.both = w, learners
         self.won: Counter[str] = Counter()
 
-    async def settled(self) -> Child:
+    async def settled(self) -> RunProcess:
         """Wait until one of them has been fenced and the other one has made a step that was not there before; the other one.
 
         Until then rewards are slow, so that the run is not over before a learner has started, however slow the machine.
@@ -88,7 +88,7 @@ class Rivals:
         self.won[winner.name] += 1
         return winner
 
-    def other(self, one: Child) -> Child:
+    def other(self, one: RunProcess) -> RunProcess:
         return next(child for child in self.both if child is not one)
 
 

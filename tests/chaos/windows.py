@@ -16,7 +16,7 @@ import msgspec
 import nats
 from nats.aio.msg import Msg
 
-from bench.watch import Watch
+from bench.watch import FleetWatch
 from broker.contract.streams import EPISODES, SAMPLES, TICKETS, WEIGHTS, WEIGHTSYNC, Stream
 
 ANYWHERE = "anywhere"
@@ -36,7 +36,7 @@ Strike = Callable[[], None]
 class Windows:
     """Waits for a window of one process, and strikes in it."""
 
-    def __init__(self, run: str, watch: Watch) -> None:
+    def __init__(self, run: str, watch: FleetWatch) -> None:
         self._run, self._watch = run, watch
         self._armed: list[tuple[Callable[[str, dict[str, Any]], bool], Strike, asyncio.Future[None]]] = []
 
@@ -115,7 +115,7 @@ class Windows:
 
 
 @asynccontextmanager
-async def windows(url: str, run: str, watch: Watch) -> AsyncIterator[Windows]:
+async def windows(url: str, run: str, watch: FleetWatch) -> AsyncIterator[Windows]:
     """Look at the wire of a run, through restarts of the broker."""
     made = Windows(run, watch)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bench.cluster import NODES, Nodes
+from bench.cluster import NODES, ClusterNodes
 from broker.contract import wire
 from broker.contract.examples import EXAMPLES
 from broker.contract.streams import CONTROL, SAMPLES, TICKETS
@@ -34,8 +34,8 @@ def closed(number: int) -> wire.Closed:
 
 
 @pytest.fixture
-async def nodes(tmp_path: Path) -> AsyncIterator[Nodes]:
-    made = Nodes(tmp_path / "cluster")
+async def nodes(tmp_path: Path) -> AsyncIterator[ClusterNodes]:
+    made = ClusterNodes(tmp_path / "cluster")
     try:
         await asyncio.to_thread(made.start_all)
         yield made
@@ -115,7 +115,7 @@ async def until(what: Callable[[], bool], tasks: list[asyncio.Task[None]], withi
 
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # nats-py's sockets of attempts at a dead server
-async def test_any_one_server_may_be_killed_under_load(nodes: Nodes) -> None:
+async def test_any_one_server_may_be_killed_under_load(nodes: ClusterNodes) -> None:
     buses = [await Bus.connect(nodes.url, "demo", name=f"bus-{number}", deadline_s=30) for number in range(4)]
     await buses[0].ensure_streams()
     for stream in ("rl_demo_tickets", "rl_demo_samples", "KV_rl_control"):

@@ -19,18 +19,18 @@ from torch_backend_kit import backend, samples, save_model
 from broker.contract import wire
 from broker.jetstream.bus import Bus
 from broker.runtime.presence import Roster
-from broker.weights.receiver.receive import Receiver
-from broker.weights.sender.send import Sender
+from broker.weights.receiver.receive import WeightReceiver
+from broker.weights.sender.send import WeightSender
 from learner.backends.torch import TorchBackend
 from learner.config import TrainSection
-from learner.weights.offering import Offering
+from learner.weights.offering import WeightOffering
 from rlearner_text.config import ModelSection
 from rollout.config import RolloutSection
 from rollout.engines.base import EngineConfig
 from rollout.engines.hf.engine import HFEngine
-from rollout.engines.hf.model import load
+from rollout.engines.hf.model import load_model
 from rollout.engines.hf.weights import HeldWeights
-from rollout.service import Service
+from rollout.service import RolloutService
 
 PROBE = [1, 5, 3, 9, 22, 7, 7, 2]
 
@@ -42,8 +42,8 @@ def trainer_of(path: str, dtype: str = "float32", weights_dtype: str | None = No
 
 
 @asynccontextmanager
-async def sender_of(bus: Bus, trainer: TorchBackend, dtype: str = "float32") -> AsyncIterator[tuple[Sender, Offering]]:
-    offering = Offering(trainer, TrainSection.model_validate({"device": "cpu"}), dtype)
+async def sender_of(bus: Bus, trainer: TorchBackend, dtype: str = "float32") -> AsyncIterator[tuple[WeightSender, WeightOffering]]:
+    offering = WeightOffering(trainer, TrainSection.model_validate({"device": "cpu"}), dtype)
     sender = offering.sender(bus, Roster(bus), 1)
     await sender.start()
     yield sender, offering
@@ -67,7 +67,7 @@ class Server:
         await self.engine.start()
         stack.push_async_callback(self.engine.close)
         held = self.engine.weights()
-        self.receiver = Receiver(self.bus, self.name, held, self.load, bucket_mib=32, dtype=self.weights_dtype, first=self.base)
+        self.receiver = WeightReceiver(self.bus, self.name, held, self.load, bucket_mib=32, dtype=self.weights_dtype, first=self.base)
         await self.receiver.start()
         stack.push_async_callback(self.receiver.close)
         return self
@@ -75,7 +75,7 @@ class Server:
     def base(self) -> tuple[Mapping[str, Tensor], bool]:
         if self.first is None:
             return self.engine.weights(), False
-        return HeldWeights(load(self.config, torch.device("cpu"))).tensors(), True
+        return HeldWeights(load_model(self.config, torch.device("cpu"))).tensors(), True
 
     async def load(self, tensors: Mapping[str, Tensor], offer: wire.WeightsOffer) -> None:
         self.seen.append(tensors)
@@ -149,7 +149,7 @@ def test_a_server_finds_its_first_weights_in_the_engine_or_else_in_the_folder(tm
 
     def first(loaded: bool, **engine: object) -> tuple[Mapping[str, Tensor], bool]:
         made = SimpleNamespace(_loaded=loaded, _engine=SimpleNamespace(**engine), _spec=spec, _section=RolloutSection())
-        return Service._first_weights(made)  # type: ignore[arg-type]
+        return RolloutService._first_weights(made)  # type: ignore[arg-type]
 
     assert first(False, weights=lambda: held) == (held, False)
     assert first(False, weights=lambda: held, keeps_tensors=True) == (held, True)
@@ -162,6 +162,6 @@ def test_a_server_finds_its_first_weights_in_the_engine_or_else_in_the_folder(tm
 
 def test_merged_is_sent_where_it_is_asked_for(tmp_path: Path) -> None:
     trainer = trainer_of(save_model(tmp_path), send="merged")
-    offering = Offering(trainer, TrainSection.model_validate({"device": "cpu"}), "float32")
+    offering = WeightOffering(trainer, TrainSection.model_validate({"device": "cpu"}), "float32")
     assert offering.adapter is None
     assert offering.tensors().keys() == trainer.weights().keys()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bench.fleet import Fleet
+from bench.fleet import RunFleet
 from broker.contract import wire
 from broker.contract.streams import CONTROL
 from broker.jetstream.bus import Bus
@@ -13,7 +13,7 @@ from broker.settings.runspec import publish_runspec
 
 async def test_who_comes_back_when_the_run_is_over_is_told_to_end(tmp_path: Path) -> None:
     """By itself it waits for a learner to resume the run, as it should."""
-    async with Fleet(tmp_path, "over") as fleet:
+    async with RunFleet(tmp_path, "over") as fleet:
         bus = await Bus.connect(fleet.url, "over", name="test", deadline_s=60)
         await bus.ensure_streams()
         config = {"domains": {"lake": {"env": "frozenlake"}}}

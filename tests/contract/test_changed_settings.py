@@ -160,5 +160,5 @@ async def test_a_ticket_that_its_hub_forgot_is_closed_and_withdrawn(bus: Bus, br
     assert tickets_of(lines(config)[-1]) == (3, 2, 0, 0, 1, 0)
     assert lines(config)[-1]["ticket/closed_timeout"] == 1
     assert await bus.depth(TICKETS) == {}
-    closed = [line for line in ledger_segments.Lines(tmp_path / run_name / ledger_segments.FOLDER) if line.state == "dead"]
+    closed = [line for line in ledger_segments.LedgerLines(tmp_path / run_name / ledger_segments.FOLDER) if line.state == "dead"]
     assert [(line.ticket, line.reason) for line in closed] == [(1, "timeout")]

@@ -22,8 +22,8 @@ from broker.contract import wire
 from broker.jetstream.bus import Bus
 from broker.weights.memory.staging import plan_of
 from broker.weights.probe import check_probe
-from broker.weights.receiver.receive import Receiver
-from broker.weights.sender.send import Sender
+from broker.weights.receiver.receive import WeightReceiver
+from broker.weights.sender.send import WeightSender
 
 
 def mapped(child: Child) -> tuple[int, int]:
@@ -38,7 +38,7 @@ class Beside:
     def __init__(self, bus: Bus) -> None:
         self._held = make_tensors(0)
         self.loaded: dict[tuple[int, int], str] = {}
-        self.receiver = Receiver(bus, "r2", self._held, self._load, bucket_mib=1, settings=SHARED, memory=Memfd(visible=["right"]))
+        self.receiver = WeightReceiver(bus, "r2", self._held, self._load, bucket_mib=1, settings=SHARED, memory=Memfd(visible=["right"]))
 
     async def _load(self, tensors: Mapping[str, Tensor], offered: wire.WeightsOffer) -> None:
         for name, tensor in tensors.items():
@@ -65,7 +65,7 @@ async def test_a_run_on_one_device(bus: Bus, spawn: Spawn, caplog: pytest.LogCap
     await learner.hears(event="kill")  # in the middle of version 1
     await until(lambda: mapped(near) == (0, 0))  # what it had is let go of
 
-    sender = Sender(bus, plan_of(make_tensors(0), 1), epoch=2, settings=SHARED, memory=Memfd())
+    sender = WeightSender(bus, plan_of(make_tensors(0), 1), epoch=2, settings=SHARED, memory=Memfd())
     await sender.start()
     try:
         expected = offer(sender, 0)

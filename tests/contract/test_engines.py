@@ -24,7 +24,7 @@ from rlearner_text.tokenizer import Tokenizer
 from rollout.checks import check_engine
 from rollout.config import RolloutSection
 from rollout.engines import ENGINE_ARGS, ENGINES
-from rollout.engines.base import NO_VERSION, Engine, EngineConfig, Output
+from rollout.engines.base import NO_VERSION, Engine, EngineConfig, GenerationOutput
 
 HERE = sorted(ENGINES.keys() - {"vllm"})  # which has an environment of its own, where tests/vllm_engine holds it to the same suite
 MAX_CONTEXT = 128
@@ -71,7 +71,7 @@ async def engine(request: pytest.FixtureRequest, model_path: str, url: str, comm
     await made.close()
 
 
-def check_output(output: Output, version: int = 0) -> None:
+def check_output(output: GenerationOutput, version: int = 0) -> None:
     assert output.error == ""
     assert len(output.token_ids) == len(output.logprobs) == sum(count for _, count in output.version_runs)
     assert all(logprob <= 1e-6 and np.isfinite(logprob) for logprob in output.logprobs)
@@ -140,7 +140,7 @@ async def test_the_context_bounds_the_output(engine: Engine) -> None:
     ids=["empty", "too long", "no tokens"],
 )
 async def test_what_cannot_run_is_answered_with_one_line(engine: Engine, prompt: list[int], sampling: dict[str, Any], error: str) -> None:
-    assert await engine.generate(ask("bad", prompt, **sampling)) == Output(error=error)
+    assert await engine.generate(ask("bad", prompt, **sampling)) == GenerationOutput(error=error)
     check_output(await engine.generate(ask("good")))
 
 
@@ -201,7 +201,7 @@ async def test_close_ends_what_runs_and_is_idempotent(engine: Engine) -> None:
     await engine.close()
     await asyncio.wait_for(engine.join(), LONG_S)
     (ended,) = await asyncio.wait_for(asyncio.gather(running, return_exceptions=True), LONG_S)
-    if isinstance(ended, Output):
+    if isinstance(ended, GenerationOutput):
         check_output(ended)
     else:
         assert str(ended) == "the engine was closed"

@@ -16,11 +16,11 @@ from broker.jetstream.bus import Bus, Delivery
 from broker.runtime.process import Stop
 from broker.settings.config import DomainSection
 from learner.config import EvalSection
-from learner.disk_retry import Patience
+from learner.disk_retry import DiskRetry
 from learner.evaluation import evaluator as module
-from learner.evaluation.evaluation import Evaluations
+from learner.evaluation.evaluation import EvaluationQueue
 from learner.evaluation.evaluator import Evaluator
-from learner.reporting.transcripts import Transcripts
+from learner.reporting.transcripts import TranscriptFactory
 
 TASKS = 6
 
@@ -29,8 +29,10 @@ TASKS = 6
 async def evaluating(bus: Bus, folder: Path, timeout_s: float) -> AsyncIterator[Evaluator]:
     """As the learner opens it."""
     section = EvalSection(tasks=TASKS, every_steps=1, timeout_s=timeout_s)
-    evaluations = Evaluations(section, {"lake": DomainSection(env="lake", deadline_s=60)}, 1, await bus.last_seq(EVALTICKETS) + 1)
-    made = Evaluator(bus, evaluations, None, folder / "evals", "", Patience(folder, Stop(), "nothing is kept"), Transcripts({}, folder))  # type: ignore[arg-type]
+    evaluations = EvaluationQueue(section, {"lake": DomainSection(env="lake", deadline_s=60)}, 1, await bus.last_seq(EVALTICKETS) + 1)
+    made = Evaluator(
+        bus, evaluations, None, folder / "evals", "", DiskRetry(folder, Stop(), "nothing is kept"), TranscriptFactory({}, folder)
+    )  # type: ignore[arg-type]
     await made.open()
     tasks = [asyncio.create_task(work) for work in made.services()]
     try:

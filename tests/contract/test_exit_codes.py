@@ -55,7 +55,7 @@ async def test_a_run_ends_with_130_until_all_its_steps_are_made(tmp_path: Path) 
         await trains(child, tmp_path, 0)
         child.send_signal(signal.SIGTERM)
         assert await child.wait() == 130
-    made = checkpoint.newest(tmp_path / "codes" / "checkpoints")
+    made = checkpoint.newest_checkpoint(tmp_path / "codes" / "checkpoints")
     assert made is not None
     async with up(tmp_path, "train.steps=100000") as child:
         await trains(child, tmp_path, made.step)
@@ -65,7 +65,7 @@ async def test_a_run_ends_with_130_until_all_its_steps_are_made(tmp_path: Path) 
         assert await stop.wait() == 0
         assert await child.wait() == 130
     assert "learner ended with exit code 130" in (tmp_path / "up.log").read_text()
-    made = checkpoint.newest(tmp_path / "codes" / "checkpoints")
+    made = checkpoint.newest_checkpoint(tmp_path / "codes" / "checkpoints")
     assert made is not None
     for steps in (made.step + 1, made.step + 1):  # makes the last step; has nothing left to do
         async with up(tmp_path, f"train.steps={steps}") as child:

@@ -22,12 +22,12 @@ from broker.runtime.presence import Roster
 from broker.weights import fp8
 from broker.weights.memory.staging import plan_of
 from broker.weights.probe import check_probe
-from broker.weights.receiver.receive import Receiver
-from broker.weights.sender.send import Sender
-from broker.weights.snapshots.publish import Publisher
-from broker.weights.snapshots.snapshot_source import Source
+from broker.weights.receiver.receive import WeightReceiver
+from broker.weights.sender.send import WeightSender
+from broker.weights.snapshots.publish import SnapshotPublisher
+from broker.weights.snapshots.snapshot_source import SnapshotSource
 from learner.config import TrainSection
-from learner.weights.offering import Offering
+from learner.weights.offering import WeightOffering
 from learner.weights.snapshots import SnapshotServer
 from rlearner_text.config import ModelSection
 from rollout.config import RolloutSection
@@ -48,7 +48,7 @@ class Receiving:
 
     def __init__(self, bus: Bus, name: str, held: dict[str, Tensor]) -> None:
         self.held = held
-        self.receiver = Receiver(bus, name, held, self.load, bucket_mib=1, dtype="fp8")
+        self.receiver = WeightReceiver(bus, name, held, self.load, bucket_mib=1, dtype="fp8")
 
     async def load(self, tensors: Mapping[str, Tensor], offer: wire.WeightsOffer) -> None:
         for name, tensor in tensors.items():
@@ -63,7 +63,7 @@ async def test_read_sent_changed_adopted_or_late_they_are_the_same_bits(bus: Bus
     same = Receiving(bus, "same", make_tensors(7, SHAPES))  # begins with what is version 0
     await asyncio.gather(ready(near, far), same.receiver.start())
     late, plan = Receiving(bus, "late", make_tensors(3, SHAPES)), plan_of(tensors, 1, dtype="fp8")
-    sender = Sender(bus, plan, epoch=1, settings=SHARED, delta_full_every=100)
+    sender = WeightSender(bus, plan, epoch=1, settings=SHARED, delta_full_every=100)
     await sender.start()
 
     async def offer(version: int) -> str:
@@ -104,11 +104,11 @@ class Server:
         section = RolloutSection(max_running=2, max_context_tokens=64, num_threads=1)
         self.engine = HFEngine(EngineConfig(path, section, dtype=dtype, device="cpu", policy_version=-1))
 
-    async def start(self, stack: AsyncExitStack, bus: Bus, name: str, source: Source | None = None) -> None:
+    async def start(self, stack: AsyncExitStack, bus: Bus, name: str, source: SnapshotSource | None = None) -> None:
         await self.engine.start()
         stack.push_async_callback(self.engine.close)
         held, only = self.engine.weights(), source is not None
-        self.receiver = Receiver(bus, name, held, self.load, dtype="fp8", kept=True, snapshots=source, only_snapshots=only)
+        self.receiver = WeightReceiver(bus, name, held, self.load, dtype="fp8", kept=True, snapshots=source, only_snapshots=only)
         await self.receiver.start()
         stack.push_async_callback(self.receiver.close)
 
@@ -124,9 +124,9 @@ async def test_an_engine_computes_what_the_trainer_says_also_from_a_snapshot(
     path, folder = save_model(tmp_path / "model"), tmp_path / "snapshots"
     train = TrainSection(lr=1e-2, device="cpu", micro_batch_tokens=64, weights_dtype="fp8", weights_timeout_s=10)
     trainer = backend(path, train=train, model=ModelSection(dtype=dtype))
-    offering = Offering(trainer, train, dtype)
+    offering = WeightOffering(trainer, train, dtype)
     sender = offering.sender(bus, Roster(bus), 1)
-    sender.publisher = Publisher(folder, bus.run, every=2)
+    sender.publisher = SnapshotPublisher(folder, bus.run, every=2)
     assert sender.plan.size_bytes < 0.6 * plan_of(trainer.shapes(), 32).size_bytes
     assert offering.probe().tolerance == {"float32": 5e-3, "bfloat16": 0.25}[dtype]  # as without FP8
     async with AsyncExitStack() as stack:
@@ -144,8 +144,8 @@ async def test_an_engine_computes_what_the_trainer_says_also_from_a_snapshot(
         server = SnapshotServer(folder)
         await server.start("127.0.0.1", 0)
         stack.push_async_callback(server.close)
-        await files.start(stack, bus, "files", Source(str(folder)))
-        await web.start(stack, bus, "web", Source(server.address, KEY))
+        await files.start(stack, bus, "files", SnapshotSource(str(folder)))
+        await web.start(stack, bus, "web", SnapshotSource(server.address, KEY))
         expected, sent = trainer.logprobs(PROBE), rounded(trainer.weights())
         for one in (first, files, web):
             await one.receiver.wait_for(2)

@@ -109,14 +109,14 @@ async def test_a_learner_waits_for_space_and_goes_on(
 
     async with paced(bus):
         learner = asyncio.create_task(serve(config, broker_url, Stop(), connect_deadline_s=60))
-        await until(lambda: learner.done() or len(checkpoint.found(run / "checkpoints")) == 2)
+        await until(lambda: learner.done() or len(checkpoint.list_checkpoints(run / "checkpoints")) == 2)
         filler.fill()
         await until(lambda: said("No space left on device"))
         await until(lambda: learner.done() or said("training waits"))
         filler.fill()
         await asyncio.sleep(0.3)
         before, trimmed = lines(), await bus.first_seq(SAMPLES)
-        kept = [checkpoint.read(path) for path in checkpoint.found(run / "checkpoints")]  # whole ones only
+        kept = [checkpoint.read_checkpoint(path) for path in checkpoint.list_checkpoints(run / "checkpoints")]  # whole ones only
         assert len(kept) == 2
         await asyncio.sleep(1.0)
         assert not learner.done()
@@ -125,7 +125,7 @@ async def test_a_learner_waits_for_space_and_goes_on(
         filler.free()
         await learner
     assert lines() == 30
-    assert [checkpoint.read(path).step for path in checkpoint.found(run / "checkpoints")][-1] == 30
+    assert [checkpoint.read_checkpoint(path).step for path in checkpoint.list_checkpoints(run / "checkpoints")][-1] == 30
     assert said("can be written again")
     assert not list((run / "checkpoints").glob(".step-*"))
 
@@ -138,14 +138,14 @@ async def test_a_stop_on_a_full_folder_ends_with_one_line(
     filler, stop = Filler(folder), Stop()
     async with paced(bus):
         learner = asyncio.create_task(serve(config, broker_url, stop, connect_deadline_s=60))
-        await until(lambda: learner.done() or len(checkpoint.found(folder)) == 2)
+        await until(lambda: learner.done() or len(checkpoint.list_checkpoints(folder)) == 2)
         filler.fill()
         await until(lambda: any("No space left on device" in record.getMessage() for record in caplog.records))
         stop.request("test")
         with pytest.raises(UserError, match=rf"{folder}: No space left on device \(\d+ MiB free\); asked to stop"):
             await learner
-    assert len(checkpoint.found(folder)) == 2
-    assert checkpoint.newest(folder) is not None
+    assert len(checkpoint.list_checkpoints(folder)) == 2
+    assert checkpoint.newest_checkpoint(folder) is not None
 
 
 def test_what_safetensors_says_of_a_full_disk_is_the_operating_systems_word(tmp_path: Path, small: Callable[[Path], Path]) -> None:

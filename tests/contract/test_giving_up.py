@@ -44,14 +44,14 @@ async def test_a_run_where_every_group_fails_ends_and_resumes_when_it_is_repaire
     assert str(caught.value).startswith(f"all of the first 8 groups failed, most often (8 of 8) by env_error: {WHY}; fix that")
     assert len(hub.tickets) <= 8 + 4
     assert await desired(bus) == wire.DesiredState(state="stopped", reason=str(caught.value))
-    assert [checkpoint.read(path).step for path in checkpoint.found(tmp_path / run_name / "checkpoints")] == [0]
+    assert [checkpoint.read_checkpoint(path).step for path in checkpoint.list_checkpoints(tmp_path / run_name / "checkpoints")] == [0]
 
     def mostly_bad(ticket: wire.Ticket) -> list[wire.Message | bytes]:  # seven more failures: those before do not count
         return failing(ticket) if ticket.number <= len(hub.tickets) + 7 else good(ticket)
 
     async with fleet.Hub(bus, mostly_bad), asyncio.timeout(120):
         await serve(config, broker_url, Stop(), connect_deadline_s=60)
-    assert checkpoint.read(checkpoint.found(tmp_path / run_name / "checkpoints")[-1]).step == 2
+    assert checkpoint.read_checkpoint(checkpoint.list_checkpoints(tmp_path / run_name / "checkpoints")[-1]).step == 2
 
 
 async def test_a_run_whose_only_hub_stays_broken_ends(bus: Bus, broker_url: str, run_name: str, tmp_path: Path) -> None:

@@ -25,12 +25,12 @@ from broker.errors import ConfigError, UserError
 from broker.jetstream.bus import Bus
 from broker.settings import runspec
 from rewardhub.rewards.base import NoScore, Sample
-from rewardhub.rewards.judge import Judge, JudgeArgs
+from rewardhub.rewards.judge import JudgeArgs, JudgeReward
 from rlearner_text.config import TinyModel
 from rlearner_text.openai import keys
-from rlearner_text.openai.desk import Served
+from rlearner_text.openai.desk import ServedModel
 from rlearner_text.tiny import _write_tokenizer
-from rollout.http import take_http
+from rollout.http import prepare_http
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -209,7 +209,7 @@ async def test_a_judge_asks_it(served: Api, monkeypatch: pytest.MonkeyPatch) -> 
         domain="d", task_index=1, prompt="", response="hello", reference="", reward=0.0, reward_parts={}, success=False, end="terminated",
         num_turns=1, num_tokens=1, metrics={},
     )  # fmt: skip
-    judge = Judge(JudgeArgs.model_validate(args))
+    judge = JudgeReward(JudgeArgs.model_validate(args))
     await judge.start()
     with pytest.raises(NoScore, match=r"^domain 'd', task 1: the judge gave no score from 0 to 10 in 2 answers"):
         await judge.score(sample)  # an engine without a model says what chance says
@@ -221,9 +221,9 @@ async def test_a_port_that_is_taken(served: Api, model_path: str, monkeypatch: p
     monkeypatch.setenv(keys.VARIABLE, "long-enough-to-be-a-key")
     port = int(served.address.split(":")[2].removesuffix("/v1"))
     with pytest.raises(ConfigError, match=rf"^rollout\.http_port: {port} is not allowed; the port is not available \(.*in use.*\)"):
-        await take_http(
+        await prepare_http(
             served.service.handle,
-            Served("actor", model_path, 64, lambda: "serving", lambda: 0),
+            ServedModel("actor", model_path, 64, lambda: "serving", lambda: 0),
             bind="127.0.0.1",
             port=port,
             trust_remote_code=False,

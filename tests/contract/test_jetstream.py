@@ -24,7 +24,7 @@ from broker.contract.examples import EXAMPLES
 from broker.contract.streams import ACK_WAIT_S, CONTROL, DEAD, EPISODES, EVALS, METRICS, SAMPLES, TICKETS, WEIGHTS, WEIGHTSYNC, Stream
 from broker.errors import BrokerUnreachable, ConfigError, LostState, RequestFailed, WireError
 from broker.jetstream import log_reader as reader
-from broker.jetstream.api import Entry, ask
+from broker.jetstream.api import StoredEntry, ask
 from broker.jetstream.bus import Bus, LogRecord
 from broker.jetstream.core_messages import publish_metrics, request, respond, watch_metrics
 from broker.jetstream.log_reader import follow
@@ -733,7 +733,7 @@ async def test_a_record_that_a_replica_skips_is_asked_of_the_leader(bus: Bus, mo
         await bus.publish(SAMPLES, closed(number), ticket=number)
     whole = follow
 
-    async def with_a_gap(*arguments: Any) -> AsyncGenerator[Entry, None]:
+    async def with_a_gap(*arguments: Any) -> AsyncGenerator[StoredEntry, None]:
         async with aclosing(whole(*arguments)) as entries:
             async for entry in entries:
                 if entry.seq not in (2, 4, 5):

@@ -15,7 +15,7 @@ from broker.contract.streams import SAMPLES
 from broker.contract.wire import Closed
 from broker.jetstream.bus import Bus
 from broker.server.private_server import BrokerServer, find_binary
-from broker.server.server_supervisor import Keeper
+from broker.server.server_supervisor import ServerSupervisor
 
 SIZE_MIB = 24
 BINARIES = sorted({find_binary(), find_binary(sync_always=True)})
@@ -39,7 +39,7 @@ def closing(number: int) -> Closed:
 @pytest.mark.parametrize("binary", BINARIES)
 async def test_who_publishes_waits_for_space_and_nothing_confirmed_is_lost(small: Path, run_name: str, binary: str) -> None:
     with BrokerServer(str(small / "store"), binary=binary) as server:
-        keeper, bus = Keeper(server), await Bus.connect(server.url, run_name, name="test")
+        keeper, bus = ServerSupervisor(server), await Bus.connect(server.url, run_name, name="test")
         try:
             await bus.ensure_streams()
             assert keeper.look() == []
@@ -89,7 +89,7 @@ def test_a_dead_server_is_started_again_where_it_was(tmp_path: Path) -> None:
         os.kill(died, signal.SIGKILL)
         while server.running:
             pass
-        assert Keeper(server, revive=False).look() == []
-        assert Keeper(server).look() == [f"broker (pid {died}) died; started again as pid {server.pid}"]
+        assert ServerSupervisor(server, revive=False).look() == []
+        assert ServerSupervisor(server).look() == [f"broker (pid {died}) died; started again as pid {server.pid}"]
         assert (server.url, server.running) == (url, True)
         assert server.pid != died

@@ -124,7 +124,7 @@ async def test_sigterm_leaves_a_checkpoint_and_exit_code_130(bus: Bus, broker_ur
     assert "Traceback" not in log.read_text()
     lines = [json.loads(line) for line in (tmp_path / run_name / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
-    newest = checkpoint.newest(tmp_path / run_name / "checkpoints")
+    newest = checkpoint.newest_checkpoint(tmp_path / run_name / "checkpoints")
     assert newest is not None
     assert newest.step == lines[-1]["step"]
 

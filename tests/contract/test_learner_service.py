@@ -18,9 +18,9 @@ from broker.errors import UserError
 from broker.jetstream.bus import Bus
 from broker.runtime.announce import Announcer
 from broker.runtime.process import Stop, Stopped
-from broker.weights.group import Watch
-from broker.weights.memory.staging import Flat
-from broker.weights.snapshots.snapshot_source import Source
+from broker.weights.group import WaitMonitor
+from broker.weights.memory.staging import FlatBuffer
+from broker.weights.snapshots.snapshot_source import SnapshotSource
 from learner.checkpoints import checkpoint
 from learner.service import serve
 
@@ -134,18 +134,18 @@ async def test_what_is_left_behind(bus: Bus, broker_url: str, run_name: str, tmp
         assert (offer.epoch, offer.version) == (1, 3)
         break
     folder = tmp_path / run_name
-    kept = [checkpoint.read(path).step for path in checkpoint.found(folder / "checkpoints")]
+    kept = [checkpoint.read_checkpoint(path).step for path in checkpoint.list_checkpoints(folder / "checkpoints")]
     assert kept in ([1, 3], [2, 3])  # the second step may end before the checkpoint of the first is written
     newest = folder / "checkpoints" / "step-000003"
     tokenizer = AutoTokenizer.from_pretrained(newest)
     model = AutoModelForCausalLM.from_pretrained(newest)
     assert model.config.model_type == "qwen3"
-    source = Source(str(folder / "snapshots"))
+    source = SnapshotSource(str(folder / "snapshots"))
     manifest = source.newest()
     assert manifest is not None
     assert (manifest.run, manifest.offer) == (run_name, offer)  # the last, though 2 does not divide it
-    flat = Flat(manifest.plan)
-    source.fill(manifest, flat, Watch())
+    flat = FlatBuffer(manifest.plan)
+    source.fill(manifest, flat, WaitMonitor())
     assert all(torch.equal(flat.tensors[name], parameter) for name, parameter in model.named_parameters())
     assert len(tokenizer) <= model.config.vocab_size
     events = EventAccumulator(str(folder / "tensorboard")).Reload()
@@ -344,4 +344,4 @@ async def test_a_newer_learner_takes_over(bus: Bus, broker_url: str, run_name: s
     with pytest.raises(UserError, match="a newer learner took over under epoch 5, this one is epoch 1"):
         await run(bus, broker_url, config, lambda ticket: [])
     await taking
-    assert checkpoint.found(tmp_path / run_name / "checkpoints") == []
+    assert checkpoint.list_checkpoints(tmp_path / run_name / "checkpoints") == []

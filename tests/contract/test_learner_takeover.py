@@ -23,7 +23,7 @@ from broker.settings.runspec import publish_runspec
 from learner.checkpoints import checkpoint
 from learner.opening import open_training
 from learner.service import serve
-from learner.watch import Watch
+from learner.watch import EpochWatch
 
 Meanwhile = Callable[[], Awaitable[None] | None]
 
@@ -76,7 +76,7 @@ async def test_what_another_learner_has_written_meanwhile_is_gone_on_from(
     await train(bus, broker_url, config)
     folder, hidden = tmp_path / run_name / "checkpoints", tmp_path / "step-000003"
     (folder / "step-000003").rename(hidden)
-    *older, before = checkpoint.found(folder)  # of step 2, or of step 1 where that was still being written
+    *older, before = checkpoint.list_checkpoints(folder)  # of step 2, or of step 1 where that was still being written
 
     def go_on() -> None:
         hidden.rename(folder / "step-000003")
@@ -88,7 +88,7 @@ async def test_what_another_learner_has_written_meanwhile_is_gone_on_from(
     await train(bus, broker_url, fleet.config(str(tmp_path), run_name, train={"steps": 4}, checkpoint={"every_steps": 1, "keep": 9}))
     assert paths == [before.name, "step-000003"]
     kept = older if deleted else [*older, before]
-    assert checkpoint.found(folder) == [*kept, folder / "step-000003", folder / "step-000004"]
+    assert checkpoint.list_checkpoints(folder) == [*kept, folder / "step-000003", folder / "step-000004"]
     after = (tmp_path / run_name / "metrics.jsonl").read_text()
     assert after.startswith(lines)
     assert [json.loads(line)["step"] for line in after.splitlines()] == [1, 2, 3, 4]
@@ -147,7 +147,7 @@ async def test_asked_to_stop_while_there_is_no_broker_it_ends(tmp_path: Path, mo
     finally:
         server.stop()
         await bus.close()
-    assert checkpoint.found(tmp_path / "alone" / "checkpoints") == []
+    assert checkpoint.list_checkpoints(tmp_path / "alone" / "checkpoints") == []
 
 
 async def test_a_learner_that_finds_out_by_writing_a_checkpoint_says_who_has_the_run(
@@ -155,14 +155,14 @@ async def test_a_learner_that_finds_out_by_writing_a_checkpoint_says_who_has_the
 ) -> None:
     """Its checkpoint may ask the broker before the news of the other one has come by itself."""
 
-    async def never(_: Watch) -> None:
+    async def never(_: EpochWatch) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(Watch, "_follow_epoch", never)
+    monkeypatch.setattr(EpochWatch, "_follow_epoch", never)
     training = asyncio.create_task(
         train(bus, broker_url, fleet.config(str(tmp_path), run_name, train={"steps": 1000}, checkpoint={"every_steps": 1}))
     )
-    await until(lambda: checkpoint.found(tmp_path / run_name / "checkpoints"))
+    await until(lambda: checkpoint.list_checkpoints(tmp_path / run_name / "checkpoints"))
     await publish_runspec(bus, wire.RunSpec(run=run_name, wire_version=wire.WIRE_VERSION, epoch=0, config={}, model_path=""))
     with pytest.raises(UserError, match="a newer learner took over under epoch 2, this one is epoch 1"):
         await training
@@ -184,7 +184,7 @@ async def test_a_paused_run_stays_paused_when_its_learner_is_started_again(
 async def test_a_checkpoint_without_weights_is_said_to_be_damaged(bus: Bus, broker_url: str, run_name: str, tmp_path: Path) -> None:
     """Its path is none that the user has set."""
     await train(bus, broker_url, fleet.config(str(tmp_path), run_name, train={"steps": 1}))
-    (newest,) = checkpoint.found(tmp_path / run_name / "checkpoints")
+    (newest,) = checkpoint.list_checkpoints(tmp_path / run_name / "checkpoints")
     (newest / "model.safetensors").unlink()
     said = rf"^{newest} is damaged: the folder holds no weights .*; restore its files, or move it away"
     with pytest.raises(UserError, match=said):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from backend_kit import kit, make, run
 
-from broker.weights.adapter import Merged, factor_shapes
+from broker.weights.adapter import MergedModel, factor_shapes
 from learner.config import AlgorithmSection
 from rlearner_text.config import ModelSection
 
@@ -68,7 +68,7 @@ def test_two_ranks_train_adapters_as_one_does(tmp_path, variant, options, anothe
     }
     assert all(tensor.dtype == torch.float32 for tensor in factors.values())
     base = kit.backend(path).weights()
-    for name, tensor in Merged(base, factors, adapter.targets, adapter.scale).made().items():
+    for name, tensor in MergedModel(base, factors, adapter.targets, adapter.scale).made().items():
         assert torch.equal(tensor, weights[name])
     assert {name: tensor.shape for name, tensor in state.items()} == {name: tensor.shape for name, tensor in alone.state().items()}
 

@@ -14,14 +14,14 @@ from broker.contract.streams import EPISODES, SAMPLES, TICKETS
 from broker.jetstream.bus import Bus
 from broker.runtime.process import Stop
 from learner.credit import ledger_file, ledger_segments, orphans
-from learner.credit.grants import DomainRule, Rules
-from learner.credit.ledger import Ended, Issue, Ledger
-from learner.credit.orphans import OrphanWatch
+from learner.credit.grants import DomainRule, TicketRules
+from learner.credit.ledger import IssueTicket, Ledger, TicketEnd
+from learner.credit.orphans import OrphanReaper
 from learner.service import serve
 
 
 async def test_what_is_gone_from_a_queue(bus: Bus) -> None:
-    tickets = [action.ticket for action in a_ledger().open_credit() if isinstance(action, Issue)]
+    tickets = [action.ticket for action in a_ledger().open_credit() if isinstance(action, IssueTicket)]
     assert await bus.missing(TICKETS, {1, 2}) == set()
     for ticket in tickets:
         await bus.publish(TICKETS, ticket, key="lake", ticket=ticket.number)
@@ -38,7 +38,7 @@ async def test_what_is_gone_from_a_queue(bus: Bus) -> None:
 
 
 def a_ledger() -> Ledger:
-    return Ledger(Rules(9, 4, 0, "wait", 0, (DomainRule("lake", 1.0, 2, 2, 9.0),)))
+    return Ledger(TicketRules(9, 4, 0, "wait", 0, (DomainRule("lake", 1.0, 2, 2, 9.0),)))
 
 
 async def test_only_what_is_in_no_stream_is_closed(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +46,7 @@ async def test_only_what_is_in_no_stream_is_closed(bus: Bus, monkeypatch: pytest
     monkeypatch.setattr(orphans, "GRACE_S", 0.2)
     monkeypatch.setattr(orphans, "LOOK_EVERY_S", 0.1)
     ledger = a_ledger()
-    tickets = [action.ticket for action in ledger.open_credit() if isinstance(action, Issue)]
+    tickets = [action.ticket for action in ledger.open_credit() if isinstance(action, IssueTicket)]
     for ticket in tickets:
         await bus.publish(TICKETS, ticket, key="lake", ticket=ticket.number)
     group = fleet.group(tickets[1], 0)
@@ -54,16 +54,16 @@ async def test_only_what_is_in_no_stream_is_closed(bus: Bus, monkeypatch: pytest
     await bus.publish(SAMPLES, fleet.group(tickets[2], 0), ticket=3)
     for number in (2, 3, 4):
         await bus.delete(TICKETS, number)  # as an acknowledgement does
-    watching = asyncio.create_task(OrphanWatch(bus, ledger, 1).serve())
+    watching = asyncio.create_task(OrphanReaper(bus, ledger, 1).serve())
     await asyncio.sleep(1.0)
     assert await bus.last_seq(SAMPLES) == 1, "closed a ticket although its group may be in a reward queue"
-    ledger.apply(Ended(3, "late"), 1)
+    ledger.apply(TicketEnd(3, "late"), 1)
     await bus.publish(SAMPLES, group, ticket=2)
     assert scored is not None
     await bus.delete(EPISODES, scored)
     await asyncio.sleep(1.0)
     assert await bus.last_seq(SAMPLES) == 2, "closed a ticket although its record may not have been read"
-    ledger.apply(Ended(2, "late"), 2)
+    ledger.apply(TicketEnd(2, "late"), 2)
     await until(lambda: _holds(bus, 3))
     await asyncio.sleep(0.5)
     watching.cancel()
@@ -90,6 +90,6 @@ async def test_a_learner_replaces_a_ticket_that_was_acknowledged_without_a_recor
     async with fleet.Hub(bus, answer) as hub, asyncio.timeout(240):
         await serve(config, broker_url, Stop(), connect_deadline_s=60)
     assert [(ticket.number, ticket.task_index) for ticket in hub.tickets] == [(1, 0), (2, 1), (3, 2)]
-    _, dead = ledger_file.tally(ledger_segments.newest(tmp_path / run_name / ledger_segments.FOLDER)[0])
+    _, dead = ledger_file.final_counts(ledger_segments.read_newest(tmp_path / run_name / ledger_segments.FOLDER)[0])
     assert dead == {"timeout": 1}
     assert f"ticket 2 (lake) closed by learner: timeout, the 1. so far: {orphans.DETAIL}" in caplog.text

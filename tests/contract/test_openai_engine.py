@@ -18,7 +18,7 @@ from rlearner_text.tiny import _write_tokenizer
 from rlearner_text.tokenizer import Tokenizer
 from rollout.checks import check_engine
 from rollout.config import RolloutSection
-from rollout.engines.base import EngineConfig, Output
+from rollout.engines.base import EngineConfig, GenerationOutput
 from rollout.engines.openai import OpenAIEngine
 from rollout.engines.random import end_token
 
@@ -72,7 +72,9 @@ def chat(text: str, reason: str = "stop", **extra: Any) -> tuple[int, Any]:
     return 200, {"choices": [{"message": {"content": text}, "finish_reason": reason, **extra}]}
 
 
-async def ask(model_path: str, url: str, prompt: list[int], *, deadline_s: float = 20.0, args: Any = None, **sampling: Any) -> Output:
+async def ask(
+    model_path: str, url: str, prompt: list[int], *, deadline_s: float = 20.0, args: Any = None, **sampling: Any
+) -> GenerationOutput:
     """One request through an engine of its own."""
     settings = {"base_url": url, "backoff_s": 0.01, **(args or {})}
     section = RolloutSection(engine="openai", policy="judge", max_context_tokens=256, engine_args=settings)
@@ -94,7 +96,7 @@ async def test_a_chat_endpoint_gets_messages_and_its_text_becomes_tokens(model_p
     output = await ask(model_path, script.url, tokenizer.encode_chat(CHAT), temperature=0.5, seed=3, stop_token_ids=[1], args={
         "max_tokens_field": "max_completion_tokens", "extra_body": {"top_p": None, "reasoning_effort": "low"}})  # fmt: skip
     ids = [*tokenizer.encode("go left"), end_token(tokenizer, model_path)]
-    assert output == Output(ids, [0.0] * len(ids), [(0, len(ids))], "stop")
+    assert output == GenerationOutput(ids, [0.0] * len(ids), [(0, len(ids))], "stop")
     expected = {"model": "m1", "messages": CHAT, "max_completion_tokens": 20, "temperature": 0.5, "seed": 3, "reasoning_effort": "low"}
     assert script.asked == [("/v1/chat/completions", expected)]
 
@@ -145,7 +147,7 @@ async def test_throttled_and_broken_answers_are_asked_for_again(model_path: str,
 async def test_what_cannot_be_mended_by_asking_again(model_path: str, scripted: Any) -> None:
     prompt = Tokenizer.load(model_path).encode_chat(CHAT)
     refusing = await scripted((400, {"error": {"message": "top_k is\nunknown"}}))
-    assert await ask(model_path, refusing.url, prompt, top_k=4) == Output(error="the endpoint answered 400: top_k is unknown")
+    assert await ask(model_path, refusing.url, prompt, top_k=4) == GenerationOutput(error="the endpoint answered 400: top_k is unknown")
     assert (len(refusing.asked), refusing.asked[0][1]["top_k"]) == (1, 4)
     filtered = await scripted(chat("", "content_filter"))
     assert (await ask(model_path, filtered.url, prompt)).error == "the endpoint ended the output with finish_reason 'content_filter'"
@@ -162,7 +164,7 @@ async def test_what_cannot_be_mended_by_asking_again(model_path: str, scripted: 
 async def test_waiting_to_ask_again_ends_at_the_deadline(model_path: str, scripted: Any) -> None:
     script = await scripted((429, {}, {"Retry-After": "60"}))
     output = await ask(model_path, script.url, Tokenizer.load(model_path).encode_chat(CHAT), deadline_s=0.2)
-    assert output == Output(finish_reason="deadline")
+    assert output == GenerationOutput(finish_reason="deadline")
 
 
 async def test_the_wrong_key_no_endpoint_and_no_model_are_one_line(served: Api, model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:

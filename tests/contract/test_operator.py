@@ -22,7 +22,7 @@ from broker.jetstream.bus import Bus
 from broker.nats.nats_errors import ApiError
 from broker.runtime.announce import Announcer
 from broker.runtime.process import Stop
-from learner.credit.archive import files
+from learner.credit.archive import archive_files
 from learner.prepare import to_yaml
 from learner.service import serve
 
@@ -122,7 +122,7 @@ async def test_audit_of_a_real_run(bus: Bus, broker_url: str, run_name: str, tmp
         assert f"PROBLEM: the broker's log: records {first + 1} are missing" in out
         assert "lost          0" in out  # what became of its ticket is known
         return
-    _, path = files(tmp_path / run_name / "samples")[0]
+    _, path = archive_files(tmp_path / run_name / "samples")[0]
     whole = path.read_bytes()
     path.write_bytes(whole[: whole.index(b"RLS1", 4)] + whole)  # one record twice
     code, out, _ = await command("audit", *where, "--json")

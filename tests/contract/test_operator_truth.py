@@ -64,7 +64,10 @@ async def test_nothing_misleads(bus: Bus, broker_url: str, run_name: str, tmp_pa
     async with fleet.Hub(bus, lambda ticket: [fleet.group(ticket, ticket.min_version)], work_s=0.1):
         first = Command(*start)
         try:
-            await until(lambda: len(checkpoint.found(held)) == 2 and checkpoint.found(held)[0].name > "step-000001", 2 * LONG_S)
+            await until(
+                lambda: len(checkpoint.list_checkpoints(held)) == 2 and checkpoint.list_checkpoints(held)[0].name > "step-000001",
+                2 * LONG_S,
+            )
             url = (folder / "broker.url").read_bytes()
 
             # A second `start` does not take over a healthy run, and `up` beside one says where it is and writes nothing.
@@ -82,7 +85,9 @@ async def test_nothing_misleads(bus: Bus, broker_url: str, run_name: str, tmp_pa
         assert code == 130
 
         # Other groups per step and no archive any more: the audit judges each record by the settings in force when it came.
-        steps = checkpoint.read(checkpoint.found(held)[-1]).step + 4  # the log may hold two steps that count by the old rules
+        steps = (
+            checkpoint.read_checkpoint(checkpoint.list_checkpoints(held)[-1]).step + 4
+        )  # the log may hold two steps that count by the old rules
         code, _, err = await run(*start, f"train.steps={steps}", "train.groups_per_step=3", "samples.keep=false")
         assert code == 0, err
     code, out, err = await run("audit", *where, "--json")
@@ -99,7 +104,7 @@ async def test_nothing_misleads(bus: Bus, broker_url: str, run_name: str, tmp_pa
 
     # A checkpoint that was pruned is not replayed from somewhere else.
     code, out, err = await run("replay", *where, "--from", "1", "--to", str(steps))
-    kept = [checkpoint.read(path).step for path in checkpoint.found(held)]
+    kept = [checkpoint.read_checkpoint(path).step for path in checkpoint.list_checkpoints(held)]
     assert (code, out) == (2, "")
     assert err.startswith(f"error: --from 1: no checkpoint of step 1 is kept; there are checkpoints of steps {kept[0]}, {kept[1]}; ")
 

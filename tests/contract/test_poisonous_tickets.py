@@ -21,8 +21,8 @@ from broker.jetstream.provision import delete_stream
 from broker.runtime.announce import Announcer
 from broker.system.process_identity import this_process
 from envhub.tickets.assignment import assignment
-from envhub.tickets.attempts import Attempts
-from envhub.tickets.suspicion import Judgement
+from envhub.tickets.attempts import AttemptNotes
+from envhub.tickets.suspicion import TicketJudgement
 
 DEADLY = f"{Path(__file__).parents[1] / 'kit' / 'deadly_env.py'}:Deadly"
 GONE = f"{this_process().rsplit('/', 2)[0]}/{os.getpid()}/1"  # a process of this machine whose number was given away again
@@ -83,43 +83,43 @@ async def _is_empty(bucket: Any, run: str) -> bool:
 
 
 async def test_a_hub_that_hands_back_is_not_counted_as_dead(bus: Bus) -> None:
-    asked, attempts = assignment(TICKET), Attempts(bus, "hub1")
-    assert await attempts.judge(asked, 1) == Judgement(0)
+    asked, attempts = assignment(TICKET), AttemptNotes(bus, "hub1")
+    assert await attempts.judge(asked, 1) == TicketJudgement(0)
     await attempts.hand_back(asked, 0)
-    assert await attempts.judge(asked, 2) == Judgement(0)
+    assert await attempts.judge(asked, 2) == TicketJudgement(0)
     await (await bus.key_value(ATTEMPTS)).put(f"{bus.run}.tickets.7", wire.Attempt(deaths=1, hub="hub2", process=GONE))
-    assert await attempts.judge(asked, 3) == Judgement(2)
+    assert await attempts.judge(asked, 3) == TicketJudgement(2)
     await attempts.end(asked)
-    assert await attempts.judge(asked, 4) == Judgement(1)
+    assert await attempts.judge(asked, 4) == TicketJudgement(1)
 
 
 async def test_a_suspect_that_a_living_hub_plays_is_left_to_it(bus: Bus) -> None:
     """Cut off from the broker for a while, its ticket was delivered to another hub."""
-    asked, mine, others = assignment(TICKET), Attempts(bus, "hub1"), Attempts(bus, "hub2")
+    asked, mine, others = assignment(TICKET), AttemptNotes(bus, "hub1"), AttemptNotes(bus, "hub2")
     here = wire.Presence(role="envhub", id="hub2", host="h", pid=os.getpid(), state="serving", process=this_process())
     announcer = Announcer(bus, lambda: here, every_s=0.2)
     await announcer.start()
-    await others.begin(asked, Judgement(2))
+    await others.begin(asked, TicketJudgement(2))
     assert await mine.judge(asked, 4) is None, "took it from a hub that is alive"
     await others.hand_back(asked, 2)
-    assert await mine.judge(asked, 4) == Judgement(2)
-    await others.begin(asked, Judgement(1))
-    assert await mine.judge(asked, 5) == Judgement(1), "a ticket that is not suspect waits for nobody"
+    assert await mine.judge(asked, 4) == TicketJudgement(2)
+    await others.begin(asked, TicketJudgement(1))
+    assert await mine.judge(asked, 5) == TicketJudgement(1), "a ticket that is not suspect waits for nobody"
     await announcer.close()
 
 
 async def test_a_hub_of_another_machine_that_falls_silent_is_dead(bus: Bus) -> None:
-    asked, mine = assignment(TICKET), Attempts(bus, "hub1")
+    asked, mine = assignment(TICKET), AttemptNotes(bus, "hub1")
     there = wire.Attempt(deaths=2, hub="hub2", process="another-machine/pid:[1]/1/1", alone=True)
     await (await bus.key_value(ATTEMPTS)).put(f"{bus.run}.tickets.7", there)
-    assert await mine.judge(asked, 4) == Judgement(3, poisonous=True)
+    assert await mine.judge(asked, 4) == TicketJudgement(3, poisonous=True)
 
 
 async def test_notes_are_kept_anew_after_the_broker_has_lost_them(bus: Bus) -> None:
-    asked, attempts = assignment(TICKET), Attempts(bus, "hub1")
+    asked, attempts = assignment(TICKET), AttemptNotes(bus, "hub1")
     await attempts.hand_back(asked, 2)
     await delete_stream(bus.link, "KV_rl_attempts")
-    assert await attempts.judge(asked, 3) == Judgement(1)
+    assert await attempts.judge(asked, 3) == TicketJudgement(1)
     await delete_stream(bus.link, "KV_rl_attempts")
     await attempts.hand_back(asked, 2)
-    assert await attempts.judge(asked, 3) == Judgement(2)
+    assert await attempts.judge(asked, 3) == TicketJudgement(2)

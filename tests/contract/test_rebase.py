@@ -116,10 +116,10 @@ async def first_life(broker: Broker, config: dict[str, Any]) -> None:
         await bus.ensure_streams()
         async with fleet.Hub(bus, answer):
             life = asyncio.create_task(serve(config, broker.url, Stop(), connect_deadline_s=60))
-            await die_when(life, lambda: answer.granted and bool(checkpoint.found(folder / "checkpoints") or every > STEPS))
+            await die_when(life, lambda: answer.granted and bool(checkpoint.list_checkpoints(folder / "checkpoints") or every > STEPS))
     if every > STEPS:
         return
-    found = checkpoint.newest(folder / "checkpoints")
+    found = checkpoint.newest_checkpoint(folder / "checkpoints")
     assert found is not None
     state = found.ledger
     assert (found.step, state["position"], state["issued"], [one["number"] for one in state["taken"]]) == (2, 7, 8, [5, 6])
@@ -252,7 +252,9 @@ async def test_killed_after_a_rebase_the_next_life_needs_no_flag(broker: Broker,
         life = asyncio.create_task(serve(config, broker.url, Stop(), connect_deadline_s=60, rebase=True))
         await die_when(
             life,
-            lambda: [line.ticket for line in ledger_segments.Lines(folder / ledger_segments.FOLDER) if line.reason == "lost"][-1:] == [8],
+            lambda: (
+                [line.ticket for line in ledger_segments.LedgerLines(folder / ledger_segments.FOLDER) if line.reason == "lost"][-1:] == [8]
+            ),
         )
     assert await last_life(broker, config, rebase=False) == list(range(11, 19))
     assert tickets(folder) == (18, 12, 0, 0, 6, 0)

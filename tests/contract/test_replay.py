@@ -97,8 +97,8 @@ def test_other_records_make_a_difference(copied: Path, capsys: pytest.CaptureFix
     found = [frame for frame in archive.frames(folder)]
     shutil.rmtree(folder)
     rules, one, two = found[:3]
-    swapped = [rules, archive.Frame(one.seq, two.ticket, two.data), archive.Frame(two.seq, one.ticket, one.data), *found[3:]]
-    writer = archive.Archive(folder, 0, 1 << 30)
+    swapped = [rules, archive.ArchiveFrame(one.seq, two.ticket, two.data), archive.ArchiveFrame(two.seq, one.ticket, one.data), *found[3:]]
+    writer = archive.SampleArchive(folder, 0, 1 << 30)
     for frame in swapped:
         writer.append(frame.record(), archive.digest(frame.data))
     writer.close()
@@ -110,7 +110,7 @@ def test_other_records_make_a_difference(copied: Path, capsys: pytest.CaptureFix
 def test_what_is_not_there_is_said_in_one_line(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = replay(capsys, copied, "--from", "3", "--to", "9")
     assert (code, err) == (2, f"error: --from 3 --to 9: expected 0 <= from < to <= {STEPS}, as run resume has made\n")
-    archive.cut(copied / archive.FOLDER, 13)
+    archive.truncate_after(copied / archive.FOLDER, 13)
     code, _, err = replay(capsys, copied, "--from", "0", "--to", "4")
     assert (code, err.count("\n")) == (2, 1)
     assert "record 14 is missing, and step 4 needs it" in err
@@ -138,7 +138,7 @@ def test_a_counterfactual_trains_otherwise_on_the_same_groups(killed: Path, tmp_
     assert {"actor/pg_loss", "actor/entropy", "actor/grad_norm"} <= differs[1]
     config = yaml.safe_load((out / "config.yaml").read_text())
     assert (config["run"]["name"], config["run"]["dir"], config["train"]["lr"]) == ("faster", str(tmp_path), 0.01)
-    assert [path.name for path in checkpoint.found(out / "checkpoints")] == ["step-000003"]
+    assert [path.name for path in checkpoint.list_checkpoints(out / "checkpoints")] == ["step-000003"]
     code, _, err = replay(capsys, killed, "--from", "0", "--to", "3", "--out", str(out), "train.lr=0.01")
     assert (code, err) == (2, f"error: --out {out}: already exists; name an empty or a new folder\n")
 

@@ -28,7 +28,7 @@ from broker.settings.runspec import newest_epoch, publish_runspec
 from broker.system.process_identity import this_process
 from learner import rivals
 from learner.prepare import to_yaml
-from learner.rivals import Rivals
+from learner.rivals import RivalDetector
 from learner.run_folder import note_epoch
 from rlearner_text.config import TinyModel
 from rlearner_text.tiny import build_tiny
@@ -159,8 +159,8 @@ def presence(process: str, epoch: int = 1) -> wire.Presence:
 
 
 @asynccontextmanager
-async def listening(bus: Bus, folder: Path) -> AsyncIterator[Rivals]:
-    made = Rivals(bus, folder)
+async def listening(bus: Bus, folder: Path) -> AsyncIterator[RivalDetector]:
+    made = RivalDetector(bus, folder)
     await made.start()
     yield made
     await made.close()

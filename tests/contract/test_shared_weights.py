@@ -18,10 +18,10 @@ from weights_model import content, make_tensors, probe_of
 
 from broker.jetstream.bus import Bus
 from broker.weights.memory.staging import plan_of
-from broker.weights.sender.send import Sender
-from broker.weights.sender.transfer import Settings
+from broker.weights.sender.send import WeightSender
+from broker.weights.sender.transfer import TransferSettings
 
-SHARED = Settings(shared=True, timeout_s=SETTINGS.timeout_s, connect_timeout_s=SETTINGS.connect_timeout_s)
+SHARED = TransferSettings(shared=True, timeout_s=SETTINGS.timeout_s, connect_timeout_s=SETTINGS.connect_timeout_s)
 OTHER_PROCESSES = [
     "bwrap",
     "--dev-bind",
@@ -34,12 +34,12 @@ OTHER_PROCESSES = [
 ]  # sees none of the learner's, as on another host
 
 
-def sender_of(bus: Bus, epoch: int = 1, delta_full_every: int | None = None) -> Sender:
-    return Sender(bus, plan_of(make_tensors(0), 1), epoch=epoch, settings=SHARED, delta_full_every=delta_full_every)
+def sender_of(bus: Bus, epoch: int = 1, delta_full_every: int | None = None) -> WeightSender:
+    return WeightSender(bus, plan_of(make_tensors(0), 1), epoch=epoch, settings=SHARED, delta_full_every=delta_full_every)
 
 
 @pytest.fixture
-async def sender(bus: Bus) -> AsyncIterator[Sender]:
+async def sender(bus: Bus) -> AsyncIterator[WeightSender]:
     """The first learner's."""
     made = sender_of(bus)
     await made.start()
@@ -101,7 +101,7 @@ async def test_who_can_reads_and_the_others_are_sent_the_same_version(bus: Bus, 
 
 
 async def test_readers_killed_or_asleep_in_the_middle_cost_the_others_nothing_and_serve_nothing_wrong(
-    sender: Sender,
+    sender: WeightSender,
     spawn: Spawn,  # noqa: F811
 ) -> None:
     killed, asleep = await spawn("r1", at_bucket=6, do="kill"), await spawn("r2", at_bucket=6, do="stop")

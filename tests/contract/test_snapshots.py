@@ -13,8 +13,8 @@ from test_rollout_service import Fleet, ask, check, fleet, load, model_path, pro
 
 from broker.jetstream.core_messages import watch_metrics
 from broker.weights.memory.staging import plan_of
-from broker.weights.sender.send import Sender
-from broker.weights.snapshots.publish import Publisher
+from broker.weights.sender.send import WeightSender
+from broker.weights.snapshots.publish import SnapshotPublisher
 from learner.weights.snapshots import SnapshotServer
 
 KEY = "a-key-of-sixteen-or-more"
@@ -44,14 +44,14 @@ async def test_without_the_learner_it_serves_the_snapshot_and_follows_when_it_is
 ) -> None:
     model, folder = load(model_path), tmp_path / "snapshots"
 
-    def offer(sender: Sender, version: int) -> None:
+    def offer(sender: WeightSender, version: int) -> None:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.2)
         sender.offer(version, dict(model.named_parameters()), probe_of(model))
 
-    gone = Sender(fleet.bus, plan_of(dict(model.named_parameters()), 32.0), epoch=3, roster=fleet.roster)
-    gone.publisher = publisher = Publisher(folder, fleet.bus.run, every=100)
+    gone = WeightSender(fleet.bus, plan_of(dict(model.named_parameters()), 32.0), epoch=3, roster=fleet.roster)
+    gone.publisher = publisher = SnapshotPublisher(folder, fleet.bus.run, every=100)
     await gone.start()
     offer(gone, 7)
     while "weights/snapshot_version" not in gone.metrics():
@@ -81,7 +81,7 @@ async def test_without_the_learner_it_serves_the_snapshot_and_follows_when_it_is
     assert reply.version_runs.array().tolist() == [7, 8]
     check(good, reply)
 
-    back = Sender(fleet.bus, gone.plan, epoch=4, roster=fleet.roster)
+    back = WeightSender(fleet.bus, gone.plan, epoch=4, roster=fleet.roster)
     await back.start()
     try:
         offer(back, 8)

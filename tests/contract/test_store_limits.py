@@ -23,9 +23,9 @@ from broker.server.private_server import BrokerServer
 from broker.settings.runspec import publish_runspec
 from learner.checkpoints import checkpoint
 from learner.credit import store_gate as gate_module
-from learner.credit.grants import DomainRule, Rules
+from learner.credit.grants import DomainRule, TicketRules
 from learner.credit.ledger import Ledger
-from learner.credit.store_gate import Gate
+from learner.credit.store_gate import StoreGate
 from learner.reporting.metrics import read_lines
 from learner.service import serve
 
@@ -137,7 +137,7 @@ async def test_who_stops_waiting_is_not_waited_for(bus: Bus, filler: Filler) -> 
 def open_ledger() -> Ledger:
     """Of which six tickets are open."""
     lake = DomainRule("lake", 1.0, 2, 2, 9.0)
-    made = Ledger(Rules(steps=9, groups_per_step=2, max_staleness=2, on_late="wait", seed=7, domains=(lake,)))
+    made = Ledger(TicketRules(steps=9, groups_per_step=2, max_staleness=2, on_late="wait", seed=7, domains=(lake,)))
     made.open_credit()
     return made
 
@@ -155,7 +155,7 @@ async def test_tickets_wait_until_the_log_is_trimmed(bus: Bus, filler: Filler, c
     async def relieve() -> None:
         relieved.append(gate.pressed)
 
-    gate = Gate(bus, ledger, LIMIT_MIB / 1024, 8.0, said.append, relieve)
+    gate = StoreGate(bus, ledger, LIMIT_MIB / 1024, 8.0, said.append, relieve)
     await gate.look()
     assert await held(bus) == reserve.PIECES  # 8 MiB of the 48, so the run may fill 40, and tickets wait above 32
     await tickets(bus, ledger, 2)
@@ -233,7 +233,7 @@ async def test_a_learner_takes_a_run_over_in_a_full_store_and_trims_it(
     async with fleet.Hub(bus, lambda ticket: [fleet.group(ticket, ticket.min_version)]), asyncio.timeout(2 * LONG_S):
         stop = Stop()
         learner = asyncio.create_task(serve(config, broker_url, stop, connect_deadline_s=60))
-        await until(lambda: len(checkpoint.found(folder / "checkpoints")) == 2)
+        await until(lambda: len(checkpoint.list_checkpoints(folder / "checkpoints")) == 2)
         stop.request("test")
         await learner
         assert await held(bus) == reserve.PIECES

@@ -13,7 +13,7 @@ from waits import LONG_S, until
 
 import broker.nats.connection
 from broker.nats.client import nats_errors
-from broker.nats.connection import Link
+from broker.nats.connection import NatsLink
 from broker.server.private_server import BrokerServer
 
 
@@ -23,7 +23,7 @@ def server() -> Iterator[BrokerServer]:
         yield running
 
 
-async def works(link: Link) -> bool:
+async def works(link: NatsLink) -> bool:
     """Whether a message to ourselves comes back."""
     came = asyncio.Event()
 
@@ -43,7 +43,7 @@ async def works(link: Link) -> bool:
 
 async def test_the_answer_to_a_ping_that_was_given_up_does_no_harm(server: BrokerServer) -> None:
     """The broker stands still, a flush gives up, and the broker answers it after all."""
-    link = Link(server.url, "test")
+    link = NatsLink(server.url, "test")
     await link.open(LONG_S)
     reading = link._client._reading_task
     os.kill(server.pid, signal.SIGSTOP)
@@ -61,7 +61,7 @@ async def test_the_answer_to_a_ping_that_was_given_up_does_no_harm(server: Broke
 async def test_a_client_that_has_stopped_reading_is_replaced(server: BrokerServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever stopped it: bytes that go out are no sign of life."""
     monkeypatch.setattr(broker.nats.connection, "LOOK_EVERY_S", 0.05)
-    link = Link(server.url, "test")
+    link = NatsLink(server.url, "test")
     await link.open(LONG_S)
     before = link._client
     assert before._reading_task is not None

@@ -25,10 +25,10 @@ from broker.errors import Fenced
 from broker.jetstream.bus import Bus
 from broker.runtime.presence import Roster
 from broker.weights.memory.staging import plan_of
-from broker.weights.sender.send import Sender
-from broker.weights.sender.transfer import Settings
+from broker.weights.sender.send import WeightSender
+from broker.weights.sender.transfer import TransferSettings
 
-SETTINGS = Settings(timeout_s=2.0, connect_timeout_s=2.0)
+SETTINGS = TransferSettings(timeout_s=2.0, connect_timeout_s=2.0)
 KIT = Path(__file__).parents[1] / "kit"
 
 
@@ -89,15 +89,15 @@ async def spawn(broker_url: str, run_name: str, bus: Bus) -> AsyncIterator[Spawn
 
 
 @pytest.fixture
-async def sender(bus: Bus) -> AsyncIterator[Sender]:
+async def sender(bus: Bus) -> AsyncIterator[WeightSender]:
     """The first learner's."""
-    made = Sender(bus, plan_of(make_tensors(0), 1), epoch=1, settings=SETTINGS)
+    made = WeightSender(bus, plan_of(make_tensors(0), 1), epoch=1, settings=SETTINGS)
     await made.start()
     yield made
     await made.close()
 
 
-def offer(sender: Sender, version: int) -> str:
+def offer(sender: WeightSender, version: int) -> str:
     """Offer a version whose content follows from its number; the content's hash."""
     tensors = make_tensors(100 + version)
     sender.offer(version, tensors, probe_of(tensors))
@@ -108,7 +108,7 @@ async def ready(*children: Child) -> None:
     await asyncio.gather(*(child.hears(event="ready") for child in children))
 
 
-async def test_two_receivers_get_identical_bytes_over_one_communicator(sender: Sender, spawn: Spawn) -> None:
+async def test_two_receivers_get_identical_bytes_over_one_communicator(sender: WeightSender, spawn: Spawn) -> None:
     children = [await spawn("r1"), await spawn("r2")]
     await ready(*children)
     for version in range(4):
@@ -121,7 +121,7 @@ async def test_two_receivers_get_identical_bytes_over_one_communicator(sender: S
     assert sender.metrics()["weights/gbytes_per_s"] > 0
 
 
-async def test_late_joiner_gets_the_newest_version_at_any_time(sender: Sender, spawn: Spawn) -> None:
+async def test_late_joiner_gets_the_newest_version_at_any_time(sender: WeightSender, spawn: Spawn) -> None:
     first = await spawn("r1")
     await ready(first)
     offer(sender, 0)
@@ -135,7 +135,7 @@ async def test_late_joiner_gets_the_newest_version_at_any_time(sender: Sender, s
     assert sender.metrics()["weights/failures"] == 0
 
 
-async def test_killed_in_the_middle_costs_the_others_little(sender: Sender, spawn: Spawn) -> None:
+async def test_killed_in_the_middle_costs_the_others_little(sender: WeightSender, spawn: Spawn) -> None:
     victim, survivor = await spawn("r1", at_bucket=6, do="kill"), await spawn("r2")
     await ready(victim, survivor)
     expected = offer(sender, 0)
@@ -146,7 +146,7 @@ async def test_killed_in_the_middle_costs_the_others_little(sender: Sender, spaw
     assert sender.metrics()["weights/failures"] >= 1
 
 
-async def test_stopped_in_the_middle_costs_its_timeout_at_most(sender: Sender, spawn: Spawn) -> None:
+async def test_stopped_in_the_middle_costs_its_timeout_at_most(sender: WeightSender, spawn: Spawn) -> None:
     victim, survivor = await spawn("r1", at_bucket=6, do="stop"), await spawn("r2")
     await ready(victim, survivor)
     expected = offer(sender, 0)
@@ -176,7 +176,7 @@ class StubRoster(Roster):
 class Held(dict[str, Tensor]):
     """Tensors of which the last is not given before the transfer has begun, and then late."""
 
-    def __init__(self, sender: Sender, version: int, late_s: float) -> None:
+    def __init__(self, sender: WeightSender, version: int, late_s: float) -> None:
         super().__init__(make_tensors(100 + version))
         self.sender, self.late_s, self.was_sending = sender, late_s, False
 
@@ -190,7 +190,7 @@ class Held(dict[str, Tensor]):
         return self[name]
 
 
-async def test_a_version_is_sent_while_it_is_packed(sender: Sender, spawn: Spawn) -> None:
+async def test_a_version_is_sent_while_it_is_packed(sender: WeightSender, spawn: Spawn) -> None:
     child = await spawn("r1")
     await ready(child)
     offer(sender, 0)
@@ -208,7 +208,7 @@ async def test_a_version_is_sent_while_it_is_packed(sender: Sender, spawn: Spawn
 async def test_changes_are_sent_to_those_who_hold_the_rest(bus: Bus, spawn: Spawn) -> None:
     first = await spawn("r1", at_bucket=60, do="corrupt")  # of 29 buckets each: in the third version
     await ready(first)
-    sender = Sender(bus, plan_of(make_tensors(0), 1), epoch=1, settings=SETTINGS, delta_full_every=100)
+    sender = WeightSender(bus, plan_of(make_tensors(0), 1), epoch=1, settings=SETTINGS, delta_full_every=100)
     await sender.start()
     tensors, generator = make_tensors(7), torch.Generator().manual_seed(0)
 
@@ -240,7 +240,7 @@ async def test_member_that_lost_presence_ends_a_transfer_before_its_timeout(bus:
     victim, survivor = await spawn("r1", at_bucket=6, do="stop"), await spawn("r2")
     await ready(victim, survivor)
     roster = StubRoster("r1", "r2")
-    sender = Sender(bus, plan_of(make_tensors(0), 1), epoch=1, settings=Settings(timeout_s=60.0), roster=roster)
+    sender = WeightSender(bus, plan_of(make_tensors(0), 1), epoch=1, settings=TransferSettings(timeout_s=60.0), roster=roster)
     await sender.start()
     try:
         expected = offer(sender, 0)
@@ -255,7 +255,7 @@ async def test_member_that_lost_presence_ends_a_transfer_before_its_timeout(bus:
         assert time.monotonic() - started < 3
 
 
-async def test_corrupted_bytes_are_not_loaded(sender: Sender, spawn: Spawn) -> None:
+async def test_corrupted_bytes_are_not_loaded(sender: WeightSender, spawn: Spawn) -> None:
     child = await spawn("r1", at_bucket=3, do="corrupt")
     await ready(child)
     expected = offer(sender, 0)
@@ -266,7 +266,7 @@ async def test_corrupted_bytes_are_not_loaded(sender: Sender, spawn: Spawn) -> N
     assert [said["event"] for said in child.said] == ["ready", "error", "loaded"]
 
 
-async def test_loaded_wrong_is_not_served(sender: Sender, spawn: Spawn) -> None:
+async def test_loaded_wrong_is_not_served(sender: WeightSender, spawn: Spawn) -> None:
     child = await spawn("r1", bad_loads=1)
     await ready(child)
     expected = offer(sender, 0)
@@ -274,7 +274,7 @@ async def test_loaded_wrong_is_not_served(sender: Sender, spawn: Spawn) -> None:
     assert (await child.hears(event="loaded"))["content"] == expected
 
 
-async def test_matching_digest_is_adopted_without_a_transfer(sender: Sender, spawn: Spawn) -> None:
+async def test_matching_digest_is_adopted_without_a_transfer(sender: WeightSender, spawn: Spawn) -> None:
     child = await spawn("r1", seed=100)
     await ready(child)
     expected = offer(sender, 0)
@@ -284,7 +284,7 @@ async def test_matching_digest_is_adopted_without_a_transfer(sender: Sender, spa
     assert "weights/seconds" not in sender.metrics()
 
 
-async def test_another_model_is_refused_in_one_line_with_the_first_difference(sender: Sender, spawn: Spawn) -> None:
+async def test_another_model_is_refused_in_one_line_with_the_first_difference(sender: WeightSender, spawn: Spawn) -> None:
     child = await spawn("r1", tensors={**SHAPES, "layers.0.down": [2048, 512]})
     await ready(child)
     offer(sender, 0)
@@ -295,7 +295,7 @@ async def test_another_model_is_refused_in_one_line_with_the_first_difference(se
     )
 
 
-async def becomes_fenced(sender: Sender) -> bool:
+async def becomes_fenced(sender: WeightSender) -> bool:
     for _ in range(200):
         if sender.fenced:
             return True
@@ -303,12 +303,12 @@ async def becomes_fenced(sender: Sender) -> bool:
     return False
 
 
-async def test_newer_learner_takes_over_and_the_older_is_fenced(bus: Bus, sender: Sender, spawn: Spawn) -> None:
+async def test_newer_learner_takes_over_and_the_older_is_fenced(bus: Bus, sender: WeightSender, spawn: Spawn) -> None:
     child = await spawn("r1")
     await ready(child)
     offer(sender, 5)
     await child.hears(event="loaded", epoch=1, version=5)
-    second = Sender(bus, sender.plan, epoch=2, settings=SETTINGS)
+    second = WeightSender(bus, sender.plan, epoch=2, settings=SETTINGS)
     await second.start()
     try:
         expected = offer(second, 4)  # resumed from a checkpoint before version 5
@@ -319,7 +319,7 @@ async def test_newer_learner_takes_over_and_the_older_is_fenced(bus: Bus, sender
             assert isinstance(newest, wire.WeightsOffer)
             assert (newest.epoch, newest.version) == (2, 4)
             break
-        third = Sender(bus, sender.plan, epoch=1, settings=SETTINGS)
+        third = WeightSender(bus, sender.plan, epoch=1, settings=SETTINGS)
         with pytest.raises(Fenced, match="epoch 2 offers weights, this learner is epoch 1"):
             await third.start()
     finally:
@@ -332,7 +332,7 @@ async def test_learner_that_dies_or_hangs_in_the_middle_is_succeeded(bus: Bus, s
     await ready(*children)
     learner = await spawn("learner", script="weights_learner.py", at_bucket=9, do=do)
     await learner.hears(event=do)
-    successor = Sender(bus, plan_of(make_tensors(0), 1), epoch=2, settings=SETTINGS)
+    successor = WeightSender(bus, plan_of(make_tensors(0), 1), epoch=2, settings=SETTINGS)
     await successor.start()
     try:
         expected = offer(successor, 0)
@@ -349,8 +349,8 @@ async def test_what_ends_the_sender_is_raised_to_its_owner(bus: Bus, spawn: Spaw
     def fails(*_: object) -> None:
         raise LookupError("nobody foresaw this")
 
-    monkeypatch.setattr("broker.weights.sender.send.lead" if what == "_send" else "broker.weights.sender.send.Offers.publish", fails)
-    sender = Sender(bus, plan_of(make_tensors(0), 1), epoch=1, settings=SETTINGS)
+    monkeypatch.setattr("broker.weights.sender.send.lead" if what == "_send" else "broker.weights.sender.send.OfferStore.publish", fails)
+    sender = WeightSender(bus, plan_of(make_tensors(0), 1), epoch=1, settings=SETTINGS)
     await sender.start()
     joining = asyncio.create_task(sender.join())
     if what == "_send":

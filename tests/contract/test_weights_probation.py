@@ -16,17 +16,17 @@ from broker.errors import RlearnerError
 from broker.jetstream.bus import Bus
 from broker.jetstream.core_messages import request
 from broker.nats.nats_errors import NoResponders
-from broker.weights.group import Watch, connect_store
+from broker.weights.group import WaitMonitor, connect_store
 from broker.weights.memory.staging import plan_of
 from broker.weights.sender import membership
-from broker.weights.sender.send import Sender
+from broker.weights.sender.send import WeightSender
 from broker.weights.sender.transfer import PEER
-from broker.weights.store_messages import Lines
+from broker.weights.store_messages import StoreMessages
 
 NUM_VERSIONS = 5
 
 
-async def haunt(bus: Bus, sender: Sender, does: str, joined: list[str]) -> None:
+async def haunt(bus: Bus, sender: WeightSender, does: str, joined: list[str]) -> None:
     """Join whatever is on offer, as a server of which no data connection ever comes about.
 
     Args:
@@ -45,7 +45,7 @@ async def haunt(bus: Bus, sender: Sender, does: str, joined: list[str]) -> None:
         joined.append(answer.session)
         if does != "nothing":
             store = await asyncio.to_thread(connect_store, answer.host, answer.port, 2.0)
-            lines = Lines(store, answer.session, Watch())
+            lines = StoreMessages(store, answer.session, WaitMonitor())
             lines.say(f"ready/{answer.rank}")
             if does == "tell":
                 await asyncio.sleep(SETTINGS.connect_timeout_s)
@@ -53,7 +53,7 @@ async def haunt(bus: Bus, sender: Sender, does: str, joined: list[str]) -> None:
 
 
 @asynccontextmanager
-async def ghost(bus: Bus, sender: Sender, does: str) -> AsyncIterator[list[str]]:
+async def ghost(bus: Bus, sender: WeightSender, does: str) -> AsyncIterator[list[str]]:
     joined: list[str] = []
     task = asyncio.create_task(haunt(bus, sender, does, joined))
     try:
@@ -74,7 +74,7 @@ async def test_a_server_that_joins_and_never_connects_costs_the_others_one_trans
     monkeypatch.setattr(membership, "FIRST_DELAY_S", 1.0)  # so that it is tried again within this test
     children = [await spawn("r1"), await spawn("r2")]
     await ready(*children)
-    sender = Sender(bus, plan_of(make_tensors(0), 1), epoch=1, settings=SETTINGS, gather_s=1.5)
+    sender = WeightSender(bus, plan_of(make_tensors(0), 1), epoch=1, settings=SETTINGS, gather_s=1.5)
     await sender.start()
     try:
         async with ghost(bus, sender, does) as joined:

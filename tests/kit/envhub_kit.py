@@ -10,7 +10,7 @@ from pathlib import Path
 from broker.settings.config import DomainSection, Section
 from envhub.domain import Domain, load_domain
 from envhub.envs.base import Environment, Observation, Split, StepResult
-from envhub.servers.generate import Ask, Sampled
+from envhub.servers.generate import SampledTurn, TurnRequest
 from rlearner_text.config import TinyModel
 from rlearner_text.tiny import _write_tokenizer
 from rlearner_text.tokenizer import Tokenizer
@@ -32,16 +32,16 @@ class Scripted:
 
     def __init__(self, tokenizer: Tokenizer, script: Callable[[str], str], *, version: int = 3, close: bool = True) -> None:
         self.tokenizer, self.script, self.version, self.close = tokenizer, script, version, close
-        self.asks: list[Ask] = []
+        self.asks: list[TurnRequest] = []
 
-    async def turn(self, ask: Ask) -> Sampled:
+    async def turn(self, ask: TurnRequest) -> SampledTurn:
         self.asks.append(ask)
         context = self.tokenizer.decode(ask.token_ids, skip_special_tokens=False)
         end = self.tokenizer.token_id("<|im_end|>")
         assert end is not None
         ids = (self.tokenizer.encode(self.script(context)) + [end] * self.close)[: ask.sampling.max_tokens]
         reason = "stop" if ids and ids[-1] == end else "length"
-        return Sampled.of(ids, [-0.5] * len(ids), [self.version, len(ids)], reason, "server-1")  # type: ignore[arg-type]
+        return SampledTurn.of(ids, [-0.5] * len(ids), [self.version, len(ids)], reason, "server-1")  # type: ignore[arg-type]
 
 
 class CountArgs(Section):

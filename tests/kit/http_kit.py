@@ -20,8 +20,8 @@ from rlearner_text.tokenizer import Tokenizer
 from rollout.config import RolloutSection
 from rollout.engines import ENGINES
 from rollout.engines.base import EngineConfig
-from rollout.http import served_by
-from rollout.service import Service
+from rollout.http import served_model
+from rollout.service import RolloutService
 
 KEY = "a-key-of-these-tests"
 
@@ -30,7 +30,7 @@ KEY = "a-key-of-these-tests"
 class Api:
     """The server, what is behind it, and a client that knows its key."""
 
-    service: Service
+    service: RolloutService
     engine: Any
     tokenizer: Tokenizer
     server: HttpServer
@@ -52,8 +52,8 @@ async def api(
     spec = wire.RunSpec(run="r", wire_version=wire.WIRE_VERSION, epoch=0, config={}, model_path=model_path)
     running = resolve("engines", engine, ENGINES)(EngineConfig(model_path, section, device="cpu", policy_version=0))
     member = cast(Member, SimpleNamespace(spec=spec, bus=None, id="s1", poke=lambda: None))
-    service, tokenizer = Service(member, spec, section, running), Tokenizer.load(model_path)
-    served = served_by(running, section, model_path, lambda: state)
+    service, tokenizer = RolloutService(member, spec, section, running), Tokenizer.load(model_path)
+    served = served_model(running, section, model_path, lambda: state)
     server = HttpServer.with_key(service.handle, tokenizer, served, KEY)
     await running.start()
     await server.start("127.0.0.1", 0)

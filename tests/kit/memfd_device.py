@@ -14,12 +14,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from broker.weights.memory.devices import Card, Device
+from broker.weights.memory.devices import MemoryCard, SharedDevice
 
 UNITS = {name: name.encode().ljust(16, b"-") for name in ("left", "right")}
 
 
-class Memfd(Device):
+class Memfd(SharedDevice):
     """One unit.
 
     Args:
@@ -35,14 +35,14 @@ class Memfd(Device):
         self._queue = ThreadPoolExecutor(1, "device")
         self._reading, self._own = False, own
 
-    def lend(self, size_bytes: int) -> tuple[Tensor, Card]:
+    def lend(self, size_bytes: int) -> tuple[Tensor, MemoryCard]:
         name = f"rlearner-device-{secrets.token_hex(4)}"
         file = os.memfd_create(name)  # open until this process ends
         os.ftruncate(file, size_bytes)
         lent = torch.frombuffer(mmap.mmap(file, size_bytes), dtype=torch.uint8)
-        return lent, Card(self.kind, self._unit, size_bytes, f"{os.getpid()}/{file}".encode())
+        return lent, MemoryCard(self.kind, self._unit, size_bytes, f"{os.getpid()}/{file}".encode())
 
-    def open(self, card: Card) -> Tensor:
+    def open(self, card: MemoryCard) -> Tensor:
         if card.unit not in self._visible:
             raise OSError(errno.ENODEV, f"unit {card.unit.decode()} is hidden from this process")
         pid, number = card.handle.decode().split("/")

@@ -19,10 +19,10 @@ from learner.algorithm.selection import num_kept
 from learner.checkpoints import checkpoint
 from learner.config import SamplesSection
 from learner.credit import intake, ledger_segments
-from learner.credit.grants import DomainRule, Rules
-from learner.credit.ledger import Action, Entry, Issue, Ledger
-from learner.credit.ledger_file import Line, digest
-from learner.credit.records import Records
+from learner.credit.grants import DomainRule, TicketRules
+from learner.credit.ledger import Action, IssueTicket, Ledger, LedgerEntry
+from learner.credit.ledger_file import LedgerLine, digest
+from learner.credit.records import LedgerRecorder
 from learner.reporting.metrics import MetricsFile, count_tickets
 
 STEPS = 4
@@ -33,9 +33,9 @@ class Killed(Exception):
     """The learner died here."""
 
 
-def rules(**more: Any) -> Rules:
+def rules(**more: Any) -> TicketRules:
     given: dict[str, Any] = {"steps": STEPS, "groups_per_step": 2, "max_staleness": 1, "on_late": "drop", "seed": 0}
-    return Rules(**{**given, **more}, domains=(DomainRule("lake", 1.0, 2, 2, 1.0),))
+    return TicketRules(**{**given, **more}, domains=(DomainRule("lake", 1.0, 2, 2, 1.0),))
 
 
 def trajectory(episode: int, reward: float, runs: list[int], servers: tuple[str, ...] = ("s1",)) -> wire.Trajectory:
@@ -109,12 +109,12 @@ def out_of_order(ticket: wire.Ticket) -> list[wire.Message | bytes]:
 
 def ledger_files(run: Path) -> dict[str, bytes]:
     """By name, the bytes of each ledger file of a run, oldest first."""
-    return {path.name: path.read_bytes() for _, path in ledger_segments.found(run / ledger_segments.FOLDER)}
+    return {path.name: path.read_bytes() for _, path in ledger_segments.segment_files(run / ledger_segments.FOLDER)}
 
 
-def ledger_lines(run: Path) -> list[Line]:
+def ledger_lines(run: Path) -> list[LedgerLine]:
     """Every line of a run's ledger files, which can all be read."""
-    lines = ledger_segments.Lines(run / ledger_segments.FOLDER)
+    lines = ledger_segments.LedgerLines(run / ledger_segments.FOLDER)
     found = list(lines)
     assert lines.problem == ""
     return found
@@ -145,10 +145,10 @@ class World:
         Raises:
             Killed: before record ``die_at`` was applied.
         """
-        found, epoch = checkpoint.newest(self.folder / "checkpoints"), 0
+        found, epoch = checkpoint.newest_checkpoint(self.folder / "checkpoints"), 0
         ledger = Ledger.load(found.ledger) if found else Ledger(self.rules)
         samples = SamplesSection(keep=self.keep, max_file_mib=0.001)
-        records = Records(self.folder, ledger, samples, Stop(), max_ledger_bytes=self.segment_bytes)
+        records = LedgerRecorder(self.folder, ledger, samples, Stop(), max_ledger_bytes=self.segment_bytes)
         metrics = MetricsFile(self.folder / "metrics.jsonl", ledger.state.version)
         if ledger.rules != self.rules:
             epoch = len(self.log) + 1
@@ -171,7 +171,7 @@ class World:
                 entry = self.log[ledger.state.position]
                 if entry.seq == die_at:
                     raise Killed
-                read = intake.read(entry, ledger, 100)
+                read = intake.read_record(entry, ledger, 100)
                 actions = ledger.apply(read.record, entry.seq)
                 await records.consumed(entry, read, actions)
                 self._publish(actions)
@@ -179,12 +179,12 @@ class World:
             records.close()
             metrics.close()
 
-    def _trained(self, taken: list[Entry]) -> list[int]:
+    def _trained(self, taken: list[LedgerEntry]) -> list[int]:
         return [entry.number for entry in taken[: num_kept(len(taken), self.rules.keep_fraction)]]
 
     def _publish(self, actions: list[Action]) -> None:
         for action in actions:
-            if isinstance(action, Issue) and action.ticket.number > self.tickets:
+            if isinstance(action, IssueTicket) and action.ticket.number > self.tickets:
                 ticket = action.ticket
                 self.tickets = ticket.number
                 content = {name: getattr(ticket, name) for name in ("domain", "task_index", "min_version")}

@@ -25,8 +25,8 @@ from sglang_wire import FIELDS, SAMPLING, SHIFT, join, late, load_folder
 
 from broker.contract import wire
 from rollout.config import RolloutSection
-from rollout.engines.base import EngineConfig, Output
-from rollout.engines.hf.core import Core
+from rollout.engines.base import EngineConfig, GenerationOutput
+from rollout.engines.hf.core import EngineCore
 
 
 class Double:
@@ -53,8 +53,8 @@ class Double:
         self._most = math.inf  # tokens to sample
         self.port = 0
         self._spans = spans
-        self._core: Core
-        self._answers: dict[str, asyncio.Future[Output]] = {}
+        self._core: EngineCore
+        self._answers: dict[str, asyncio.Future[GenerationOutput]] = {}
         self._version = 0
         self._paused = False
         self._aborts: list[dict[str, Any]] = []  # that came in a pause
@@ -94,7 +94,7 @@ class Double:
             prefix_cache="disable-radix-cache" not in self.options,
         )
         self._version = int(self.options["weight-version"])
-        self._core = Core(
+        self._core = EngineCore(
             EngineConfig(self.options["model-path"], section, self.options["dtype"], device="cpu", policy_version=self._version + SHIFT)
         )
         self._loop = asyncio.create_task(self._step())
@@ -192,7 +192,7 @@ class Double:
             raise ValueError(output.error)
         return {"text": "", "output_ids": list(output.token_ids), "meta_info": self._meta(body, output)}
 
-    def _meta(self, body: dict[str, Any], output: Output) -> dict[str, Any]:
+    def _meta(self, body: dict[str, Any], output: GenerationOutput) -> dict[str, Any]:
         params, logprobs = body["sampling_params"], list(output.logprobs)
         greedy = params["temperature"] == 0
         fewer = params["top_p"] < 1 or params["top_k"] > 0 or params["min_p"] > 0

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from rollout.engines.base import Output
+from rollout.engines.base import GenerationOutput
 
 SHIFT = 1  # the core's versions are never below 0, SGLang's are any text
 FIELDS = {
@@ -35,7 +35,7 @@ SAMPLING = {
 }  # fmt: skip
 
 
-def late(output: Output) -> list[dict[str, Any]]:
+def late(output: GenerationOutput) -> list[dict[str, Any]]:
     """The version of each token as SGLang notes it: while it takes one token in, the next is being sampled already, so of those that old
     weights sampled the last has not been taken in when they change, and is noted as the new weights'."""
     told, start, taken = [], 0, 0

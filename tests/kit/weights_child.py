@@ -33,8 +33,8 @@ from broker.weights.digest import BucketDigest, digest_bucket
 from broker.weights.memory import shared
 from broker.weights.probe import check_probe
 from broker.weights.receiver import follow, reading
-from broker.weights.receiver.receive import Receiver
-from broker.weights.sender.transfer import Settings
+from broker.weights.receiver.receive import WeightReceiver
+from broker.weights.sender.transfer import TransferSettings
 
 
 def say(**fields: Any) -> None:
@@ -95,8 +95,8 @@ async def main(url: str, run: str, server: str, options: dict[str, Any]) -> None
         say(event="loaded", epoch=offer.epoch, version=offer.version, content=content(held), transferred=bool(tensors))
 
     memory = Memfd(visible=options["visible"]) if "visible" in options else None
-    patience, dtype = Settings(connect_timeout_s=2), options.get("dtype")
-    receiver = Receiver(bus, server, held, load, bucket_mib=1, dtype=dtype, settings=patience, memory=memory)
+    patience, dtype = TransferSettings(connect_timeout_s=2), options.get("dtype")
+    receiver = WeightReceiver(bus, server, held, load, bucket_mib=1, dtype=dtype, settings=patience, memory=memory)
     await receiver.start()
     say(event="ready")
     await asyncio.sleep(120)

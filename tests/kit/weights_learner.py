@@ -21,10 +21,10 @@ from waits import until
 from weights_model import make_tensors, probe_of
 
 from broker.jetstream.bus import Bus
-from broker.weights.group import Communicator
-from broker.weights.memory.staging import Staged, plan_of
-from broker.weights.sender.send import Sender
-from broker.weights.sender.transfer import Settings
+from broker.weights.group import WeightGroup
+from broker.weights.memory.staging import StagedVersion, plan_of
+from broker.weights.sender.send import WeightSender
+from broker.weights.sender.transfer import TransferSettings
 
 
 def end(what: str) -> None:
@@ -32,12 +32,12 @@ def end(what: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL if what == "kill" else signal.SIGSTOP)
 
 
-async def read_so_far(sender: Sender, options: dict[str, Any]) -> None:
+async def read_so_far(sender: WeightSender, options: dict[str, Any]) -> None:
     """A second version that never gets further than ``at_byte``."""
     await until(lambda: "weights/shared" in sender.metrics())
-    original = Staged.reached
+    original = StagedVersion.reached
 
-    def reached(self: Staged, offset: int) -> None:
+    def reached(self: StagedVersion, offset: int) -> None:
         original(self, offset)
         if offset >= options["at_byte"]:
             while not self.sending:
@@ -45,26 +45,26 @@ async def read_so_far(sender: Sender, options: dict[str, Any]) -> None:
             time.sleep(0.5)
             end(options["do"])
 
-    Staged.reached = reached  # type: ignore[method-assign]
+    StagedVersion.reached = reached  # type: ignore[method-assign]
     tensors = make_tensors(2)
     await asyncio.to_thread(sender.offer, 1, tensors, probe_of(tensors))
 
 
 async def main(url: str, run: str, name: str, options: dict[str, Any]) -> None:
-    original, sent = Communicator._issue, 0
+    original, sent = WeightGroup._issue, 0
 
-    def issue(self: Communicator, bucket: torch.Tensor) -> Any:
+    def issue(self: WeightGroup, bucket: torch.Tensor) -> Any:
         nonlocal sent
         sent += 1
         if sent == options.get("at_bucket"):
             end(options["do"])
         return original(self, bucket)
 
-    Communicator._issue = issue  # type: ignore[method-assign]
+    WeightGroup._issue = issue  # type: ignore[method-assign]
     bus = await Bus.connect(url, run, name=name, deadline_s=60)
     tensors = make_tensors(1)
     memory = Memfd() if options.get("on_device") else None
-    sender = Sender(bus, plan_of(tensors, 1), epoch=1, settings=Settings(shared="at_byte" in options), memory=memory)
+    sender = WeightSender(bus, plan_of(tensors, 1), epoch=1, settings=TransferSettings(shared="at_byte" in options), memory=memory)
     await sender.start()
     sender.offer(0, tensors, probe_of(tensors))
     if "at_byte" in options:

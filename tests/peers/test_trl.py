@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from broker.settings.registry import resolve
-from learner.algorithm.aggregation import Counts, denominator, token_weights
+from learner.algorithm.aggregation import BatchCounts, denominator, token_weights
 from learner.algorithm.corrections import CORRECTIONS
-from learner.algorithm.corrections.base import Facts
+from learner.algorithm.corrections.base import CorrectionInputs
 from learner.algorithm.kl import kl_penalty
 from learner.algorithm.losses import LOSSES
-from learner.algorithm.losses.base import Tokens
+from learner.algorithm.losses.base import LossTokens
 from learner.config import AlgorithmSection
 
 with warnings.catch_warnings():
@@ -68,14 +68,14 @@ def ours(batch, algorithm):
     advantages = batch.advantages[:, None].expand(ROWS, LENGTH)[kept]
     new, old = batch.new[kept], batch.old[kept]
     correction = resolve("corrections", algorithm.correction, CORRECTIONS)(
-        Facts(new.detach(), old, old, advantages, sequence, ROWS), algorithm
+        CorrectionInputs(new.detach(), old, old, advantages, sequence, ROWS), algorithm
     )
-    losses, _ = resolve("losses", algorithm.pg_variant, LOSSES)(Tokens(new, old, advantages, sequence, ROWS), algorithm)
+    losses, _ = resolve("losses", algorithm.pg_variant, LOSSES)(LossTokens(new, old, advantages, sequence, ROWS), algorithm)
     losses = correction.weights * losses
     if algorithm.kl_coef:
         losses = losses + algorithm.kl_coef * kl_penalty(new, batch.ref[kept], "k3")
     weights = token_weights(algorithm.loss_agg_mode, sequence, ROWS)
-    return (weights * losses).sum() / denominator(algorithm.loss_agg_mode, Counts(len(new), ROWS), MAX_LENGTH)
+    return (weights * losses).sum() / denominator(algorithm.loss_agg_mode, BatchCounts(len(new), ROWS), MAX_LENGTH)
 
 
 CASES = {

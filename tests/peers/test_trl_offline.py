@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from learner.algorithm.losses.distill import kl
-from learner.algorithm.losses.preference import Pairs
+from learner.algorithm.losses.preference import PairLogprobs
 from learner.offline import PREFERENCES
 
 pytest.importorskip("trl", reason="make test-peers puts it beside the environment")
@@ -56,7 +56,7 @@ def test_preference_losses(ours, their_name, seed):
     ref = (-torch.rand(2 * PAIRS, LENGTH, generator=random, dtype=torch.float64) * 4 * mask[:, 1:]).sum(1)
     expected = theirs(their_name, 0.1, logps, ref, mask)
     sums = logps.sum(1)
-    batch = Pairs(*sums.chunk(2), *ref.chunk(2), *lengths.double().chunk(2))
+    batch = PairLogprobs(*sums.chunk(2), *ref.chunk(2), *lengths.double().chunk(2))
     found = resolve("preferences", ours, PREFERENCES)(batch, 0.1)[0].mean()
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
     (a,), (b,) = (torch.autograd.grad(loss, logps, retain_graph=True) for loss in (found, expected))

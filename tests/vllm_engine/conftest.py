@@ -18,8 +18,8 @@ from rlearner_text.tiny import build_tiny
 from rollout.config import RolloutSection
 from rollout.engines.base import EngineConfig
 from rollout.engines.vllm import engine as front
-from rollout.engines.vllm.loading import reload
-from rollout.engines.vllm.start import Opened, open_llm
+from rollout.engines.vllm.loading import reload_weights
+from rollout.engines.vllm.start import RunningVLLM, open_llm
 
 sys.path.append(str(Path(__file__).parents[1] / "contract"))
 
@@ -27,7 +27,7 @@ MAX_CONTEXT = 128
 Make = Callable[..., Awaitable[front.VLLMEngine]]
 
 
-class Shared(Opened):
+class Shared(RunningVLLM):
     """Outlives the engines in front of it."""
 
     used = False
@@ -53,7 +53,7 @@ def config_of(path: str, version: int = 0, **section: Any) -> EngineConfig:
 async def opened(model_path: str) -> AsyncIterator[tuple[Shared, dict[str, torch.Tensor]]]:
     real = await asyncio.to_thread(open_llm, config_of(model_path))
     first = {name: tensor.clone() for name, tensor in real.shared.tensors.items()}
-    fields = {field.name: getattr(real, field.name) for field in dataclasses.fields(Opened)}
+    fields = {field.name: getattr(real, field.name) for field in dataclasses.fields(RunningVLLM)}
     yield Shared(**fields), first
     await asyncio.to_thread(real.close)
 
@@ -68,7 +68,7 @@ async def make(opened: tuple[Shared, dict[str, torch.Tensor]], model_path: str, 
         monkeypatch.setattr(front, "open_llm", lambda _: shared)
         shared.shared.fill(first)
         if shared.used:
-            await reload(shared.llm)
+            await reload_weights(shared.llm)
             await shared.llm.reset_prefix_cache()
         shared.used = True
         made.append(front.VLLMEngine(config_of(model_path, version, **section)))

@@ -16,8 +16,8 @@ from vllm_kit import prompt, renewed
 
 from broker.errors import TransferFailed
 from broker.weights.probe import make_probe
-from rlearner_text.openai.pieces import Piece, Tap
-from rollout.engines.base import TappedEngine
+from rlearner_text.openai.pieces import TokenEvent, TokenListener
+from rollout.engines.base import StreamingEngine
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -31,10 +31,10 @@ def rows(model: Any, context: list[int], output: list[int], temperature: float) 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 async def test_the_pieces_are_the_output(make: Any, folder: Path, temperature: float) -> None:
-    engine, told = await make(), list[Piece]()
-    assert isinstance(engine, TappedEngine)
+    engine, told = await make(), list[TokenEvent]()
+    assert isinstance(engine, StreamingEngine)
     ask = models.request("a", prompt(9), max_tokens=20, seed=4, temperature=temperature)
-    output = await engine.generate(ask, Tap(told.append, 3))
+    output = await engine.generate(ask, TokenListener(told.append, 3))
     again = await engine.generate(models.request("b", prompt(9), max_tokens=20, seed=4, temperature=temperature))
     assert list(output.token_ids) == list(again.token_ids) == [one for piece in told for one in piece.token_ids]
     assert list(output.logprobs) == [one for piece in told for one in piece.logprobs]
@@ -50,25 +50,25 @@ async def test_the_pieces_are_the_output(make: Any, folder: Path, temperature: f
 async def test_a_listener_that_fails_costs_its_request_alone(make: Any) -> None:
     engine = await make()
 
-    def broken(_: Piece) -> None:
+    def broken(_: TokenEvent) -> None:
         raise ValueError("nobody listens")
 
-    output = await engine.generate(models.request("a", prompt(9), max_tokens=90), Tap(broken))
+    output = await engine.generate(models.request("a", prompt(9), max_tokens=90), TokenListener(broken))
     assert output.error == "vLLM rejected the request: nobody listens"
     assert not engine._loading.llm.output_processor.request_states
     assert len((await engine.generate(models.request("b", prompt(9)))).token_ids) == 8
 
 
 async def test_cut_off_tokens_are_not_told(make: Any, folder: Path) -> None:
-    engine, told = await make(), list[Piece]()
-    output = await engine.generate(models.request("a", prompt(9), seed=4, top_k=2), Tap(told.append, 5))
+    engine, told = await make(), list[TokenEvent]()
+    output = await engine.generate(models.request("a", prompt(9), seed=4, top_k=2), TokenListener(told.append, 5))
     table = rows(models.load(folder), prompt(9), list(output.token_ids), 1.0).topk(2).values.log_softmax(-1)
     found = [[value for _, value in one] for piece in told for one in piece.top]
     torch.testing.assert_close(torch.tensor(found), table, atol=1e-3, rtol=0)
 
 
-async def some(engine: Any, told: list[Piece], tokens: int) -> asyncio.Task[Any]:
-    task = asyncio.create_task(engine.generate(models.request("x", prompt(8), max_tokens=tokens, seed=3), Tap(told.append)))
+async def some(engine: Any, told: list[TokenEvent], tokens: int) -> asyncio.Task[Any]:
+    task = asyncio.create_task(engine.generate(models.request("x", prompt(8), max_tokens=tokens, seed=3), TokenListener(told.append)))
     async with asyncio.timeout(30):
         while len(told) < 3:  # noqa: ASYNC110 - what is told is a list
             await asyncio.sleep(0)
@@ -76,7 +76,7 @@ async def some(engine: Any, told: list[Piece], tokens: int) -> asyncio.Task[Any]
 
 
 async def test_new_weights_show_in_the_pieces(make: Any, folder: Path) -> None:
-    engine, told = await make(), list[Piece]()
+    engine, told = await make(), list[TokenEvent]()
     task = await some(engine, told, 90)
     model, tensors = renewed(folder)
     await engine.update_weights(tensors, 4, "keep", make_probe([*prompt(3), *prompt(5, 1)], _whole(model), tolerance=1e-2))
@@ -89,7 +89,7 @@ async def test_new_weights_show_in_the_pieces(make: Any, folder: Path) -> None:
 
 
 async def test_nothing_of_weights_that_fail_their_probe_is_told(make: Any, folder: Path) -> None:
-    engine, told = await make(), list[Piece]()
+    engine, told = await make(), list[TokenEvent]()
     task = await some(engine, told, 100)
     model, tensors = renewed(folder)
     with pytest.raises(TransferFailed):

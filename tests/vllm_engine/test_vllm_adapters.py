@@ -16,7 +16,7 @@ import torch
 from torch_backend_kit import backend, samples
 from vllm_kit import assert_logprobs, assert_reread, in_flight, prompt
 
-from broker.weights.adapter import Foundation
+from broker.weights.adapter import AdapterBase
 from broker.weights.memory.staging import plan_of
 from broker.weights.probe import make_probe
 from learner.config import TrainSection
@@ -37,7 +37,7 @@ async def test_factors_make_the_engine_compute_as_the_trainer(make: Any, folder:
     trainer = backend(str(folder), train=TrainSection.model_validate(settings))
     adapter = trainer.adapter()
     assert adapter is not None
-    foundation = Foundation(plan_of(engine.weights(), 1), 1, engine.weights(), lambda: (engine.weights(), False))
+    foundation = AdapterBase(plan_of(engine.weights(), 1), 1, engine.weights(), lambda: (engine.weights(), False))
     assert foundation.lay(adapter) == ""
     before = held(trainer, folder)
     ids = prompt(30, seed=5)
@@ -61,7 +61,7 @@ async def test_factors_make_the_engine_compute_as_the_trainer(make: Any, folder:
 async def test_factors_keep_what_runs(make: Any, folder: Path) -> None:
     engine, context = await make(), prompt(12)
     trainer = backend(str(folder), train=TrainSection.model_validate({"lr": 1e-2, "device": "cpu", "lora": {"rank": 4}}))
-    foundation = Foundation(plan_of(engine.weights(), 1), 1, engine.weights(), lambda: (engine.weights(), False))
+    foundation = AdapterBase(plan_of(engine.weights(), 1), 1, engine.weights(), lambda: (engine.weights(), False))
     adapter = trainer.adapter()
     assert adapter is not None
     assert foundation.lay(adapter) == ""

@@ -19,7 +19,7 @@ from broker.errors import TransferFailed
 from broker.weights.probe import make_probe
 from rollout.engines.base import NO_VERSION, UpdateMode
 from rollout.engines.vllm import loading
-from rollout.engines.vllm.loading import reload
+from rollout.engines.vllm.loading import reload_weights
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -163,12 +163,12 @@ async def test_nothing_sampled_after_a_load_that_broke_is_given_out(make: Any, f
     new, tensors = renewed(folder)
 
     async def half(llm: Any) -> None:
-        await reload(llm)
+        await reload_weights(llm)
         raise RuntimeError("a worker failed")
 
     task = await in_flight(engine, context, tokens=110)
     with monkeypatch.context() as patch:
-        patch.setattr(loading, "reload", half)
+        patch.setattr(loading, "reload_weights", half)
         with pytest.raises(TransferFailed, match="vLLM could not load version 1: a worker failed"):
             await engine.update_weights(tensors, 1, "keep", None)
     output = await task

@@ -10,7 +10,7 @@ from typing import Any
 import hf_models as models
 import torch
 
-from rollout.engines.base import Output
+from rollout.engines.base import GenerationOutput
 
 CLOSE = 1e-4
 VOCAB = 90
@@ -29,7 +29,7 @@ def renewed(folder: Path, seed: int = 1) -> tuple[Any, dict[str, torch.Tensor]]:
     return model, tensors
 
 
-async def in_flight(engine: Any, context: list[int], tokens: int = 90, name: str = "x") -> asyncio.Task[Output]:
+async def in_flight(engine: Any, context: list[int], tokens: int = 90, name: str = "x") -> asyncio.Task[GenerationOutput]:
     """A request that has some tokens and is far from its end."""
     before = engine.stats().generated_tokens
     task = asyncio.create_task(engine.generate(models.request(name, context, max_tokens=tokens, seed=3, conversation=name)))
@@ -39,19 +39,19 @@ async def in_flight(engine: Any, context: list[int], tokens: int = 90, name: str
     return task
 
 
-def assert_logprobs(model: Any, context: list[int], output: Output, temperature: float = 1.0) -> None:
+def assert_logprobs(model: Any, context: list[int], output: GenerationOutput, temperature: float = 1.0) -> None:
     expected = models.logprobs(model, context, list(output.token_ids), temperature)
     torch.testing.assert_close(torch.tensor(output.logprobs), expected, atol=CLOSE, rtol=0)
 
 
-def split(output: Output, versions: tuple[int, int], tokens: int = 90) -> int:
+def split(output: GenerationOutput, versions: tuple[int, int], tokens: int = 90) -> int:
     """How many of an output's tokens are of the first version; the others are of the second."""
     (first, before), (second, after) = output.version_runs
     assert (first, second, before + after) == (*versions, tokens)
     return before
 
 
-def assert_reread(old: Any, new: Any, context: list[int], output: Output, versions: tuple[int, int] = (0, 1)) -> None:
+def assert_reread(old: Any, new: Any, context: list[int], output: GenerationOutput, versions: tuple[int, int] = (0, 1)) -> None:
     """Each token has its version, and logprobs as if the new weights had read everything before their first token."""
     before, sampled = split(output, versions), list(output.token_ids)
     expected = torch.cat(

@@ -58,7 +58,7 @@ def trace(error: BaseException) -> str:
     return text if len(text) <= MAX_TRACE_CHARS else f"{text[:half]}\n  ... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
 
 
-class Traces:
+class TracebackLog:
     """Which tracebacks a log has already: one for each place that raises."""
 
     def __init__(self) -> None:

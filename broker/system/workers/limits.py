@@ -22,7 +22,7 @@ def be_expendable() -> None:
         Path("/proc/self/oom_score_adj").write_text(_FIRST_TO_GO, encoding="ascii")
 
 
-class Allowance:
+class ResourceLimits:
     """The worker's side: limits this process from now on, and tells when it should be replaced.
 
     Args:

@@ -22,7 +22,7 @@ class HungUp(RlearnerError):
     """The other end closed; what became of its process is still to be found out."""
 
 
-class Unintelligible(RlearnerError):
+class ProtocolError(RlearnerError):
     """The other end answered what no worker answers."""
 
 
@@ -62,14 +62,14 @@ def clean(text: str, limit: int = 500) -> str:
     return " ".join(text[: 4 * limit].split())[:limit].encode("utf-8", "replace").decode()
 
 
-class Line:
+class WorkerSocket:
     """The hub's side of the socket to one worker."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
 
     @classmethod
-    async def open(cls, ours: socket.socket) -> Line:
+    async def open(cls, ours: socket.socket) -> WorkerSocket:
         """Take over one end of a socket pair."""
         return cls(*await asyncio.open_unix_connection(sock=ours))
 
@@ -78,14 +78,14 @@ class Line:
 
         Raises:
             HungUp: the other end is closed.
-            Unintelligible: the answer is larger than MAX_ANSWER_BYTES.
+            ProtocolError: the answer is larger than MAX_ANSWER_BYTES.
         """
         try:
             self._writer.write(frame(question))
             await self._writer.drain()
             (size,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
             if size > MAX_ANSWER_BYTES:
-                raise Unintelligible(f"{size} bytes, the limit is {MAX_ANSWER_BYTES}")
+                raise ProtocolError(f"{size} bytes, the limit is {MAX_ANSWER_BYTES}")
             return await self._reader.readexactly(size)
         except (asyncio.IncompleteReadError, ConnectionError):
             raise HungUp("the other end closed") from None

@@ -18,7 +18,7 @@ CHUNK_BYTES: Final = 64 << 10
 DROP_BYTES: Final = 1 << 20
 
 
-class Output:
+class WorkerOutput:
     """A pipe that any number of processes write to.
 
     Attributes:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from broker.weights.group import first_line
-from broker.weights.memory.devices import Card, Device
+from broker.weights.memory.devices import MemoryCard, SharedDevice
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ BLOCK_BYTES: Final = 2 << 20  # what is no multiple may be cut from a block with
 LAZY_PEER_ACCESS: Final = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag there is
 
 
-class Handle(ctypes.Structure):
+class IpcHandle(ctypes.Structure):
     """CUipcMemHandle; passed by value."""
 
     _fields_ = [("reserved", ctypes.c_ubyte * HANDLE_BYTES)]
@@ -54,13 +54,13 @@ FUNCTIONS: Final[dict[str, list[Any]]] = {
     "cuCtxPopCurrent_v2": [OUT(Context)],
     "cuMemAlloc_v2": [OUT(Pointer), ctypes.c_size_t],
     "cuMemFree_v2": [Pointer],
-    "cuIpcGetMemHandle": [OUT(Handle), Pointer],
-    "cuIpcOpenMemHandle_v2": [OUT(Pointer), Handle, ctypes.c_uint],
+    "cuIpcGetMemHandle": [OUT(IpcHandle), Pointer],
+    "cuIpcOpenMemHandle_v2": [OUT(Pointer), IpcHandle, ctypes.c_uint],
     "cuIpcCloseMemHandle": [Pointer],
 }
 
 
-class Driver:
+class CudaDriver:
     """What torch has no name for, of the GPUs that this process sees, by torch's numbers for them.
 
     Args:
@@ -99,7 +99,7 @@ class Driver:
 
     def export(self, index: int, pointer: int) -> bytes:
         """Handle of a piece that begins there, 64 bytes."""
-        handle = Handle()
+        handle = IpcHandle()
         with self._in_context(index):
             self._call("cuIpcGetMemHandle", ctypes.byref(handle), pointer)
         return bytes(handle.reserved)
@@ -108,7 +108,7 @@ class Driver:
         """Address at which this process sees another one's piece."""
         pointer = Pointer()
         with self._in_context(index):
-            self._call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), Handle.from_buffer_copy(handle), LAZY_PEER_ACCESS)
+            self._call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), IpcHandle.from_buffer_copy(handle), LAZY_PEER_ACCESS)
         return int(pointer.value)
 
     def close(self, index: int, pointer: int) -> None:
@@ -155,7 +155,7 @@ class _Mapped:
         }
 
 
-class Cuda(Device):
+class CudaDevice(SharedDevice):
     """One GPU as this process uses it. Nothing is loaded and nothing is asked before it is used.
 
     Args:
@@ -165,17 +165,17 @@ class Cuda(Device):
 
     kind = "cuda"
 
-    def __init__(self, device: str | torch.device, driver: Driver | None = None) -> None:
+    def __init__(self, device: str | torch.device, driver: CudaDriver | None = None) -> None:
         self._given, self._made = torch.device(device), driver
         self._stream: torch.cuda.Stream | None = None
 
-    def lend(self, size_bytes: int) -> tuple[Tensor, Card]:
+    def lend(self, size_bytes: int) -> tuple[Tensor, MemoryCard]:
         with _torch_tells():
             torch.cuda.empty_cache()  # what torch keeps of freed memory nobody else is given
             driver, index = self._driver, self._index
             pointer = driver.allocate(index, -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES)
             try:
-                card = Card(self.kind, driver.unit(index), size_bytes, driver.export(index, pointer))
+                card = MemoryCard(self.kind, driver.unit(index), size_bytes, driver.export(index, pointer))
             except OSError:
                 driver.free(index, pointer)
                 raise
@@ -184,7 +184,7 @@ class Cuda(Device):
             torch.cuda.synchronize(index)
         return made, card
 
-    def open(self, card: Card) -> Tensor:
+    def open(self, card: MemoryCard) -> Tensor:
         if len(card.handle) != HANDLE_BYTES:
             raise OSError(errno.EINVAL, f"a handle of {len(card.handle)} bytes is none of CUDA's")
         with _torch_tells():
@@ -210,10 +210,10 @@ class Cuda(Device):
         return self._given.index if self._given.index is not None else torch.cuda.current_device()
 
     @property
-    def _driver(self) -> Driver:
+    def _driver(self) -> CudaDriver:
         if self._made is None:
             torch.cuda.init()  # type: ignore[no-untyped-call]
-            self._made = Driver()
+            self._made = CudaDriver()
         return self._made
 
     def _tensor(self, pointer: int, size_bytes: int, index: int, *, opened: bool = False) -> Tensor:
@@ -235,7 +235,7 @@ def _torch_tells() -> Iterator[None]:
         raise OSError(errno.EIO, first_line(error)) from None
 
 
-def _close(driver: Driver, index: int, pointer: int) -> None:
+def _close(driver: CudaDriver, index: int, pointer: int) -> None:
     try:
         driver.close(index, pointer)
     except OSError as error:
@@ -248,6 +248,6 @@ def name_of(unit: bytes) -> str:
     return f"GPU-{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
 
 
-def device_of(device: torch.device) -> Device | None:
+def device_of(device: torch.device) -> SharedDevice | None:
     """What opens the memory of a learner's GPU for a server whose weights arrive there; None where they arrive in host memory."""
-    return Cuda(device) if device.type == "cuda" else None
+    return CudaDevice(device) if device.type == "cuda" else None

@@ -19,11 +19,11 @@ CARD: Final = re.compile(r"([a-z]{1,16})/([0-9a-f]{32})/([1-9]\d{0,17})/((?:[0-9
 
 
 @dataclass(frozen=True)
-class Card:
+class MemoryCard:
     """What another process needs to find a piece of a device's memory.
 
     Attributes:
-        kind: of device, its ``Device.kind``.
+        kind: of device, its ``SharedDevice.kind``.
         unit: which one, 16 bytes that are the same for every process of the host: a GPU's UUID.
         size_bytes: of the whole piece.
         handle: what the driver calls it.
@@ -40,7 +40,7 @@ class Card:
         return f"{self.kind}/{self.unit.hex()}/{self.size_bytes}/{self.handle.hex()}"
 
     @classmethod
-    def from_text(cls, text: str) -> Card:
+    def from_text(cls, text: str) -> MemoryCard:
         """A card that another process wrote.
 
         Raises:
@@ -51,7 +51,7 @@ class Card:
         return cls(found[1], bytes.fromhex(found[2]), int(found[3]), bytes.fromhex(found[4]))
 
 
-class Device(Protocol):
+class SharedDevice(Protocol):
     """One device as one process uses it. The learner lends, a server opens, reads and copies."""
 
     @property
@@ -59,7 +59,7 @@ class Device(Protocol):
         """Of the cards that it writes and reads."""
         ...
 
-    def lend(self, size_bytes: int) -> tuple[Tensor, Card]:
+    def lend(self, size_bytes: int) -> tuple[Tensor, MemoryCard]:
         """Memory of its own, uint8, shape (size_bytes,), zero, and how others open it. It is there until this process ends, whatever
         becomes of the tensor, for others may be reading it.
 
@@ -68,7 +68,7 @@ class Device(Protocol):
         """
         ...
 
-    def open(self, card: Card) -> Tensor:
+    def open(self, card: MemoryCard) -> Tensor:
         """What another process lends, uint8, shape (card.size_bytes,), to read alone; let go of with the tensor.
 
         Raises:

@@ -46,11 +46,11 @@ import torch
 from torch import Tensor
 
 from broker.errors import TransferFailed
-from broker.weights.group import Watch, first_line
-from broker.weights.memory.devices import Card, Device
-from broker.weights.memory.staging import PIECE_BYTES, Flat, Words
-from broker.weights.plan import Plan
-from broker.weights.receiver.reading import Reading
+from broker.weights.group import WaitMonitor, first_line
+from broker.weights.memory.devices import MemoryCard, SharedDevice
+from broker.weights.memory.staging import PIECE_BYTES, FlatBuffer, Words
+from broker.weights.plan import LayoutPlan
+from broker.weights.receiver.reading import MemoryRead
 
 log = logging.getLogger(__name__)
 
@@ -63,23 +63,23 @@ F_SEAL_FUTURE_WRITE: Final = 0x10  # <linux/fcntl.h>; the module fcntl has no na
 ADDRESS: Final = re.compile(r"([1-9]\d{0,9})/(\d{1,9})/(rlearner-weights-[0-9a-f]{16})")
 
 
-class Segment:
+class SharedSegment:
     """The sender's: memory for its two staging buffers that others on this host can read.
 
     Args:
         device: where the buffers lie; None: in host memory.
 
     Attributes:
-        address: where, for ``Window``: process id, file descriptor, name.
+        address: where, for ``SegmentReader``: process id, file descriptor, name.
         device: where the buffers lie.
 
     Raises:
         OSError: there is no such memory here.
     """
 
-    def __init__(self, plan: Plan, device: Device | None = None) -> None:
+    def __init__(self, plan: LayoutPlan, device: SharedDevice | None = None) -> None:
         self._plan = plan
-        lent: tuple[Tensor | None, Card | None] = device.lend(SIDES * _span(plan)) if device is not None else (None, None)
+        lent: tuple[Tensor | None, MemoryCard | None] = device.lend(SIDES * _span(plan)) if device is not None else (None, None)
         self._lent, card = lent
         self.device = torch.device("cpu") if self._lent is None else self._lent.device
         name, size = f"rlearner-weights-{secrets.token_hex(8)}", size_of(plan) if device is None else PAGE_BYTES
@@ -104,7 +104,7 @@ class Segment:
         return _words(self._memory, side)
 
 
-class Window:
+class SegmentReader:
     """A receiver's: a segment as it is seen from another process, to read alone.
 
     Args:
@@ -117,7 +117,7 @@ class Window:
         OSError, ValueError: it cannot be opened from here, or is another one.
     """
 
-    def __init__(self, address: str, plan: Plan, device: Device | None = None) -> None:
+    def __init__(self, address: str, plan: LayoutPlan, device: SharedDevice | None = None) -> None:
         found = ADDRESS.fullmatch(address)
         if found is None:
             raise ValueError("it is no address of a segment")
@@ -140,7 +140,7 @@ class Window:
         self._lent = _opened(self._memory, plan, device) if self.on_device else None
 
     def take(
-        self, version: int, flat: Flat, watch: Watch, *, timeout_s: float, done: Callable[[int], None], peek: Callable[[], None]
+        self, version: int, flat: FlatBuffer, watch: WaitMonitor, *, timeout_s: float, done: Callable[[int], None], peek: Callable[[], None]
     ) -> list[bytes]:
         """Copy a version into a buffer of its plan as it is packed; digests of its buckets, taken of the copy.
 
@@ -160,24 +160,24 @@ class Window:
         raise TransferFailed(reason)  # not the same: its frames would keep the memory for as long as anybody keeps the error
 
     def _take(
-        self, version: int, flat: Flat, watch: Watch, timeout_s: float, done: Callable[[int], None], peek: Callable[[], None]
+        self, version: int, flat: FlatBuffer, watch: WaitMonitor, timeout_s: float, done: Callable[[int], None], peek: Callable[[], None]
     ) -> list[bytes]:
         memory, lent, device = self._memory, self._lent, self._device
         sides = [side for side in range(SIDES) if memory is not None and _words(memory, side)[0] == version + 1]
         if memory is None or not sides or (lent is None and self.on_device):
             raise TransferFailed(f"version {version} does not lie in the learner's memory any more")
         if lent is not None and device is not None:
-            reading = Reading(_words(memory, sides[0]), version, watch, timeout_s, peek, self._fetch, DEVICE_PIECE_BYTES)
+            reading = MemoryRead(_words(memory, sides[0]), version, watch, timeout_s, peek, self._fetch, DEVICE_PIECE_BYTES)
             try:
                 with device.reading():
                     return self._buckets(reading, _part(lent, self._plan, sides[0]), flat.buffer, flat, done)
             except RuntimeError as error:  # torch's, of the device
                 raise TransferFailed(f"the learner's memory cannot be read: {first_line(error)}") from None
-        reading = Reading(_words(memory, sides[0]), version, watch, timeout_s, peek, np.copyto, PIECE_BYTES)
+        reading = MemoryRead(_words(memory, sides[0]), version, watch, timeout_s, peek, np.copyto, PIECE_BYTES)
         source = np.frombuffer(memory, np.uint8, self._plan.size_bytes, _offset(self._plan, sides[0]))
         return self._buckets(reading, source, flat.buffer.numpy(), flat, done)
 
-    def _buckets(self, reading: Reading, source: Any, target: Any, flat: Flat, done: Callable[[int], None]) -> list[bytes]:
+    def _buckets(self, reading: MemoryRead, source: Any, target: Any, flat: FlatBuffer, done: Callable[[int], None]) -> list[bytes]:
         digests = []
         for index, (start, stop) in enumerate(self._plan.buckets):
             digests.append(reading.bucket(source[start:stop], target[start:stop], start, flat.bucket(index)))
@@ -198,27 +198,27 @@ class Window:
         self._memory = self._lent = None
 
 
-class Neighbour:
+class LocalLearner:
     """What a receiver keeps of the learner of its host: the window, until that process ends or another is looked for.
 
     Args:
-        device: opens memory of devices, see ``Window``.
+        device: opens memory of devices, see ``SegmentReader``.
     """
 
-    def __init__(self, device: Device | None = None) -> None:
+    def __init__(self, device: SharedDevice | None = None) -> None:
         self._device = device
-        self.window: Window | None = None
+        self.window: SegmentReader | None = None
         self.problem = ""  # why the address looked for last cannot be read from here
         self._tried = ""
 
-    def reach(self, address: str, plan: Plan) -> Window | None:
+    def reach(self, address: str, plan: LayoutPlan) -> SegmentReader | None:
         """The window on a segment, None where it cannot be opened from here. Call it in the event loop."""
         if self.window is not None and self.window.address != address:
             self.leave()
         if self.window is None and address and address != self._tried:
             self._tried, self.problem = address, ""
             try:
-                self.window = Window(address, plan, self._device)
+                self.window = SegmentReader(address, plan, self._device)
             except (OSError, ValueError) as error:
                 self.problem = error.strerror or type(error).__name__ if isinstance(error, OSError) else str(error)
             else:
@@ -234,34 +234,34 @@ class Neighbour:
             self.window, self._tried = None, ""
 
 
-def segment_of(plan: Plan, device: Device | None = None) -> Segment | None:
+def segment_of(plan: LayoutPlan, device: SharedDevice | None = None) -> SharedSegment | None:
     """Memory that servers of this host can read, on the device where that can be had; None where there is none of either kind."""
     if device is not None:
         try:
-            return Segment(plan, device)
+            return SharedSegment(plan, device)
         except OSError as error:
             log.warning("weights: servers of this host read them in host memory, for the device has none to share: %s", error.strerror)
     try:
-        return Segment(plan)
+        return SharedSegment(plan)
     except OSError as error:
         log.warning("weights: servers of this host get them by gloo, for there is no memory to share here: %s", error)
         return None
 
 
-def size_of(plan: Plan) -> int:
+def size_of(plan: LayoutPlan) -> int:
     """Bytes of a segment for versions of this plan whose buffers lie in it."""
     return _offset(plan, SIDES)
 
 
-def _span(plan: Plan) -> int:
+def _span(plan: LayoutPlan) -> int:
     return -(-plan.size_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
-def _offset(plan: Plan, side: int) -> int:
+def _offset(plan: LayoutPlan, side: int) -> int:
     return PAGE_BYTES + side * _span(plan)
 
 
-def _part(lent: Tensor, plan: Plan, side: int) -> Tensor:
+def _part(lent: Tensor, plan: LayoutPlan, side: int) -> Tensor:
     return lent[side * _span(plan) :][: plan.size_bytes]
 
 
@@ -269,8 +269,8 @@ def _words(memory: mmap.mmap, side: int) -> Words:
     return np.frombuffer(memory, np.int64, 2, side * WORDS_OF_A_SIDE * 8)
 
 
-def _opened(page: mmap.mmap, plan: Plan, device: Device | None) -> Tensor:
-    card = Card.from_text(page[CARD_AT:].partition(b"\0")[0].decode("ascii", "replace"))
+def _opened(page: mmap.mmap, plan: LayoutPlan, device: SharedDevice | None) -> Tensor:
+    card = MemoryCard.from_text(page[CARD_AT:].partition(b"\0")[0].decode("ascii", "replace"))
     if card.size_bytes != SIDES * _span(plan):
         raise ValueError(f"what lies there is another one, of {card.size_bytes} bytes")
     if device is None or device.kind != card.kind:

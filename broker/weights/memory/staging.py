@@ -16,7 +16,7 @@ from broker.errors import TransferFailed
 from broker.weights import fp8
 from broker.weights.digest import BucketDigest, combine, digest_bucket
 from broker.weights.memory.copying import copy_into
-from broker.weights.plan import Plan, Slot, TensorSpec, make_plan
+from broker.weights.plan import LayoutPlan, TensorSlot, TensorSpec, make_plan
 
 PIECE_BYTES: Final = 2 << 20  # that is copied, and digested, at a time: a tile of the digest
 LOOK_AGAIN_S: Final = 0.1  # waiters are notified when packing ends; this only bounds the cost of a missed notification
@@ -24,7 +24,7 @@ LOOK_AGAIN_S: Final = 0.1  # waiters are notified when packing ends; this only b
 Words: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
-def plan_of(tensors: Mapping[str, Tensor], bucket_mib: float, *, dtype: str | None = None) -> Plan:
+def plan_of(tensors: Mapping[str, Tensor], bucket_mib: float, *, dtype: str | None = None) -> LayoutPlan:
     """The plan of a model's named tensors. Tensors that share their memory count once, under the name that comes first.
 
     Args:
@@ -45,7 +45,7 @@ def plan_of(tensors: Mapping[str, Tensor], bucket_mib: float, *, dtype: str | No
     return make_plan(specs, bucket_mib)
 
 
-class Flat:
+class FlatBuffer:
     """One model's tensors in one buffer.
 
     Args:
@@ -56,7 +56,7 @@ class Flat:
         tensors: the planned tensors as views of the buffer, by name.
     """
 
-    def __init__(self, plan: Plan, device: str | torch.device = "cpu", buffer: Tensor | None = None) -> None:
+    def __init__(self, plan: LayoutPlan, device: str | torch.device = "cpu", buffer: Tensor | None = None) -> None:
         self.plan = plan
         self.buffer = torch.zeros(plan.size_bytes, dtype=torch.uint8, device=device) if buffer is None else buffer
         self.tensors = {
@@ -100,7 +100,7 @@ class Flat:
         _settle(gpu)
         reached(self.plan.size_bytes)
 
-    def _source(self, tensors: Mapping[str, Tensor], slot: Slot) -> Tensor:
+    def _source(self, tensors: Mapping[str, Tensor], slot: TensorSlot) -> Tensor:
         name, shape = slot.spec.name, slot.spec.shape
         source = tensors.get(name)
         if source is None:
@@ -109,7 +109,7 @@ class Flat:
             raise TransferFailed(f"weights: {name} has shape {list(source.shape)}, planned was {list(shape)}")
         return source
 
-    def _copy(self, slot: Slot, source: Tensor, size: int) -> Iterator[int]:
+    def _copy(self, slot: TensorSlot, source: Tensor, size: int) -> Iterator[int]:
         """Copy one tensor, in pieces of this size where it can be cut; yields how far it has come."""
         target = self.tensors[slot.spec.name]
         if slot.offset // size == (slot.stop - 1) // size or not source.is_contiguous():
@@ -135,14 +135,14 @@ def _settle(gpu: torch.device | None) -> None:
         torch.cuda.current_stream(gpu).synchronize()
 
 
-class Staged:
+class StagedVersion:
     """One side of the staging: a version that is being packed or lies there whole. It may be sent and digested as it is packed.
 
     Args:
         words: int64, shape (2,): what lies there, kept for who reads it from another process: version + 1 or 0, bytes packed.
     """
 
-    def __init__(self, flat: Flat, words: Words | None = None) -> None:
+    def __init__(self, flat: FlatBuffer, words: Words | None = None) -> None:
         self.flat, self.plan = flat, flat.plan
         self._words = words if words is not None else np.zeros(2, np.int64)
         self.version = -1  # what lies in it, -1 nothing
@@ -218,7 +218,7 @@ class Staged:
         return whole
 
 
-class Memory(Protocol):
+class StagingMemory(Protocol):
     """Where staging buffers may lie so that other processes see them."""
 
     def buffer(self, side: int, /) -> Tensor: ...
@@ -226,7 +226,7 @@ class Memory(Protocol):
     def words(self, side: int, /) -> Words: ...
 
 
-class Staging:
+class StagingBuffers:
     """Two buffers: the newest version stays on offer in one while the next is copied into the other.
 
     The one that is being sent is never written; if that is not the newest, the newest is overwritten, for nobody has it yet and
@@ -236,12 +236,12 @@ class Staging:
         memory: host memory that they lie in; None: their own, on ``device``.
     """
 
-    def __init__(self, plan: Plan, device: str | torch.device = "cpu", memory: Memory | None = None) -> None:
+    def __init__(self, plan: LayoutPlan, device: str | torch.device = "cpu", memory: StagingMemory | None = None) -> None:
         self._memory = memory  # open for as long as its buffers are in use
         if memory is None:
-            self._sides = tuple(Staged(Flat(plan, device)) for _ in range(2))
+            self._sides = tuple(StagedVersion(FlatBuffer(plan, device)) for _ in range(2))
         else:
-            self._sides = tuple(Staged(Flat(plan, buffer=memory.buffer(side)), memory.words(side)) for side in range(2))
+            self._sides = tuple(StagedVersion(FlatBuffer(plan, buffer=memory.buffer(side)), memory.words(side)) for side in range(2))
         self._choose = threading.Lock()
         self.plan = plan
 
@@ -269,7 +269,7 @@ class Staging:
         side = self._find(version)
         return side.take_digest(version) if side is not None else None
 
-    def copy_out(self, version: int, into: Flat) -> bool:
+    def copy_out(self, version: int, into: FlatBuffer) -> bool:
         """Copy a complete version into another buffer of its plan; return False if it was overwritten."""
         side = self._find(version)
         if side is None:
@@ -282,7 +282,7 @@ class Staging:
         return True
 
     @contextmanager
-    def sending(self, version: int) -> Iterator[Staged]:
+    def sending(self, version: int) -> Iterator[StagedVersion]:
         """Keep a version unchanged while it is sent; one at a time.
 
         Raises:
@@ -298,5 +298,5 @@ class Staging:
         finally:
             side.sending = False
 
-    def _find(self, version: int) -> Staged | None:
+    def _find(self, version: int) -> StagedVersion | None:
         return next((side for side in self._sides if side.version == version), None)

@@ -17,36 +17,36 @@ OLD: Final = "no newer than what is served"
 
 
 @dataclass(frozen=True)
-class Adopt:
+class AdoptVersion:
     """The bytes are here already: take the offer's version without a transfer."""
 
     offer: wire.WeightsOffer
 
 
 @dataclass(frozen=True)
-class Join:
+class JoinTransfer:
     """Ask the learner for the offered version."""
 
     offer: wire.WeightsOffer
 
 
 @dataclass(frozen=True)
-class Look:
+class CheckSnapshot:
     """See whether there is a snapshot of use."""
 
 
 @dataclass(frozen=True)
-class Wait:
+class WaitForOffer:
     """Nothing to do before ``until`` (monotonic seconds, None: before the next offer)."""
 
     until: float | None
 
 
-Action = Adopt | Join | Look | Wait
+Action = AdoptVersion | JoinTransfer | CheckSnapshot | WaitForOffer
 Snapshots = Literal["none", "fallback", "only"]
 
 
-class Acceptance:
+class OfferAcceptance:
     """The receiver's state.
 
     Args:
@@ -87,15 +87,15 @@ class Acceptance:
         wanted = offer is not None and offer.plan in self.plans and (offer.epoch, offer.version) > self.served
         if wanted and offer is not None and now >= self._not_before:
             if offer.digest == self.digest:
-                return Adopt(offer)
+                return AdoptVersion(offer)
             if self._snapshots != "only":
-                return Join(offer)
+                return JoinTransfer(offer)
         if self._look_at is None:
             self._look_at = now + FIRST_LOOK_S  # what the learner offers comes first
         retry_at = self._not_before if wanted and now < self._not_before else None
         if not self._looks:
-            return Wait(retry_at)
-        return Look() if now >= self._look_at else Wait(min(self._look_at, retry_at or self._look_at))
+            return WaitForOffer(retry_at)
+        return CheckSnapshot() if now >= self._look_at else WaitForOffer(min(self._look_at, retry_at or self._look_at))
 
     @property
     def _looks(self) -> bool:

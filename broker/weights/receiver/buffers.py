@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from broker.weights.memory.staging import Flat
-from broker.weights.plan import Plan
+from broker.weights.memory.staging import FlatBuffer
+from broker.weights.plan import LayoutPlan
 
 
 @dataclass(frozen=True)
-class Arrival:
+class IncomingVersion:
     """One version on its way in.
 
     Attributes:
@@ -21,12 +21,12 @@ class Arrival:
         held: digest of what lies in ``base``, empty when unknown.
     """
 
-    flat: Flat
-    base: Flat
+    flat: FlatBuffer
+    base: FlatBuffer
     held: str
 
 
-class Buffers:
+class ReceiveBuffers:
     """One buffer, or with an engine that keeps what it is given, two that take turns.
 
     Args:
@@ -35,23 +35,23 @@ class Buffers:
 
     def __init__(self, *, kept: bool) -> None:
         self._kept = kept
-        self._flat: Flat | None = None  # the newest that is whole
+        self._flat: FlatBuffer | None = None  # the newest that is whole
         self._held = ""  # its digest, empty when unknown
         self._in_use = False  # the engine computes from it
-        self._spare: Flat | None = None
+        self._spare: FlatBuffer | None = None
 
-    def hold(self, plan: Plan, tensors: Mapping[str, torch.Tensor], device: torch.device) -> str:
+    def hold(self, plan: LayoutPlan, tensors: Mapping[str, torch.Tensor], device: torch.device) -> str:
         """Take a copy of what the engine starts with; its digest."""
-        self._flat, self._in_use = Flat(plan, device), False
+        self._flat, self._in_use = FlatBuffer(plan, device), False
         self._flat.fill(tensors)
         self._held = self._flat.digest()
         return self._held
 
-    def whole(self) -> Flat | None:
+    def whole(self) -> FlatBuffer | None:
         """The newest that is whole, None when there is none."""
         return self._flat
 
-    def take(self, plan: Plan, device: torch.device) -> Arrival:
+    def take(self, plan: LayoutPlan, device: torch.device) -> IncomingVersion:
         """For the next version. A transfer that fails may go on writing into it, so only what has arrived is used again.
 
         Args:
@@ -61,16 +61,16 @@ class Buffers:
         if self._flat is not None and (self._flat.plan != plan or self._flat.buffer.device.type != device.type):
             self._forget()
         if self._flat is None:
-            fresh = Flat(plan, device)
-            return Arrival(fresh, fresh, "")
+            fresh = FlatBuffer(plan, device)
+            return IncomingVersion(fresh, fresh, "")
         base, held = self._flat, self._held
         if self._in_use:
-            target, self._spare = self._spare or Flat(plan, device), None
-            return Arrival(target, base, held)
+            target, self._spare = self._spare or FlatBuffer(plan, device), None
+            return IncomingVersion(target, base, held)
         self._flat, self._held = None, ""
-        return Arrival(base, base, held)
+        return IncomingVersion(base, base, held)
 
-    def arrived(self, arrival: Arrival, digest: str) -> None:
+    def arrived(self, arrival: IncomingVersion, digest: str) -> None:
         """It is whole; the engine loads it next."""
         self._spare = self._flat if self._in_use else None
         self._flat, self._held, self._in_use = arrival.flat, digest, self._kept

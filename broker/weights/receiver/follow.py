@@ -9,26 +9,26 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from broker.contract import wire
 from broker.errors import TransferFailed, WireError
-from broker.weights.bucket_payload import Incoming
+from broker.weights.bucket_payload import IncomingBuckets
 from broker.weights.digest import combine, digest_bucket
-from broker.weights.group import PEEK_EVERY_S, Communicator, PeerLost, Watch, reachable
-from broker.weights.memory.shared import Window
-from broker.weights.receiver.buffers import Arrival
+from broker.weights.group import PEEK_EVERY_S, PeerLost, WaitMonitor, WeightGroup, reachable
+from broker.weights.memory.shared import SegmentReader
+from broker.weights.receiver.buffers import IncomingVersion
 from broker.weights.sender.membership import parse_session
-from broker.weights.sender.transfer import CHANGES, PEER, SAY_EVERY_S, Received, Settings, meet
-from broker.weights.store_messages import Lines
+from broker.weights.sender.transfer import CHANGES, PEER, SAY_EVERY_S, ReceivedVersion, TransferSettings, meet
+from broker.weights.store_messages import StoreMessages
 
 
 def follow(
     store: Store,
     session: wire.WeightsSession,
     digest: str,
-    arrival: Arrival,
-    communicator: Communicator | None,
-    settings: Settings,
-    watch: Watch,
-    window: Window | None = None,
-) -> Received:
+    arrival: IncomingVersion,
+    communicator: WeightGroup | None,
+    settings: TransferSettings,
+    watch: WaitMonitor,
+    window: SegmentReader | None = None,
+) -> ReceivedVersion:
     """Fill ``arrival.flat`` with bytes that match the digest.
 
     Args:
@@ -39,7 +39,7 @@ def follow(
     Raises:
         TransferFailed: the communicator is closed, and something may still write into ``arrival.flat``: drop it.
     """
-    lines = Lines(store, session.session, watch)
+    lines = StoreMessages(store, session.session, watch)
     try:
         name, uses = parse_session(session.session)
     except WireError as error:
@@ -80,12 +80,12 @@ def follow(
             group.close()
         raise
     lines.say(f"done/{rank}")
-    return Received(group, received)
+    return ReceivedVersion(group, received)
 
 
-def _take(lines: Lines, group: Communicator, arrival: Arrival, watch: Watch) -> list[bytes]:
+def _take(lines: StoreMessages, group: WeightGroup, arrival: IncomingVersion, watch: WaitMonitor) -> list[bytes]:
     """By broadcast; the digest of each bucket."""
-    incoming = Incoming(arrival.flat, lines, whole=lines.heard("mode") != CHANGES, base=arrival.base)
+    incoming = IncomingBuckets(arrival.flat, lines, whole=lines.heard("mode") != CHANGES, base=arrival.base)
     digests: list[bytes] = [b""] * len(incoming)
 
     def take(index: int) -> None:
@@ -95,7 +95,9 @@ def _take(lines: Lines, group: Communicator, arrival: Arrival, watch: Watch) -> 
     return digests
 
 
-def _read(lines: Lines, session: wire.WeightsSession, window: Window, arrival: Arrival, watch: Watch) -> list[bytes]:
+def _read(
+    lines: StoreMessages, session: wire.WeightsSession, window: SegmentReader, arrival: IncomingVersion, watch: WaitMonitor
+) -> list[bytes]:
     """From the sender's memory; the digest of each bucket."""
     said_at = time.monotonic()
 
@@ -108,7 +110,7 @@ def _read(lines: Lines, session: wire.WeightsSession, window: Window, arrival: A
     return window.take(session.version, arrival.flat, watch, timeout_s=session.timeout_s, done=done, peek=lambda: _stopped(lines))
 
 
-def _wait_for_go(lines: Lines, timeout_s: float) -> None:
+def _wait_for_go(lines: StoreMessages, timeout_s: float) -> None:
     answer = lines.wait("go", timeout_s)
     if answer is None:
         raise PeerLost(f"the learner did not start within {timeout_s:g} s")
@@ -116,7 +118,7 @@ def _wait_for_go(lines: Lines, timeout_s: float) -> None:
         raise PeerLost(f"the learner called it off: {answer}")
 
 
-def _wait_for_digest(lines: Lines, timeout_s: float) -> str:
+def _wait_for_digest(lines: StoreMessages, timeout_s: float) -> str:
     deadline = time.monotonic() + timeout_s
     while not (digest := lines.wait("digest", PEEK_EVERY_S)):
         _stopped(lines)
@@ -125,7 +127,7 @@ def _wait_for_digest(lines: Lines, timeout_s: float) -> str:
     return digest
 
 
-def _stopped(lines: Lines) -> None:
+def _stopped(lines: StoreMessages) -> None:
     reason = lines.heard("stop")
     if reason is not None:
         raise PeerLost(f"the learner stopped it: {reason}")

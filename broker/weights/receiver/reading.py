@@ -10,11 +10,11 @@ from torch import Tensor
 
 from broker.errors import TransferFailed
 from broker.weights.digest import BucketDigest
-from broker.weights.group import POLL_S, Watch
+from broker.weights.group import POLL_S, WaitMonitor
 from broker.weights.memory.staging import Words
 
 
-class Reading:
+class MemoryRead:
     """One version on its way from the learner's memory into this process's.
 
     Args:
@@ -26,7 +26,7 @@ class Reading:
         self,
         words: Words,
         version: int,
-        watch: Watch,
+        watch: WaitMonitor,
         timeout_s: float,
         peek: Callable[[], None],
         copy: Callable[[Any, Any], None],

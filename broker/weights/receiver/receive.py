@@ -20,28 +20,28 @@ from broker.jetstream.bus import Bus
 from broker.system.reminders import Reminders
 from broker.weights import fp8
 from broker.weights.adapter import First
-from broker.weights.group import Communicator, Watch, connect_store
+from broker.weights.group import WaitMonitor, WeightGroup, connect_store
 from broker.weights.memory.cuda import device_of
-from broker.weights.memory.devices import Device
-from broker.weights.memory.shared import Neighbour, Window
+from broker.weights.memory.devices import SharedDevice
+from broker.weights.memory.shared import LocalLearner, SegmentReader
 from broker.weights.memory.staging import plan_of
-from broker.weights.receiver.acceptance import OLD, Acceptance, Adopt, Join, Look, Snapshots
-from broker.weights.receiver.buffers import Arrival
+from broker.weights.receiver.acceptance import OLD, AdoptVersion, CheckSnapshot, JoinTransfer, OfferAcceptance, Snapshots
+from broker.weights.receiver.buffers import IncomingVersion
 from broker.weights.receiver.follow import follow
-from broker.weights.receiver.weight_loader import Landing, Load
-from broker.weights.receiver.weight_requests import Questions
-from broker.weights.sender.transfer import Received, Settings
-from broker.weights.snapshots.snapshot import Manifest
-from broker.weights.snapshots.snapshot_poller import Lookout
-from broker.weights.snapshots.snapshot_source import Source
-from broker.weights.threads import Tasks, in_thread, patiently
+from broker.weights.receiver.weight_loader import Load, WeightLoader
+from broker.weights.receiver.weight_requests import WeightRequests
+from broker.weights.sender.transfer import ReceivedVersion, TransferSettings
+from broker.weights.snapshots.snapshot import SnapshotManifest
+from broker.weights.snapshots.snapshot_poller import SnapshotPoller
+from broker.weights.snapshots.snapshot_source import SnapshotSource
+from broker.weights.threads import ChannelTasks, in_thread, patiently
 
 log = logging.getLogger(__name__)
 
 MAX_LOST: Final = 3  # reads of the learner's memory that fail in a row before the learner is asked to send
 
 
-class Receiver:
+class WeightReceiver:
     """Keeps one engine's weights at the newest offer.
 
     Args:
@@ -71,31 +71,31 @@ class Receiver:
         bucket_mib: float = 32.0,
         dtype: str | None = None,
         device: str | torch.device | None = None,
-        settings: Settings | None = None,
+        settings: TransferSettings | None = None,
         kept: bool = False,
         first: First | None = None,
-        snapshots: Source | None = None,
+        snapshots: SnapshotSource | None = None,
         only_snapshots: bool = False,
-        memory: Device | None = None,
+        memory: SharedDevice | None = None,
     ) -> None:
         self.plan = plan_of(tensors, bucket_mib, dtype=dtype)
         self.refused = ""  # why the newest offer is not for this server, for example another model
         self.last_error = ""  # why the last attempt failed, empty after a success
         self._bus = bus
-        self._settings = settings or Settings()
-        self._questions = Questions(bus, server_id, self._settings.connect_timeout_s)
-        self._lookout = Lookout(snapshots, bus.run) if snapshots is not None else None
+        self._settings = settings or TransferSettings()
+        self._questions = WeightRequests(bus, server_id, self._settings.connect_timeout_s)
+        self._lookout = SnapshotPoller(snapshots, bus.run) if snapshots is not None else None
         looking: Snapshots = "none" if snapshots is None else "only" if only_snapshots else "fallback"
-        self._state = Acceptance(self.plan.digest, None, looking)
+        self._state = OfferAcceptance(self.plan.digest, None, looking)
         quantised = dtype == fp8.NAME
-        self._landing = Landing(
+        self._landing = WeightLoader(
             self._state, self.plan, tensors, load, bucket_mib=bucket_mib, device=device, kept=kept, first=first, quantised=quantised
         )
-        self._neighbour, self._lost = Neighbour(memory or device_of(self._landing.device)), 0
-        self._communicator: Communicator | None = None
-        self._watch, self._receiving_epoch = Watch(), 0
+        self._neighbour, self._lost = LocalLearner(memory or device_of(self._landing.device)), 0
+        self._communicator: WeightGroup | None = None
+        self._watch, self._receiving_epoch = WaitMonitor(), 0
         self._changed, self._served = asyncio.Event(), asyncio.Condition()
-        self._tasks: Tasks | None = None
+        self._tasks: ChannelTasks | None = None
         self._waiting = Reminders()  # for a learner that is away
         self._values = {"weights/version": -1.0, "weights/failures": 0.0}
 
@@ -107,7 +107,7 @@ class Receiver:
     async def start(self) -> None:
         """Take the digest of what the engine holds, then follow the offers."""
         await self._landing.begin()
-        self._tasks = Tasks()
+        self._tasks = ChannelTasks()
         self._tasks.spawn(self._follow_offers())
         self._tasks.spawn(self._pursue())
 
@@ -161,11 +161,11 @@ class Receiver:
     async def _pursue(self) -> None:
         while True:
             action = self._state.next(time.monotonic())
-            if isinstance(action, Join):
+            if isinstance(action, JoinTransfer):
                 await self._attempt(action.offer, self._receive)
-            elif isinstance(action, Adopt):
+            elif isinstance(action, AdoptVersion):
                 await self._attempt(action.offer, self._adopt)
-            elif isinstance(action, Look):
+            elif isinstance(action, CheckSnapshot):
                 await self._look()
             else:
                 try:
@@ -212,7 +212,7 @@ class Receiver:
             raise RequestFailed(answer.error or f"it sends version {answer.version}")
         arrival = self._landing.take(offer.backend, plan, on_device=answer.shared and window is not None and window.on_device)
         communicator, self._communicator = self._communicator, None
-        watch, self._receiving_epoch = Watch(), offer.epoch
+        watch, self._receiving_epoch = WaitMonitor(), offer.epoch
         self._watch = watch
         self._lost += answer.shared  # until it has arrived
         started = time.monotonic()
@@ -224,7 +224,7 @@ class Receiver:
         await self._landing.arrived(arrival, received.digest, offer, time.monotonic() - started)
         return received.digest
 
-    def _look_over(self, offer: wire.WeightsOffer) -> Window | None:
+    def _look_over(self, offer: wire.WeightsOffer) -> SegmentReader | None:
         """A window on the learner's memory; None where the bytes have to be sent."""
         if not offer.segment or self._lost >= MAX_LOST:
             return None
@@ -238,11 +238,11 @@ class Receiver:
         self,
         answer: wire.WeightsSession,
         offer: wire.WeightsOffer,
-        arrival: Arrival,
-        communicator: Communicator | None,
-        watch: Watch,
-        window: Window | None,
-    ) -> Received:
+        arrival: IncomingVersion,
+        communicator: WeightGroup | None,
+        watch: WaitMonitor,
+        window: SegmentReader | None,
+    ) -> ReceivedVersion:
         if arrival.flat.buffer.is_cuda:
             torch.cuda.set_device(arrival.flat.buffer.device)
         settings = replace(self._settings, backend=offer.backend, timeout_s=answer.timeout_s)
@@ -265,7 +265,7 @@ class Receiver:
             self.last_error = str(error)
         self._state.looked(time.monotonic())
 
-    async def _wants(self, manifest: Manifest, where: str) -> bool:
+    async def _wants(self, manifest: SnapshotManifest, where: str) -> bool:
         """Whether a snapshot is newer than what is served.
 
         Raises:
@@ -279,14 +279,14 @@ class Receiver:
             raise TransferFailed(f"snapshot {where}: {reason}{': ' if first else ''}{first}")
         return not reason
 
-    async def _read(self, lookout: Lookout, manifest: Manifest, offer: wire.WeightsOffer) -> str:
+    async def _read(self, lookout: SnapshotPoller, manifest: SnapshotManifest, offer: wire.WeightsOffer) -> str:
         """Read, check, load; the digest.
 
         Raises:
             TransferFailed: it cannot be read, or holds the wrong bytes.
         """
         newest = self._state.newest
-        self._watch, self._receiving_epoch = Watch(), max(offer.epoch, newest.epoch if newest is not None else 0)
+        self._watch, self._receiving_epoch = WaitMonitor(), max(offer.epoch, newest.epoch if newest is not None else 0)
         started = time.monotonic()
         arrival = self._landing.take("gloo", manifest.plan)  # in host memory
         await lookout.read(manifest, arrival, self._watch)

@@ -11,17 +11,17 @@ from torch import Tensor
 from broker.contract import wire
 from broker.errors import TransferFailed
 from broker.weights import fp8
-from broker.weights.adapter import First, Foundation
+from broker.weights.adapter import AdapterBase, First
 from broker.weights.group import first_line
-from broker.weights.plan import Plan
-from broker.weights.receiver.acceptance import Acceptance
-from broker.weights.receiver.buffers import Arrival, Buffers
+from broker.weights.plan import LayoutPlan
+from broker.weights.receiver.acceptance import OfferAcceptance
+from broker.weights.receiver.buffers import IncomingVersion, ReceiveBuffers
 from broker.weights.threads import in_thread
 
 Load = Callable[[Mapping[str, Tensor], wire.WeightsOffer], Awaitable[None]]
 
 
-class Landing:
+class WeightLoader:
     """What one engine's versions are brought in through; the arguments are those of ``receive.Receiver``.
 
     Attributes:
@@ -30,8 +30,8 @@ class Landing:
 
     def __init__(
         self,
-        state: Acceptance,
-        plan: Plan,
+        state: OfferAcceptance,
+        plan: LayoutPlan,
         tensors: Mapping[str, Tensor],
         load: Load,
         *,
@@ -45,8 +45,8 @@ class Landing:
         self._device = torch.device(device) if device is not None else next(iter(tensors.values())).device
         self._dtypes = {name: tensor.dtype for name, tensor in tensors.items()} if quantised else None
         self._as_sent = not quantised  # the engine computes from what its digest was taken of
-        self._foundation = Foundation(plan, bucket_mib, tensors, first)
-        self._buffers = Buffers(kept=kept and not quantised)  # of quantised ones an engine is given copies
+        self._foundation = AdapterBase(plan, bucket_mib, tensors, first)
+        self._buffers = ReceiveBuffers(kept=kept and not quantised)  # of quantised ones an engine is given copies
         self.values: dict[str, float] = {}
 
     async def begin(self) -> None:
@@ -55,7 +55,7 @@ class Landing:
             self._state.digest = await in_thread(lambda: self._buffers.hold(self._plan, self._tensors, self._device), "weights-digest")
         self._tensors = {}  # an engine that keeps what it is given lets go of them
 
-    def plan(self, adapter: wire.Adapter | None) -> Plan:
+    def plan(self, adapter: wire.Adapter | None) -> LayoutPlan:
         """Of what comes: the model, or an adapter's factors."""
         return self._foundation.plan(adapter)
 
@@ -73,7 +73,7 @@ class Landing:
         """Where versions arrive that come by way of a device."""
         return self._device
 
-    def take(self, backend: str, plan: Plan, *, on_device: bool = False) -> Arrival:
+    def take(self, backend: str, plan: LayoutPlan, *, on_device: bool = False) -> IncomingVersion:
         """Where the next version arrives.
 
         Args:
@@ -89,7 +89,7 @@ class Landing:
             )
         return self._buffers.take(plan, self._device if backend == "nccl" or on_device else torch.device("cpu"))
 
-    async def arrived(self, arrival: Arrival, digest: str, offer: wire.WeightsOffer, seconds: float) -> None:
+    async def arrived(self, arrival: IncomingVersion, digest: str, offer: wire.WeightsOffer, seconds: float) -> None:
         """It is whole: have the engine load it.
 
         Args:
@@ -120,7 +120,7 @@ class Landing:
 
     def _whole(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """What came, as the engine takes it."""
-        return tensors if self._dtypes is None else fp8.Dequantised(tensors, self._dtypes)
+        return tensors if self._dtypes is None else fp8.DequantizedModel(tensors, self._dtypes)
 
     async def _bring_in(self, tensors: Mapping[str, Tensor], offer: wire.WeightsOffer) -> None:
         """Have the engine load these, or with none of them serve what it holds as the offer's version."""

@@ -11,7 +11,7 @@ from broker.jetstream.bus import Bus
 from broker.jetstream.core_messages import request
 from broker.weights import plan as plans
 from broker.weights.group import connect_store
-from broker.weights.plan import Plan
+from broker.weights.plan import LayoutPlan
 from broker.weights.sender.send import PLAN_KEY
 from broker.weights.sender.weight_responses import JOIN_TIMEOUT_S
 from broker.weights.threads import in_thread
@@ -19,7 +19,7 @@ from broker.weights.threads import in_thread
 MORE_S: Final = 0.5  # than the sender waits, so that its last-moment answer still arrives
 
 
-class Questions:
+class WeightRequests:
     """Of one server.
 
     Args:
@@ -29,7 +29,7 @@ class Questions:
     def __init__(self, bus: Bus, server: str, connect_timeout_s: float) -> None:
         self._bus, self._server, self._connect_timeout_s = bus, server, connect_timeout_s
 
-    async def join(self, offer: wire.WeightsOffer, mine: Plan, *, shared: bool = False) -> wire.WeightsSession:
+    async def join(self, offer: wire.WeightsOffer, mine: LayoutPlan, *, shared: bool = False) -> wire.WeightsSession:
         """Ask for the offered version.
 
         Args:
@@ -41,7 +41,7 @@ class Questions:
         join = wire.WeightsJoin(server=self._server, epoch=offer.epoch, version=offer.version, plan=mine.digest, shared=shared)
         return await request(self._bus, WEIGHTSYNC, str(offer.epoch), join, timeout_s=JOIN_TIMEOUT_S + MORE_S, reply=wire.WeightsSession)
 
-    async def explain(self, offer: wire.WeightsOffer, mine: Plan) -> str:
+    async def explain(self, offer: wire.WeightsOffer, mine: LayoutPlan) -> str:
         """Why the offer is no use here, with the first difference where the learner can be asked."""
         said = f"epoch {offer.epoch} version {offer.version} is another model than the one here"
         try:

@@ -24,7 +24,7 @@ MAX_DIGITS: Final = 18  # of a number; more do not fit into 64 bits
 
 
 @dataclass(frozen=True)
-class Start:
+class StartTransfer:
     """Send ``version`` to ``members`` (in order of rank, from 1)."""
 
     session: str
@@ -41,7 +41,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Refuse:
+class RefuseJoin:
     """Answer a server's join with a reason."""
 
     server: str
@@ -49,13 +49,13 @@ class Refuse:
 
 
 @dataclass(frozen=True)
-class Cancel:
+class CancelTransfer:
     """Give up the running transfer."""
 
     reason: str
 
 
-Action = Start | Refuse | Cancel
+Action = StartTransfer | RefuseJoin | CancelTransfer
 
 
 @dataclass
@@ -75,7 +75,7 @@ class _Probation:
     until: float = 0.0  # when it may be served again
 
 
-class Membership:
+class TransferMembership:
     """The sender's state.
 
     Args:
@@ -107,18 +107,18 @@ class Membership:
         """A newer version is on offer from now on."""
         self.version = version
         self._received.clear()
-        refused: list[Action] = [Refuse(server, f"superseded by version {version}") for server in self._joins]
+        refused: list[Action] = [RefuseJoin(server, f"superseded by version {version}") for server in self._joins]
         self._joins.clear()
         return refused
 
     def joined(self, join: wire.WeightsJoin, now: float) -> list[Action]:
         """A server asks for a version; a repeated question replaces the earlier one."""
         if join.epoch != self.epoch:
-            return [Refuse(join.server, f"epoch {join.epoch} is over, this is epoch {self.epoch}")]
+            return [RefuseJoin(join.server, f"epoch {join.epoch} is over, this is epoch {self.epoch}")]
         if join.plan != self.plan:
-            return [Refuse(join.server, f"another model: bucket plan {join.plan} is not the offer's {self.plan}")]
+            return [RefuseJoin(join.server, f"another model: bucket plan {join.plan} is not the offer's {self.plan}")]
         if join.version != self.version:
-            return [Refuse(join.server, f"superseded by version {self.version}")]
+            return [RefuseJoin(join.server, f"superseded by version {self.version}")]
         if join.server in self._received:
             self._communicator = None  # it lost what it received, so maybe its end of the communicator too
         if self._running is not None and self._running.version == join.version and join.server in self._running.members:
@@ -139,13 +139,13 @@ class Membership:
         if self._running is not None:
             if self._running.alone and self._joins.keys() - self._probation.keys():
                 self._running.gives_way = True
-                return [Cancel("other servers wait")]
+                return [CancelTransfer("other servers wait")]
             if alive is None:
                 return []
             self._running.seen.update(alive)
             gone = [server for server in self._running.members if server in self._running.seen and server not in alive]
             self._running.gone.update(gone)
-            return [Cancel(f"{', '.join(gone)} went away")] if gone else []
+            return [CancelTransfer(f"{', '.join(gone)} went away")] if gone else []
         for server in [server for server, since in self._joins.items() if now - since > self._join_ttl_s]:
             del self._joins[server]
         trusted = self._joins.keys() - self._probation.keys()
@@ -157,7 +157,7 @@ class Membership:
             return []
         return [self._start(trusted, alive or ())]
 
-    def _start(self, servers: Collection[str], alive: Collection[str], *, alone: bool = False) -> Start:
+    def _start(self, servers: Collection[str], alive: Collection[str], *, alone: bool = False) -> StartTransfer:
         sent, shared = (tuple(sorted(server for server in servers if (server in self._shared) == near)) for near in (False, True))
         members = sent + shared
         for server in members:
@@ -166,7 +166,7 @@ class Membership:
         if alone:
             self._serial += 1
             session = session_name(self.epoch, self._serial, 0)
-            return Start(session, self.version, members, fresh=bool(sent), num_shared=len(shared), alone=True)
+            return StartTransfer(session, self.version, members, fresh=bool(sent), num_shared=len(shared), alone=True)
         if sent and self._communicator is not None and self._communicator[1] == sent:
             serial, _, uses = self._communicator
         else:
@@ -174,7 +174,9 @@ class Membership:
             serial, uses = self._serial, 0
         if sent:  # else the one that there may be waits for its members
             self._communicator = (serial, sent, uses + 1)
-        return Start(session_name(self.epoch, serial, uses), self.version, members, fresh=bool(sent) and uses == 0, num_shared=len(shared))
+        return StartTransfer(
+            session_name(self.epoch, serial, uses), self.version, members, fresh=bool(sent) and uses == 0, num_shared=len(shared)
+        )
 
     def ended(self, now: float, failed: Collection[str] | None, *, ours: bool = False) -> None:
         """The running transfer is over.

@@ -14,7 +14,7 @@ from broker.jetstream.bus import Bus
 log = logging.getLogger(__name__)
 
 
-class Offers:
+class OfferStore:
     """Stores the offers of one epoch, each replacing the one before.
 
     Args:

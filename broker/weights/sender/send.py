@@ -27,20 +27,20 @@ from broker.errors import Fenced, TransferFailed
 from broker.jetstream.bus import Bus
 from broker.jetstream.core_messages import respond
 from broker.nats.nats_errors import Disconnected
-from broker.nats.subscription import Subscribed
+from broker.nats.subscription import LinkSubscription
 from broker.runtime.presence import Roster
-from broker.weights.bucket_payload import Base
-from broker.weights.group import Communicator, Watch, serve_store
-from broker.weights.memory.devices import Device
+from broker.weights.bucket_payload import ReferenceBytes
+from broker.weights.group import WaitMonitor, WeightGroup, serve_store
+from broker.weights.memory.devices import SharedDevice
 from broker.weights.memory.shared import segment_of
-from broker.weights.memory.staging import Staging
-from broker.weights.plan import Plan
-from broker.weights.sender.membership import Action, Cancel, Membership, Refuse, Start
-from broker.weights.sender.offers import Offers
-from broker.weights.sender.transfer import Sent, SessionFailed, Settings, call_off, lead
-from broker.weights.sender.weight_responses import JOIN_TIMEOUT_S, Replies
-from broker.weights.snapshots.publish import Publisher
-from broker.weights.threads import Tasks, in_thread
+from broker.weights.memory.staging import StagingBuffers
+from broker.weights.plan import LayoutPlan
+from broker.weights.sender.membership import Action, CancelTransfer, RefuseJoin, StartTransfer, TransferMembership
+from broker.weights.sender.offers import OfferStore
+from broker.weights.sender.transfer import SentVersion, SessionFailed, TransferSettings, call_off, lead
+from broker.weights.sender.weight_responses import JOIN_TIMEOUT_S, WeightResponses
+from broker.weights.snapshots.publish import SnapshotPublisher
+from broker.weights.threads import ChannelTasks, in_thread
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ TICK_S: Final = 0.05
 IDLE_TICK_S: Final = 1.0
 
 
-class Sender:
+class WeightSender:
     """Offers versions and sends them to the servers that join.
 
     Args:
@@ -68,40 +68,40 @@ class Sender:
     def __init__(
         self,
         bus: Bus,
-        plan: Plan,
+        plan: LayoutPlan,
         *,
         epoch: int,
-        settings: Settings | None = None,
+        settings: TransferSettings | None = None,
         roster: Roster | None = None,
         device: str | torch.device = "cpu",
         gather_s: float = 0.5,
         policy: str = wire.ACTOR,
         delta_full_every: int | None = None,
         adapter: wire.Adapter | None = None,
-        memory: Device | None = None,
+        memory: SharedDevice | None = None,
     ) -> None:
         self.plan, self.epoch, self._adapter = plan, epoch, adapter
         self._has_sent = False  # to anybody
         self.fenced = False  # a newer learner offers weights; nothing is offered here any more
-        self.publisher: Publisher | None = None  # writes snapshots of what is offered; its owner closes it
+        self.publisher: SnapshotPublisher | None = None  # writes snapshots of what is offered; its owner closes it
         self._bus, self._roster, self._policy = bus, roster, policy
-        self._offers = Offers(bus, epoch)
-        self._settings = settings or Settings()
+        self._offers = OfferStore(bus, epoch)
+        self._settings = settings or TransferSettings()
         self._device = torch.device(device if self._settings.backend == "nccl" else "cpu")
         self._segment = segment_of(plan, memory) if self._settings.shared and self._device.type == "cpu" else None
-        self._staging = Staging(plan, self._device, self._segment)
+        self._staging = StagingBuffers(plan, self._device, self._segment)
         self._device = self._segment.device if self._segment is not None else self._device
-        self._base = Base(plan, delta_full_every, self._device) if delta_full_every is not None else None
-        self._membership = Membership(epoch, plan.digest, gather_s=gather_s, join_ttl_s=JOIN_TIMEOUT_S)
-        self._replies = Replies(self._settings)
-        self._communicator: Communicator | None = None
-        self._watch = Watch()
+        self._base = ReferenceBytes(plan, delta_full_every, self._device) if delta_full_every is not None else None
+        self._membership = TransferMembership(epoch, plan.digest, gather_s=gather_s, join_ttl_s=JOIN_TIMEOUT_S)
+        self._replies = WeightResponses(self._settings)
+        self._communicator: WeightGroup | None = None
+        self._watch = WaitMonitor()
         self._written: tuple[int, wire.Probe] | None = None
         self._written_lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._new_version, self._poke = asyncio.Event(), asyncio.Event()
-        self._tasks: Tasks | None = None
-        self._subscribed: Subscribed | None = None
+        self._tasks: ChannelTasks | None = None
+        self._subscribed: LinkSubscription | None = None
         self._values = {"weights/version": -1.0, "weights/failures": 0.0, "weights/communicators": 0.0, "weights/deltas": 0.0}
 
     async def start(self) -> None:
@@ -115,7 +115,7 @@ class Sender:
         self._store, self._replies.port = serve_store(self._settings.host)
         self._store.set(PLAN_KEY, self.plan.text)
         self._subscribed = await respond(self._bus, WEIGHTSYNC, str(self.epoch), self._on_join)
-        self._tasks = Tasks()
+        self._tasks = ChannelTasks()
         self._tasks.spawn(self._publish_versions())
         self._tasks.spawn(self._decide())
 
@@ -245,23 +245,23 @@ class Sender:
 
     def _perform(self, actions: list[Action]) -> None:
         for action in actions:
-            if isinstance(action, Refuse):
+            if isinstance(action, RefuseJoin):
                 self._replies.refuse(action.server, action.reason, max(self._membership.version, 0))
-            elif isinstance(action, Cancel):
+            elif isinstance(action, CancelTransfer):
                 self._watch.cancel(action.reason)
             else:
                 self._begin(action)
 
-    def _begin(self, start: Start) -> None:
+    def _begin(self, start: StartTransfer) -> None:
         if start.fresh and not start.alone and self._communicator is not None:
             self._communicator.close()
             self._communicator = None
-        self._watch = Watch()
+        self._watch = WaitMonitor()
         self._replies.begin(start)
         assert self._tasks is not None, "start the sender first"
         self._tasks.spawn(self._transfer(start))
 
-    async def _transfer(self, start: Start) -> None:
+    async def _transfer(self, start: StartTransfer) -> None:
         failed: set[str] | None = None
         ours = False
         communicator, watch = None, self._watch
@@ -287,7 +287,7 @@ class Sender:
         self._membership.ended(time.monotonic(), failed, ours=ours)
         self._poke.set()
 
-    def _send(self, start: Start, communicator: Communicator | None, watch: Watch) -> Sent:
+    def _send(self, start: StartTransfer, communicator: WeightGroup | None, watch: WaitMonitor) -> SentVersion:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         try:

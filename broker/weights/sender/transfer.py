@@ -27,11 +27,11 @@ from typing import Final
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from broker.errors import TransferFailed
-from broker.weights.bucket_payload import WHOLE, Base, Outgoing
-from broker.weights.group import Backend, Communicator, PeerLost, Watch
-from broker.weights.memory.staging import Staged
-from broker.weights.sender.membership import Start, parse_session
-from broker.weights.store_messages import STORE_POLL_S, Lines
+from broker.weights.bucket_payload import WHOLE, OutgoingBuckets, ReferenceBytes
+from broker.weights.group import Backend, PeerLost, WaitMonitor, WeightGroup
+from broker.weights.memory.staging import StagedVersion
+from broker.weights.sender.membership import StartTransfer, parse_session
+from broker.weights.store_messages import STORE_POLL_S, StoreMessages
 
 CHANGES: Final = "changes"
 PEER: Final = "peer: "
@@ -40,7 +40,7 @@ SAY_EVERY_S: Final = 1.0  # how far it has come, by a receiver that reads
 
 
 @dataclass(frozen=True)
-class Settings:
+class TransferSettings:
     """How long to wait, where to listen, and what carries the bytes.
 
     Attributes:
@@ -68,7 +68,7 @@ class SessionFailed(TransferFailed):
 
 
 @dataclass(frozen=True)
-class Sent:
+class SentVersion:
     """A transfer that all members have confirmed.
 
     Attributes:
@@ -78,29 +78,29 @@ class Sent:
         whole: everything, not only what has changed.
     """
 
-    communicator: Communicator | None
+    communicator: WeightGroup | None
     seconds: float
     size_bytes: int
     whole: bool
 
 
 @dataclass(frozen=True)
-class Received:
+class ReceivedVersion:
     """A version that has arrived; its communicator, if there was one, can be reused."""
 
-    communicator: Communicator | None
+    communicator: WeightGroup | None
     digest: str
 
 
 def lead(
     store: Store,
-    start: Start,
-    staged: Staged,
-    communicator: Communicator | None,
-    settings: Settings,
-    watch: Watch,
-    base: Base | None = None,
-) -> Sent:
+    start: StartTransfer,
+    staged: StagedVersion,
+    communicator: WeightGroup | None,
+    settings: TransferSettings,
+    watch: WaitMonitor,
+    base: ReferenceBytes | None = None,
+) -> SentVersion:
     """The sender's side. The version may still be being packed and digested by others.
 
     Args:
@@ -109,7 +109,7 @@ def lead(
     Raises:
         SessionFailed: with those to blame; the communicator, old or new, is closed.
     """
-    lines = Lines(store, start.session, watch)
+    lines = StoreMessages(store, start.session, watch)
     group, num_sent = communicator, start.num_sent
     base = base if num_sent else None  # it follows what the communicator carries
     try:
@@ -123,7 +123,7 @@ def lead(
         if num_sent:
             if group is None:
                 group = meet(store, start.session, 0, num_sent + 1, settings)
-            outgoing = Outgoing(staged, base, lines, whole=whole)
+            outgoing = OutgoingBuckets(staged, base, lines, whole=whole)
             group.broadcast(outgoing, watch, done=outgoing.sent, peek=lambda: _blame(lines, start))
             size_bytes = outgoing.size_bytes
         digest = _own_digest(staged, watch, settings.timeout_s)
@@ -142,10 +142,10 @@ def lead(
         servers = _to_blame(lines, start) if isinstance(error, PeerLost) else {}
         raise SessionFailed(str(error), servers, ours=not isinstance(error, PeerLost)) from None
     lines.forget(len(start.members), 0 if whole else len(staged))
-    return Sent(group, seconds, size_bytes, whole)
+    return SentVersion(group, seconds, size_bytes, whole)
 
 
-def _own_digest(staged: Staged, watch: Watch, timeout_s: float) -> str:
+def _own_digest(staged: StagedVersion, watch: WaitMonitor, timeout_s: float) -> str:
     """Return the digest of the bytes; it is computed while they are packed, so it is ready soon after.
 
     Raises:
@@ -165,17 +165,17 @@ def _own_digest(staged: Staged, watch: Watch, timeout_s: float) -> str:
     return digest
 
 
-def call_off(store: Store, start: Start, communicator: Communicator | None, reason: str) -> SessionFailed:
+def call_off(store: Store, start: StartTransfer, communicator: WeightGroup | None, reason: str) -> SessionFailed:
     """Tell the members that it will not happen; the communicator is closed, for its members leave it too."""
-    Lines(store, start.session, Watch()).say("go", reason)
+    StoreMessages(store, start.session, WaitMonitor()).say("go", reason)
     if communicator is not None:
         communicator.close()
     return SessionFailed(reason, {}, ours=True)
 
 
-def meet(store: Store, session: str, rank: int, size: int, settings: Settings) -> Communicator:
+def meet(store: Store, session: str, rank: int, size: int, settings: TransferSettings) -> WeightGroup:
     """Create the communicator of a session; rank 0 sends."""
-    return Communicator(
+    return WeightGroup(
         store,
         parse_session(session)[0],
         rank,
@@ -187,7 +187,7 @@ def meet(store: Store, session: str, rank: int, size: int, settings: Settings) -
     )
 
 
-def _collect(lines: Lines, word: str, start: Start, timeout_s: float) -> None:
+def _collect(lines: StoreMessages, word: str, start: StartTransfer, timeout_s: float) -> None:
     """Wait until every member has said the word, as long as those who read say that they come on."""
     deadline = time.monotonic() + timeout_s
     wrong: dict[str, str] = {}
@@ -215,7 +215,7 @@ def _fail(wrong: dict[str, str]) -> None:
         raise PeerLost(text)
 
 
-def _to_blame(lines: Lines, start: Start) -> dict[str, str]:
+def _to_blame(lines: StoreMessages, start: StartTransfer) -> dict[str, str]:
     """The members to blame for a lost peer, once all had time for a last word; empty if that does not tell."""
     until = time.monotonic() + LAST_WORD_S
     while len(said := _said(lines, start)) < len(start.members) and time.monotonic() < until:
@@ -226,12 +226,12 @@ def _to_blame(lines: Lines, start: Start) -> dict[str, str]:
     return {server: "it says nothing" for server in silent} if len(silent) < len(start.members) else {}
 
 
-def _said(lines: Lines, start: Start, first: int | None = None) -> dict[str, str]:
+def _said(lines: StoreMessages, start: StartTransfer, first: int | None = None) -> dict[str, str]:
     """Return which of the ``first`` members reported a failure."""
     answers = {server: lines.heard(f"done/{rank}") for rank, server in enumerate(start.members[:first], 1)}
     return {server: answer for server, answer in answers.items() if answer}
 
 
-def _blame(lines: Lines, start: Start) -> None:
+def _blame(lines: StoreMessages, start: StartTransfer) -> None:
     """End a broadcast that lacks a member; one that reads by itself costs it nothing."""
     _fail(_said(lines, start, start.num_sent))

@@ -6,22 +6,22 @@ import asyncio
 from typing import Final, TypeAlias
 
 from broker.contract import wire
-from broker.weights.sender.membership import Start
-from broker.weights.sender.transfer import Settings
+from broker.weights.sender.membership import StartTransfer
+from broker.weights.sender.transfer import TransferSettings
 
 JOIN_TIMEOUT_S: Final = 5.0  # a server waits this long for the answer to its join, then asks again
 
 Reply: TypeAlias = "asyncio.Future[wire.WeightsSession]"
 
 
-class Replies:
+class WeightResponses:
     """The questions that are open, one for each server.
 
     Attributes:
         port: of the rendezvous store.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: TransferSettings) -> None:
         self._settings, self.port = settings, 0
         self._open: dict[str, Reply] = {}
 
@@ -42,7 +42,7 @@ class Replies:
             if self._open.get(server) is reply:
                 del self._open[server]
 
-    def begin(self, start: Start) -> None:
+    def begin(self, start: StartTransfer) -> None:
         """All members of a transfer are told where to meet."""
         world_size = start.num_sent + 1
         for rank, server in enumerate(start.members, 1):

@@ -9,19 +9,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from broker.contract import wire
-from broker.weights.memory.staging import Flat
+from broker.weights.memory.staging import FlatBuffer
 from broker.weights.snapshots import snapshot
 from broker.weights.threads import in_thread, spawn
 
 if TYPE_CHECKING:
-    from broker.weights.memory.staging import Staging
+    from broker.weights.memory.staging import StagingBuffers
 
 log = logging.getLogger(__name__)
 
 CLOSE_S: Final = 60.0  # for the last one
 
 
-class Publisher:
+class SnapshotPublisher:
     """Copies a version out of staging, at memory speed, and writes the copy. It takes as much memory as the model.
 
     Args:
@@ -31,14 +31,14 @@ class Publisher:
 
     def __init__(self, folder: Path, run: str, every: int) -> None:
         self._folder, self._run, self._every = folder, run, every
-        self._copy: Flat | None = None
+        self._copy: FlatBuffer | None = None
         self._owed = True  # the next version is written whatever its number
         self._task: asyncio.Task[None] | None = None
-        self._last: tuple[Staging, wire.WeightsOffer] | None = None  # offered
+        self._last: tuple[StagingBuffers, wire.WeightsOffer] | None = None  # offered
         self._written = -1
         self._values: dict[str, float] = {}
 
-    def offered(self, staging: Staging, offer: wire.WeightsOffer) -> None:
+    def offered(self, staging: StagingBuffers, offer: wire.WeightsOffer) -> None:
         """A version is on offer, its digest known; returns at once."""
         self._last = (staging, offer)
         if (self._owed or offer.version % self._every == 0) and (self._task is None or self._task.done()):
@@ -56,9 +56,9 @@ class Publisher:
         if self._last is not None and self._last[1].version != self._written:
             await asyncio.wait({asyncio.ensure_future(self._write(*self._last))}, timeout=CLOSE_S)
 
-    async def _write(self, staging: Staging, offer: wire.WeightsOffer) -> None:
+    async def _write(self, staging: StagingBuffers, offer: wire.WeightsOffer) -> None:
         plan, started = staging.plan, time.monotonic()
-        into = self._copy = self._copy or Flat(plan)
+        into = self._copy = self._copy or FlatBuffer(plan)
         try:
             if not await in_thread(lambda: staging.copy_out(offer.version, into), "weights-snapshot"):
                 self._owed = True  # a newer one has replaced it

@@ -24,7 +24,7 @@ from torch import Tensor
 from broker.contract import codec, wire
 from broker.errors import WireError
 from broker.weights import plan as plans
-from broker.weights.plan import Plan
+from broker.weights.plan import LayoutPlan
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ MAX_MANIFEST_BYTES: Final = 64 << 20  # a plan takes some 100 bytes for each ten
 
 
 @dataclass(frozen=True)
-class Manifest:
+class SnapshotManifest:
     """What ``newest.json`` says.
 
     Attributes:
@@ -47,11 +47,11 @@ class Manifest:
 
     run: str
     offer: wire.WeightsOffer
-    plan: Plan
+    plan: LayoutPlan
     file: str
 
 
-def encode(run: str, offer: wire.WeightsOffer, plan: Plan) -> bytes:
+def encode(run: str, offer: wire.WeightsOffer, plan: LayoutPlan) -> bytes:
     """A manifest as JSON, with a checksum of its own."""
     body = {
         "format": FORMAT,
@@ -66,7 +66,7 @@ def encode(run: str, offer: wire.WeightsOffer, plan: Plan) -> bytes:
     return json.dumps({**body, "checksum": _checksum(body)}).encode()
 
 
-def decode(data: bytes) -> Manifest:
+def decode(data: bytes) -> SnapshotManifest:
     """A manifest that another process wrote.
 
     Raises:
@@ -80,7 +80,7 @@ def decode(data: bytes) -> Manifest:
         if checksum != _checksum(body):
             raise WireError("damaged: its checksum is another")
         offer = codec.decode(base64.b64decode(body["offer"], validate=True), wire.WeightsOffer)
-        manifest = Manifest(str(body["run"]), offer, plans.from_text(body["plan"]), str(body["file"]))
+        manifest = SnapshotManifest(str(body["run"]), offer, plans.from_text(body["plan"]), str(body["file"]))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise WireError(f"it cannot be read: {' '.join(str(error).split())[:200]}") from None
     if manifest.plan.digest != offer.plan or not offer.digest or NAME.fullmatch(manifest.file) is None:
@@ -93,7 +93,7 @@ def file_name(offer: wire.WeightsOffer) -> str:
     return f"{offer.epoch}-{offer.version:06d}.weights"
 
 
-def write(folder: Path, run: str, offer: wire.WeightsOffer, plan: Plan, buffer: Tensor) -> bool:
+def write(folder: Path, run: str, offer: wire.WeightsOffer, plan: LayoutPlan, buffer: Tensor) -> bool:
     """Make a version the newest of a folder, atomically: a crash leaves the old or the new one whole.
 
     A newer learner's stays: False then.

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from broker.errors import TransferFailed
-from broker.weights.group import Watch
-from broker.weights.receiver.buffers import Arrival
-from broker.weights.snapshots.snapshot import Manifest
-from broker.weights.snapshots.snapshot_source import Source
+from broker.weights.group import WaitMonitor
+from broker.weights.receiver.buffers import IncomingVersion
+from broker.weights.snapshots.snapshot import SnapshotManifest
+from broker.weights.snapshots.snapshot_source import SnapshotSource
 from broker.weights.threads import in_thread, patiently
 
 
-class Lookout:
+class SnapshotPoller:
     """One source, looked at by a server of one run."""
 
-    def __init__(self, source: Source, run: str) -> None:
+    def __init__(self, source: SnapshotSource, run: str) -> None:
         self._source, self._run = source, run
         self.where = source.where
 
-    async def newest(self) -> Manifest | None:
+    async def newest(self) -> SnapshotManifest | None:
         """What is there.
 
         Raises:
@@ -28,7 +28,7 @@ class Lookout:
             raise TransferFailed(f"snapshot {self.where}: it is of run {manifest.run}, this is run {self._run}")
         return manifest
 
-    async def read(self, manifest: Manifest, arrival: Arrival, watch: Watch) -> None:
+    async def read(self, manifest: SnapshotManifest, arrival: IncomingVersion, watch: WaitMonitor) -> None:
         """Bring its bytes into host memory, right by their digest.
 
         Raises:

@@ -12,9 +12,9 @@ from urllib.parse import urlsplit
 
 from broker.errors import TransferFailed, UserError, WireError
 from broker.weights.digest import BucketDigest, combine
-from broker.weights.group import Watch
-from broker.weights.memory.staging import Flat
-from broker.weights.snapshots.snapshot import MAX_MANIFEST_BYTES, NEWEST, Manifest, decode
+from broker.weights.group import WaitMonitor
+from broker.weights.memory.staging import FlatBuffer
+from broker.weights.snapshots.snapshot import MAX_MANIFEST_BYTES, NEWEST, SnapshotManifest, decode
 
 CHUNK_BYTES: Final = 4 << 20
 
@@ -25,7 +25,7 @@ class _Reader(Protocol):
     def readinto(self, buffer: Any, /) -> int: ...
 
 
-class Source:
+class SnapshotSource:
     """One place with snapshots of one run.
 
     Args:
@@ -48,7 +48,7 @@ class Source:
             if not known or self._url.query or self._url.username:
                 raise UserError(f"snapshot {where!r} is not allowed; a folder, or http://host:port/path without user and query")
 
-    def newest(self) -> Manifest | None:
+    def newest(self) -> SnapshotManifest | None:
         """What is there, None when nothing is.
 
         Raises:
@@ -64,7 +64,7 @@ class Source:
         except WireError as error:
             raise TransferFailed(f"snapshot {self._name(NEWEST)}: {error}") from None
 
-    def fill(self, manifest: Manifest, flat: Flat, watch: Watch) -> None:
+    def fill(self, manifest: SnapshotManifest, flat: FlatBuffer, watch: WaitMonitor) -> None:
         """Bring a snapshot's bytes into a buffer of its plan, in host memory.
 
         Raises:
@@ -82,7 +82,7 @@ class Source:
         if (found := combine(digests)) != manifest.offer.digest:
             raise TransferFailed(f"snapshot {name}: digest {found}, its offer says {manifest.offer.digest}; nothing was loaded")
 
-    def _bucket(self, reader: _Reader, flat: Flat, index: int, name: str, watch: Watch) -> bytes:
+    def _bucket(self, reader: _Reader, flat: FlatBuffer, index: int, name: str, watch: WaitMonitor) -> bytes:
         bucket = flat.bucket(index)
         digest, view, done = BucketDigest(bucket), bucket.numpy().data, 0
         while done < len(view):

@@ -35,7 +35,7 @@ class AlfworldArgs(Section):
     answer_tag: bool = False  # read the command from the last <answer>…</answer> instead of the whole text
 
 
-class Alfworld(Environment):
+class AlfworldEnv(Environment):
     """One game at a time."""
 
     Args = AlfworldArgs

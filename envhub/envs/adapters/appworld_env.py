@@ -34,7 +34,7 @@ class AppworldArgs(Section):
     reward: Literal["share", "success"] = "share"  # of its tests that pass, or 1 only when all do
 
 
-class Appworld(Environment):
+class AppworldEnv(Environment):
     """One task at a time."""
 
     Args = AppworldArgs

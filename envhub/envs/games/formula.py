@@ -12,7 +12,7 @@ Units = tuple[str, ...]  # numbers, operators and brackets, one each
 Tree = Any  # a number as text, or (tree, operator, tree)
 
 
-class Malformed(ValueError):
+class FormulaError(ValueError):
     """It is no formula, or divides by zero."""
 
 
@@ -20,12 +20,12 @@ def evaluate(units: Sequence[str]) -> Fraction:
     """The value of a formula of whole numbers, ``+ - * /`` and brackets, multiplication first.
 
     Raises:
-        Malformed: it is none; numbers that stand side by side are none either, nor are signs before a number.
+        FormulaError: it is none; numbers that stand side by side are none either, nor are signs before a number.
     """
     rest = list(reversed(units))
     value = _sum(rest)
     if rest:
-        raise Malformed(f"{rest[-1]!r} where the formula should end")
+        raise FormulaError(f"{rest[-1]!r} where the formula should end")
     return value
 
 
@@ -41,7 +41,7 @@ def _product(rest: list[str]) -> Fraction:
     while rest and rest[-1] in ("*", "/"):
         times, other = rest.pop() == "*", _number(rest)
         if not times and other == 0:
-            raise Malformed("division by zero")
+            raise FormulaError("division by zero")
         value = value * other if times else value / other
     return value
 
@@ -51,10 +51,10 @@ def _number(rest: list[str]) -> Fraction:
     if unit == "(":
         value = _sum(rest)
         if not rest or rest.pop() != ")":
-            raise Malformed("a bracket that is not closed")
+            raise FormulaError("a bracket that is not closed")
         return value
     if not unit.isdecimal():
-        raise Malformed(f"{unit!r} where a number should stand")
+        raise FormulaError(f"{unit!r} where a number should stand")
     return Fraction(int(unit))
 
 

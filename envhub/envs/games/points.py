@@ -16,7 +16,7 @@ import numpy as np
 
 from broker.settings.config import Section
 from envhub.envs.base import Environment, Observation, Split, StepResult
-from envhub.envs.games.formula import Malformed, Units, evaluate, reach
+from envhub.envs.games.formula import FormulaError, Units, evaluate, reach
 from envhub.envs.text.answers import tagged
 
 RANKS: Final = ("", "A", "2", "3", "4", "5", "6", "7", "8", "9", "10", "J", "Q", "K")
@@ -131,7 +131,7 @@ class EZPoints(Environment):
             return False
         try:
             return evaluate([unit for unit in self._formula if unit != BLANK]) == self.target
-        except Malformed:
+        except FormulaError:
             return False
 
     def _observe(self) -> Observation:

@@ -36,7 +36,7 @@ from envhub.envs.games.sokoban_board import (
     TARGET,
     WALL,
     XSB,
-    Level,
+    SokobanLevel,
     cells_of,
     draw,
     kinds,
@@ -91,7 +91,7 @@ class Sokoban(Environment):
     isolation = "none"
 
     args: SokobanArgs
-    level: Level
+    level: SokobanLevel
 
     def __init__(self, args: SokobanArgs) -> None:
         super().__init__(args)
@@ -222,7 +222,7 @@ def _way(start: int, end: int, width: int) -> str:
 
 
 @lru_cache(maxsize=32)
-def _split(args: SokobanArgs, split: Split) -> tuple[Level, ...]:
+def _split(args: SokobanArgs, split: Split) -> tuple[SokobanLevel, ...]:
     """The levels of a split that is no endless one; what evaluation holds is taken out of training."""
     if args.path is None:
         return levels.held_out_levels(*args.shape, args.pulls, args.max_solution)

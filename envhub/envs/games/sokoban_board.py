@@ -15,7 +15,7 @@ XSB: Final = "# .*$@+"  # the characters of level files, in that order
 
 
 @dataclass(frozen=True)
-class Room:
+class SokobanRoom:
     """What never moves."""
 
     width: int
@@ -30,15 +30,15 @@ class Room:
 
 
 @dataclass(frozen=True)
-class Level:
+class SokobanLevel:
     """Where everything starts."""
 
-    room: Room
+    room: SokobanRoom
     boxes: int
     player: int  # the number of a cell
 
 
-def move(room: Room, player: int, boxes: int, direction: int) -> tuple[int, int]:
+def move(room: SokobanRoom, player: int, boxes: int, direction: int) -> tuple[int, int]:
     """(player, boxes) after a step in the direction ``LETTERS[direction]``, a push where a box is; the same where neither is possible."""
     step = room.steps[direction]
     there = player + step
@@ -52,7 +52,7 @@ def move(room: Room, player: int, boxes: int, direction: int) -> tuple[int, int]
     return there, boxes
 
 
-def spread(room: Room, free: int, start: int) -> list[int]:
+def spread(room: SokobanRoom, free: int, start: int) -> list[int]:
     """The cells that can be walked to over ``free`` ones: those 0 steps away from cell ``start``, those 1 step away, …"""
     frontier = seen = 1 << start
     layers = []
@@ -64,7 +64,7 @@ def spread(room: Room, free: int, start: int) -> list[int]:
     return layers
 
 
-def reachable(room: Room, boxes: int, player: int) -> int:
+def reachable(room: SokobanRoom, boxes: int, player: int) -> int:
     """Where the player can walk without a push, its own cell included."""
     cells = 0
     for layer in spread(room, room.floor & ~boxes, player):
@@ -83,7 +83,7 @@ def cells_of(bits: int) -> list[int]:
 
 
 @lru_cache(maxsize=4096)
-def push_distances(room: Room) -> dict[int, int]:
+def push_distances(room: SokobanRoom) -> dict[int, int]:
     """Fewest pushes from a cell to the nearest target for a box that is alone; a box on a cell that is absent is lost."""
     found = dict.fromkeys(cells_of(room.targets), 0)
     frontier = list(found)
@@ -100,7 +100,7 @@ def push_distances(room: Room) -> dict[int, int]:
 
 
 @lru_cache(maxsize=16384)  # the episodes of a group see the same states again and again
-def draw(room: Room, player: int, boxes: int, characters: str, border: bool) -> str:
+def draw(room: SokobanRoom, player: int, boxes: int, characters: str, border: bool) -> str:
     """The state as text, one row a line.
 
     Args:
@@ -113,7 +113,7 @@ def draw(room: Room, player: int, boxes: int, characters: str, border: bool) -> 
     return "\n".join("".join(cells[row * room.width + edge : (row + 1) * room.width - edge]) for row in rows)
 
 
-def kinds(room: Room, player: int, boxes: int) -> list[int]:
+def kinds(room: SokobanRoom, player: int, boxes: int) -> list[int]:
     """What is on each cell, by gym-sokoban's numbers."""
     found = []
     for cell in range(room.width * room.height):

@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 
 from broker.errors import ConfigError, DataError
-from envhub.envs.games.sokoban_board import XSB, Level, Room, cells_of, push_distances, reachable
+from envhub.envs.games.sokoban_board import XSB, SokobanLevel, SokobanRoom, cells_of, push_distances, reachable
 from envhub.envs.games.sokoban_solver import solve
 
 HELD_OUT_SHARE: Final = 4  # one room in this many is held out
@@ -26,7 +26,7 @@ MAX_SIDE: Final = 38  # rows and columns of a level from a file: 36 digits name 
 WALL_SHARE: Final = 0.2  # of the cells inside the outer walls
 
 
-def is_held_out(room: Room) -> bool:
+def is_held_out(room: SokobanRoom) -> bool:
     """Whether the room belongs to evaluation."""
     cells = room.width * room.height
     data = b"".join(bits.to_bytes(cells // 8 + 1, "little") for bits in (room.floor, room.targets))
@@ -34,7 +34,7 @@ def is_held_out(room: Room) -> bool:
 
 
 @lru_cache(maxsize=8192)
-def train_level(size: int, boxes: int, pulls: int, max_solution: int | None, seed: int, task_index: int) -> Level:
+def train_level(size: int, boxes: int, pulls: int, max_solution: int | None, seed: int, task_index: int) -> SokobanLevel:
     """The level of a training task; never in a held-out room.
 
     Args:
@@ -50,9 +50,9 @@ def train_level(size: int, boxes: int, pulls: int, max_solution: int | None, see
 
 
 @lru_cache(maxsize=16)
-def held_out_levels(size: int, boxes: int, pulls: int, max_solution: int | None) -> tuple[Level, ...]:
+def held_out_levels(size: int, boxes: int, pulls: int, max_solution: int | None) -> tuple[SokobanLevel, ...]:
     """Up to ``MAX_HELD_OUT`` different held-out levels, always the same, fewer where there are no more."""
-    levels: dict[Level, None] = {}
+    levels: dict[SokobanLevel, None] = {}
     try:
         for level in _draw(size, boxes, pulls, max_solution, [0, 0, 1], held_out=True):
             levels[level] = None
@@ -64,7 +64,7 @@ def held_out_levels(size: int, boxes: int, pulls: int, max_solution: int | None)
     return tuple(levels)
 
 
-def _draw(size: int, boxes: int, pulls: int, max_solution: int | None, seed: list[int], *, held_out: bool) -> Iterator[Level]:
+def _draw(size: int, boxes: int, pulls: int, max_solution: int | None, seed: list[int], *, held_out: bool) -> Iterator[SokobanLevel]:
     rng = np.random.default_rng(seed)
     for _ in range(MAX_DRAWS):
         room = _room(size, boxes, rng)
@@ -81,21 +81,21 @@ def _draw(size: int, boxes: int, pulls: int, max_solution: int | None, seed: lis
     raise ConfigError("boxes", boxes, f"too few levels of {size}x{size} cells with {boxes} boxes and these limits")
 
 
-def _room(size: int, boxes: int, rng: np.random.Generator) -> Room | None:
+def _room(size: int, boxes: int, rng: np.random.Generator) -> SokobanRoom | None:
     """The connected part of a random pattern of walls that holds a random cell, with random targets; None if that is too small."""
     inside = (rng.random((size - 2) ** 2) >= WALL_SHARE).nonzero()[0].tolist()
     cells = [(number // (size - 2) + 1) * size + number % (size - 2) + 1 for number in inside]
     if not cells:
         return None
-    everything = Room(size, size, sum(1 << cell for cell in cells), 0)
+    everything = SokobanRoom(size, size, sum(1 << cell for cell in cells), 0)
     floor = reachable(everything, 0, cells[int(rng.integers(len(cells)))])
     if floor.bit_count() < (size - 2) ** 2 // 2 or floor.bit_count() < 2 * boxes + 1:
         return None
     targets = rng.choice(cells_of(floor), size=boxes, replace=False)
-    return Room(size, size, floor, sum(1 << int(cell) for cell in targets))
+    return SokobanRoom(size, size, floor, sum(1 << int(cell) for cell in targets))
 
 
-def _play_backwards(room: Room, pulls: int, rng: np.random.Generator) -> Level | None:
+def _play_backwards(room: SokobanRoom, pulls: int, rng: np.random.Generator) -> SokobanLevel | None:
     """Pull boxes off their targets at random; of the positions passed, one that is farthest from solved, with no box on a target."""
     boxes, far = room.targets, push_distances(room)
     cells = cells_of(room.floor & ~boxes)
@@ -117,7 +117,7 @@ def _play_backwards(room: Room, pulls: int, rng: np.random.Generator) -> Level |
     if best is None:
         return None
     cells = cells_of(reachable(room, best[1], best[0]))  # wherever it can walk is as good
-    return Level(room, best[1], cells[int(rng.integers(len(cells)))])
+    return SokobanLevel(room, best[1], cells[int(rng.integers(len(cells)))])
 
 
 def level_files(path: str) -> list[str]:
@@ -135,7 +135,7 @@ def level_files(path: str) -> list[str]:
 
 
 @lru_cache(maxsize=64)
-def read_levels(path: str) -> tuple[Level, ...]:
+def read_levels(path: str) -> tuple[SokobanLevel, ...]:
     """Every level of a file, in order.
 
     Raises:
@@ -157,7 +157,7 @@ def read_levels(path: str) -> tuple[Level, ...]:
     return tuple(levels)
 
 
-def _parse(path: str, first: int, rows: list[str]) -> Level:
+def _parse(path: str, first: int, rows: list[str]) -> SokobanLevel:
     """One level; ``first`` is the line of its first row."""
     width, text = len(rows[0]), "".join(rows)
     if max(width, len(rows)) > MAX_SIDE:
@@ -177,7 +177,7 @@ def _parse(path: str, first: int, rows: list[str]) -> Level:
         raise DataError(path, first, f"a level with {boxes.bit_count()} boxes and {targets.bit_count()} targets, which must be as many")
     if boxes == targets:
         raise DataError(path, first, "a level that is solved already")
-    return Level(Room(width, len(rows), _bits(text, XSB[1:]), targets), boxes, max(text.find("@"), text.find("+")))
+    return SokobanLevel(SokobanRoom(width, len(rows), _bits(text, XSB[1:]), targets), boxes, max(text.find("@"), text.find("+")))
 
 
 def _bits(text: str, characters: str) -> int:

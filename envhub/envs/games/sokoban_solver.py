@@ -10,7 +10,7 @@ import heapq
 from functools import lru_cache
 from typing import Final
 
-from envhub.envs.games.sokoban_board import LETTERS, Room, cells_of, push_distances, spread
+from envhub.envs.games.sokoban_board import LETTERS, SokobanRoom, cells_of, push_distances, spread
 
 EXACT_BOXES: Final = 2
 WEIGHT: Final = 3
@@ -21,7 +21,7 @@ Push = tuple[State, int, int]  # (state before, cell of the box, direction)
 
 
 @lru_cache(maxsize=16384)
-def solve(room: Room, player: int, boxes: int, max_states: int = MAX_STATES) -> str | None:
+def solve(room: SokobanRoom, player: int, boxes: int, max_states: int = MAX_STATES) -> str | None:
     """Letters that solve the state, None when there is no solution or none was found in ``max_states`` states."""
     weight = 1 if boxes.bit_count() <= EXACT_BOXES else WEIGHT
     start = (player, boxes)
@@ -50,7 +50,7 @@ def solve(room: Room, player: int, boxes: int, max_states: int = MAX_STATES) -> 
     return None
 
 
-def _estimate(room: Room, boxes: int) -> int | None:
+def _estimate(room: SokobanRoom, boxes: int) -> int | None:
     """Pushes that are needed at the least, None where a box is lost."""
     far, total = push_distances(room), 0
     for cell in cells_of(boxes):
@@ -60,7 +60,7 @@ def _estimate(room: Room, boxes: int) -> int | None:
     return total
 
 
-def _pushes(room: Room, player: int, boxes: int) -> list[tuple[int, int, int]]:
+def _pushes(room: SokobanRoom, player: int, boxes: int) -> list[tuple[int, int, int]]:
     """(cell of the box, direction, steps to walk before it) of every push that is possible."""
     free = room.floor & ~boxes
     layers = spread(room, free, player)
@@ -75,7 +75,7 @@ def _pushes(room: Room, player: int, boxes: int) -> list[tuple[int, int, int]]:
     return found
 
 
-def _blocked(room: Room, boxes: int, box: int) -> bool:
+def _blocked(room: SokobanRoom, boxes: int, box: int) -> bool:
     """Whether the box that was just pushed stands in a block of four boxes and walls that holds a box off its target."""
     for aside in (-1, 1):
         for away in (-room.width, room.width):
@@ -85,7 +85,7 @@ def _blocked(room: Room, boxes: int, box: int) -> bool:
     return False
 
 
-def _moves(room: Room, start: State, end: State, came: dict[State, Push]) -> str:
+def _moves(room: SokobanRoom, start: State, end: State, came: dict[State, Push]) -> str:
     """The letters from one state to another, walks included."""
     parts = []
     while end != start:
@@ -96,7 +96,7 @@ def _moves(room: Room, start: State, end: State, came: dict[State, Push]) -> str
     return "".join(reversed(parts))
 
 
-def _walk(room: Room, state: State, goal: int) -> str:
+def _walk(room: SokobanRoom, state: State, goal: int) -> str:
     """A shortest walk to a cell, always the same of several."""
     letters = ""
     layers = spread(room, room.floor & ~state[1], goal)  # backwards, so that every step is towards the goal

@@ -9,7 +9,7 @@ from envhub.envs.base import Environment, Observation, Split
 from envhub.envs.text.qa import QuestionAnswer, QuestionAnswerArgs
 
 
-class Asked(Environment):
+class QuestionEnvironment(Environment):
     """One question at a time."""
 
     isolation = "thread"  # its tool is waited for

@@ -21,7 +21,7 @@ def words(text: str) -> list[str]:
     return [word for word in _WORD.findall(text.lower()) if word not in STOP_WORDS]
 
 
-class Index:
+class SearchIndex:
     """Texts that can be searched; immutable once made."""
 
     def __init__(self, texts: Sequence[str]) -> None:

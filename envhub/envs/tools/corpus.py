@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from broker.errors import ConfigError, DataError
-from envhub.envs.tools.bm25 import Index
+from envhub.envs.tools.bm25 import SearchIndex
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Corpus:
 
     titles: tuple[str, ...]
     texts: tuple[str, ...]
-    index: Index
+    index: SearchIndex
 
     def find(self, query: str, limit: int, max_chars: int) -> list[str]:
         """The best documents, each as its title and text in one paragraph, cut to ``max_chars``."""
@@ -66,4 +66,4 @@ def read_corpus(path: str, text: str, title: str) -> Corpus:
             texts.append(" ".join(found.split()))
     if not texts:
         raise ConfigError("corpus", path, "the file holds no documents")
-    return Corpus(tuple(titles), tuple(texts), Index([f"{title} {text}" for title, text in zip(titles, texts, strict=True)]))
+    return Corpus(tuple(titles), tuple(texts), SearchIndex([f"{title} {text}" for title, text in zip(titles, texts, strict=True)]))

@@ -21,10 +21,10 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from broker.errors import NotInstalled, UserError
 from envhub.envs.base import Observation, StepResult
-from envhub.envs.text.asked import Asked
+from envhub.envs.text.asked import QuestionEnvironment
 from envhub.envs.text.qa import QuestionAnswer, QuestionAnswerArgs
 from envhub.envs.tools import tool_calls
-from rlearner_sandbox import Limits, Sandbox
+from rlearner_sandbox import Sandbox, SandboxLimits
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class PythonArgs(QuestionAnswerArgs):
     format_penalty: NonNegativeFloat = 0.0  # taken from the reward for a turn that holds neither a program nor an answer
 
 
-class PythonQA(Asked):
+class PythonQA(QuestionEnvironment):
     """One question at a time."""
 
     Args = PythonArgs
@@ -142,5 +142,5 @@ def _sandbox(args: PythonArgs) -> tuple[Sandbox, threading.Semaphore]:
     """
     if args.sandbox == "none":
         log.warning("UNSAFE: sandbox is none, so programs that the policy writes run unprotected on this machine")
-    limits = Limits(wall_s=args.timeout_s, cpu_s=math.ceil(args.timeout_s), memory_mib=args.memory_mib)
+    limits = SandboxLimits(wall_s=args.timeout_s, cpu_s=math.ceil(args.timeout_s), memory_mib=args.memory_mib)
     return Sandbox(limits, args.sandbox, args.packages), threading.Semaphore(args.parallel)

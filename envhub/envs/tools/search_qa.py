@@ -15,7 +15,7 @@ from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from broker.errors import ConfigError
 from envhub.envs.base import Observation, StepResult
-from envhub.envs.text.asked import Asked
+from envhub.envs.text.asked import QuestionEnvironment
 from envhub.envs.text.qa import QuestionAnswerArgs
 from envhub.envs.tools import tool_calls
 from envhub.envs.tools.corpus import Corpus, read_corpus
@@ -37,7 +37,7 @@ class SearchArgs(QuestionAnswerArgs):
     format_penalty: NonNegativeFloat = 0.0  # taken from the reward for a turn that holds neither a search nor an answer
 
 
-class SearchQA(Asked):
+class SearchQA(QuestionEnvironment):
     """One question at a time."""
 
     Args = SearchArgs

@@ -23,7 +23,7 @@ from envhub.envs.base import Environment, Observation, Split, StepResult
 from envhub.envs.text.answers import tagged
 from envhub.envs.tools import webshop_files as files
 from envhub.envs.tools import webshop_pages as pages
-from envhub.envs.tools.webshop_catalogue import Catalogue, Goal, Product, generate
+from envhub.envs.tools.webshop_catalogue import ProductCatalogue, ShoppingGoal, ShopProduct, generate
 from envhub.envs.tools.webshop_reward import best_options, best_score, score
 
 _ACTION: Final = re.compile(r"(search|click)\s*\[(.*)\]", re.IGNORECASE | re.DOTALL)
@@ -60,11 +60,11 @@ class WebShop(Environment):
     isolation = "none"
 
     args: WebShopArgs
-    goal: Goal
+    goal: ShoppingGoal
 
     def __init__(self, args: WebShopArgs) -> None:
         super().__init__(args)
-        self._view = pages.View(args.window)
+        self._view = pages.PageView(args.window)
         self._score = 0.0
 
     @classmethod
@@ -99,7 +99,7 @@ class WebShop(Environment):
         """The seed plays no part: a task is its goal."""
         goals = _goals(self.args, split)
         self.goal = goals[task_index % len(goals)]
-        self._view = pages.View(self.args.window)
+        self._view = pages.PageView(self.args.window)
         self._score = 0.0
         return self._observe()
 
@@ -109,7 +109,7 @@ class WebShop(Environment):
         if found and found[1].lower() == "search":
             valid = bool(what) and len(what) <= MAX_QUERY_CHARS
             if valid:
-                self._view = pages.View(self.args.window, results=_catalogue(self.args).search(what))
+                self._view = pages.PageView(self.args.window, results=_catalogue(self.args).search(what))
         else:
             what = self._meant(what)
             valid = what in self._view.clickable()
@@ -142,7 +142,7 @@ class WebShop(Environment):
                 return f"click[{value}]"
         return f"click[{pages.BUY}]"
 
-    def _wanted(self) -> Product | None:
+    def _wanted(self) -> ShopProduct | None:
         """The best article among the results; None where another search is needed."""
         results = self._view.results
         if not results:
@@ -170,7 +170,7 @@ class WebShop(Environment):
     def _click(self, what: str) -> None:
         view = self._view
         if what == pages.BACK:
-            self._view = pages.View(view.window)
+            self._view = pages.PageView(view.window)
         elif view.product is None:
             if what in (pages.NEXT, pages.PREVIOUS):
                 view.page += 1 if what == pages.NEXT else -1
@@ -201,7 +201,7 @@ class WebShop(Environment):
 
 
 @lru_cache(maxsize=4)
-def _catalogue(args: WebShopArgs) -> Catalogue:
+def _catalogue(args: WebShopArgs) -> ProductCatalogue:
     if args.items is None:
         numbers = (args.product_attributes, args.hidden_attributes, args.goal_attributes, args.option_values, args.departments)
         return generate(args.products, args.catalogue_seed, *numbers)
@@ -209,7 +209,7 @@ def _catalogue(args: WebShopArgs) -> Catalogue:
 
 
 @lru_cache(maxsize=8)
-def _goals(args: WebShopArgs, split: Split) -> tuple[Goal, ...]:
+def _goals(args: WebShopArgs, split: Split) -> tuple[ShoppingGoal, ...]:
     there = _catalogue(args).goals
     held_out = max(min(args.eval_goals, len(there) // 4), 1)
     return there[:held_out] if split == "eval" else there[held_out:]

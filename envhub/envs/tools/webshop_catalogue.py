@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from envhub.envs.tools.bm25 import Index
+from envhub.envs.tools.bm25 import SearchIndex
 
 PRICE_STEPS: Final = tuple(10.0 * step for step in range(1, 100))  # dollars that a limit may be
 NO_LIMIT: Final = 1_000_000.0
@@ -22,7 +22,7 @@ SEARCH_LIMIT: Final = 50  # results of a search, as in WebShop
 
 
 @dataclass(frozen=True)
-class Product:
+class ShopProduct:
     """One article.
 
     Attributes:
@@ -56,7 +56,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Goal:
+class ShoppingGoal:
     """What a customer wants.
 
     Attributes:
@@ -65,28 +65,28 @@ class Goal:
         price_upper: dollars; ``NO_LIMIT`` when any price will do.
     """
 
-    product: Product
+    product: ShopProduct
     instruction: str
     attributes: tuple[str, ...]
     options: tuple[str, ...]
     price_upper: float
 
 
-class Catalogue:
+class ProductCatalogue:
     """Products, their index, and goals in an order of their own."""
 
-    def __init__(self, products: Sequence[Product], goals: Iterable[Goal]) -> None:
+    def __init__(self, products: Sequence[ShopProduct], goals: Iterable[ShoppingGoal]) -> None:
         self.products = tuple(products)
         self.by_asin = {product.asin: product for product in self.products}
         different = {goal.instruction: goal for goal in goals}
         self.goals = tuple(sorted(different.values(), key=lambda goal: hashlib.blake2b(goal.instruction.encode()).digest()))
-        self._found: dict[str, tuple[Product, ...]] = {}
+        self._found: dict[str, tuple[ShopProduct, ...]] = {}
 
     @cached_property
-    def _index(self) -> Index:
-        return Index([product.text for product in self.products])
+    def _index(self) -> SearchIndex:
+        return SearchIndex([product.text for product in self.products])
 
-    def search(self, query: str) -> tuple[Product, ...]:
+    def search(self, query: str) -> tuple[ShopProduct, ...]:
         """At most ``SEARCH_LIMIT``, best first."""
         found = self._found.get(query)
         if found is None:
@@ -170,7 +170,7 @@ def generate(
     goal_attributes: int,
     option_values: int = 3,
     departments: Sequence[str] = (),
-) -> Catalogue:
+) -> ProductCatalogue:
     """A catalogue and its goals; the same arguments give the same ones.
 
     Args:
@@ -184,12 +184,12 @@ def generate(
     rng = np.random.default_rng([seed, num_products])
     there = [department for department in DEPARTMENTS if not departments or department[0] in departments]
     products = [_product(number, rng, there, num_attributes, hidden_attributes, option_values) for number in range(num_products)]
-    return Catalogue(products, [goal for product in products for goal in _goals(product, goal_attributes)])
+    return ProductCatalogue(products, [goal for product in products for goal in _goals(product, goal_attributes)])
 
 
 def _product(
     number: int, rng: np.random.Generator, there: Sequence[Department], num_attributes: int, hidden: int, option_values: int
-) -> Product:
+) -> ShopProduct:
     department, things, qualities, options, (low, high) = there[int(rng.integers(len(there)))]
     thing = str(rng.choice(things))
     has = [str(quality) for quality in rng.choice(qualities, num_attributes, replace=False)]
@@ -197,7 +197,7 @@ def _product(
     offered = {
         name: tuple(str(v) for v in rng.choice(values, min(option_values, len(values)), replace=False)) for name, values in options.items()
     }
-    return Product(
+    return ShopProduct(
         asin=f"b{number:0{3 if number < 1000 else 6}d}",
         name=" ".join([*shown, thing]),
         nouns=frozenset([thing]),
@@ -211,7 +211,7 @@ def _product(
     )
 
 
-def _goals(product: Product, num_attributes: int) -> list[Goal]:
+def _goals(product: ShopProduct, num_attributes: int) -> list[ShoppingGoal]:
     wanted = product.attributes[-num_attributes:] if num_attributes else ()  # the hidden ones are the last
     goals = []
     for values in combinations(*product.options.values()):
@@ -221,5 +221,5 @@ def _goals(product: Product, num_attributes: int) -> list[Goal]:
         limit = price_limit(product.price, f"{product.asin} {text}")
         if limit < NO_LIMIT:
             text += f", price lower than {limit:.2f} dollars"
-        goals.append(Goal(product, text, wanted, values, limit))
+        goals.append(ShoppingGoal(product, text, wanted, values, limit))
     return goals

@@ -22,7 +22,7 @@ import msgspec
 from broker.contract import strict
 from broker.errors import ConfigError, DataError
 from envhub.envs.tools.bm25 import words
-from envhub.envs.tools.webshop_catalogue import NO_LIMIT, Catalogue, Goal, Product, price_limit
+from envhub.envs.tools.webshop_catalogue import NO_LIMIT, ProductCatalogue, ShoppingGoal, ShopProduct, price_limit
 
 NO_PRICE: Final = 100.0  # dollars, of products without one
 MAX_ASIN_CHARS: Final = 10  # longer ones are no products
@@ -32,7 +32,7 @@ MAX_COMBINATIONS: Final = 64  # of a product's options that become synthetic goa
 
 
 @lru_cache(maxsize=2)
-def load(items: str, attributes: str, human: str | None, num_products: int | None) -> Catalogue:
+def load(items: str, attributes: str, human: str | None, num_products: int | None) -> ProductCatalogue:
     """The catalogue; goals are people's instructions where that file is given, else the synthetic ones.
 
     Args:
@@ -48,8 +48,8 @@ def load(items: str, attributes: str, human: str | None, num_products: int | Non
     rows = _read("items", items, list[dict[str, Any]])
     told = _read("attributes", attributes, dict[str, dict[str, Any]])
     said = None if human is None else _read("human", human, dict[str, list[dict[str, Any]]])
-    products: dict[str, Product] = {}
-    goals: list[Goal] = []
+    products: dict[str, ShopProduct] = {}
+    goals: list[ShoppingGoal] = []
     for number, row in enumerate(rows[:num_products], start=1):
         asin = _text(items, number, row, "asin")
         if asin == "nan" or len(asin) > MAX_ASIN_CHARS or asin.lower() in products:
@@ -63,7 +63,7 @@ def load(items: str, attributes: str, human: str | None, num_products: int | Non
             goals += (goal for place, row in enumerate(said.get(asin, []), start=1) if (goal := _human(str(human), place, product, row)))
     if not goals:
         raise ConfigError("attributes" if human is None else "human", human or attributes, f"instructions for the products of {items}")
-    return Catalogue(list(products.values()), goals)
+    return ProductCatalogue(list(products.values()), goals)
 
 
 def _read(key: str, path: str, kind: type[Any]) -> Any:
@@ -105,10 +105,10 @@ def _after(separator: re.Pattern[str], text: str, at: int) -> int:
     return at if found is None else found.end()
 
 
-def _product(path: str, number: int, row: dict[str, Any], asin: str, told: dict[str, Any]) -> Product:
+def _product(path: str, number: int, row: dict[str, Any], asin: str, told: dict[str, Any]) -> ShopProduct:
     name = _text(path, number, row, "name")
     features = row.get("small_description") or []
-    return Product(
+    return ShopProduct(
         asin=asin.lower(),
         name=name,
         nouns=frozenset(word for word in words(name) if not any(map(str.isdigit, word))),
@@ -151,7 +151,7 @@ def _options(path: str, number: int, row: dict[str, Any]) -> dict[str, tuple[str
     return options
 
 
-def _human(path: str, place: int, product: Product, row: dict[str, Any]) -> Goal | None:
+def _human(path: str, place: int, product: ShopProduct, row: dict[str, Any]) -> ShoppingGoal | None:
     wanted = _texts(path, place, row.get("instruction_attributes") or [], f"{product.asin}: instruction_attributes")
     if not wanted:
         return None
@@ -159,7 +159,7 @@ def _human(path: str, place: int, product: Product, row: dict[str, Any]) -> Goal
     return _goal(product, _text(path, place, row, "instruction").strip("."), wanted, options)
 
 
-def _synthetic(path: str, number: int, product: Product, told: dict[str, Any]) -> Iterator[Goal]:
+def _synthetic(path: str, number: int, product: ShopProduct, told: dict[str, Any]) -> Iterator[ShoppingGoal]:
     if not told.get("instruction"):
         return
     wanted = _texts(path, number, told.get("instruction_attributes") or [], f"{product.asin}: instruction_attributes")
@@ -169,10 +169,10 @@ def _synthetic(path: str, number: int, product: Product, told: dict[str, Any]) -
         yield _goal(product, f"{text} with {options}" if options else text, wanted, values)
 
 
-def _goal(product: Product, text: str, wanted: tuple[str, ...], options: tuple[str, ...]) -> Goal:
+def _goal(product: ShopProduct, text: str, wanted: tuple[str, ...], options: tuple[str, ...]) -> ShoppingGoal:
     limit = price_limit(product.price, f"{product.asin} {text}")
     text += f", and price lower than {limit:.2f} dollars" if limit < NO_LIMIT else ""
-    return Goal(product, text, tuple(value.lower() for value in wanted), tuple(value.lower() for value in options), limit)
+    return ShoppingGoal(product, text, tuple(value.lower() for value in wanted), tuple(value.lower() for value in options), limit)
 
 
 def _text(path: str, place: int, row: dict[str, Any], key: str) -> str:

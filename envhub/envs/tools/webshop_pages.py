@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from envhub.envs.tools.webshop_catalogue import NO_LIMIT, Goal, Product
+from envhub.envs.tools.webshop_catalogue import NO_LIMIT, ShoppingGoal, ShopProduct
 
 BACK: Final = "back to search"
 NEXT: Final = "next >"
@@ -23,7 +23,7 @@ NO_RATING: Final = "N.A."  # the files have no reviews that a shop could show
 
 
 @dataclass
-class View:
+class PageView:
     """Where a customer is.
 
     Attributes:
@@ -35,14 +35,14 @@ class View:
     """
 
     window: int
-    results: Sequence[Product] | None = None
+    results: Sequence[ShopProduct] | None = None
     page: int = 0
-    product: Product | None = None
+    product: ShopProduct | None = None
     chosen: dict[str, str] = field(default_factory=dict)
     sub_page: str = ""
 
     @property
-    def listed(self) -> Sequence[Product]:
+    def listed(self) -> Sequence[ShopProduct]:
         """The results on this page."""
         return (self.results or ())[self.page * self.window : (self.page + 1) * self.window]
 
@@ -64,12 +64,12 @@ class View:
         return [BACK, PREVIOUS, *SUB_PAGES, *values, BUY]
 
 
-def full(view: View, goal: Goal) -> str:
+def full(view: PageView, goal: ShoppingGoal) -> str:
     """The page with all that WebShop shows."""
     return "\n".join([f"Instruction: {goal.instruction}", *_full_lines(view)])
 
 
-def _full_lines(view: View) -> list[str]:
+def _full_lines(view: PageView) -> list[str]:
     if view.results is None:
         return ["[search]"]
     if view.product is None:
@@ -88,7 +88,7 @@ def _values(values: Sequence[str], chosen: str | None) -> str:
     return " ".join(f"[{value}] (chosen)" if value == chosen else f"[{value}]" for value in values)
 
 
-def _sub_page(product: Product, name: str) -> list[str]:
+def _sub_page(product: ShopProduct, name: str) -> list[str]:
     told: Mapping[str, Sequence[str]] = {
         "description": [product.description],
         "features": product.features,
@@ -98,18 +98,18 @@ def _sub_page(product: Product, name: str) -> list[str]:
     return list(told[name])
 
 
-def wish_words(goal: Goal) -> str:
+def wish_words(goal: ShoppingGoal) -> str:
     """What one would search for."""
     return " ".join([*goal.attributes, goal.product.query])
 
 
-def wish(goal: Goal) -> str:
+def wish(goal: ShoppingGoal) -> str:
     """The goal in few characters: kind and attributes; options; limit in dollars."""
     parts = [wish_words(goal), *goal.options]
     return ";".join([*parts, f"<{goal.price_upper:.0f}"] if goal.price_upper < NO_LIMIT else parts)
 
 
-def compact(view: View, goal: Goal) -> str:
+def compact(view: PageView, goal: ShoppingGoal) -> str:
     """The page in few characters; the wish only before the first search."""
     if view.results is None:
         return wish(goal)

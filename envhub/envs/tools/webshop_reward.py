@@ -15,12 +15,12 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Final
 
-from envhub.envs.tools.webshop_catalogue import Goal, Product
+from envhub.envs.tools.webshop_catalogue import ShoppingGoal, ShopProduct
 
 ALIKE: Final = 85.0
 
 
-def score(product: Product, goal: Goal, chosen: Iterable[str]) -> float:
+def score(product: ShopProduct, goal: ShoppingGoal, chosen: Iterable[str]) -> float:
     """From 0 to 1.
 
     Args:
@@ -33,12 +33,12 @@ def score(product: Product, goal: Goal, chosen: Iterable[str]) -> float:
     return type_score(product, goal.product) * (attributes + options + fair) / (len(goal.attributes) + len(goal.options) + 1)
 
 
-def best_score(product: Product, goal: Goal) -> float:
+def best_score(product: ShopProduct, goal: ShoppingGoal) -> float:
     """With the best of its options."""
     return score(product, goal, best_options(product, goal).values())
 
 
-def best_options(product: Product, goal: Goal) -> dict[str, str]:
+def best_options(product: ShopProduct, goal: ShoppingGoal) -> dict[str, str]:
     """The values to choose, by the option's name; of a wanted value that two options have, the first."""
     found: dict[str, str] = {}
     for wanted in goal.options:
@@ -50,7 +50,7 @@ def best_options(product: Product, goal: Goal) -> dict[str, str]:
     return found
 
 
-def type_score(product: Product, wanted: Product) -> float:
+def type_score(product: ShopProduct, wanted: ShopProduct) -> float:
     """How far it is the kind of thing that is wanted: 0, 0.1, 0.5 or 1."""
     shared = len(product.nouns & wanted.nouns) / len(wanted.nouns) if wanted.nouns else 0.2
     if shared == 0.0:
@@ -65,7 +65,7 @@ def _parts(category: str) -> list[str]:
     return [part.strip() for part in category.split("›")]
 
 
-def _has(product: Product, wanted: str) -> bool:
+def _has(product: ShopProduct, wanted: str) -> bool:
     if any(alike(own, wanted) > ALIKE for own in product.attributes):
         return True
     told = (product.name, " ".join(product.features), product.description)

@@ -16,14 +16,14 @@ FloatArray = npt.NDArray[np.float64]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Estimator(Protocol):
+class AdvantageEstimator(Protocol):
     """Maps ``(trajectories, algorithm)`` to one (n,) array per trajectory: each token's advantage, 0 if masked."""
 
     def __call__(self, trajectories: Sequence[wire.Trajectory], algorithm: AlgorithmSection) -> list[FloatArray]: ...
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
+class BatchRow:
     """Sampled tokens of one trajectory of a step, T in order, without those of the environment."""
 
     group: int  # ticket number
@@ -33,7 +33,7 @@ class Row:
 
 
 @dataclass(frozen=True, eq=False)
-class Estimate:
+class AdvantageEstimate:
     """Result of a whole-batch estimator for one row."""
 
     advantages: FloatArray  # (T,)
@@ -45,7 +45,7 @@ class BatchEstimator(Protocol):
 
     needs_batch: bool
 
-    def __call__(self, rows: Sequence[Row], algorithm: AlgorithmSection) -> list[Estimate]: ...
+    def __call__(self, rows: Sequence[BatchRow], algorithm: AlgorithmSection) -> list[AdvantageEstimate]: ...
 
 
 def whole_batch(estimator: F) -> F:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from learner.algorithm.advantages.base import Estimate, FloatArray, Row, whiten, whole_batch
+from learner.algorithm.advantages.base import AdvantageEstimate, BatchRow, FloatArray, whiten, whole_batch
 from learner.config import AlgorithmSection
 
 
@@ -29,15 +29,15 @@ def gae(rewards: FloatArray, values: FloatArray, gamma: float, lam: float) -> Fl
 
 
 @whole_batch
-def estimate(rows: Sequence[Row], algorithm: AlgorithmSection) -> list[Estimate]:
+def estimate(rows: Sequence[BatchRow], algorithm: AlgorithmSection) -> list[AdvantageEstimate]:
     """Return advantages whitened over the batch, and value targets ``A + V`` before whitening; a ``BatchEstimator``."""
     plain = [gae(row.rewards, _values(row), algorithm.gamma, algorithm.gae_lambda) for row in rows]
     targets = [advantages + _values(row) for row, advantages in zip(rows, plain, strict=True)]
     white = whiten(plain, [row.trained for row in rows])
-    return [Estimate(advantages, returns) for advantages, returns in zip(white, targets, strict=True)]
+    return [AdvantageEstimate(advantages, returns) for advantages, returns in zip(white, targets, strict=True)]
 
 
-def _values(row: Row) -> FloatArray:
+def _values(row: BatchRow) -> FloatArray:
     if row.values is None:
         raise ValueError("gae needs the values of a critic")
     return row.values

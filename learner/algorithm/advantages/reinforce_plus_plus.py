@@ -6,23 +6,23 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from learner.algorithm.advantages.base import Estimate, FloatArray, Row, discounted, whiten, whole_batch
+from learner.algorithm.advantages.base import AdvantageEstimate, BatchRow, FloatArray, discounted, whiten, whole_batch
 from learner.config import AlgorithmSection
 
 
 @whole_batch
-def estimate(rows: Sequence[Row], algorithm: AlgorithmSection) -> list[Estimate]:
+def estimate(rows: Sequence[BatchRow], algorithm: AlgorithmSection) -> list[AdvantageEstimate]:
     """Return the discounted return-to-go, KL penalty included, whitened over the batch; a ``BatchEstimator``."""
     returns = [discounted(row.rewards, algorithm.gamma) for row in rows]
-    return [Estimate(advantages) for advantages in whiten(returns, [row.trained for row in rows])]
+    return [AdvantageEstimate(advantages) for advantages in whiten(returns, [row.trained for row in rows])]
 
 
 @whole_batch
-def estimate_baseline(rows: Sequence[Row], algorithm: AlgorithmSection) -> list[Estimate]:
+def estimate_baseline(rows: Sequence[BatchRow], algorithm: AlgorithmSection) -> list[AdvantageEstimate]:
     """Return the row's total minus its group's mean on every token, whitened over the batch; a ``BatchEstimator``."""
     centred = minus_group_mean(np.array([row.rewards.sum() for row in rows]), [row.group for row in rows])
     tokens = [np.full(len(row.rewards), value) for row, value in zip(rows, centred, strict=True)]
-    return [Estimate(advantages) for advantages in whiten(tokens, [row.trained for row in rows])]
+    return [AdvantageEstimate(advantages) for advantages in whiten(tokens, [row.trained for row in rows])]
 
 
 def minus_group_mean(rewards: FloatArray, groups: Sequence[int]) -> FloatArray:

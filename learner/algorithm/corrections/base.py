@@ -17,7 +17,7 @@ from learner.config import AlgorithmSection
 
 
 @dataclass(frozen=True)
-class Facts:
+class CorrectionInputs:
     """Inputs of a correction: T trained tokens of S sequences, in order, without gradient."""
 
     logprobs: Tensor  # (T,) under the current policy
@@ -29,7 +29,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Correction:
+class CorrectionResult:
     """Result of a correction for T tokens."""
 
     old_logprobs: Tensor  # (T,) reference of the loss's ratios
@@ -38,13 +38,13 @@ class Correction:
     masked: Tensor  # (T,) bool, whether the weight is 0
 
 
-class Corrector(Protocol):
+class CorrectionFunction(Protocol):
     """Maps ``(facts, algorithm)`` to weights, which are 1 on-policy."""
 
-    def __call__(self, facts: Facts, algorithm: AlgorithmSection) -> Correction: ...
+    def __call__(self, facts: CorrectionInputs, algorithm: AlgorithmSection) -> CorrectionResult: ...
 
 
-def log_ratio(facts: Facts, level: str) -> Tensor:
+def log_ratio(facts: CorrectionInputs, level: str) -> Tensor:
     """Return ``log p/β`` at every token, (T,).
 
     Args:
@@ -62,9 +62,9 @@ def exp(log_values: Tensor) -> Tensor:
     return log_values.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def keep(facts: Facts, weights: Tensor, kept: Tensor) -> Correction:
+def keep(facts: CorrectionInputs, weights: Tensor, kept: Tensor) -> CorrectionResult:
     """Return a correction with the weights where ``kept`` is true, 0 elsewhere."""
-    return Correction(facts.proximal_logprobs, torch.where(kept, weights, 0.0), torch.zeros_like(kept), ~kept)
+    return CorrectionResult(facts.proximal_logprobs, torch.where(kept, weights, 0.0), torch.zeros_like(kept), ~kept)
 
 
 def interpolate(logprobs: Tensor, rollout_logprobs: Tensor, versions: Tensor, version: int) -> Tensor:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from learner.algorithm.corrections.base import Correction, Facts, exp, keep, log_ratio
+from learner.algorithm.corrections.base import CorrectionInputs, CorrectionResult, exp, keep, log_ratio
 from learner.config import AlgorithmSection
 
 
-def decoupled(facts: Facts, algorithm: AlgorithmSection) -> Correction:
+def decoupled(facts: CorrectionInputs, algorithm: AlgorithmSection) -> CorrectionResult:
     """Weight the loss on θ/p by ``sg(p/β)``; truncate weights above ``correction_high``, or mask these tokens."""
     raw = exp(log_ratio(facts, "token"))
     above = raw > algorithm.correction_high
     if algorithm.correction_mode == "mask":
         return keep(facts, raw, ~above)
-    return Correction(facts.proximal_logprobs, raw.clamp_max(algorithm.correction_high), above, torch.zeros_like(above))
+    return CorrectionResult(facts.proximal_logprobs, raw.clamp_max(algorithm.correction_high), above, torch.zeros_like(above))

@@ -9,13 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from learner.algorithm.corrections.base import Correction, Facts, exp, keep, log_ratio
+from learner.algorithm.corrections.base import CorrectionInputs, CorrectionResult, exp, keep, log_ratio
 from learner.algorithm.losses.base import MAX_LOG_RATIO
 from learner.algorithm.sequences import sequence_mean, sequence_sum
 from learner.config import AlgorithmSection
 
 
-def mis(facts: Facts, algorithm: AlgorithmSection) -> Correction:
+def mis(facts: CorrectionInputs, algorithm: AlgorithmSection) -> CorrectionResult:
     """Return ``p/β`` at ``correction_level`` where the mask accepts it, 0 elsewhere.
 
     The mask looks at ``mis_mask_level``, by default the same level. With ``mis_estimator`` k1 the ratio there must lie in
@@ -30,7 +30,7 @@ def mis(facts: Facts, algorithm: AlgorithmSection) -> Correction:
     return keep(facts, weight, _divergence(facts, algorithm.mis_estimator, level) <= algorithm.correction_high)
 
 
-def _divergence(facts: Facts, estimator: str, level: str) -> Tensor:
+def _divergence(facts: CorrectionInputs, estimator: str, level: str) -> Tensor:
     """Return the divergence, (T,), in nats, never negative."""
     log = log_ratio(facts, "token")
     values = 0.5 * torch.square(log) if estimator == "k2" else log.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() - 1 - log

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from learner.algorithm.corrections.base import Correction, Facts
+from learner.algorithm.corrections.base import CorrectionInputs, CorrectionResult
 from learner.config import AlgorithmSection
 
 
-def none(facts: Facts, algorithm: AlgorithmSection) -> Correction:
+def none(facts: CorrectionInputs, algorithm: AlgorithmSection) -> CorrectionResult:
     """Return weights of 1, and ratios against β."""
     nowhere = torch.zeros_like(facts.sequence, dtype=torch.bool)
-    return Correction(facts.rollout_logprobs, torch.ones_like(facts.rollout_logprobs), nowhere, nowhere)
+    return CorrectionResult(facts.rollout_logprobs, torch.ones_like(facts.rollout_logprobs), nowhere, nowhere)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from learner.algorithm.corrections.base import Correction, Facts, keep
+from learner.algorithm.corrections.base import CorrectionInputs, CorrectionResult, keep
 from learner.algorithm.sequences import sequence_mean
 from learner.config import AlgorithmSection
 
 
-def opsm(facts: Facts, algorithm: AlgorithmSection) -> Correction:
+def opsm(facts: CorrectionInputs, algorithm: AlgorithmSection) -> CorrectionResult:
     """Weight tokens by 0 if A < 0 and the sequence's mean ``log β - log θ`` exceeds ``opsm_delta``, else by 1.
 
     The mean estimates KL(β || θ) per token.

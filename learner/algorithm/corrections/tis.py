@@ -5,13 +5,13 @@ Yao et al., "Your efficient RL framework secretly brings you off-policy training
 
 from __future__ import annotations
 
-from learner.algorithm.corrections.base import Correction, Facts, exp, log_ratio
+from learner.algorithm.corrections.base import CorrectionInputs, CorrectionResult, exp, log_ratio
 from learner.config import AlgorithmSection
 
 
-def tis(facts: Facts, algorithm: AlgorithmSection) -> Correction:
+def tis(facts: CorrectionInputs, algorithm: AlgorithmSection) -> CorrectionResult:
     """Weight by ``min(p/β, correction_high)`` of the token, the sequence (a product) or its geometric mean."""
     raw = exp(log_ratio(facts, algorithm.correction_level))
     weights = raw.clamp_max(algorithm.correction_high)
     clipped = raw > algorithm.correction_high
-    return Correction(facts.proximal_logprobs, weights, clipped, clipped.new_zeros(clipped.shape))
+    return CorrectionResult(facts.proximal_logprobs, weights, clipped, clipped.new_zeros(clipped.shape))

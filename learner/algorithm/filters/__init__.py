@@ -19,7 +19,7 @@ FILTERS: Final[dict[str, str]] = {
 }
 
 
-def is_wanted(name: str, group: wire.Group) -> bool:
+def passes_filter(name: str, group: wire.Group) -> bool:
     """Return whether a filter keeps a group; without a name all are kept.
 
     Raises:

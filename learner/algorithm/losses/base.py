@@ -14,7 +14,7 @@ MAX_LOG_RATIO: Final = 20.0  # log-ratios are clamped to this before exp
 
 
 @dataclass(frozen=True)
-class Tokens:
+class LossTokens:
     """T trained tokens of S sequences, in order; float tensors are float32."""
 
     logprobs: Tensor  # (T,) under the trained policy, with gradient
@@ -24,13 +24,13 @@ class Tokens:
     num_sequences: int
 
 
-class Loss(Protocol):
+class PolicyLoss(Protocol):
     """Maps ``(tokens, algorithm)`` to the loss of each token (T,), to minimize, and statistics as sums over the tokens.
 
     If the advantage of a whole sequence is 0, its loss and gradient must be 0: the backward pass omits it.
     """
 
-    def __call__(self, tokens: Tokens, algorithm: AlgorithmSection) -> tuple[Tensor, dict[str, Tensor]]: ...
+    def __call__(self, tokens: LossTokens, algorithm: AlgorithmSection) -> tuple[Tensor, dict[str, Tensor]]: ...
 
 
 def ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:

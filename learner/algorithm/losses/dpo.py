@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional
 
-from learner.algorithm.losses.preference import Pairs
+from learner.algorithm.losses.preference import PairLogprobs
 
 
-def dpo(pairs: Pairs, beta: float) -> tuple[Tensor, Tensor]:
+def dpo(pairs: PairLogprobs, beta: float) -> tuple[Tensor, Tensor]:
     """Return ``-log sigmoid(beta ((log p_w - log p_l) - (log ref_w - log ref_l)))``, w chosen, l rejected; eq. 7.
 
     Returns:

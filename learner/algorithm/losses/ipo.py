@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from learner.algorithm.losses.preference import Pairs
+from learner.algorithm.losses.preference import PairLogprobs
 
 
-def ipo(pairs: Pairs, beta: float) -> tuple[Tensor, Tensor]:
+def ipo(pairs: PairLogprobs, beta: float) -> tuple[Tensor, Tensor]:
     """Return ``(h - 1 / (2 beta))^2``, h the difference of log-ratios to the reference, averaged over tokens; eq. 17.
 
     The paper writes sums, and its tau is beta here. Averages keep the target reachable by answers of any length; its

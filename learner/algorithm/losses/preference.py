@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Pairs:
+class PairLogprobs:
     """Logprobs of whole answers, sums over their tokens in nats, (P,) each."""
 
     chosen: Tensor  # under the trained policy, with gradient
@@ -23,4 +23,4 @@ class Pairs:
 class PreferenceLoss(Protocol):
     """Maps ``(pairs, beta)`` to each pair's loss (P,), to minimize, and the chosen answer's reward margin (P,)."""
 
-    def __call__(self, pairs: Pairs, beta: float) -> tuple[Tensor, Tensor]: ...
+    def __call__(self, pairs: PairLogprobs, beta: float) -> tuple[Tensor, Tensor]: ...

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from learner.algorithm.losses.base import Tokens, ratio
+from learner.algorithm.losses.base import LossTokens, ratio
 from learner.algorithm.losses.ppo import clipped_surrogate
 from learner.config import AlgorithmSection
 
 
-def raft_plus_plus(tokens: Tokens, algorithm: AlgorithmSection) -> tuple[Tensor, dict[str, Tensor]]:
+def raft_plus_plus(tokens: LossTokens, algorithm: AlgorithmSection) -> tuple[Tensor, dict[str, Tensor]]:
     """Return ``-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`` if A > 0, else 0.
 
     With the estimator ``reinforce`` and rewards of 0 and 1 this is the paper's; all tokens count in the denominator.

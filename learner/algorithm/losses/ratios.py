@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from learner.algorithm.corrections.base import Correction
+from learner.algorithm.corrections.base import CorrectionResult
 from learner.algorithm.losses.base import MAX_LOG_RATIO
 
 
@@ -28,7 +28,7 @@ def ratio_sums(logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Tensor]:
     }
 
 
-def correction_sums(correction: Correction) -> dict[str, Tensor]:
+def correction_sums(correction: CorrectionResult) -> dict[str, Tensor]:
     """Return float64 sums over the tokens of a micro-batch, for ``correction_metrics``."""
     weight = correction.weights.double()
     return {

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from learner.algorithm.losses.base import Tokens
+from learner.algorithm.losses.base import LossTokens
 from learner.config import AlgorithmSection
 
 
-def reinforce(tokens: Tokens, algorithm: AlgorithmSection) -> tuple[Tensor, dict[str, Tensor]]:
+def reinforce(tokens: LossTokens, algorithm: AlgorithmSection) -> tuple[Tensor, dict[str, Tensor]]:
     """Return ``-A log p``, (T,); without importance weights there are no statistics."""
     return -tokens.advantages * tokens.logprobs, {}

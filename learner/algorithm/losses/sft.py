@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from learner.algorithm.losses.base import Tokens
+from learner.algorithm.losses.base import LossTokens
 from learner.config import AlgorithmSection
 
 
-def sft(tokens: Tokens, algorithm: AlgorithmSection) -> tuple[Tensor, dict[str, Tensor]]:
+def sft(tokens: LossTokens, algorithm: AlgorithmSection) -> tuple[Tensor, dict[str, Tensor]]:
     """Return ``-w log p``, (T,); the weight w of a token replaces its advantage and is 1 for a plain demonstration."""
     return -tokens.advantages * tokens.logprobs, {}

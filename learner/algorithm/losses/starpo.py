@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from learner.algorithm.losses.base import Loss
+from learner.algorithm.losses.base import PolicyLoss
 from learner.algorithm.losses.ppo import ppo
 
-starpo: Final[Loss] = ppo
-starpo_s: Final[Loss] = ppo
+starpo: Final[PolicyLoss] = ppo
+starpo_s: Final[PolicyLoss] = ppo

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from learner.algorithm.losses.base import MAX_LOG_RATIO, Tokens
+from learner.algorithm.losses.base import MAX_LOG_RATIO, LossTokens
 from learner.algorithm.sequences import sequence_sum
 from learner.config import AlgorithmSection
 
 
-def topr(tokens: Tokens, algorithm: AlgorithmSection) -> tuple[Tensor, dict[str, Tensor]]:
+def topr(tokens: LossTokens, algorithm: AlgorithmSection) -> tuple[Tensor, dict[str, Tensor]]:
     """Return ``-A log p`` for A >= 0, ``-sg(clip(r, 0, 1)) A log p`` for A < 0.
 
     Good samples are imitated regardless of their policy; bad ones are pushed down only as far as the policy still makes

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from learner.algorithm.kl import kl_penalty
-from learner.algorithm.packing import Cutter
+from learner.algorithm.packing import MicroBatchCutter
 from learner.algorithm.samples import Array, TrainSample
 from learner.backends.batch import Batch
 from learner.backends.ddp import DdpBackend
@@ -75,10 +75,10 @@ class MegatronBackend(DdpBackend):
 
     # ------------------------------------------------------------------------------------------------ who does what
 
-    def cutter(self) -> Cutter[TrainSample]:
+    def cutter(self) -> MicroBatchCutter[TrainSample]:
         """With several slices for each stage, as a pipeline is filled and emptied for each micro-batch that is cut."""
         found = super().cutter()
-        return Cutter(found.budget * (SLICES_PER_STAGE if self._grid.pp > 1 else 1), packed=self._packs)
+        return MicroBatchCutter(found.budget * (SLICES_PER_STAGE if self._grid.pp > 1 else 1), packed=self._packs)
 
     @property
     def num_at_once(self) -> int:

@@ -49,7 +49,7 @@ class Tracker(Protocol):
         """Write pending data and close."""
 
 
-class Trackers:
+class TrackerGroup:
     """All trackers of a run; one that fails is disabled, unless the disk is full, and never fails the run."""
 
     def __init__(self, section: TrackersSection, folder: Path, run: str, config: Mapping[str, Any]) -> None:

@@ -32,7 +32,7 @@ class Segment(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class SegmentBlock:
     """Segments in adjacent slots with equally many new tokens.
 
     Attributes:
@@ -59,21 +59,21 @@ class Block:
         return max(self.starts) + self.new
 
 
-def blocks_of(segments: Sequence[Segment]) -> list[Block]:
+def join_segments(segments: Sequence[Segment]) -> list[SegmentBlock]:
     """Join segments, ordered by slot, into as few blocks as possible."""
-    blocks: list[Block] = []
+    blocks: list[SegmentBlock] = []
     row = 0
     groups = itertools.groupby(enumerate(segments), lambda item: (item[1].slot - item[0], item[1].new, item[1].new > 1 and item[1].start))
     for _, group in groups:
         members = [segment for _, segment in group]
         first = members[0]
-        blocks.append(Block(row, first.slot, len(members), first.new, tuple(s.start for s in members)))
+        blocks.append(SegmentBlock(row, first.slot, len(members), first.new, tuple(s.start for s in members)))
         row += len(members) * first.new
     return blocks
 
 
 @dataclass(eq=False)
-class Pass:
+class ForwardPass:
     """Layout of one forward pass; index and masks are built once and shared by all layers.
 
     Args:
@@ -83,12 +83,12 @@ class Pass:
     segments: Sequence[Segment]
     max_context: int
     device: torch.device
-    blocks: list[Block] = field(init=False)
+    blocks: list[SegmentBlock] = field(init=False)
     _index: dict[int, torch.Tensor] = field(default_factory=dict)
     _masks: dict[tuple[int, int, int | None, torch.dtype], torch.Tensor | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.blocks = blocks_of(self.segments)
+        self.blocks = join_segments(self.segments)
         new = np.array([s.new for s in self.segments], dtype=np.int64)
         starts = np.array([s.start for s in self.segments], dtype=np.int64)
         ends = np.cumsum(new)
@@ -106,14 +106,14 @@ class Pass:
             self._index[num_heads] = torch.from_numpy(flat.reshape(-1)).to(self.device)
         return self._index[num_heads]
 
-    def mask(self, block: Block, groups: int, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
+    def mask(self, block: SegmentBlock, groups: int, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
         """Return an additive mask for (size, heads, groups * new, length); None if every row sees everything."""
         key = (block.row, groups, window, dtype)
         if key not in self._masks:
             self._masks[key] = self._make_mask(block, groups, window, dtype)
         return self._masks[key]
 
-    def _make_mask(self, block: Block, groups: int, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
+    def _make_mask(self, block: SegmentBlock, groups: int, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
         same_length = len(set(block.starts)) == 1
         if block.new == 1 and same_length and (window is None or block.length <= window):
             return None
@@ -135,7 +135,7 @@ class SlotAttention:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.current: Pass | None = None
+        self.current: ForwardPass | None = None
         self.shapes: dict[int, tuple[int, int, int, torch.dtype]] = {}  # layer: KV heads, key size, value size, dtype
         self._keys: dict[int, torch.Tensor] = {}
         self._values: dict[int, torch.Tensor] = {}
@@ -178,13 +178,13 @@ class SlotAttention:
         if self.current is None:
             self.shapes[layer] = (key.shape[1], key.shape[-1], value.shape[-1], key.dtype)
             rows = query.shape[2]
-            alone = Pass([Segment(0, 0, rows)], rows, self.device)
+            alone = ForwardPass([Segment(0, 0, rows)], rows, self.device)
             block = alone.blocks[0]
             return _attend(query, key, value, alone.mask(block, how.groups, sliding_window, query.dtype), block, how)[None], None
         return self._slotted(self.current, layer, query, key, value, sliding_window, how)[None], None
 
     def _slotted(
-        self, now: Pass, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None, how: _How
+        self, now: ForwardPass, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None, how: _How
     ) -> torch.Tensor:
         keys, values = self._keys[layer], self._values[layer]
         index = now.index(how.kv_heads)
@@ -217,7 +217,7 @@ class _How:
 
 
 def _attend(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, block: Block, how: _How
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, block: SegmentBlock, how: _How
 ) -> torch.Tensor:
     """Compute attention of one block, shape (rows of the block, heads, head size).
 
@@ -236,7 +236,7 @@ def _attend(
 
 
 def _explicit(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, block: Block, how: _How
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, block: SegmentBlock, how: _How
 ) -> torch.Tensor:
     """Compute attention without the fused kernel, which lacks soft-capped logits (Gemma 2) and sinks (gpt-oss)."""
     scores = torch.matmul(query, keys.transpose(2, 3)) * (how.scale if how.scale is not None else query.shape[-1] ** -0.5)

@@ -15,23 +15,23 @@ import torch
 from broker.contract import wire
 from broker.errors import TransferFailed, UserError
 from broker.weights.probe import check_probe
-from rlearner_text.guides import BadGuide, Guides
-from rlearner_text.openai.pieces import Piece
+from rlearner_text.guides import GuideCompiler, GuideError
+from rlearner_text.openai.pieces import TokenEvent
 from rlearner_text.tokenizer import Tokenizer
-from rollout.engines.base import NO_VERSION, EngineConfig, Output, Stats, UpdateMode, problem
+from rollout.engines.base import NO_VERSION, EngineConfig, EngineStats, GenerationOutput, UpdateMode, request_problem
 from rollout.engines.hf.attention import Segment
 from rollout.engines.hf.model import SlotModel, end_tokens
-from rollout.engines.hf.reshaping import MOVED, Reshaping, is_reshaped
-from rollout.engines.hf.reshaping import problem as reshaping_problem
-from rollout.engines.hf.row import Row, ends_of
-from rollout.engines.hf.sampling import SamplingBatch, likeliest, moved, sample, uniforms
+from rollout.engines.hf.reshaping import MOVED, LogitOffsets, is_reshaped
+from rollout.engines.hf.reshaping import offsets_problem as reshaping_problem
+from rollout.engines.hf.row import RequestRow, request_end_tokens
+from rollout.engines.hf.sampling import SamplingBatch, likeliest, probability_moved, sample, uniforms
 from rollout.engines.stopping import StopStrings
-from rollout.scheduler import Job, Scheduler
+from rollout.scheduler import GenerationJob, Scheduler
 
 MAX_FAILURES: Final = 3  # consecutive failed passes before the engine gives up
 
 
-class Core:
+class EngineCore:
     """Continuous batching over one model. All methods run on one thread; finished outputs collect in ``outbox``."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -43,20 +43,20 @@ class Core:
             prefix_cache=section.prefix_cache,
             version=config.policy_version,
         )
-        self.outbox: list[tuple[str, Output]] = []
-        self.told: list[tuple[str, Piece]] = []  # of requests with a tap, until the engine takes them
+        self.outbox: list[tuple[str, GenerationOutput]] = []
+        self.told: list[tuple[str, TokenEvent]] = []  # of requests with a tap, until the engine takes them
         self._taps: dict[str, int] = {}  # requests that stream, with the number of likeliest tokens at each position
         self._prefill_tokens = section.prefill_tokens
         self._tokenizer = find_tokenizer(config)
-        self._guides = Guides(self._tokenizer, self.model.vocab_size) if self._tokenizer is not None else None
-        self._reshapings: dict[str, Reshaping] = {}  # of queued requests
+        self._guides = GuideCompiler(self._tokenizer, self.model.vocab_size) if self._tokenizer is not None else None
+        self._reshapings: dict[str, LogitOffsets] = {}  # of queued requests
         self._end_ids = end_tokens(self.model.model) | frozenset(self._tokenizer.eos_token_ids if self._tokenizer else ())
         self._requests: dict[str, wire.GenerateRequest] = {}
-        self._rows: dict[int, Row] = {}  # by slot
-        self._reading: list[Row] = []  # rows in prefill (more than one token to run), oldest first
+        self._rows: dict[int, RequestRow] = {}  # by slot
+        self._reading: list[RequestRow] = []  # rows in prefill (more than one token to run), oldest first
         self._stalled = False  # whether the current weights failed their probe
         self._failures = 0
-        self._batch: tuple[list[Row], SamplingBatch, npt.NDArray[np.uint64]] = ([], SamplingBatch.of([]), np.empty(0, np.uint64))
+        self._batch: tuple[list[RequestRow], SamplingBatch, npt.NDArray[np.uint64]] = ([], SamplingBatch.of([]), np.empty(0, np.uint64))
         self._busy_s = self._pause_s = 0.0
         self._generated = self._prefilled = self._hits = 0
         self._finished: Counter[str] = Counter()
@@ -71,7 +71,7 @@ class Core:
         return bool(self._rows) and not self._stalled
 
     def submit(
-        self, request: wire.GenerateRequest, now: float, top_logprobs: int | None = None, reshaping: Reshaping | str | None = None
+        self, request: wire.GenerateRequest, now: float, top_logprobs: int | None = None, reshaping: LogitOffsets | str | None = None
     ) -> None:
         """Queue a request; answer it at once if it cannot run.
 
@@ -79,13 +79,13 @@ class Core:
             top_logprobs: stream its tokens, each with this many of the likeliest; None: do not stream.
             reshaping: see ``reshape``.
         """
-        why = problem(request, max_context_tokens=self.model.max_context, vocab_size=self.model.vocab_size)
+        why = request_problem(request, max_context_tokens=self.model.max_context, vocab_size=self.model.vocab_size)
         if not why and request.sampling.stop and self._tokenizer is None:
             why = "stop strings need a tokenizer, and the model's folder has none"
         if not why and self.scheduler.job(request.request_id) is not None:
             why = f"request_id {request.request_id!r} is already running or waiting"
         if why or isinstance(reshaping, str):
-            self._answer(request.request_id, Output(error=why or str(reshaping)))
+            self._answer(request.request_id, GenerationOutput(error=why or str(reshaping)))
             return
         if reshaping is not None:
             self._reshapings[request.request_id] = reshaping
@@ -95,29 +95,29 @@ class Core:
         if top_logprobs is not None:
             self._taps[request.request_id] = min(top_logprobs, self.model.vocab_size)
         self.scheduler.submit(
-            Job(request.request_id, request.conversation_id, tokens, expected, request.min_version, now, now + request.deadline_s)
+            GenerationJob(request.request_id, request.conversation_id, tokens, expected, request.min_version, now, now + request.deadline_s)
         )
 
-    def reshape(self, sampling: wire.SamplingParams) -> Reshaping | str | None:
+    def reshape(self, sampling: wire.SamplingParams) -> LogitOffsets | str | None:
         """Return a request's logit offsets, None without any, or an error; thread-safe, as a grammar takes a second."""
         if not is_reshaped(sampling):
             return None
         if why := reshaping_problem(sampling, self.model.vocab_size, self._tokenizer):
             return why
         try:
-            return Reshaping(sampling, self.model.vocab_size, ends_of(sampling, self._end_ids), self._guides)
-        except BadGuide as error:
+            return LogitOffsets(sampling, self.model.vocab_size, request_end_tokens(sampling, self._end_ids), self._guides)
+        except GuideError as error:
             return f"guide: {error}"
 
-    def score(self, request: wire.GenerateRequest) -> Output:
+    def score(self, request: wire.GenerateRequest) -> GenerationOutput:
         """Return the likeliest tokens at each position of a context, without a slot."""
-        why = problem(request, max_context_tokens=self.model.max_context, vocab_size=self.model.vocab_size)
+        why = request_problem(request, max_context_tokens=self.model.max_context, vocab_size=self.model.vocab_size)
         if why or self.version < max(request.min_version, 0):
-            return Output(error=why or f"no weights of version {request.min_version} or later to score with")
+            return GenerationOutput(error=why or f"no weights of version {request.min_version} or later to score with")
         ids, logprobs = self.model.top_logprobs(request.token_ids.array().tolist(), request.prompt_top_k)
         if not np.isfinite(logprobs).all():
-            return Output(error="the model's logits are not finite")
-        return Output(finish_reason="stop", top_ids=ids, top_logprobs=logprobs)
+            return GenerationOutput(error="the model's logits are not finite")
+        return GenerationOutput(finish_reason="stop", top_ids=ids, top_logprobs=logprobs)
 
     def abort(self, request_id: str) -> None:
         job = self.scheduler.abort(request_id)
@@ -135,7 +135,7 @@ class Core:
             stops = StopStrings(self._tokenizer, params.stop) if params.stop and self._tokenizer else None
             room = self.model.max_context - len(start.job.tokens)
             reshaping = self._reshapings.pop(start.job.request_id, None)
-            row = Row(start.job, params, start.reused, self.version, room, self._end_ids, stops, reshaping)
+            row = RequestRow(start.job, params, start.reused, self.version, room, self._end_ids, stops, reshaping)
             self._rows[start.slot] = row
             self._hits += start.reused
             if row.length - row.cached > 1:
@@ -186,9 +186,9 @@ class Core:
         """See ``Engine.adopt``."""
         self._set_version(version, weights_changed=False)
 
-    def stats(self) -> Stats:
+    def stats(self) -> EngineStats:
         """Return counters, each consistent on its own; thread-safe."""
-        return Stats(
+        return EngineStats(
             running=self.scheduler.num_running,
             waiting=self.scheduler.num_waiting,
             slots=self.model.max_running,
@@ -215,7 +215,7 @@ class Core:
             self.scheduler.refreshed(row.job.slot)
         self._reading = [row for row in self._rows.values() if row.length > 1]
 
-    def _plan(self) -> tuple[list[Row], list[Segment]]:
+    def _plan(self) -> tuple[list[RequestRow], list[Segment]]:
         """Return the rows of this pass by slot, and the tokens of each; prefill is bounded, decoding is not."""
         if not self._reading:
             rows = [self._rows[slot] for slot in sorted(self._rows)]
@@ -228,7 +228,7 @@ class Core:
         rows = [self._rows[slot] for slot in sorted(self._rows) if share.get(slot, 1)]
         return rows, [Segment(row.job.slot, row.cached, share.get(row.job.slot, 1)) for row in rows]
 
-    def _forward(self, rows: list[Row], segments: list[Segment]) -> torch.Tensor:
+    def _forward(self, rows: list[RequestRow], segments: list[Segment]) -> torch.Tensor:
         """Return the logits of the rows that this pass completes."""
         ids = np.concatenate([row.tokens[row.cached : row.cached + s.new] for row, s in zip(rows, segments, strict=True)])
         ends = np.cumsum([s.new for s in segments]) - 1
@@ -238,7 +238,7 @@ class Core:
         wanted = torch.from_numpy(ends[complete]).to(device)
         return self.model.forward(segments, torch.from_numpy(ids.astype(np.int64)).to(device), wanted)
 
-    def _sample(self, rows: list[Row], segments: list[Segment], logits: torch.Tensor) -> None:
+    def _sample(self, rows: list[RequestRow], segments: list[Segment], logits: torch.Tensor) -> None:
         for row, segment in zip(rows, segments, strict=True):
             row.cached += segment.new
         if self._reading:
@@ -268,7 +268,7 @@ class Core:
                 self._end(row.job, reason)
 
     @torch.inference_mode()
-    def _reshaped(self, rows: list[Row], logits: torch.Tensor) -> tuple[list[Row], torch.Tensor, dict[str, bool]]:
+    def _reshaped(self, rows: list[RequestRow], logits: torch.Tensor) -> tuple[list[RequestRow], torch.Tensor, dict[str, bool]]:
         """Return the rows that continue, their logits, and for each request whether its distribution was changed."""
         offsets: dict[int, npt.NDArray[np.float32]] = {}
         broken: set[int] = set()
@@ -276,7 +276,7 @@ class Core:
             if row.reshaping is not None:
                 try:
                     offsets[index] = row.reshaping.offsets()
-                except BadGuide as error:
+                except GuideError as error:
                     broken.add(index)
                     self._end(row.job, "error", f"guide: {error}")
         at = list(offsets)
@@ -285,7 +285,7 @@ class Core:
             own = shaped[at]
             changed = own + torch.from_numpy(np.stack([offsets[index] for index in at])).to(own.device)
             shaped = shaped.index_copy(0, torch.tensor(at, device=own.device), changed)
-            distances = moved(own, changed, [rows[index].params for index in at]).tolist()
+            distances = probability_moved(own, changed, [rows[index].params for index in at]).tolist()
         else:
             distances = []
         flags = {rows[index].job.request_id: distance > MOVED for index, distance in zip(at, distances, strict=True)}
@@ -293,7 +293,7 @@ class Core:
         return [rows[index] for index in left], shaped[left] if broken else shaped, flags
 
     @torch.inference_mode()
-    def _tell(self, rows: list[Row], tokens: list[int], logprobs: list[float], logits: torch.Tensor) -> None:
+    def _tell(self, rows: list[RequestRow], tokens: list[int], logprobs: list[float], logits: torch.Tensor) -> None:
         """Collect the sampled tokens of requests that stream."""
         tapped = [index for index, row in enumerate(rows) if row.job.request_id in self._taps and math.isfinite(logprobs[index])]
         wanting = [index for index in tapped if self._taps[rows[index].job.request_id]]
@@ -305,11 +305,11 @@ class Core:
                 pairs = zip(row_ids, row_values, strict=True)
                 top[index] = [pair for pair in pairs if math.isfinite(pair[1])][: self._taps[rows[index].job.request_id]]
         for index in tapped:
-            piece = Piece([tokens[index]], [logprobs[index]], self.version, [top[index]] if index in top else ())
+            piece = TokenEvent([tokens[index]], [logprobs[index]], self.version, [top[index]] if index in top else ())
             self.told.append((rows[index].job.request_id, piece))
 
     @torch.inference_mode()
-    def _draw(self, rows: list[Row], logits: torch.Tensor) -> tuple[list[int], list[float]]:
+    def _draw(self, rows: list[RequestRow], logits: torch.Tensor) -> tuple[list[int], list[float]]:
         if rows != self._batch[0]:
             seeds = np.array([row.seed for row in rows], dtype=np.uint64)
             self._batch = (rows, SamplingBatch.of([row.params for row in rows], self.model.device), seeds)
@@ -318,18 +318,18 @@ class Core:
         tokens, logprobs = sample(logits, batch, torch.from_numpy(uniforms(seeds, positions)).to(self.model.device))
         return tokens.tolist(), logprobs.tolist()
 
-    def _end(self, job: Job, reason: wire.FinishReason, error: str = "", *, keep: bool = True) -> None:
+    def _end(self, job: GenerationJob, reason: wire.FinishReason, error: str = "", *, keep: bool = True) -> None:
         """Answer a job that left the queue or finished its row."""
         row = self._rows.pop(job.slot, None) if job.slot >= 0 else None
         if row is None:
-            self._answer(job.request_id, Output(finish_reason=reason, error=error))
+            self._answer(job.request_id, GenerationOutput(finish_reason=reason, error=error))
             return
         if row in self._reading:
             self._reading.remove(row)
         self.scheduler.finish(job.slot, row.kept() if keep else None)
         self._answer(job.request_id, row.output(reason, error))
 
-    def _answer(self, request_id: str, output: Output) -> None:
+    def _answer(self, request_id: str, output: GenerationOutput) -> None:
         self._requests.pop(request_id, None)
         self._reshapings.pop(request_id, None)
         self._taps.pop(request_id, None)

@@ -15,15 +15,15 @@ import numpy.typing as npt
 import torch
 
 from broker.contract import wire
-from rlearner_text.openai.pieces import Piece, Tap
-from rollout.engines.base import NO_VERSION, EngineConfig, Output, Stats, UpdateMode
-from rollout.engines.fit import made
-from rollout.engines.hf.core import Core
+from rlearner_text.openai.pieces import TokenEvent, TokenListener
+from rollout.engines.base import NO_VERSION, EngineConfig, EngineStats, GenerationOutput, UpdateMode
+from rollout.engines.fit import materialized
+from rollout.engines.hf.core import EngineCore
 from rollout.engines.hf.memory import keep_freed_memory
 from rollout.engines.hf.reshaping import is_reshaped
 
 T = TypeVar("T")
-Command = Callable[[Core], None]
+Command = Callable[[EngineCore], None]
 
 
 class HFEngine:
@@ -40,10 +40,10 @@ class HFEngine:
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
-        self._waiting: dict[str, asyncio.Future[Output]] = {}
-        self._taps: dict[str, Tap] = {}
+        self._waiting: dict[str, asyncio.Future[GenerationOutput]] = {}
+        self._taps: dict[str, TokenListener] = {}
         self._preparing: set[str] = set()  # requests whose grammars are being compiled
-        self._core: Core | None = None
+        self._core: EngineCore | None = None
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop
         self._ended: asyncio.Future[None]
@@ -55,7 +55,7 @@ class HFEngine:
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._ended = self._loop.create_future()
-        ready: asyncio.Future[Core] = self._loop.create_future()
+        ready: asyncio.Future[EngineCore] = self._loop.create_future()
         self._thread = threading.Thread(target=self._run, args=(ready,), name="engine", daemon=True)
         self._thread.start()
         try:
@@ -64,14 +64,14 @@ class HFEngine:
             await self.close()
             raise
 
-    async def generate(self, request: wire.GenerateRequest, tap: Tap | None = None) -> Output:
+    async def generate(self, request: wire.GenerateRequest, tap: TokenListener | None = None) -> GenerationOutput:
         if self._ended.done():
             raise RuntimeError("the engine has stopped")
         if request.request_id in self._waiting:
-            return Output(error=f"request_id {request.request_id!r} is already running or waiting")
+            return GenerationOutput(error=f"request_id {request.request_id!r} is already running or waiting")
         if request.prompt_top_k:
             return await self._call(lambda core: core.score(request))
-        future: asyncio.Future[Output] = self._loop.create_future()
+        future: asyncio.Future[GenerationOutput] = self._loop.create_future()
         self._waiting[request.request_id] = future
         now = time.monotonic()
         if tap is not None:
@@ -82,7 +82,7 @@ class HFEngine:
                 self._preparing.add(request.request_id)
                 made = await asyncio.to_thread(self._running_core().reshape, request.sampling)
                 if request.request_id not in self._preparing:
-                    return Output(finish_reason="abort")
+                    return GenerationOutput(finish_reason="abort")
             self._commands.put(lambda core: core.submit(request, now, None if tap is None else tap.top_logprobs, made))
             return await future
         finally:
@@ -99,7 +99,7 @@ class HFEngine:
         await self._call(lambda core: core.adopt(version))
 
     async def update_weights(self, tensors: Mapping[str, torch.Tensor], version: int, mode: UpdateMode, probe: wire.Probe | None) -> float:
-        whole = await asyncio.to_thread(made, tensors)  # while generation continues
+        whole = await asyncio.to_thread(materialized, tensors)  # while generation continues
         return await self._call(lambda core: core.update(whole, version, mode, probe))
 
     async def logprobs(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
@@ -110,8 +110,8 @@ class HFEngine:
     def weights(self) -> Mapping[str, torch.Tensor]:
         return self._running_core().model.weights()
 
-    def stats(self) -> Stats:
-        return self._core.stats() if self._core is not None else Stats()
+    def stats(self) -> EngineStats:
+        return self._core.stats() if self._core is not None else EngineStats()
 
     async def join(self) -> None:
         await asyncio.shield(self._ended)
@@ -125,18 +125,18 @@ class HFEngine:
         self._thread.join()
         self._thread = None
 
-    def _running_core(self) -> Core:
+    def _running_core(self) -> EngineCore:
         if self._core is None:
             raise RuntimeError("the engine has not started")
         return self._core
 
-    async def _call(self, work: Callable[[Core], T]) -> T:
+    async def _call(self, work: Callable[[EngineCore], T]) -> T:
         """Run a function on the engine's thread, between two passes."""
         if self._ended.done():
             raise RuntimeError("the engine has stopped")
         future: asyncio.Future[T] = self._loop.create_future()
 
-        def command(core: Core) -> None:
+        def command(core: EngineCore) -> None:
             if future.cancelled():  # by the caller
                 return
             try:
@@ -151,12 +151,12 @@ class HFEngine:
 
     # ------------------------------------------------------------------------------------- the engine's thread
 
-    def _run(self, ready: asyncio.Future[Core]) -> None:
+    def _run(self, ready: asyncio.Future[EngineCore]) -> None:
         if self._config.section.num_threads:
             torch.set_num_threads(self._config.section.num_threads)
         try:
             keep_freed_memory()
-            core = Core(self._config)
+            core = EngineCore(self._config)
         except Exception as error:  # noqa: BLE001 - raised again by start()
             self._post(_fail, ready, error)
             self._post(_succeed, self._ended, None)
@@ -172,7 +172,7 @@ class HFEngine:
         finally:
             core.model.close()
 
-    def _turn(self, core: Core) -> bool:
+    def _turn(self, core: EngineCore) -> bool:
         """Admit, run one pass, send outputs, run commands; sleep without work. Return False once closed."""
         core.admit(time.monotonic())
         if core.can_step:
@@ -193,12 +193,12 @@ class HFEngine:
             return False
         return True
 
-    def _obey(self, core: Core, command: Command | None) -> bool:
+    def _obey(self, core: EngineCore, command: Command | None) -> bool:
         if command is not None:
             command(core)
         return command is not None
 
-    def _patience(self, core: Core) -> float | None:
+    def _patience(self, core: EngineCore) -> float | None:
         due = core.scheduler.next_deadline()
         return None if due is None else max(0.0, due - time.monotonic())
 
@@ -208,13 +208,13 @@ class HFEngine:
 
     # --------------------------------------------------------------------------------------- the event loop
 
-    def _tell(self, told: list[tuple[str, Piece]]) -> None:
+    def _tell(self, told: list[tuple[str, TokenEvent]]) -> None:
         for request_id, piece in told:
             tap = self._taps.get(request_id)
             if tap is not None:
                 tap.told(piece)
 
-    def _deliver(self, outputs: list[tuple[str, Output]]) -> None:
+    def _deliver(self, outputs: list[tuple[str, GenerationOutput]]) -> None:
         for request_id, output in outputs:
             future = self._waiting.pop(request_id, None)
             if future is not None and not future.done():

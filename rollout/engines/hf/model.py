@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from broker.errors import UserError
 from rollout.engines.args import HFArgs
 from rollout.engines.base import EngineConfig
-from rollout.engines.hf.attention import Pass, Segment, SlotAttention
+from rollout.engines.hf.attention import ForwardPass, Segment, SlotAttention
 from rollout.engines.hf.weights import HeldWeights
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class SlotModel:
         section = config.section
         args = HFArgs.model_validate(section.engine_args)
         self.device = pick_device(config.device)
-        self.model = load(config, self.device)
+        self.model = load_model(config, self.device)
         self._held = HeldWeights(self.model)
         self.vocab_size = int(self.model.get_input_embeddings().num_embeddings)
         self.max_context = fitting_context(self.model, section.max_context_tokens)
@@ -64,7 +64,7 @@ class SlotModel:
         Returns:
             Logits (k, vocabulary).
         """
-        now = Pass(segments, self.max_context, self.device)
+        now = ForwardPass(segments, self.max_context, self.device)
         self.attention.current = now
         try:
             return self._run(token_ids, now.positions(), sample_rows)
@@ -156,7 +156,7 @@ class SlotModel:
             raise UserError(f"engine hf cannot run {type(self.model).__name__}: {why} (logprobs differ by {spread:.2g})")
 
 
-def load(config: EngineConfig, device: torch.device) -> Any:
+def load_model(config: EngineConfig, device: torch.device) -> Any:
     """Load the model in evaluation mode on its device.
 
     Raises:

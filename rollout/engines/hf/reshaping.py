@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from broker.contract import wire
-from rlearner_text.guides import BadGuide, Guides, Matcher
+from rlearner_text.guides import GuideCompiler, GuideError, GuideMatcher
 from rlearner_text.tokenizer import Tokenizer
 
 # A token counts as drawn from the policy's own distribution if reshaping moved at most this much probability.
@@ -21,7 +21,7 @@ def is_reshaped(sampling: wire.SamplingParams) -> bool:
     return bool(sampling.frequency_penalty or sampling.presence_penalty or sampling.logit_bias or sampling.guides)
 
 
-def problem(sampling: wire.SamplingParams, vocab_size: int, tokenizer: Tokenizer | None) -> str:
+def offsets_problem(sampling: wire.SamplingParams, vocab_size: int, tokenizer: Tokenizer | None) -> str:
     """Return why a request cannot be reshaped, in one line; empty if it can."""
     if sampling.guides and tokenizer is None:
         return "guides need a tokenizer, and the model's folder has none"
@@ -29,7 +29,7 @@ def problem(sampling: wire.SamplingParams, vocab_size: int, tokenizer: Tokenizer
     return "" if odd is None else f"logit_bias: token id {odd} is outside the model's vocabulary of {vocab_size}"
 
 
-class Reshaping:
+class LogitOffsets:
     """Logit offsets of one request.
 
     Args:
@@ -41,15 +41,15 @@ class Reshaping:
         flags: for every sampled token whether it was drawn from a reshaped distribution.
 
     Raises:
-        BadGuide: if the guide cannot be compiled to a grammar.
+        GuideError: if the guide cannot be compiled to a grammar.
     """
 
-    def __init__(self, sampling: wire.SamplingParams, vocab_size: int, ends: Collection[int], guides: Guides | None) -> None:
+    def __init__(self, sampling: wire.SamplingParams, vocab_size: int, ends: Collection[int], guides: GuideCompiler | None) -> None:
         self._sampling, self._ends = sampling, list(ends)
         self._counts: npt.NDArray[np.float32] = np.zeros(vocab_size, np.float32)
         self._bias: npt.NDArray[np.float32] = np.zeros(vocab_size, np.float32)
         self._bias[list(sampling.logit_bias)] = list(sampling.logit_bias.values())
-        self._matcher: Matcher | None = None
+        self._matcher: GuideMatcher | None = None
         if sampling.guides:
             assert guides is not None, "see problem"
             self._matcher = guides.matcher(sampling.guides)
@@ -59,7 +59,7 @@ class Reshaping:
         """Return what to add to the logits of the next token, (vocabulary,).
 
         Raises:
-            BadGuide: if the guide allows no further token.
+            GuideError: if the guide allows no further token.
         """
         sampling, counts = self._sampling, self._counts
         made = self._bias - sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0)
@@ -68,7 +68,7 @@ class Reshaping:
             if self._matcher.complete:
                 allowed[self._ends] = True
             if not allowed.any():
-                raise BadGuide("the guide allows no token")
+                raise GuideError("the guide allows no token")
             made[~allowed] = -np.inf
         return np.asarray(made, np.float32)
 

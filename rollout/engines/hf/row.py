@@ -7,13 +7,13 @@ import os
 import numpy as np
 
 from broker.contract.wire import FinishReason, SamplingParams
-from rollout.engines.base import Output
-from rollout.engines.hf.reshaping import Reshaping
+from rollout.engines.base import GenerationOutput
+from rollout.engines.hf.reshaping import LogitOffsets
 from rollout.engines.stopping import StopStrings
-from rollout.scheduler import Job, Tokens
+from rollout.scheduler import GenerationJob, Tokens
 
 
-class Row:
+class RequestRow:
     """A request in a slot.
 
     Attributes:
@@ -40,8 +40,8 @@ class Row:
     )
 
     def __init__(
-        self, job: Job, params: SamplingParams, reused: int, version: int, room: int, end_ids: frozenset[int], stops: StopStrings | None,
-        reshaping: Reshaping | None = None,
+        self, job: GenerationJob, params: SamplingParams, reused: int, version: int, room: int, end_ids: frozenset[int], stops: StopStrings | None,
+        reshaping: LogitOffsets | None = None,
     ) -> None:  # fmt: skip
         self.reshaping = reshaping
         self.job, self.params, self.reused = job, params, reused
@@ -51,7 +51,7 @@ class Row:
         self.tokens[: self.length] = job.tokens
         self.logprobs: list[float] = []
         self._marks = [(version, 0)]  # (version, index of the first token sampled with it)
-        self._end_ids = ends_of(params, end_ids)
+        self._end_ids = request_end_tokens(params, end_ids)
         self._stops = stops
         self.seed = int.from_bytes(os.urandom(8), "little") if params.seed is None else params.seed & (1 << 64) - 1
 
@@ -70,21 +70,23 @@ class Row:
         """Record that later tokens come from other weights."""
         self._marks.append((version, len(self.logprobs)))
 
-    def output(self, reason: FinishReason, error: str = "") -> Output:
+    def output(self, reason: FinishReason, error: str = "") -> GenerationOutput:
         """Return the output so far; an error has no tokens."""
         if reason == "error":
-            return Output(finish_reason="error", error=error, prefix_hit_tokens=self.reused)
+            return GenerationOutput(finish_reason="error", error=error, prefix_hit_tokens=self.reused)
         ends = [start for _, start in self._marks[1:]] + [len(self.logprobs)]
         runs = [(version, end - start) for (version, start), end in zip(self._marks, ends, strict=True) if end > start]
         flags = self.reshaping.flags if self.reshaping is not None else ()
-        return Output(self.tokens[self._num_prompt : self.length].tolist(), self.logprobs, runs, reason, self.reused, reshaped=flags)
+        return GenerationOutput(
+            self.tokens[self._num_prompt : self.length].tolist(), self.logprobs, runs, reason, self.reused, reshaped=flags
+        )
 
     def kept(self) -> Tokens:
         """Return the tokens whose KV the slot holds."""
         return self.tokens[: self.cached]
 
 
-def ends_of(params: SamplingParams, end_ids: frozenset[int]) -> frozenset[int]:
+def request_end_tokens(params: SamplingParams, end_ids: frozenset[int]) -> frozenset[int]:
     """Return the tokens that end an output. With a guide the end tokens always count, so that the output can end."""
     own = frozenset() if params.ignore_eos and not params.guides else end_ids
     return own | frozenset(params.stop_token_ids)

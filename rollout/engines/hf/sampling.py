@@ -131,7 +131,7 @@ def likeliest(logits: torch.Tensor, params: Sequence[SamplingParams], k: int) ->
     return tokens, values
 
 
-def moved(logits: torch.Tensor, reshaped: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+def probability_moved(logits: torch.Tensor, reshaped: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     """Return how much probability a change of the logits moves between tokens, after temperature and cut-offs.
 
     Args:

@@ -22,17 +22,17 @@ import numpy.typing as npt
 from broker.contract import wire
 
 MOST_CANDIDATES: Final = 4096  # of a filtered distribution
-TOLD_CANDIDATES: Final = 2 * MOST_CANDIDATES  # the server's limit; it aborts requests when ties make more
+SERVER_CANDIDATES: Final = 2 * MOST_CANDIDATES  # the server's limit; it aborts requests when ties make more
 _SEEDS: Final = 1 << 31  # every release accepts seeds below this
 _REASONS: Final[Mapping[object, Literal["stop", "length", "abort"]]] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
-class Refused(Exception):
+class SGLangRequestError(Exception):
     """SGLang rejected a request; one line."""
 
 
 @dataclass(frozen=True, slots=True)
-class Leg:
+class GenerateLeg:
     """The result of one call of ``/generate``; a request that an update interrupts has several.
 
     Attributes:
@@ -49,7 +49,7 @@ class Leg:
     spans: bool
 
 
-def filtered(sampling: wire.SamplingParams) -> bool:
+def is_filtered(sampling: wire.SamplingParams) -> bool:
     """Return whether cut-offs restrict the candidates, so that logprobs must be renormalised."""
     return sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0)
 
@@ -69,7 +69,7 @@ def generate_body(
         "max_new_tokens": limit,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "top_k": min(sampling.top_k or MOST_CANDIDATES, MOST_CANDIDATES) if filtered(sampling) else -1,
+        "top_k": min(sampling.top_k or MOST_CANDIDATES, MOST_CANDIDATES) if is_filtered(sampling) else -1,
         "min_p": sampling.min_p,
         "ignore_eos": sampling.ignore_eos,
         "skip_special_tokens": False,  # stop strings may contain them
@@ -82,7 +82,7 @@ def generate_body(
     params |= {"ebnf": grammar} if grammar else {}
     params |= {"sampling_seed": sampling.seed % _SEEDS} if sampling.seed is not None else {}
     body = {"rid": rid, "input_ids": list(context), "sampling_params": params, "return_logprob": True, "extra_key": namespace}
-    return body | ({"return_sampling_mask": True} if filtered(sampling) else {})
+    return body | ({"return_sampling_mask": True} if is_filtered(sampling) else {})
 
 
 def score_body(rid: str, context: Sequence[int], top_k: int, namespace: str) -> dict[str, Any]:
@@ -91,39 +91,41 @@ def score_body(rid: str, context: Sequence[int], top_k: int, namespace: str) -> 
     return body | {"logprob_start_len": 0, "top_logprobs_num": top_k}
 
 
-def read_leg(reply: Mapping[str, Any], sampling: wire.SamplingParams) -> Leg:
+def read_leg(reply: Mapping[str, Any], sampling: wire.SamplingParams) -> GenerateLeg:
     """Parse an answer of ``/generate``.
 
     Greedy tokens get logprob 0, that of a distribution with all its mass on one token; the server's value is ignored.
 
     Raises:
-        Refused: if the answer is malformed or incomplete.
+        SGLangRequestError: if the answer is malformed or incomplete.
     """
     meta = reply.get("meta_info")
     finish = meta.get("finish_reason") if isinstance(meta, dict) else None
     reason = _REASONS.get(finish.get("type")) if isinstance(finish, dict) else None
     if not isinstance(meta, dict) or reason is None:
-        raise Refused(f"its answer has an unknown finish_reason: {finish!r}")
+        raise SGLangRequestError(f"its answer has an unknown finish_reason: {finish!r}")
     try:
         entries = meta.get("output_token_logprobs") or []
         token_ids = [int(entry[1]) for entry in entries]
         logprobs = [_number(entry[0]) for entry in entries]
     except (TypeError, ValueError, IndexError):
-        raise Refused("its output_token_logprobs are not pairs of a logprob and a token") from None
+        raise SGLangRequestError("its output_token_logprobs are not pairs of a logprob and a token") from None
     if sampling.temperature == 0:
         logprobs = [0.0] * len(token_ids)
-    elif filtered(sampling) and token_ids:
+    elif is_filtered(sampling) and token_ids:
         told = meta.get("output_token_sampling_logprobs")
         if not isinstance(told, list) or len(told) != len(token_ids):
-            raise Refused("this SGLang does not return logprobs under top_p, top_k or min_p (return_sampling_mask); install a newer one")
+            raise SGLangRequestError(
+                "this SGLang does not return logprobs under top_p, top_k or min_p (return_sampling_mask); install a newer one"
+            )
         logprobs = [_number(one) for one in told]
     if not all(math.isfinite(one) for one in logprobs):
-        raise Refused("the model's logits are not finite")
+        raise SGLangRequestError("the model's logits are not finite")
     runs, spans = _version_runs(meta, len(token_ids))
     if sampling.ignore_eos and (at := next((i for i, token in enumerate(token_ids) if token in sampling.stop_token_ids), None)) is not None:
-        token_ids, logprobs, runs, reason = token_ids[: at + 1], logprobs[: at + 1], first_of(runs, at + 1), "stop"
+        token_ids, logprobs, runs, reason = token_ids[: at + 1], logprobs[: at + 1], truncate_runs(runs, at + 1), "stop"
     prompt, cached = int(meta.get("prompt_tokens") or 0), int(meta.get("cached_tokens") or 0)
-    return Leg(token_ids, [min(0.0, one) for one in logprobs], runs, reason, prompt, cached, spans)
+    return GenerateLeg(token_ids, [min(0.0, one) for one in logprobs], runs, reason, prompt, cached, spans)
 
 
 def _number(told: Any) -> float:
@@ -139,13 +141,13 @@ def _version_runs(meta: Mapping[str, Any], count: int) -> tuple[list[tuple[int, 
             runs = [run for run in runs if run[1] > 0]
             if sum(length for _, length in runs) == count:
                 return runs, True
-            raise Refused(f"its weight_versions {told!r} do not add up to {count} tokens")
+            raise SGLangRequestError(f"its weight_versions {told!r} do not add up to {count} tokens")
         return ([(int(meta["weight_version"]), count)] if count else []), False
     except (KeyError, TypeError, ValueError):
-        raise Refused(f"its answer has no valid weight version: {told or meta.get('weight_version')!r}") from None
+        raise SGLangRequestError(f"its answer has no valid weight version: {told or meta.get('weight_version')!r}") from None
 
 
-def as_sampled(runs: Sequence[tuple[int, int]], before: int) -> list[tuple[int, int]]:
+def shift_runs(runs: Sequence[tuple[int, int]], before: int) -> list[tuple[int, int]]:
     """Return the versions that sampled the tokens, from those that SGLang recorded.
 
     SGLang records a weight change after the tokens processed so far, and processes a token while the next is being
@@ -161,10 +163,10 @@ def as_sampled(runs: Sequence[tuple[int, int]], before: int) -> list[tuple[int, 
     for version, count in runs:
         found += [(before, 1), (version, count - 1)]
         before = version
-    return joined(found)
+    return merge_runs(found)
 
 
-def joined(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+def merge_runs(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Merge adjacent runs of one version and drop empty ones."""
     found: list[tuple[int, int]] = []
     for version, count in runs:
@@ -175,25 +177,25 @@ def joined(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
-def first_of(runs: Sequence[tuple[int, int]], count: int) -> list[tuple[int, int]]:
+def truncate_runs(runs: Sequence[tuple[int, int]], count: int) -> list[tuple[int, int]]:
     """Return the runs of the first ``count`` tokens."""
     kept = []
     for version, length in runs:
         kept.append((version, max(0, min(length, count))))
         count -= length
-    return joined(kept)
+    return merge_runs(kept)
 
 
 def read_scores(reply: Mapping[str, Any], num_tokens: int) -> npt.NDArray[np.float32]:
     """Return log p(token[i + 1] | token[: i + 1]), shape (n - 1,); the first token has none.
 
     Raises:
-        Refused: if the answer lacks them.
+        SGLangRequestError: if the answer lacks them.
     """
     entries = (reply.get("meta_info") or {}).get("input_token_logprobs") or []
     values = [entry[0] for entry in entries[1:]]
     if len(entries) != num_tokens or any(value is None for value in values):
-        raise Refused(f"it returned the logprobs of {len(entries)} tokens of a context of {num_tokens}")
+        raise SGLangRequestError(f"it returned the logprobs of {len(entries)} tokens of a context of {num_tokens}")
     return np.array(values, dtype=np.float32)
 
 
@@ -201,16 +203,16 @@ def read_top(reply: Mapping[str, Any], num_tokens: int, k: int) -> tuple[npt.NDA
     """Return the k likeliest tokens after each token but the last, and their logprobs, (n - 1, k) each, descending.
 
     Raises:
-        Refused: if the answer lacks them.
+        SGLangRequestError: if the answer lacks them.
     """
     rows = ((reply.get("meta_info") or {}).get("input_top_logprobs") or [])[1:]
     if len(rows) != num_tokens - 1 or any(row is None or len(row) != k for row in rows):
-        raise Refused(f"it did not return the {k} likeliest tokens at each of {num_tokens - 1} positions")
+        raise SGLangRequestError(f"it did not return the {k} likeliest tokens at each of {num_tokens - 1} positions")
     ids = np.array([[entry[1] for entry in row] for row in rows], dtype=np.int32).reshape(-1, k)
     return ids, np.array([[entry[0] for entry in row] for row in rows], dtype=np.float32).reshape(-1, k)
 
 
-class Api:
+class SGLangClient:
     """Client of one server. A call waits up to ``timeout_s``; without one, requests are aborted at their deadlines."""
 
     def __init__(self, base_url: str) -> None:
@@ -233,7 +235,7 @@ class Api:
         """Post a body and return the answer, empty if it has no JSON object.
 
         Raises:
-            Refused: if the status is not 200 or ``success`` is false.
+            SGLangRequestError: if the status is not 200 or ``success`` is false.
             ConnectionError: if the server is gone or does not answer in time.
         """
         try:
@@ -245,14 +247,14 @@ class Api:
             raise ConnectionError(f"SGLang's {path}: {' '.join(str(error).split()) or type(error).__name__}") from None
         found = _object(raw)
         if status != 200 or found.get("success") is False:
-            raise Refused(f"SGLang answered {path} with {status}: {_said(raw, found)}")
+            raise SGLangRequestError(f"SGLang answered {path} with {status}: {_said(raw, found)}")
         return found
 
     async def abort(self, rid: str) -> None:
         """Abort a request, which then returns its partial output; an empty id aborts all."""
         try:
             await self.post("/abort_request", {"rid": rid, "abort_all": not rid}, timeout_s=30.0)
-        except (Refused, ConnectionError, asyncio.CancelledError):
+        except (SGLangRequestError, ConnectionError, asyncio.CancelledError):
             return  # the request's own call reports a dead server
 
 

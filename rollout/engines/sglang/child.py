@@ -21,7 +21,7 @@ from broker.errors import ConfigError, UserError
 from broker.system.children import spawn
 from broker.system.workers.limits import kill_tree
 from rollout.config import RolloutSection
-from rollout.engines.sglang.api import TOLD_CANDIDATES
+from rollout.engines.sglang.api import SERVER_CANDIDATES
 from rollout.engines.sglang.args import SGLangArgs
 
 HOST: Final = "127.0.0.1"
@@ -36,7 +36,7 @@ TAIL_BYTES: Final = 20_000  # of the log, searched for the reason of an exit
 _TELLING: Final = ("error", "exception", "out of memory", "not found", "unrecognized")
 
 
-def launcher(args: SGLangArgs) -> list[str]:
+def launch_command(args: SGLangArgs) -> list[str]:
     """Return the command that starts the server.
 
     Raises:
@@ -52,7 +52,7 @@ def launcher(args: SGLangArgs) -> list[str]:
     return [sys.executable, "-m", "sglang.launch_server"]
 
 
-def options(
+def server_options(
     model_path: str, section: RolloutSection, args: SGLangArgs, *, port: int, dtype: str, device: str, version: int, copies: int,
     trust_remote_code: bool,
 ) -> list[str]:  # fmt: skip
@@ -75,7 +75,7 @@ def options(
         "weight-version": str(version),
         "sampling-defaults": "openai",  # the model's generation_config.json must not change the distribution
         "grammar-backend": "llguidance",  # as in engine hf
-        "sampling-mask-max-tokens": TOLD_CANDIDATES,
+        "sampling-mask-max-tokens": SERVER_CANDIDATES,
         "log-level": "warning",  # one line per batch and request would fill the disk
         "trust-remote-code": trust_remote_code,
         "disable-radix-cache": not section.prefix_cache,
@@ -87,7 +87,7 @@ def options(
     return [f"--{name}" if value is True else f"--{name}={value}" for name, value in given.items() if value is not False]
 
 
-def copies(args: SGLangArgs, device: str, environ: Mapping[str, str], heads: int) -> int:
+def data_parallel_copies(args: SGLangArgs, device: str, environ: Mapping[str, str], heads: int) -> int:
     """Return how many copies of the model run on the visible GPUs.
 
     Raises:
@@ -121,7 +121,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-class Child:
+class SGLangProcess:
     """The server's process; it exits with this process, along with everything that it started.
 
     Attributes:

@@ -20,17 +20,17 @@ import numpy.typing as npt
 from broker.contract import wire
 from broker.errors import TransferFailed, UserError
 from broker.weights.probe import check_probe
-from rollout.engines.base import EngineConfig, Output, Stats, UpdateMode, problem
-from rollout.engines.fit import check_fit, made
-from rollout.engines.sglang.api import Api, Leg, Refused, generate_body, read_leg, read_scores
+from rollout.engines.base import EngineConfig, EngineStats, GenerationOutput, UpdateMode, request_problem
+from rollout.engines.fit import check_fit, materialized
+from rollout.engines.sglang.api import GenerateLeg, SGLangClient, SGLangRequestError, generate_body, read_leg, read_scores
 from rollout.engines.sglang.args import SGLangArgs
-from rollout.engines.sglang.child import HOST, Child, copies, free_port, launcher, options
-from rollout.engines.sglang.requests import ABORT_AGAIN_S, RETURN_WITHIN_S, SCORE_TIMEOUT_S, Requests
+from rollout.engines.sglang.child import HOST, SGLangProcess, data_parallel_copies, free_port, launch_command, server_options
+from rollout.engines.sglang.requests import ABORT_AGAIN_S, RETURN_WITHIN_S, SCORE_TIMEOUT_S, SGLangRequestQueue
 
 if TYPE_CHECKING:
     import torch
 
-    from rollout.engines.sglang.weights import Sender
+    from rollout.engines.sglang.weights import SGLangWeightSender
 
 log = logging.getLogger(__name__)
 
@@ -53,13 +53,13 @@ class SGLangEngine:
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._args = SGLangArgs.model_validate(config.section.engine_args)
-        self._requests = Requests(config, self._spawn)
+        self._requests = SGLangRequestQueue(config, self._spawn)
         self._spans = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._ended: asyncio.Future[None] | None = None
-        self._child: Child | None = None
-        self._api: Api | None = None
-        self._sender: Sender | None = None
+        self._child: SGLangProcess | None = None
+        self._api: SGLangClient | None = None
+        self._sender: SGLangWeightSender | None = None
         self._held: dict[str, torch.Tensor] = {}
         self._vocab_size = 0
 
@@ -72,26 +72,28 @@ class SGLangEngine:
     async def start(self) -> None:
         self._ended = asyncio.get_running_loop().create_future()
         config, section = self._config, self._config.section
-        command = launcher(self._args)
+        command = launch_command(self._args)
         from rollout.engines.hf.core import find_tokenizer  # these import torch
-        from rollout.engines.sglang.weights import make_sender, shapes_of
+        from rollout.engines.sglang.weights import make_sender, meta_tensors
 
         self._requests.tokenizer = await asyncio.to_thread(find_tokenizer, config)
-        self._held, model = await asyncio.to_thread(shapes_of, config.model_path, config.dtype, trust_remote_code=config.trust_remote_code)
+        self._held, model = await asyncio.to_thread(
+            meta_tensors, config.model_path, config.dtype, trust_remote_code=config.trust_remote_code
+        )
         text = model.get_text_config()
         self._vocab_size = int(text.vocab_size)
         positions = getattr(text, "max_position_embeddings", None)
         if positions is not None and section.max_context_tokens > positions:
             raise UserError(f"rollout.max_context_tokens: {section.max_context_tokens} is not allowed; the model has {positions} positions")
-        num_copies = copies(self._args, config.device, os.environ, int(text.num_attention_heads))
+        num_copies = data_parallel_copies(self._args, config.device, os.environ, int(text.num_attention_heads))
         port = free_port()
-        arguments = options(
+        arguments = server_options(
             config.model_path, section, self._args, port=port, dtype=config.dtype, device=config.device, version=config.policy_version,
             copies=num_copies, trust_remote_code=config.trust_remote_code,
         )  # fmt: skip
-        self._child = Child([*command, *arguments], self._died)
+        self._child = SGLangProcess([*command, *arguments], self._died)
         log.info("SGLang started with pid %d at port %d, log in %s", self._child.pid, port, self._child.log_path)
-        self._api = self._requests.api = Api(f"http://{HOST}:{port}")
+        self._api = self._requests.api = SGLangClient(f"http://{HOST}:{port}")
         self._sender = make_sender(self._api, self._args, config.model_path)
         try:
             await self._child.ready(self._api.healthy, self._args.start_timeout_s)
@@ -131,7 +133,7 @@ class SGLangEngine:
             self._ended.exception()  # mark as retrieved: join raises it again
         self._requests.fail(f"the engine stopped: SGLang ended: {why}")
 
-    async def _first(self) -> Leg:
+    async def _first(self) -> GenerateLeg:
         """Sample one token, to check that the server works and what it returns.
 
         Raises:
@@ -142,18 +144,18 @@ class SGLangEngine:
         body = generate_body(uuid.uuid4().hex, [0], sampling, 1, "first")
         try:
             return read_leg(await self._api.post("/generate", body, self._args.start_timeout_s), sampling)
-        except (Refused, ConnectionError) as error:
+        except (SGLangRequestError, ConnectionError) as error:
             raise UserError(f"SGLang started, but cannot be used: {error}") from None
 
     # ------------------------------------------------------------------------------------------------ requests
 
-    async def generate(self, request: wire.GenerateRequest) -> Output:
+    async def generate(self, request: wire.GenerateRequest) -> GenerationOutput:
         self._check_alive()
-        why = problem(request, max_context_tokens=self._config.section.max_context_tokens, vocab_size=self._vocab_size)
+        why = request_problem(request, max_context_tokens=self._config.section.max_context_tokens, vocab_size=self._vocab_size)
         if not why and request.request_id in self._requests:
             why = f"request_id {request.request_id!r} is already running or waiting"
         if why:
-            return self._requests.count(Output(error=why))
+            return self._requests.count(GenerationOutput(error=why))
         if request.prompt_top_k:
             return self._requests.count(await self._requests.score(request))
         return await self._requests.run(request)
@@ -173,7 +175,7 @@ class SGLangEngine:
             return np.zeros(0, np.float32)
         try:
             return read_scores(await self._requests.ask_scores(token_ids, 0), len(token_ids))
-        except (Refused, ConnectionError) as error:
+        except (SGLangRequestError, ConnectionError) as error:
             raise RuntimeError(str(error)) from None
 
     async def adopt(self, version: int) -> None:
@@ -182,14 +184,14 @@ class SGLangEngine:
         async with self._requests.updating:
             try:
                 await self._api.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False}, SCORE_TIMEOUT_S)
-            except (Refused, ConnectionError) as error:
+            except (SGLangRequestError, ConnectionError) as error:
                 raise TransferFailed(str(error)) from None
             self._requests.serve(version, changed=False)
 
     async def update_weights(self, tensors: Mapping[str, torch.Tensor], version: int, mode: UpdateMode, probe: wire.Probe | None) -> float:
         self._check_alive()
         check_fit(self._held, tensors)
-        tensors = await asyncio.to_thread(made, tensors)
+        tensors = await asyncio.to_thread(materialized, tensors)
         assert self._sender is not None
         async with self._requests.updating:
             await self._sender.prepare(tensors)
@@ -202,7 +204,7 @@ class SGLangEngine:
                     await self._load_quiet(tensors, version, mode, probe)
             except BaseException as error:
                 self._requests.stall()
-                if isinstance(error, (Refused, ConnectionError)):
+                if isinstance(error, (SGLangRequestError, ConnectionError)):
                     raise TransferFailed(str(error)) from None
                 raise
             self._requests.serve(version, changed=True)
@@ -231,7 +233,7 @@ class SGLangEngine:
             raise
         finally:
             self._requests.loads += 1
-            with contextlib.suppress(ConnectionError, Refused):
+            with contextlib.suppress(ConnectionError, SGLangRequestError):
                 await self._api.post("/continue_generation", {"torch_empty_cache": False}, SCORE_TIMEOUT_S)
         try:
             await self._probe(probe)
@@ -278,7 +280,7 @@ class SGLangEngine:
 
     # --------------------------------------------------------------------------------------------------- stats
 
-    def stats(self) -> Stats:
+    def stats(self) -> EngineStats:
         return self._requests.stats()
 
     @property

@@ -6,14 +6,14 @@ import asyncio
 import itertools
 
 from broker.contract import wire
-from rollout.engines.base import NO_VERSION, Output
+from rollout.engines.base import NO_VERSION, GenerationOutput
 from rollout.engines.hf.reshaping import is_reshaped
-from rollout.engines.sglang.api import Leg, as_sampled, first_of, joined
+from rollout.engines.sglang.api import GenerateLeg, merge_runs, shift_runs, truncate_runs
 from rollout.engines.stopping import StopStrings
-from rollout.scheduler import Job
+from rollout.scheduler import GenerationJob
 
 
-class Running:
+class RunningRequest:
     """A request with its output so far.
 
     Attributes:
@@ -29,7 +29,7 @@ class Running:
         stops: finds stop strings that span two calls, which the server cannot see.
     """
 
-    def __init__(self, request: wire.GenerateRequest, job: Job, max_context_tokens: int, stops: StopStrings | None) -> None:
+    def __init__(self, request: wire.GenerateRequest, job: GenerationJob, max_context_tokens: int, stops: StopStrings | None) -> None:
         self.request, self.job = request, job
         self.ended: wire.FinishReason | None = None
         self.over = asyncio.Event()
@@ -38,7 +38,7 @@ class Running:
         self.quiet = asyncio.Event()
         self.stopped = False
         self.forbidden: frozenset[int] = frozenset()
-        self.answer: asyncio.Future[Output] = asyncio.get_running_loop().create_future()
+        self.answer: asyncio.Future[GenerationOutput] = asyncio.get_running_loop().create_future()
         self._stops = stops
         self._limit = min(request.sampling.max_tokens, max_context_tokens - len(job.tokens))
         self._token_ids: list[int] = []
@@ -60,14 +60,14 @@ class Running:
         self.ended = self.ended or reason
         self.over.set()
 
-    def add(self, leg: Leg) -> bool:
+    def add(self, leg: GenerateLeg) -> bool:
         """Append a call's tokens up to the first forbidden one; return whether all were appended."""
         before = len(self._token_ids)
         if not before:
             self._hits = min(leg.cached_tokens, len(self.job.tokens))
         allowed = list(itertools.takewhile(lambda run: run[0] not in self.forbidden, leg.version_runs))
         taken = sum(count for _, count in allowed)
-        self._runs += as_sampled(allowed, self.sent_by)
+        self._runs += shift_runs(allowed, self.sent_by)
         self._token_ids += leg.token_ids[:taken]
         self._logprobs += leg.logprobs[:taken]
         if self._stops is not None and before:
@@ -78,16 +78,20 @@ class Running:
         """Cut the output after a stop string that began before the last call, if there is one."""
         for count in range(before + 1, min(before + stops.window, len(self._token_ids)) + 1):
             if stops.hit(self._token_ids[:count]):
-                self._token_ids, self._logprobs, self._runs = self._token_ids[:count], self._logprobs[:count], first_of(self._runs, count)
+                self._token_ids, self._logprobs, self._runs = (
+                    self._token_ids[:count],
+                    self._logprobs[:count],
+                    truncate_runs(self._runs, count),
+                )
                 self.stopped = True
                 return
 
-    def output(self, reason: wire.FinishReason) -> Output:
+    def output(self, reason: wire.FinishReason) -> GenerationOutput:
         """Return the whole output."""
         flags = (
             [True] * len(self._token_ids) if is_reshaped(self.request.sampling) else ()
         )  # SGLang does not report which tokens were affected
-        return Output(self._token_ids, self._logprobs, joined(self._runs), reason, self._hits, reshaped=flags)
+        return GenerationOutput(self._token_ids, self._logprobs, merge_runs(self._runs), reason, self._hits, reshaped=flags)
 
     def start_again(self) -> None:
         """Drop the output: grammars and penalties start at its first token, and a call knows only its own tokens."""

@@ -14,14 +14,14 @@ from typing import Any, Final
 import numpy as np
 
 from broker.contract import wire
-from rlearner_text.guides import Guides
+from rlearner_text.guides import GuideCompiler
 from rlearner_text.tokenizer import Tokenizer
-from rollout.engines.base import NO_VERSION, EngineConfig, Output, Stats
+from rollout.engines.base import NO_VERSION, EngineConfig, EngineStats, GenerationOutput
 from rollout.engines.hf.reshaping import is_reshaped
-from rollout.engines.sglang.api import Api, Refused, generate_body, read_leg, read_top, score_body
-from rollout.engines.sglang.request import Running
+from rollout.engines.sglang.api import SGLangClient, SGLangRequestError, generate_body, read_leg, read_top, score_body
+from rollout.engines.sglang.request import RunningRequest
 from rollout.engines.stopping import StopStrings
-from rollout.scheduler import Job, Scheduler
+from rollout.scheduler import GenerationJob, Scheduler
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ ABORT_AGAIN_S: Final = 0.25  # a request still on its way into the server misses
 RETURN_WITHIN_S: Final = 60.0  # for the server to return aborted requests
 
 
-class Requests:
+class SGLangRequestQueue:
     """Waiting requests, longest first, and those that run in the server.
 
     Args:
@@ -56,10 +56,10 @@ class Requests:
         self.updating = asyncio.Lock()
         self.loads = 0
         self.pause_s = 0.0
-        self.api: Api | None = None
+        self.api: SGLangClient | None = None
         self.tokenizer: Tokenizer | None = None
         self._spawn = spawn
-        self._requests: dict[str, Running] = {}
+        self._requests: dict[str, RunningRequest] = {}
         self._closed = False
         self._timer: asyncio.TimerHandle | None = None
         self._finished: Counter[str] = Counter()
@@ -82,14 +82,16 @@ class Requests:
             if not running.answer.done():
                 running.answer.set_exception(RuntimeError(why))
 
-    async def run(self, request: wire.GenerateRequest) -> Output:
+    async def run(self, request: wire.GenerateRequest) -> GenerationOutput:
         """Run a valid request to its end."""
         now = time.monotonic()
         expected = request.expected_tokens or request.sampling.max_tokens
         tokens = request.token_ids.array()
-        job = Job(request.request_id, request.conversation_id, tokens, expected, request.min_version, now, now + request.deadline_s)
+        job = GenerationJob(
+            request.request_id, request.conversation_id, tokens, expected, request.min_version, now, now + request.deadline_s
+        )
         stops = StopStrings(self.tokenizer, request.sampling.stop) if request.sampling.stop and self.tokenizer is not None else None
-        running = self._requests[request.request_id] = Running(request, job, self._max_context, stops)
+        running = self._requests[request.request_id] = RunningRequest(request, job, self._max_context, stops)
         self.scheduler.submit(job)
         self._admit()
         try:
@@ -109,7 +111,7 @@ class Requests:
             if running.job.slot >= 0:
                 self._end(running, "abort")
 
-    def sent(self) -> Iterator[Running]:
+    def sent(self) -> Iterator[RunningRequest]:
         """Return the requests that are in the server now."""
         return (running for running in self._requests.values() if running.rid)
 
@@ -124,20 +126,20 @@ class Requests:
         """Stop serving the current weights: every request waits for the next update, or for its deadline."""
         self.scheduler.update(NO_VERSION)
 
-    async def score(self, request: wire.GenerateRequest) -> Output:
+    async def score(self, request: wire.GenerateRequest) -> GenerationOutput:
         """Return the likeliest tokens at each position of a context."""
         if self.scheduler.version < max(request.min_version, 0):
-            return Output(error=f"no weights of version {request.min_version} or later to score with")
+            return GenerationOutput(error=f"no weights of version {request.min_version} or later to score with")
         tokens, k = request.token_ids.array().tolist(), request.prompt_top_k
         if len(tokens) < 2:
-            return Output(finish_reason="stop", top_ids=np.zeros((0, k), np.int32), top_logprobs=np.zeros((0, k), np.float32))
+            return GenerationOutput(finish_reason="stop", top_ids=np.zeros((0, k), np.int32), top_logprobs=np.zeros((0, k), np.float32))
         try:
             ids, logprobs = read_top(await self.ask_scores(tokens, k), len(tokens), k)
-        except (Refused, ConnectionError) as error:
-            return Output(error=str(error))
+        except (SGLangRequestError, ConnectionError) as error:
+            return GenerationOutput(error=str(error))
         if not np.isfinite(logprobs).all():
-            return Output(error="the model's logits are not finite")
-        return Output(finish_reason="stop", top_ids=ids, top_logprobs=logprobs)
+            return GenerationOutput(error="the model's logits are not finite")
+        return GenerationOutput(finish_reason="stop", top_ids=ids, top_logprobs=logprobs)
 
     async def ask_scores(self, tokens: Sequence[int], k: int) -> dict[str, Any]:
         """Return the server's answer for a context, with the k likeliest tokens.
@@ -148,16 +150,16 @@ class Requests:
         assert self.api is not None
         return await self.api.post("/generate", score_body(uuid.uuid4().hex, tokens, k, f"weights-{self.loads}"), SCORE_TIMEOUT_S)
 
-    def count(self, output: Output) -> Output:
+    def count(self, output: GenerationOutput) -> GenerationOutput:
         """Count an answer and return it."""
         self._finished[output.finish_reason] += 1
         self._generated += len(output.token_ids)
         return output
 
-    def stats(self) -> Stats:
+    def stats(self) -> EngineStats:
         """See ``Engine.stats``."""
         now, num_running = time.monotonic(), self.scheduler.num_running
-        return Stats(
+        return EngineStats(
             running=num_running,
             waiting=self.scheduler.num_waiting,
             slots=self._slots,
@@ -187,7 +189,7 @@ class Requests:
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(max(0.0, due - now), self._admit) if due is not None and not self._closed else None
 
-    def _end(self, running: Running, reason: wire.FinishReason) -> None:
+    def _end(self, running: RunningRequest, reason: wire.FinishReason) -> None:
         """End a request early: a waiting one at once, a running one when the server has returned its partial output."""
         running.end(reason)
         if running.job.slot < 0:
@@ -196,7 +198,7 @@ class Requests:
         elif running.rid and self.api is not None:
             self._spawn(self._recall(running, self.api))
 
-    async def _recall(self, running: Running, api: Api) -> None:
+    async def _recall(self, running: RunningRequest, api: SGLangClient) -> None:
         """Abort a call; on timeout answer with the output so far. The server cannot return while loading weights."""
         rid, left_s = running.rid, RETURN_WITHIN_S
         while running.rid == rid and left_s > 0:
@@ -210,19 +212,19 @@ class Requests:
             log.error("SGLang did not return aborted request %s within %g s", running.job.request_id, RETURN_WITHIN_S)
             running.answer.set_result(running.output(running.ended))
 
-    async def _run(self, running: Running) -> None:
+    async def _run(self, running: RunningRequest) -> None:
         """Run one request from its slot to its answer; each weight update adds a leg."""
         try:
             output = await self._legs(running)
-        except Refused as error:
-            output = Output(error=str(error))
+        except SGLangRequestError as error:
+            output = GenerationOutput(error=str(error))
         except ConnectionError as error:
             if not running.answer.done():
                 running.answer.set_exception(RuntimeError(str(error)))
-            output = Output(error=str(error))
+            output = GenerationOutput(error=str(error))
         except Exception as error:  # a malformed answer fails this request alone
             log.exception("request %s failed", running.job.request_id)
-            output = Output(error=f"SGLang's answer cannot be read: {type(error).__name__}: {error}")
+            output = GenerationOutput(error=f"SGLang's answer cannot be read: {type(error).__name__}: {error}")
         finally:
             if running.job.slot >= 0:
                 self.scheduler.finish(running.job.slot, None)
@@ -231,11 +233,11 @@ class Requests:
         self._answer(running, output)
         self._admit()
 
-    async def _legs(self, running: Running) -> Output:
+    async def _legs(self, running: RunningRequest) -> GenerationOutput:
         assert self.api is not None
         sampling, grammar = running.request.sampling, ""
         if sampling.guides and self.tokenizer is not None:
-            grammar = Guides(self.tokenizer).grammar(sampling.guides)
+            grammar = GuideCompiler(self.tokenizer).grammar(sampling.guides)
         while True:
             await self._allowed(running)
             if running.ended is not None:
@@ -264,7 +266,7 @@ class Requests:
             if is_reshaped(sampling):
                 running.start_again()
 
-    async def _allowed(self, running: Running) -> None:
+    async def _allowed(self, running: RunningRequest) -> None:
         """Return once the request may be sent or must end."""
         if self.open.is_set() or running.ended is not None:
             return
@@ -275,7 +277,7 @@ class Requests:
             for wait in waits:
                 wait.cancel()
 
-    def _answer(self, running: Running, output: Output) -> None:
+    def _answer(self, running: RunningRequest, output: GenerationOutput) -> None:
         if self._requests.get(running.job.request_id) is running:
             del self._requests[running.job.request_id]
         if not running.answer.done():

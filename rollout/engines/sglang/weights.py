@@ -29,7 +29,7 @@ from broker.errors import TransferFailed, UserError
 from rlearner_text.config import check_model_path
 from rlearner_text.library import import_transformers
 from rollout.engines.hf.weights import HeldWeights
-from rollout.engines.sglang.api import Api, Refused
+from rollout.engines.sglang.api import SGLangClient, SGLangRequestError
 from rollout.engines.sglang.args import SGLangArgs
 from rollout.engines.sglang.child import HOST, free_port
 
@@ -39,7 +39,7 @@ LEAVE_WITHIN_S: Final = 5.0
 BUCKET_BYTES: Final = 512 << 20  # per announcement and broadcast
 
 
-class Sender(Protocol):
+class SGLangWeightSender(Protocol):
     """Transfers one set of tensors to the server."""
 
     async def prepare(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -57,18 +57,18 @@ class Sender(Protocol):
     async def close(self) -> None: ...
 
 
-def make_sender(api: Api, args: SGLangArgs, model_path: str) -> Sender:
+def make_sender(api: SGLangClient, args: SGLangArgs, model_path: str) -> SGLangWeightSender:
     """Return the sender that ``engine_args.weights`` selects."""
-    return Distributed(api, args) if args.weights == "distributed" else Disk(api, args, model_path)
+    return BroadcastSender(api, args) if args.weights == "distributed" else DiskSender(api, args, model_path)
 
 
-class Disk:
+class DiskSender:
     """Writes a safetensors file, in memory if it fits, of which every worker of the server reads its part."""
 
-    def __init__(self, api: Api, args: SGLangArgs, model_path: str) -> None:
+    def __init__(self, api: SGLangClient, args: SGLangArgs, model_path: str) -> None:
         self._api, self._args, self._model_path = api, args, model_path
         self._folder: Path | None = None
-        sweep(Path(args.weights_dir or SHM))
+        remove_stale_folders(Path(args.weights_dir or SHM))
 
     async def prepare(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write the file.
@@ -83,7 +83,7 @@ class Disk:
         body = {"model_path": str(self._folder), "weight_version": str(version), "flush_cache": flush, "abort_all_requests": False}
         try:
             await self._api.post("/update_weights_from_disk", body, self._args.update_timeout_s)
-        except (Refused, ConnectionError) as error:
+        except (SGLangRequestError, ConnectionError) as error:
             raise TransferFailed(str(error)) from None
         finally:
             await self.close()
@@ -96,7 +96,7 @@ class Disk:
     def _write(self, tensors: Mapping[str, torch.Tensor]) -> None:
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         try:
-            self._folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=place(self._args.weights_dir, size)))
+            self._folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=weights_file_parent(self._args.weights_dir, size)))
             for name in ("config.json", "generation_config.json"):
                 if (file := Path(self._model_path).expanduser() / name).is_file():
                     shutil.copyfile(file, self._folder / name)
@@ -109,7 +109,7 @@ class Disk:
             raise TransferFailed(f"the weights cannot be written for SGLang to read: {error}") from None
 
 
-def sweep(folder: Path) -> None:
+def remove_stale_folders(folder: Path) -> None:
     """Remove the files of processes that were killed during an update: they use memory."""
     for left in folder.glob(f"{PREFIX}*"):
         pid = left.name.removeprefix(PREFIX).partition("-")[0]
@@ -117,7 +117,7 @@ def sweep(folder: Path) -> None:
             shutil.rmtree(left, ignore_errors=True)
 
 
-def place(wanted: str | None, size_bytes: int) -> str | None:
+def weights_file_parent(wanted: str | None, size_bytes: int) -> str | None:
     """Return the folder of the file: the configured one, else memory if it fits, else None for the temporary folder."""
     if wanted is not None:
         return wanted
@@ -127,10 +127,10 @@ def place(wanted: str | None, size_bytes: int) -> str | None:
         return None
 
 
-class Distributed:
+class BroadcastSender:
     """Broadcasts the tensors over loopback as rank 0 of SGLang's own weight update group."""
 
-    def __init__(self, api: Api, args: SGLangArgs) -> None:
+    def __init__(self, api: SGLangClient, args: SGLangArgs) -> None:
         self._api, self._args = api, args
         self._group: Any = None
         self._name = ""
@@ -154,13 +154,13 @@ class Distributed:
         theirs = asyncio.create_task(self._api.post("/init_weights_update_group", body, self._args.update_timeout_s))
         try:
             self._group, _ = await asyncio.gather(ours, theirs)
-        except (Refused, ConnectionError, RuntimeError) as error:
+        except (SGLangRequestError, ConnectionError, RuntimeError) as error:
             raise TransferFailed(f"no group to send weights through: {str(error).splitlines()[0]}") from None
         finally:
             theirs.cancel()
 
     async def send(self, tensors: Mapping[str, torch.Tensor], version: int, *, flush: bool) -> None:
-        parts = list(parted(tensors))
+        parts = list(split_tensors(tensors))
         try:
             await self._api.post("/begin_weight_update", {}, self._args.update_timeout_s)
             for number, part in enumerate(parts, 1):
@@ -180,10 +180,10 @@ class Distributed:
                     theirs.cancel()
             await self._api.post("/end_weight_update", {}, self._args.update_timeout_s)
         except BaseException as error:
-            with contextlib.suppress(Refused, ConnectionError):
+            with contextlib.suppress(SGLangRequestError, ConnectionError):
                 await self._api.post("/end_weight_update", {}, LEAVE_WITHIN_S)
             await self.close()  # it may hold half a broadcast; the next update creates another
-            if isinstance(error, (Refused, ConnectionError, RuntimeError)):
+            if isinstance(error, (SGLangRequestError, ConnectionError, RuntimeError)):
                 raise TransferFailed(f"SGLang did not load the weights: {str(error).splitlines()[0]}") from None
             raise
 
@@ -191,7 +191,7 @@ class Distributed:
         group, self._group = self._group, None
         if group is None:
             return
-        with contextlib.suppress(Refused, ConnectionError):
+        with contextlib.suppress(SGLangRequestError, ConnectionError):
             await self._api.post("/destroy_weights_update_group", {"group_name": self._name}, LEAVE_WITHIN_S)
         with contextlib.suppress(RuntimeError, ValueError):
             torch.distributed.destroy_process_group(group)
@@ -220,7 +220,7 @@ def join_group(name: str, port: int, rank: int, size: int, timeout_s: float) -> 
     return made[0]
 
 
-def parted(tensors: Mapping[str, torch.Tensor], most_bytes: int = BUCKET_BYTES) -> Iterator[dict[str, torch.Tensor]]:
+def split_tensors(tensors: Mapping[str, torch.Tensor], most_bytes: int = BUCKET_BYTES) -> Iterator[dict[str, torch.Tensor]]:
     """Split the tensors in order into parts of at most ``most_bytes``; a larger tensor is a part by itself."""
     part: dict[str, torch.Tensor] = {}
     used = 0
@@ -235,7 +235,7 @@ def parted(tensors: Mapping[str, torch.Tensor], most_bytes: int = BUCKET_BYTES) 
         yield part
 
 
-def shapes_of(model_path: str, dtype: str, *, trust_remote_code: bool) -> tuple[dict[str, torch.Tensor], Any]:
+def meta_tensors(model_path: str, dtype: str, *, trust_remote_code: bool) -> tuple[dict[str, torch.Tensor], Any]:
     """Return the model's tensors by name as in an update, but on the meta device, and the model's configuration.
 
     The values are in the server's memory and cannot be read here.

@@ -17,13 +17,13 @@ import numpy.typing as npt
 from broker.contract import wire
 from broker.errors import TransferFailed
 from broker.weights.probe import check_probe
-from rlearner_text.openai.pieces import Tap
-from rollout.engines.base import NO_VERSION, EngineConfig, Output, Stats, UpdateMode, problem
+from rlearner_text.openai.pieces import TokenListener
+from rollout.engines.base import NO_VERSION, EngineConfig, EngineStats, GenerationOutput, UpdateMode, request_problem
 from rollout.engines.fit import check_fit
-from rollout.engines.hf.reshaping import problem as reshaping_problem
-from rollout.engines.vllm.loading import Loading
+from rollout.engines.hf.reshaping import offsets_problem as reshaping_problem
+from rollout.engines.vllm.loading import VLLMWeightLoader
 from rollout.engines.vllm.output import NOT_FINITE, top_rows
-from rollout.engines.vllm.requests import Requests, fail
+from rollout.engines.vllm.requests import VLLMRequestQueue, fail_future
 from rollout.engines.vllm.start import check_installed, open_llm
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ class VLLMEngine:
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._requests = Requests(config, self._spawn)
-        self._loading: Loading | None = None
+        self._requests = VLLMRequestQueue(config, self._spawn)
+        self._loading: VLLMWeightLoader | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._changing = asyncio.Lock()
         self._ended: asyncio.Future[None]
@@ -54,7 +54,7 @@ class VLLMEngine:
     async def start(self) -> None:
         self._ended = asyncio.get_running_loop().create_future()
         check_installed()
-        loading = self._loading = Loading(await asyncio.to_thread(open_llm, self._config))
+        loading = self._loading = VLLMWeightLoader(await asyncio.to_thread(open_llm, self._config))
         try:
             self._requests.open(loading)
             loading.llm._run_output_handler()
@@ -65,18 +65,18 @@ class VLLMEngine:
             raise
         self._spawn(self._watch(loading.llm))
 
-    async def generate(self, request: wire.GenerateRequest, tap: Tap | None = None) -> Output:
+    async def generate(self, request: wire.GenerateRequest, tap: TokenListener | None = None) -> GenerationOutput:
         if self._closed or self._ended.done():
             raise RuntimeError("the engine has stopped")
         opened = self._open().opened
         if request.request_id in self._requests:
-            return Output(error=f"request_id {request.request_id!r} is already running or waiting")
-        why = problem(request, max_context_tokens=self._config.section.max_context_tokens, vocab_size=opened.vocab_size)
+            return GenerationOutput(error=f"request_id {request.request_id!r} is already running or waiting")
+        why = request_problem(request, max_context_tokens=self._config.section.max_context_tokens, vocab_size=opened.vocab_size)
         if not why and request.sampling.stop and opened.tokenizer is None:
             why = "stop strings need a tokenizer, and the model's folder has none"
         why = why or reshaping_problem(request.sampling, opened.vocab_size, opened.tokenizer)
         if why:
-            return self._requests.count(Output(error=why))
+            return self._requests.count(GenerationOutput(error=why))
         return self._requests.count(await self._score(request)) if request.prompt_top_k else await self._requests.run(request, tap)
 
     def abort(self, request_id: str) -> None:
@@ -117,7 +117,7 @@ class VLLMEngine:
     def weights(self) -> Mapping[str, torch.Tensor]:
         return self._open().opened.shared.tensors
 
-    def stats(self) -> Stats:
+    def stats(self) -> EngineStats:
         return self._requests.stats()
 
     async def join(self) -> None:
@@ -136,17 +136,17 @@ class VLLMEngine:
         if not self._ended.done():
             self._ended.set_result(None)
 
-    async def _score(self, request: wire.GenerateRequest) -> Output:
+    async def _score(self, request: wire.GenerateRequest) -> GenerationOutput:
         """Return the likeliest tokens at each position of a context."""
         if self.policy_version < max(request.min_version, 0):
-            return Output(error=f"no weights of version {request.min_version} or later to score with")
+            return GenerationOutput(error=f"no weights of version {request.min_version} or later to score with")
         rows = await self._open().asking.context_rows(request.token_ids.array().tolist(), request.prompt_top_k)
         ids, logprobs = top_rows(rows, request.prompt_top_k)
         if not np.isfinite(logprobs).all():
-            return Output(error=NOT_FINITE)
-        return Output(finish_reason="stop", top_ids=ids, top_logprobs=logprobs)
+            return GenerationOutput(error=NOT_FINITE)
+        return GenerationOutput(finish_reason="stop", top_ids=ids, top_logprobs=logprobs)
 
-    def _open(self) -> Loading:
+    def _open(self) -> VLLMWeightLoader:
         if self._loading is None:
             raise RuntimeError("the engine has not started")
         return self._loading
@@ -162,4 +162,4 @@ class VLLMEngine:
             await asyncio.sleep(WATCH_S)
         error = RuntimeError("vLLM's process exited; see its last lines above")
         self._requests.fail(RuntimeError(f"the engine stopped: {error}"))
-        fail(self._ended, error)
+        fail_future(self._ended, error)

@@ -11,14 +11,14 @@ import numpy as np
 
 from broker.errors import UserError
 from rollout.engines.base import EngineConfig, UpdateMode
-from rollout.engines.vllm.output import label, serial_of
-from rollout.engines.vllm.scoring import Asking, first_line
-from rollout.engines.vllm.start import Opened
+from rollout.engines.vllm.output import serial_of, version_label
+from rollout.engines.vllm.scoring import LLMClient, first_line
+from rollout.engines.vllm.start import RunningVLLM
 
 _SPREAD: Final = {"float32": 1e-4, "bfloat16": 0.25, "float16": 0.05}
 
 
-class Loading:
+class VLLMWeightLoader:
     """Loads the weights in shared memory into the workers.
 
     Attributes:
@@ -26,8 +26,8 @@ class Loading:
         poisoned: whether logits were not finite, and so the KV cache may not be.
     """
 
-    def __init__(self, opened: Opened) -> None:
-        self.opened, self.llm, self.asking = opened, opened.llm, Asking(opened.llm)
+    def __init__(self, opened: RunningVLLM) -> None:
+        self.opened, self.llm, self.asking = opened, opened.llm, LLMClient(opened.llm)
         self.poisoned = False
         self._serial = 0  # of the current load
         self._verdict: tuple[int, asyncio.Future[bool]] | None = None  # whether the weights of that load may be served
@@ -47,7 +47,7 @@ class Loading:
         try:
             await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init))
             before = await self.asking.logprobs(tokens)
-            await reload(self.llm)
+            await reload_weights(self.llm)
             after = await self.asking.logprobs(tokens)
         except Exception as error:  # any error of a worker arrives as one
             raise UserError(f"engine vllm cannot take new weights of {config.model_path!r}: {first_line(error)}") from error
@@ -61,7 +61,7 @@ class Loading:
     async def note(self, version: int) -> None:
         """Label later tokens with this version."""
         self._serial += 1
-        await self.llm.update_weight_version(label(self._serial, version))
+        await self.llm.update_weight_version(version_label(self._serial, version))
 
     async def load(self, version: int, mode: UpdateMode, start_over: Callable[[], Awaitable[None]]) -> float:
         """Load new weights between two tokens and return the seconds of pause. Later tokens wait for ``judge``.
@@ -80,7 +80,7 @@ class Loading:
                 self.poisoned = False
             self._verdict = (self._serial + 1, asyncio.get_running_loop().create_future())
             await self.note(version)  # before the workers load: a failure halfway leaves unknown weights
-            await reload(self.llm)
+            await reload_weights(self.llm)
             if mode == "keep":  # the cache cannot be cleared while requests hold blocks; a new salt hides them
                 self.asking.salt += 1
                 await start_over()
@@ -110,7 +110,7 @@ class Loading:
         return serial not in self._wrong
 
 
-async def reload(llm: Any) -> None:
+async def reload_weights(llm: Any) -> None:
     """Make all workers load the weights in shared memory."""
     from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 

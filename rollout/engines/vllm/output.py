@@ -10,14 +10,14 @@ import numpy as np
 import numpy.typing as npt
 
 from broker.contract import wire
-from rollout.engines.base import Output
+from rollout.engines.base import GenerationOutput
 
 NOT_FINITE: Final = "the model's logits are not finite"
 _REASONS: Final[dict[str, wire.FinishReason]] = {"stop": "stop", "length": "length", "abort": "abort", "repetition": "stop"}
 _WORD: Final = (1 << 64) - 1
 
 
-def label(serial: int, version: int) -> str:
+def version_label(serial: int, version: int) -> str:
     """Return the label that vLLM attaches to every token: serial number of the weight load, and policy version."""
     return f"{serial}:{version}"
 
@@ -30,7 +30,7 @@ def version_runs(spans: Sequence[Any], keep_before: int | None = None) -> list[t
     """Convert vLLM's spans to pairs (policy_version, number of tokens).
 
     Args:
-        spans: each with ``version`` (a ``label``), ``start`` and ``end``.
+        spans: each with ``version`` (a ``version_label``), ``start`` and ``end``.
         keep_before: stop at the first load with this serial number or a larger one.
     """
     runs: list[tuple[int, int]] = []
@@ -83,7 +83,9 @@ def sampling_fields(sampling: wire.SamplingParams, num_prompt: int, max_context:
     }
 
 
-def output_of(completion: Any, cached: int | None, temperature: float, keep_before: int | None = None, reshaped: bool = False) -> Output:
+def output_of(
+    completion: Any, cached: int | None, temperature: float, keep_before: int | None = None, reshaped: bool = False
+) -> GenerationOutput:
     """Convert vLLM's completion to an output.
 
     Args:
@@ -95,22 +97,22 @@ def output_of(completion: Any, cached: int | None, temperature: float, keep_befo
     """
     reason = _REASONS.get(completion.finish_reason)
     if reason is None:
-        return Output(error=f"vLLM ended the request with {completion.finish_reason!r}")
+        return GenerationOutput(error=f"vLLM ended the request with {completion.finish_reason!r}")
     tokens = list(completion.token_ids)
     logprobs = list(completion.logprobs.logprobs) if completion.logprobs is not None else []
     if len(logprobs) != len(tokens):
-        return Output(error=f"vLLM returned {len(logprobs)} logprobs for {len(tokens)} tokens")
+        return GenerationOutput(error=f"vLLM returned {len(logprobs)} logprobs for {len(tokens)} tokens")
     if not all(map(math.isfinite, logprobs)):
-        return Output(error=NOT_FINITE)
+        return GenerationOutput(error=NOT_FINITE)
     runs = version_runs(completion.weight_versions or (), keep_before)
     count = sum(number for _, number in runs)
     if count < len(tokens):
         if keep_before is None:
-            return Output(error=f"vLLM returned the weight versions of {count} of {len(tokens)} tokens")
+            return GenerationOutput(error=f"vLLM returned the weight versions of {count} of {len(tokens)} tokens")
         tokens, logprobs, reason = tokens[:count], logprobs[:count], "abort"
     if temperature == 0:
         logprobs = [0.0] * len(tokens)
-    return Output(tokens, logprobs, runs, reason, cached or 0, reshaped=[True] * len(tokens) if reshaped else ())
+    return GenerationOutput(tokens, logprobs, runs, reason, cached or 0, reshaped=[True] * len(tokens) if reshaped else ())
 
 
 def top_rows(rows: Sequence[Any], k: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:

@@ -10,21 +10,21 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from broker.contract import wire
-from rlearner_text.guides import Guides
-from rlearner_text.openai.pieces import Tap
-from rollout.engines.base import EngineConfig, Output, Stats
+from rlearner_text.guides import GuideCompiler
+from rlearner_text.openai.pieces import TokenListener
+from rollout.engines.base import EngineConfig, EngineStats, GenerationOutput
 from rollout.engines.hf.reshaping import is_reshaped
-from rollout.engines.vllm.loading import Loading
+from rollout.engines.vllm.loading import VLLMWeightLoader
 from rollout.engines.vllm.output import NOT_FINITE, output_of, sampling_fields
 from rollout.engines.vllm.scoring import as_deltas, final_only, first_line
-from rollout.engines.vllm.streaming import Telling
-from rollout.scheduler import Job, Scheduler
+from rollout.engines.vllm.streaming import CompletionStream
+from rollout.scheduler import GenerationJob, Scheduler
 
 Spawn = Callable[[Coroutine[Any, Any, None]], None]
 
 
 @dataclass(eq=False, slots=True)
-class Run:
+class QueuedRequest:
     """A request that waits or runs.
 
     Attributes:
@@ -34,14 +34,14 @@ class Run:
     """
 
     request: wire.GenerateRequest
-    job: Job
-    answer: asyncio.Future[Output]
+    job: GenerationJob
+    answer: asyncio.Future[GenerationOutput]
     ended_by: Literal["abort", "deadline"] | None = None
     again: bool = False
-    tap: Tap | None = None
+    tap: TokenListener | None = None
 
 
-class Requests:
+class VLLMRequestQueue:
     """Waiting requests, and those that run in vLLM.
 
     Args:
@@ -61,8 +61,8 @@ class Requests:
         self.held = False
         self.pause_s = 0.0
         self._spawn = spawn
-        self._runs: dict[str, Run] = {}
-        self._loading: Loading | None = None  # None before start and after close
+        self._runs: dict[str, QueuedRequest] = {}
+        self._loading: VLLMWeightLoader | None = None  # None before start and after close
         self._timer: asyncio.TimerHandle | None = None
         self._due = float("inf")
         self._busy_since = 0.0
@@ -70,7 +70,7 @@ class Requests:
         self._generated = self._prefilled = self._hits = 0
         self._finished: Counter[str] = Counter()
 
-    def open(self, loading: Loading) -> None:
+    def open(self, loading: VLLMWeightLoader) -> None:
         """Start requests in this vLLM from now on."""
         self._loading = loading
 
@@ -84,13 +84,15 @@ class Requests:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._runs
 
-    async def run(self, request: wire.GenerateRequest, tap: Tap | None = None) -> Output:
+    async def run(self, request: wire.GenerateRequest, tap: TokenListener | None = None) -> GenerationOutput:
         """Run a valid request to its end."""
         now = time.monotonic()
         tokens = request.token_ids.array()
         expected = request.expected_tokens or request.sampling.max_tokens
-        job = Job(request.request_id, request.conversation_id, tokens, expected, request.min_version, now, now + request.deadline_s)
-        run = Run(request, job, asyncio.get_running_loop().create_future(), tap=tap)
+        job = GenerationJob(
+            request.request_id, request.conversation_id, tokens, expected, request.min_version, now, now + request.deadline_s
+        )
+        run = QueuedRequest(request, job, asyncio.get_running_loop().create_future(), tap=tap)
         self._runs[request.request_id] = run
         self.scheduler.submit(job)
         self._admit()
@@ -107,7 +109,7 @@ class Requests:
             return
         job = self.scheduler.abort(request_id)
         if job is not None and job.slot < 0:
-            self._answer(run, Output(finish_reason="abort"))
+            self._answer(run, GenerationOutput(finish_reason="abort"))
         else:
             self._end(run, "abort")
 
@@ -131,18 +133,18 @@ class Requests:
     def fail(self, error: Exception) -> None:
         """Fail every unanswered request with this error."""
         for run in list(self._runs.values()):
-            fail(run.answer, error)
+            fail_future(run.answer, error)
 
-    def count(self, output: Output) -> Output:
+    def count(self, output: GenerationOutput) -> GenerationOutput:
         """Count an answer and return it."""
         self._finished[output.finish_reason] += 1
         self._generated += len(output.token_ids)
         return output
 
-    def stats(self) -> Stats:
+    def stats(self) -> EngineStats:
         """See ``Engine.stats``."""
         running = self.scheduler.num_running
-        return Stats(
+        return EngineStats(
             running=running,
             waiting=self.scheduler.num_waiting,
             slots=self.scheduler.max_running,
@@ -164,7 +166,7 @@ class Requests:
         for job in self.scheduler.expire(now):
             run = self._runs[job.request_id]
             if job.slot < 0:
-                self._answer(run, Output(finish_reason="deadline"))
+                self._answer(run, GenerationOutput(finish_reason="deadline"))
             else:
                 self._end(run, "deadline")
         if not self.held:
@@ -189,24 +191,24 @@ class Requests:
         self._timer = None
         self._admit()
 
-    async def _drive(self, loading: Loading, run: Run) -> None:
+    async def _drive(self, loading: VLLMWeightLoader, run: QueuedRequest) -> None:
         """Run one request from its start to its answer."""
         try:
             output = await self._sample(loading, run)
         except asyncio.CancelledError:
-            fail(run.answer, RuntimeError("the engine was closed"))
+            fail_future(run.answer, RuntimeError("the engine was closed"))
             raise
         except Exception as error:  # noqa: BLE001 - from vLLM: an invalid request, or a failed engine
             if loading.llm.errored:
-                fail(run.answer, RuntimeError(f"the engine stopped: {first_line(error)}"))
-            output = Output(error=f"vLLM rejected the request: {first_line(error)}")
+                fail_future(run.answer, RuntimeError(f"the engine stopped: {first_line(error)}"))
+            output = GenerationOutput(error=f"vLLM rejected the request: {first_line(error)}")
         self.scheduler.finish(run.job.slot, None)
         if not self.scheduler.num_running:
             self._busy_s += time.monotonic() - self._busy_since
         self._answer(run, output)
         self._admit()
 
-    async def _sample(self, loading: Loading, run: Run) -> Output:
+    async def _sample(self, loading: VLLMWeightLoader, run: QueuedRequest) -> GenerationOutput:
         from vllm import SamplingParams
         from vllm.sampling_params import StructuredOutputsParams
 
@@ -215,13 +217,15 @@ class Requests:
         fields = sampling_fields(request.sampling, len(prompt), self._max_context, loading.opened.end_ids)
         if request.sampling.guides:
             assert loading.opened.tokenizer is not None, "see reshaping.problem"
-            grammar = Guides(loading.opened.tokenizer).grammar(request.sampling.guides)
+            grammar = GuideCompiler(loading.opened.tokenizer).grammar(request.sampling.guides)
             fields["structured_outputs"] = StructuredOutputsParams(grammar=grammar)
         if run.tap is not None:
             fields["logprobs"] = run.tap.top_logprobs
         while True:
             run.again = False
-            telling = Telling(run.tap, greedy=request.sampling.temperature == 0, good=loading.good) if run.tap is not None else None
+            telling = (
+                CompletionStream(run.tap, greedy=request.sampling.temperature == 0, good=loading.good) if run.tap is not None else None
+            )
             params = SamplingParams(**fields, **(final_only() if telling is None else as_deltas()))
             told = None if telling is None else telling.take
             final = await loading.asking.ask(prompt, params, request.request_id, lambda: run.ended_by is not None, told)
@@ -229,7 +233,7 @@ class Requests:
                 break
         completion = final.outputs[0] if telling is None else telling.whole(final.outputs[0])
         if run.ended_by is not None and not completion.token_ids:
-            return Output(finish_reason=run.ended_by)
+            return GenerationOutput(finish_reason=run.ended_by)
         wrong = await loading.wrong_since(completion)
         output = output_of(completion, final.num_cached_tokens, request.sampling.temperature, wrong, is_reshaped(request.sampling))
         loading.poisoned |= output.error == NOT_FINITE
@@ -239,12 +243,12 @@ class Requests:
             return replace(output, finish_reason=run.ended_by)
         return output
 
-    def _end(self, run: Run, why: Literal["abort", "deadline"]) -> None:
+    def _end(self, run: QueuedRequest, why: Literal["abort", "deadline"]) -> None:
         if run.ended_by is None and self._loading is not None:
             run.ended_by = why
             self._spawn(self._loading.llm.abort(run.request.request_id))
 
-    def _answer(self, run: Run, output: Output) -> None:
+    def _answer(self, run: QueuedRequest, output: GenerationOutput) -> None:
         if self._runs.get(run.request.request_id) is run:
             del self._runs[run.request.request_id]
         self.count(output)
@@ -252,7 +256,7 @@ class Requests:
             run.answer.set_result(output)
 
 
-def fail(future: asyncio.Future[Any], error: Exception) -> None:
+def fail_future(future: asyncio.Future[Any], error: Exception) -> None:
     if not future.done():
         future.set_exception(error)
         future.exception()  # mark as retrieved: awaiting raises it again

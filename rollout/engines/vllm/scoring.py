@@ -10,12 +10,12 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-Told = Callable[[Any, Sequence[Any]], Awaitable[None]]
+CompletionListener = Callable[[Any, Sequence[Any]], Awaitable[None]]
 
 INTERNAL: Final = "\0"  # prefix of the ids of this engine's own requests
 
 
-class Asking:
+class LLMClient:
     """Client of an AsyncLLM.
 
     Attributes:
@@ -29,7 +29,12 @@ class Asking:
         self._scoring = asyncio.Semaphore(1)
 
     async def ask(
-        self, prompt: list[int], params: Any, request_id: str, ended: Callable[[], bool] = lambda: False, told: Told | None = None
+        self,
+        prompt: list[int],
+        params: Any,
+        request_id: str,
+        ended: Callable[[], bool] = lambda: False,
+        told: CompletionListener | None = None,
     ) -> Any:
         """Run one request in vLLM and return its last output.
 

@@ -21,7 +21,7 @@ from rlearner_text.tokenizer import Tokenizer
 from rollout.engines.args import VLLMArgs
 from rollout.engines.base import EngineConfig
 from rollout.engines.hf.core import find_tokenizer
-from rollout.engines.hf.model import end_tokens, fitting_context, load, one_line
+from rollout.engines.hf.model import end_tokens, fitting_context, load_model, one_line
 from rollout.engines.hf.weights import HeldWeights
 from rollout.engines.vllm.store import OWNER, SharedWeights
 
@@ -40,7 +40,7 @@ _LOWER: Final = (
 
 
 @dataclass
-class Opened:
+class RunningVLLM:
     """A running vLLM, and properties of its model.
 
     Attributes:
@@ -79,7 +79,7 @@ def check_installed() -> None:
         raise UserError("engine vllm needs the package vllm: pip install 'rlearner[vllm]' for GPUs, or make vllm-env for the CPU")
 
 
-def open_llm(config: EngineConfig) -> Opened:
+def open_llm(config: EngineConfig) -> RunningVLLM:
     """Load the model into shared memory, for names and updates, and into vLLM; blocks for about a minute.
 
     Raises:
@@ -92,7 +92,7 @@ def open_llm(config: EngineConfig) -> Opened:
     folder = Path(tempfile.mkdtemp(prefix="rlearner-vllm-"))
     shared: SharedWeights | None = None
     try:
-        model = load(config, torch.device("cpu"))
+        model = load_model(config, torch.device("cpu"))
         check_heads(model.config.get_text_config(), args.tensor_parallel)
         context = fitting_context(model, config.section.max_context_tokens)
         tokenizer = find_tokenizer(config)
@@ -102,7 +102,7 @@ def open_llm(config: EngineConfig) -> Opened:
         del model
         _environment(config, folder, on_cpu=on_cpu)
         llm = _open(engine_args(config, args, context, has_tokenizer=tokenizer is not None, on_cpu=on_cpu), folder)
-        return Opened(llm, shared, vocab_size, ends, tokenizer, folder)
+        return RunningVLLM(llm, shared, vocab_size, ends, tokenizer, folder)
     except BaseException:
         if shared is not None:
             shared.close()
@@ -226,10 +226,12 @@ def _open(fields: Mapping[str, Any], folder: Path) -> Any:
         arguments = AsyncEngineArgs(**(own | dict(fields)))
         return AsyncLLM.from_engine_args(arguments)
     except (ValueError, TypeError, RuntimeError, OSError, KeyError, AssertionError, NotImplementedError) as error:
-        raise UserError(f"engine vllm does not start with {fields['model']!r}: {cause(str(error), folder / 'errors.log')}") from error
+        raise UserError(
+            f"engine vllm does not start with {fields['model']!r}: {startup_error(str(error), folder / 'errors.log')}"
+        ) from error
 
 
-def cause(said: str, errors: Path) -> str:
+def startup_error(said: str, errors: Path) -> str:
     """Return in one line why vLLM did not start: the first error in its processes' log, else the one raised here."""
     logged = _CAUSE.search(errors.read_text(errors="replace")) if errors.is_file() else None
     found = logged[0].strip() if logged else one_line(ValueError(_pydantic(said)))

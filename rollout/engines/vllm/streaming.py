@@ -7,11 +7,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlearner_text.openai.pieces import Piece, Tap, Top
+from rlearner_text.openai.pieces import TokenEvent, TokenListener, TopLogprobs
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class VersionSpan:
     """Tokens from ``start`` to before ``end``, sampled under the label ``version``; like vLLM's own class."""
 
     version: str
@@ -20,35 +20,35 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Logprobs:
+class SampledLogprobs:
     """Logprobs of the sampled tokens alone."""
 
     logprobs: Sequence[float]
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class FinalCompletion:
     """A finished request in the form of vLLM's final-only output; see ``rollout.engines.vllm.output.output_of``."""
 
     token_ids: Sequence[int]
-    logprobs: Logprobs
+    logprobs: SampledLogprobs
     finish_reason: str | None
     weight_versions: Sequence[Any] | None
 
 
-class Telling:
+class CompletionStream:
     """The stream of one request.
 
     Args:
-        greedy: report logprobs as 0, see ``rollout.engines.base.Output``.
+        greedy: report logprobs as 0, see ``rollout.engines.base.GenerationOutput``.
         good: returns whether tokens of the load with this label may be sent, once that is known.
     """
 
-    def __init__(self, tap: Tap, *, greedy: bool, good: Callable[[str], Awaitable[bool]]) -> None:
+    def __init__(self, tap: TokenListener, *, greedy: bool, good: Callable[[str], Awaitable[bool]]) -> None:
         self._tap, self._greedy, self._good = tap, greedy, good
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
-        self._top: list[Top] = []
+        self._top: list[TopLogprobs] = []
         self._told = 0
         self._stopped = False
 
@@ -68,9 +68,9 @@ class Telling:
         for span in spans:
             await self._tell(span.version, min(span.end, len(self._token_ids)))
 
-    def whole(self, last: Any) -> Whole:
+    def whole(self, last: Any) -> FinalCompletion:
         """Return the whole request, given its last delta."""
-        return Whole(self._token_ids, Logprobs(self._logprobs), last.finish_reason, last.weight_versions)
+        return FinalCompletion(self._token_ids, SampledLogprobs(self._logprobs), last.finish_reason, last.weight_versions)
 
     async def _tell(self, version: str, end: int) -> None:
         if end <= self._told or self._stopped:
@@ -83,10 +83,10 @@ class Telling:
         self._told = end
         told = [0.0] * len(logprobs) if self._greedy else logprobs
         top = self._top[new] if self._tap.top_logprobs else ()
-        self._tap.told(Piece(self._token_ids[new], told, int(version.partition(":")[2]), top))
+        self._tap.told(TokenEvent(self._token_ids[new], told, int(version.partition(":")[2]), top))
 
 
-def likeliest(token_ids: Sequence[int], logprobs: Sequence[float], k: int) -> Top:
+def likeliest(token_ids: Sequence[int], logprobs: Sequence[float], k: int) -> TopLogprobs:
     """Return the k likeliest of vLLM's tokens at one position, descending, without those that were cut off."""
     pairs = {token: value for token, value in zip(token_ids, logprobs, strict=True) if math.isfinite(value)} if k else {}
     return sorted(pairs.items(), key=lambda pair: -pair[1])[:k]

@@ -21,10 +21,10 @@ from vllm.platforms import current_platform
 from rollout.engines.vllm.store import OWNER, Layout, map_shared
 
 BACKEND: Final = "rlearner"
-EXTENSION: Final = "rollout.engines.vllm.worker.Extension"
+EXTENSION: Final = "rollout.engines.vllm.worker.WorkerExtension"
 
 
-class Extension:
+class WorkerExtension:
     """Methods that vLLM adds to its worker."""
 
     model_runner: Any

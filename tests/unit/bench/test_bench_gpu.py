@@ -16,7 +16,7 @@ from broker.errors import UserError
 from broker.settings import runspec
 from rlearner_text.tokenizer import Tokenizer
 
-SMALL = common.Shape(hidden=8, layers=2, heads=2, kv_heads=1, head_dim=4, intermediate=16, vocab=32, positions=64)
+SMALL = common.ModelShape(hidden=8, layers=2, heads=2, kv_heads=1, head_dim=4, intermediate=16, vocab=32, positions=64)
 
 
 def test_parameters_by_hand_and_by_the_model() -> None:

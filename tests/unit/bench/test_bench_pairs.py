@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from bench.engine import measurable
-from bench.others import Others
+from bench.others import OtherLoad
 from bench.pairs import by_second, interval, median
 
 
@@ -25,7 +25,7 @@ def test_what_a_second_lacks_of_its_neighbours_is_a_share_of_all() -> None:
 
 
 def test_own_work_is_not_that_of_others() -> None:
-    others, began, used = Others(), time.monotonic(), time.process_time()
+    others, began, used = OtherLoad(), time.monotonic(), time.process_time()
     while time.process_time() - used < 0.2:
         pass
     share = others.share()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from bench.learning import figures, pool, report, settings
-from bench.learning.arm import Arm, run_arm
+from bench.learning.arm import TrainingArm, run_arm
 from broker.settings.runspec import load, validate
 from rlearner_text.config import TinyModel
 from rlearner_text.tiny import build_tiny
@@ -38,7 +38,7 @@ def config(*overrides: str) -> dict[str, Any]:
 
 def test_every_group_is_trained_exactly_so_late(model: str) -> None:
     # Five steps, two versions late: the groups of steps 0, 1 and 2 are granted at version 0, those of 3 at 1, those of 4 at 2.
-    arm = Arm(config("train.steps=5", "train.max_staleness=2"), model)
+    arm = TrainingArm(config("train.steps=5", "train.max_staleness=2"), model)
     asyncio.run(arm.run())
     assert arm.lateness == [(0, 0), (1, 1), (2, 2), (2, 2), (2, 2)]
     counts = arm.ledger.counts()
@@ -57,7 +57,7 @@ def test_an_arm_trains_and_measures(model: str) -> None:
 
 def test_replaced_groups_are_played_by_the_version_that_asked_for_them(model: str) -> None:
     # A model that has learnt nothing solves nothing, so every group is filtered until the bound of one a step is reached.
-    arm = Arm(config("train.steps=2", "train.max_staleness=0", "algorithm=dapo", "algorithm.max_replacements_per_step=1"), model)
+    arm = TrainingArm(config("train.steps=2", "train.max_staleness=0", "algorithm=dapo", "algorithm.max_replacements_per_step=1"), model)
     asyncio.run(arm.run())
     assert arm.lateness == [(0, 0), (0, 0)]
     assert arm.ledger.counts()["trained"] == 4

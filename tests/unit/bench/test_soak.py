@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bench.scale import soak
-from learner.credit.tickets import Ages
+from learner.credit.tickets import TicketAges
 
 Waiting = Mapping[int, str]
 
@@ -32,16 +32,16 @@ def test_no_ticket_dies_of_waiting(soaked: Callable[[], dict[str, Any]]) -> None
 def test_the_soak_notices_tickets_that_age_while_they_wait(
     soaked: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch, ignored: str
 ) -> None:
-    passed = Ages.passed
+    passed = TicketAges.passed
     everything: dict[str, Any] = {
         "paused": False,
         "served": {"lake", "maze", "mine"},
         "delivered": dict.fromkeys(("lake", "maze", "mine"), 1 << 60),
     }
 
-    def careless(self: Ages, elapsed_s: float, waiting: Waiting, delivered: Any, served: Any, *, paused: bool = False) -> list[int]:
+    def careless(self: TicketAges, elapsed_s: float, waiting: Waiting, delivered: Any, served: Any, *, paused: bool = False) -> list[int]:
         seen = {"delivered": delivered, "served": served, "paused": paused} | {ignored: everything[ignored]}
         return passed(self, elapsed_s, waiting, seen["delivered"], seen["served"], paused=seen["paused"])
 
-    monkeypatch.setattr(Ages, "passed", careless)
+    monkeypatch.setattr(TicketAges, "passed", careless)
     assert soaked()["dead"] > 0

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from broker.runtime.breaker import FIRST_PAUSE_S, LONGEST_PAUSE_S, MAX_REMEMBERED, TRIES_ALONE, Breaker, Breakers
+from broker.runtime.breaker import FIRST_PAUSE_S, LONGEST_PAUSE_S, MAX_REMEMBERED, TRIES_ALONE, CircuitBreaker, CircuitBreakers
 
 
 class Longest(random.Random):
@@ -18,14 +18,14 @@ class Longest(random.Random):
         return b
 
 
-def opened(threshold: int = 3, now: float = 0.0) -> Breaker:
-    breaker = Breaker(threshold, Longest())
+def opened(threshold: int = 3, now: float = 0.0) -> CircuitBreaker:
+    breaker = CircuitBreaker(threshold, Longest())
     assert [breaker.failed(f"t{n}", 1, "no\n disk", now) for n in range(threshold)] == [False] * (threshold - 1) + [True]
     return breaker
 
 
 def test_it_opens_after_so_many_deliveries_in_a_row_and_says_why() -> None:
-    breaker = Breaker(3)
+    breaker = CircuitBreaker(3)
     assert breaker.failed("a", 1, "x", 0.0) is False
     assert [breaker.failed("a", 1, "x", 0.0) for _ in range(50)] == [False] * 50  # many episodes of one ticket
     assert breaker.failed("a", 2, "x", 0.0) is False
@@ -77,7 +77,7 @@ def test_real_work_that_ends_well_during_a_trial_closes_it() -> None:
 
 
 def test_a_ticket_is_to_blame_only_if_other_work_succeeded_since_its_first_failure() -> None:
-    breaker = Breaker(99)
+    breaker = CircuitBreaker(99)
     breaker.succeeded()
     assert not breaker.blames("a", 1)
     breaker.failed("a", 1, "x", 0.0)
@@ -93,7 +93,7 @@ def test_a_ticket_is_to_blame_only_if_other_work_succeeded_since_its_first_failu
 
 
 def test_a_ticket_that_fails_again_and_again_is_to_blame_while_nothing_else_fails() -> None:
-    breaker = Breaker(99)
+    breaker = CircuitBreaker(99)
     for delivery in range(1, TRIES_ALONE + 1):
         breaker.failed("a", delivery, "x", 0.0)
         assert breaker.blames("a", delivery) is (delivery == TRIES_ALONE)
@@ -115,7 +115,7 @@ def test_a_ticket_that_fails_although_a_trial_went_well_is_to_blame() -> None:
 
 
 def test_it_remembers_so_many_tickets_and_no_more() -> None:
-    breaker = Breaker(10 * MAX_REMEMBERED)
+    breaker = CircuitBreaker(10 * MAX_REMEMBERED)
     for number in range(MAX_REMEMBERED + 1):
         breaker.failed(str(number), 1, "x", 0.0)
     breaker.succeeded()
@@ -123,7 +123,7 @@ def test_it_remembers_so_many_tickets_and_no_more() -> None:
 
 
 def test_the_problem_of_a_hub_names_what_does_not_work() -> None:
-    breakers = Breakers("domain", lambda _: 1)
+    breakers = CircuitBreakers("domain", lambda _: 1)
     assert (breakers.closed(["a", "b"]), breakers.problem(["a", "b"])) == (["a", "b"], "")
     breakers["b"].failed("t", 1, "no", 0.0)
     assert (breakers.closed(["a", "b"]), breakers.problem(["a", "b"])) == (["a"], "domain b: 1 ticket in a row failed here, the last: no")
@@ -134,7 +134,7 @@ class Interleavings(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.breaker, self.now, self.delivery = Breaker(3, random.Random(0)), 0.0, 0
+        self.breaker, self.now, self.delivery = CircuitBreaker(3, random.Random(0)), 0.0, 0
         self.row: set[int] = set()  # deliveries that failed since the newest success, while it was closed
         self.first: dict[str, bool] = {}  # ticket -> whether something succeeded, or a trial did, since its first failure
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from waits import until
 
-from broker.channel.client import Asker
+from broker.channel.client import RequestClient
 from broker.contract import codec, wire
 from broker.contract.examples import EXAMPLES
 from broker.errors import RequestFailed
@@ -35,7 +35,7 @@ class Carrier:
         self.aborted.append(codec.decode(data, wire.AbortRequest).request_id)
 
 
-async def failed_after(asker: Asker, name: str, timeout_s: float) -> float:
+async def failed_after(asker: RequestClient, name: str, timeout_s: float) -> float:
     """Seconds until the request gives up."""
     began = time.monotonic()
     with pytest.raises(RequestFailed, match=f"a: no answer within {timeout_s:g} s"):
@@ -45,7 +45,7 @@ async def failed_after(asker: Asker, name: str, timeout_s: float) -> float:
 
 async def test_each_request_gives_up_in_its_own_time_and_is_aborted() -> None:
     carrier = Carrier()
-    asker = Asker(cast(Any, None), carrier)
+    asker = RequestClient(cast(Any, None), carrier)
     order: list[str] = []
 
     async def give_up(name: str, timeout_s: float) -> float:
@@ -81,7 +81,7 @@ async def test_many_requests_take_one_timer(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(loop, "call_at", call_at)
     carrier = Carrier()
-    asker = Asker(cast(Any, None), carrier)
+    asker = RequestClient(cast(Any, None), carrier)
     tasks = [
         asyncio.create_task(asker.generate("a", msgspec.structs.replace(REQUEST, request_id=f"r{n}"), timeout_s=50)) for n in range(100)
     ]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from broker.system.logs import LineFormatter
-from broker.system.workers.fault import MAX_TRACE_CHARS, Traces, place, told, trace
+from broker.system.workers.fault import MAX_TRACE_CHARS, TracebackLog, place, told, trace
 
 CODE = """\
 import asyncio
@@ -103,7 +103,7 @@ def test_a_long_traceback_is_cut_in_its_middle(users: Any) -> None:
 
 
 def test_a_traceback_is_logged_once_for_each_place(users: Any, caplog: pytest.LogCaptureFixture) -> None:
-    log, traces = logging.getLogger("test"), Traces()
+    log, traces = logging.getLogger("test"), TracebackLog()
     for key in ("a", "b"):
         traces.say(log, f"ticket {key}", trace(caught(lambda: users.raises({}))))
     traces.say(log, "ticket c", trace(caught(lambda: users.mute(0))))

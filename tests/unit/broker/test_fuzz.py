@@ -27,7 +27,7 @@ import zmq.asyncio
 
 from bench import tap
 from broker.channel.bundle import pack
-from broker.channel.client import Asker
+from broker.channel.client import RequestClient
 from broker.channel.over_zmq import ZmqClient, ZmqServer
 from broker.contract import checks, codec, sizes, wire
 from broker.contract.examples import EXAMPLES
@@ -38,12 +38,12 @@ from broker.jetstream.bus import LogRecord
 from broker.jetstream.delivery import decode, number_of
 from broker.settings.runspec import SECTIONS, validate
 from broker.weights import plan as plans
-from broker.weights.group import Watch
+from broker.weights.group import WaitMonitor
 from broker.weights.sender.membership import parse_session
-from broker.weights.store_messages import Lines
+from broker.weights.store_messages import StoreMessages
 from learner.checkpoints import checkpoint
 from learner.credit import archive, intake, ledger_file, ledger_segments
-from learner.credit.grants import DomainRule, Rules
+from learner.credit.grants import DomainRule, TicketRules
 from learner.credit.ledger import Ledger
 
 TOTAL = int(os.environ.get("RL_FUZZ", "4000"))
@@ -55,7 +55,7 @@ MEMORY = 2 * wire.MAX_PAYLOAD_BYTES  # beyond the input itself
 replace = msgspec.structs.replace
 GROUP = cast(wire.Group, EXAMPLES[wire.Group])
 MESSAGES = [codec.encode(EXAMPLES[kind]) for kind in wire.MESSAGES]
-RULES = Rules(steps=12, groups_per_step=1, max_staleness=1, on_late="wait", seed=0, domains=(DomainRule("lake", 1.0, 2, 2, 1.0),))
+RULES = TicketRules(steps=12, groups_per_step=1, max_staleness=1, on_late="wait", seed=0, domains=(DomainRule("lake", 1.0, 2, 2, 1.0),))
 
 
 @dataclass
@@ -105,7 +105,7 @@ def taken_in(data: bytes) -> None:
     ledger = Ledger(RULES)
     ledger.open_credit()
     message, error = decode(data, SAMPLES.messages)
-    ledger.apply(intake.read(LogRecord(1, message, error, 1, data), ledger, 100).record, 1)
+    ledger.apply(intake.read_record(LogRecord(1, message, error, 1, data), ledger, 100).record, 1)
 
 
 def joined(data: bytes) -> None:
@@ -128,7 +128,7 @@ class Store:
 
 
 def heard(data: bytes) -> None:
-    assert Lines(cast(Any, Store(data)), "1-1.0", Watch()).heard("ready/1") is not None
+    assert StoreMessages(cast(Any, Store(data)), "1-1.0", WaitMonitor()).heard("ready/1") is not None
 
 
 def planned(data: bytes) -> None:
@@ -150,9 +150,9 @@ def frames_of(folder: Path) -> Callable[[bytes], None]:
         (folder / "samples" / "000000000001.frames").write_bytes(data)
         found = list(archive.frames(folder / "samples"))
         assert sum(len(frame.data) for frame in found) <= len(data)
-        for frame in [*found, *archive.pick(folder / "samples", [1, 2])]:
+        for frame in [*found, *archive.select_frames(folder / "samples", [1, 2])]:
             frame.record()
-        archive.cut(folder / "samples", 1)
+        archive.truncate_after(folder / "samples", 1)
 
     return call
 
@@ -162,9 +162,9 @@ def ledger_lines(folder: Path) -> Callable[[bytes], None]:
 
     def call(data: bytes) -> None:
         (folder / ledger_segments.FOLDER / "step-000000.jsonl").write_bytes(data)
-        lines = ledger_segments.Lines(folder / ledger_segments.FOLDER)
-        ledger_file.Scribe(lines).summary(RULES)
-        assert ledger_file.tally(lines)[0] or lines.problem
+        lines = ledger_segments.LedgerLines(folder / ledger_segments.FOLDER)
+        ledger_file.LedgerLineBuilder(lines).summary(RULES)
+        assert ledger_file.final_counts(lines)[0] or lines.problem
 
     return call
 
@@ -175,7 +175,7 @@ def checkpoint_of(folder: Path) -> Callable[[bytes], None]:
 
     def call(data: bytes) -> None:
         (own / "learner.json").write_bytes(data)
-        Ledger.load(checkpoint.read(folder / "step-000001").ledger)
+        Ledger.load(checkpoint.read_checkpoint(folder / "step-000001").ledger)
 
     return call
 
@@ -207,7 +207,7 @@ def on_the_wire(folder: Path) -> Callable[[bytes], None]:
             self.data = data
 
     def call(data: bytes) -> None:
-        with contextlib.closing(tap.Tap(folder / "tap.jsonl")) as recorder:
+        with contextlib.closing(tap.TapFile(folder / "tap.jsonl")) as recorder:
             recorder.note_ticket(cast(Any, Message(data)))
             recorder.note_sample(cast(Any, Message(data)))
 
@@ -228,8 +228,8 @@ def decoders(folder: Path) -> list[Decoder]:
     frames = [frame(1, groups[0]) + frame(2, groups[1]), frame(1, groups[1]) * 2, frame(1, b"")]
     ledger = Ledger(RULES)
     ledger.open_credit()
-    held = ledger_file.Line(state="arrived", ticket=1, seq=1)
-    summary = ledger_file.encode([ledger_file.Line(state="summary", held=(held,), reasons={"env_error": 2})])
+    held = ledger_file.LedgerLine(state="arrived", ticket=1, seq=1)
+    summary = ledger_file.encode([ledger_file.LedgerLine(state="summary", held=(held,), reasons={"env_error": 2})])
     lines = [summary + ledger_file.encode([ledger_file.boundary(ledger)]) * 2, summary + b'{"state":"issued","ticket":1,"domain":"a"}\n']
     made = json.dumps({"format": 1, "step": 0, "epoch": 1, "ledger": ledger.dump()}).encode()
     plan = plans.make_plan([plans.TensorSpec("a", (3, 4), "float32"), plans.TensorSpec("b", (), "int8")], 0.01)
@@ -406,7 +406,7 @@ async def test_an_asker_goes_on_whatever_a_server_answers() -> None:
 
         async def send(self, *_: object) -> None: ...
 
-    asked = Asker(cast(Any, Bus()), cast(Any, Carrier()))
+    asked = RequestClient(cast(Any, Bus()), cast(Any, Carrier()))
     refused = 0
     for _ in range(TOTAL // 40):
         try:

@@ -7,18 +7,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from broker.system.recent_warning import FOR_S, MAX_CHARS, Said
+from broker.system.recent_warning import FOR_S, MAX_CHARS, RecentWarning
 
 
 @pytest.fixture
-def said() -> Iterator[Said]:
-    handler = Said()
+def said() -> Iterator[RecentWarning]:
+    handler = RecentWarning()
     logging.getLogger().addHandler(handler)
     yield handler
     logging.getLogger().removeHandler(handler)
 
 
-def test_the_newest_warning_or_error_for_ten_minutes(said: Said) -> None:
+def test_the_newest_warning_or_error_for_ten_minutes(said: RecentWarning) -> None:
     log = logging.getLogger("some.module")
     log.info("all is well")
     assert said.line(0.0) == ""
@@ -37,7 +37,7 @@ def warning(text: str) -> logging.LogRecord:
     return logging.makeLogRecord({"msg": text, "levelno": logging.WARNING, "levelname": "WARNING", "created": 0.0})
 
 
-def test_it_fits_and_can_be_encoded(said: Said) -> None:
+def test_it_fits_and_can_be_encoded(said: RecentWarning) -> None:
     said.handle(warning("x" * 1000 + "\ud800"))
     assert len(said.line(0.0)) == MAX_CHARS
     said.handle(warning("\ud800 two\n lines"))

@@ -14,7 +14,7 @@ from broker.jetstream.api import NO_MESSAGE, NO_STREAM
 from broker.jetstream.publish import EXPECTED_LAST_KEY_SEQ, EXPECTED_LAST_SEQ, MESSAGE_ID, store
 from broker.nats.addresses import split, without_passwords
 from broker.nats.nats_errors import NoResponders
-from broker.nats.refusals import Refusals
+from broker.nats.refusals import RefusalTracker
 
 ID = {MESSAGE_ID: "mine"}
 API = "$JS.API."
@@ -37,7 +37,7 @@ class Script:
     def __init__(self, *answers: Answer | Exception, api: dict[str, list[Answer]] | None = None) -> None:
         self.answers, self.asked = list(answers), api or {}
         self.doubts = self.trusts = 0
-        self.refusals = Refusals("here")
+        self.refusals = RefusalTracker("here")
 
     async def ready(self) -> None: ...
 

@@ -7,16 +7,16 @@ from typing import Any, cast
 import pytest
 
 from broker.jetstream import api
-from broker.nats.connection import Link
+from broker.nats.connection import NatsLink
 
-LINK = cast(Link, object())  # what answers stands in its place
+LINK = cast(NatsLink, object())  # what answers stands in its place
 
 
 def answering(monkeypatch: pytest.MonkeyPatch, replicas: int, *lasts: int) -> list[str]:
     """The stream ends at these sequences, answer by answer; the last one repeats."""
     asked: list[str] = []
 
-    async def ask(link: Link, request: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    async def ask(link: NatsLink, request: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         last = lasts[min(len(asked), len(lasts) - 1)]
         asked.append(request)
         return {"config": {"num_replicas": replicas}, "state": {"first_seq": 1, "last_seq": last, "messages": last}}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from broker import docs
 from broker.contract import streams, wire
-from broker.contract.streams import STREAMS, Kind
+from broker.contract.streams import STREAMS, StreamKind
 from broker.errors import ConfigError
 
 GOLDEN = Path(__file__).parent / "test_wire_golden.txt"
@@ -44,8 +44,8 @@ def test_names_are_distinct_and_every_message_travels() -> None:
 
 def test_only_kv_expires_and_only_kept_streams_are_bounded() -> None:
     for stream in STREAMS:
-        assert stream.ttl_s == 0 or stream.kind is Kind.KV
-        assert stream.max_bytes == 0 or stream.kind is Kind.LOG
+        assert stream.ttl_s == 0 or stream.kind is StreamKind.KV
+        assert stream.max_bytes == 0 or stream.kind is StreamKind.LOG
 
 
 @pytest.mark.parametrize("bad", ["", "a.b", "a b", "*", ">", "a\n", "é", "a" * 65, "../x"])
@@ -69,6 +69,6 @@ def test_a_stream_in_memory_is_one_that_every_process_writes_again() -> None:
 @given(st.from_regex(wire.NAME, fullmatch=True), st.from_regex(wire.NAME, fullmatch=True))
 def test_two_runs_never_share_a_subject(one: str, two: str) -> None:
     for stream in STREAMS:
-        if stream.kind is not Kind.KV and one != two:
+        if stream.kind is not StreamKind.KV and one != two:
             assert stream.subject(one, "k") != stream.subject(two, "k")
             assert stream.stream_name(one) != stream.stream_name(two)

@@ -15,11 +15,11 @@ from broker.weights.receiver.acceptance import (
     LAST_RETRY_S,
     LOOK_EVERY_S,
     OLD,
-    Acceptance,
-    Adopt,
-    Join,
-    Look,
-    Wait,
+    AdoptVersion,
+    CheckSnapshot,
+    JoinTransfer,
+    OfferAcceptance,
+    WaitForOffer,
 )
 
 
@@ -36,106 +36,106 @@ def offer(epoch: int, version: int, *, digest: str = "", plan: str = "p") -> wir
 
 
 def test_joins_what_is_new_and_rests_when_it_is_served() -> None:
-    state = Acceptance("p", None)
-    assert state.next(0.0) == Wait(None)
+    state = OfferAcceptance("p", None)
+    assert state.next(0.0) == WaitForOffer(None)
     assert state.offered(offer(1, 3)) == ""
-    assert state.next(0.0) == Join(offer(1, 3))
+    assert state.next(0.0) == JoinTransfer(offer(1, 3))
     state.loading()
     state.taken(offer(1, 3), offer(1, 3).digest)
     assert state.served == (1, 3)
-    assert state.next(0.0) == Wait(None)
+    assert state.next(0.0) == WaitForOffer(None)
 
 
 def test_older_offers_are_refused_and_epochs_go_before_versions() -> None:
-    state = Acceptance("p", None)
+    state = OfferAcceptance("p", None)
     state.offered(offer(2, 5))
     assert state.offered(offer(2, 4)) == "epoch 2 version 4 is not newer than epoch 2 version 5"
     assert state.offered(offer(1, 9)) == "epoch 1 version 9 is not newer than epoch 2 version 5"
     assert state.offered(offer(2, 5, digest="other")) == "epoch 2 version 5 is not newer than epoch 2 version 5"
     assert state.offered(offer(2, 5)) == ""  # the same again, after a reconnection
     assert state.offered(offer(3, 1)) == ""
-    assert state.next(0.0) == Join(offer(3, 1))
+    assert state.next(0.0) == JoinTransfer(offer(3, 1))
 
 
 def test_matching_digest_is_adopted() -> None:
-    state = Acceptance("p", "same")
+    state = OfferAcceptance("p", "same")
     state.offered(offer(1, 7, digest="same"))
-    assert state.next(0.0) == Adopt(offer(1, 7, digest="same"))
+    assert state.next(0.0) == AdoptVersion(offer(1, 7, digest="same"))
     state.loading()
     state.taken(offer(1, 7, digest="same"), "same")
     state.offered(offer(2, 7, digest="same"))  # the learner came back
-    assert state.next(0.0) == Adopt(offer(2, 7, digest="same"))
+    assert state.next(0.0) == AdoptVersion(offer(2, 7, digest="same"))
 
 
 def test_an_offer_without_its_digest_is_joined_and_completed_later() -> None:
     early = msgspec.structs.replace(offer(1, 7), digest="")
-    state = Acceptance("p", "held")
+    state = OfferAcceptance("p", "held")
     assert state.offered(early) == ""
-    assert state.next(0.0) == Join(early)
+    assert state.next(0.0) == JoinTransfer(early)
     state.failed(0.0)
     assert state.offered(offer(1, 7)) == ""
-    assert state.next(0.0) == Wait(FIRST_RETRY_S)  # the same version: no reason to hurry
-    assert state.next(FIRST_RETRY_S) == Join(offer(1, 7))
+    assert state.next(0.0) == WaitForOffer(FIRST_RETRY_S)  # the same version: no reason to hurry
+    assert state.next(FIRST_RETRY_S) == JoinTransfer(offer(1, 7))
     state.taken(offer(1, 7), "1/7")
     assert state.offered(early) == "epoch 1 version 7 is not newer than epoch 1 version 7"
-    assert state.next(9.0) == Wait(None)
+    assert state.next(9.0) == WaitForOffer(None)
 
 
 def test_what_was_served_before_its_digest_was_told_is_known_by_it() -> None:
     early = msgspec.structs.replace(offer(1, 7), digest="")
-    state = Acceptance("p", None)
+    state = OfferAcceptance("p", None)
     state.offered(early)
     state.loading()
     state.taken(early, "1/7")
     state.offered(offer(1, 7))
-    assert state.next(0.0) == Wait(None)
+    assert state.next(0.0) == WaitForOffer(None)
     state.offered(offer(2, 7, digest="1/7"))  # the next learner's
-    assert state.next(0.0) == Adopt(offer(2, 7, digest="1/7"))
+    assert state.next(0.0) == AdoptVersion(offer(2, 7, digest="1/7"))
 
 
 def test_failed_loading_leaves_nothing_to_adopt() -> None:
-    state = Acceptance("p", "same")
+    state = OfferAcceptance("p", "same")
     state.offered(offer(1, 0, digest="same"))
     state.loading()
     state.failed(0.0)
-    assert state.next(1.0) == Join(offer(1, 0, digest="same"))
+    assert state.next(1.0) == JoinTransfer(offer(1, 0, digest="same"))
     assert state.failures == 1
 
 
 def test_retries_are_spaced_and_a_new_offer_resets_them() -> None:
-    state = Acceptance("p", None)
+    state = OfferAcceptance("p", None)
     state.offered(offer(1, 0))
     now, delays = 0.0, []
     for _ in range(9):
         delays.append(state.failed(now))
-        assert state.next(now) == Wait(now + delays[-1])
+        assert state.next(now) == WaitForOffer(now + delays[-1])
         now += delays[-1]
-        assert state.next(now) == Join(offer(1, 0))
+        assert state.next(now) == JoinTransfer(offer(1, 0))
     assert delays[:3] == [FIRST_RETRY_S, 2 * FIRST_RETRY_S, 4 * FIRST_RETRY_S]
     assert delays[-1] == LAST_RETRY_S
     state.failed(now, counts=False)
     assert state.failures == 9
     state.offered(offer(1, 1))
-    assert state.next(now) == Join(offer(1, 1))
+    assert state.next(now) == JoinTransfer(offer(1, 1))
 
 
 def test_another_model_is_refused_until_the_right_one_is_offered() -> None:
-    state = Acceptance("p", None)
+    state = OfferAcceptance("p", None)
     assert state.offered(offer(1, 0, plan="q")) == "epoch 1 version 0 is another model"
-    assert state.next(0.0) == Wait(None)
+    assert state.next(0.0) == WaitForOffer(None)
     assert state.offered(offer(2, 0)) == ""
-    assert state.next(0.0) == Join(offer(2, 0))
+    assert state.next(0.0) == JoinTransfer(offer(2, 0))
 
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 4), st.sampled_from(["ok", "fail", "busy"])), max_size=30))
 @settings(deadline=None)
 def test_served_version_never_goes_back(events: list[tuple[int, int, str]]) -> None:
-    state, now, before = Acceptance("p", None), 0.0, (0, -1)
+    state, now, before = OfferAcceptance("p", None), 0.0, (0, -1)
     for epoch, version, outcome in events:
         state.offered(offer(epoch, version))
         now += 10.0
         action = state.next(now)
-        if isinstance(action, Wait):
+        if isinstance(action, WaitForOffer):
             continue
         state.loading()
         if outcome == "ok":
@@ -156,12 +156,12 @@ class Interleavings(RuleBasedStateMachine):
         self.bytes: str | None = "0"  # digest of what the engine really holds, None while half of it is overwritten
         self.versions: dict[int, int] = {1: -1}  # epoch: newest version it has offered
         self.published: list[wire.WeightsOffer] = []
-        self.attempt: Adopt | Join | None = None
+        self.attempt: AdoptVersion | JoinTransfer | None = None
         self.loading = False
         self.start()
 
     def start(self) -> None:
-        self.state = Acceptance("p", self.bytes)
+        self.state = OfferAcceptance("p", self.bytes)
         self.seen: list[wire.WeightsOffer] = []
         self.floor = (0, -1)
 
@@ -213,7 +213,7 @@ class Interleavings(RuleBasedStateMachine):
     @rule()
     def look(self) -> None:
         action, newest = self.state.next(self.now), self.state.newest
-        if isinstance(action, Wait):
+        if isinstance(action, WaitForOffer):
             if action.until is None:
                 assert newest is None or newest.plan != "p" or (newest.epoch, newest.version) == self.state.served
             else:
@@ -222,10 +222,10 @@ class Interleavings(RuleBasedStateMachine):
         assert action.offer is newest, "whatever is older is not worth an attempt"
         assert newest.plan == "p"
         assert (newest.epoch, newest.version) > self.state.served
-        assert isinstance(action, Adopt) == (newest.digest == self.bytes), "a transfer exactly where the bytes are others"
+        assert isinstance(action, AdoptVersion) == (newest.digest == self.bytes), "a transfer exactly where the bytes are others"
         self.attempt = action
 
-    @precondition(lambda self: isinstance(self.attempt, Join) and not self.loading)
+    @precondition(lambda self: isinstance(self.attempt, JoinTransfer) and not self.loading)
     @rule(busy=st.booleans())
     def transfer_fails(self, busy: bool) -> None:
         before = self.state.failures
@@ -282,42 +282,42 @@ TestInterleavings = Interleavings.TestCase
 
 
 def test_snapshots_are_looked_at_while_the_learner_cannot_be_had() -> None:
-    state = Acceptance("p", None, "fallback")
-    assert state.next(0.0) == Wait(FIRST_LOOK_S)
+    state = OfferAcceptance("p", None, "fallback")
+    assert state.next(0.0) == WaitForOffer(FIRST_LOOK_S)
     state.offered(offer(1, 20))
-    assert state.next(0.5) == Join(offer(1, 20))
+    assert state.next(0.5) == JoinTransfer(offer(1, 20))
     assert state.failed(0.5) == FIRST_RETRY_S
-    assert state.next(0.55) == Wait(0.6)  # the learner once more, then the snapshots
-    assert state.next(0.6) == Join(offer(1, 20))
+    assert state.next(0.55) == WaitForOffer(0.6)  # the learner once more, then the snapshots
+    assert state.next(0.6) == JoinTransfer(offer(1, 20))
     state.failed(1.0)
-    assert state.next(1.0) == Look()
+    assert state.next(1.0) == CheckSnapshot()
     assert state.useful(offer(1, 16)) == ""
     state.loading()
     state.taken(offer(1, 16), "d16")
     state.looked(1.1)
     assert state.served == (1, 16)
-    assert state.next(1.2) == Join(offer(1, 20))
+    assert state.next(1.2) == JoinTransfer(offer(1, 20))
     assert state.useful(offer(1, 16)) == OLD
     state.failed(1.2)
-    assert state.next(1.4) == Join(offer(1, 20))
+    assert state.next(1.4) == JoinTransfer(offer(1, 20))
     state.failed(1.4)
-    assert isinstance(state.next(1.4), Wait)
-    assert state.next(1.1 + LOOK_EVERY_S) != Wait(None)
+    assert isinstance(state.next(1.4), WaitForOffer)
+    assert state.next(1.1 + LOOK_EVERY_S) != WaitForOffer(None)
 
 
 def test_with_snapshots_only_the_learner_is_never_asked() -> None:
-    state = Acceptance("p", "d0", "only")
+    state = OfferAcceptance("p", "d0", "only")
     state.offered(offer(1, 20))
-    assert state.next(0.0) == Wait(FIRST_LOOK_S)
-    assert state.next(FIRST_LOOK_S) == Look()
+    assert state.next(0.0) == WaitForOffer(FIRST_LOOK_S)
+    assert state.next(FIRST_LOOK_S) == CheckSnapshot()
     state.looked(FIRST_LOOK_S)
-    assert state.next(FIRST_LOOK_S) == Wait(FIRST_LOOK_S + LOOK_EVERY_S)
+    assert state.next(FIRST_LOOK_S) == WaitForOffer(FIRST_LOOK_S + LOOK_EVERY_S)
     state.offered(offer(1, 21, digest="d0"))
-    assert state.next(2.0) == Adopt(offer(1, 21, digest="d0"))
+    assert state.next(2.0) == AdoptVersion(offer(1, 21, digest="d0"))
 
 
 def test_snapshots_of_no_use() -> None:
-    state = Acceptance("p", None, "fallback")
+    state = OfferAcceptance("p", None, "fallback")
     assert state.useful(offer(1, 3, plan="q")) == "epoch 1 version 3 is another model than the one here"
     state.offered(offer(2, 20))
     assert state.useful(offer(1, 20)) == ""

@@ -12,8 +12,8 @@ from torch import Tensor
 from broker.contract import codec, wire
 from broker.contract.examples import EXAMPLES
 from broker.errors import UserError, WireError
-from broker.weights.adapter import Foundation, Merged, adapted, digest_of, factor_names, factor_shapes, merge
-from broker.weights.memory.staging import Flat, plan_of
+from broker.weights.adapter import AdapterBase, MergedModel, adapted, digest_of, factor_names, factor_shapes, merge
+from broker.weights.memory.staging import FlatBuffer, plan_of
 
 MIB = 2**-20
 
@@ -42,7 +42,7 @@ def test_the_digest_is_that_of_the_whole_buffer(bucket_bytes: int, dtype: str | 
     tensors = {f"t{i}": torch.randn(size) for i, size in enumerate([(), (1,), (37, 41), (3000,), (0,), (1024,), (5, 7, 11)])}
     tensors["ints"] = torch.arange(500)
     plan = plan_of(tensors, bucket_bytes * MIB, dtype=dtype)
-    flat = Flat(plan)
+    flat = FlatBuffer(plan)
     flat.fill(tensors)
     assert digest_of(plan, tensors) == flat.digest()
     assert digest_of(plan, {**tensors, "t2": -tensors["t2"]}) != flat.digest()
@@ -70,7 +70,7 @@ def test_merging_by_hand() -> None:
 def test_a_merged_model_is_the_base_with_what_the_factors_add() -> None:
     tensors = model()
     given = factors(tensors)
-    found = Merged(tensors, given, ["q_proj"], 1.5)
+    found = MergedModel(tensors, given, ["q_proj"], 1.5)
     assert list(found) == list(tensors)
     assert found.changed == {"layers.0.q_proj.weight", "layers.1.q_proj.weight"}
     for name, tensor in tensors.items():
@@ -85,7 +85,7 @@ def test_a_merged_model_is_the_base_with_what_the_factors_add() -> None:
 def test_a_foundation_merges_onto_what_the_engine_held_first() -> None:
     tensors, given = model(), factors(model())
     held = {name: tensor.clone() for name, tensor in tensors.items()}
-    made = Foundation(plan_of(held, 1), 1, held, lambda: (held, False))
+    made = AdapterBase(plan_of(held, 1), 1, held, lambda: (held, False))
     adapter = adapter_of(tensors)
     assert made.plan(None) == plan_of(tensors, 1)
     assert made.plan(adapter) == plan_of(given, 1)
@@ -93,20 +93,20 @@ def test_a_foundation_merges_onto_what_the_engine_held_first() -> None:
     for _ in range(2):  # an engine that copies into what it holds
         for name, tensor in made.merged(given).made().items():
             held[name].copy_(tensor)
-    expected = Merged(tensors, given, ["q_proj"], 1.5)
+    expected = MergedModel(tensors, given, ["q_proj"], 1.5)
     assert all(torch.equal(held[name], expected[name]) for name in held)
     assert made.lay(adapter) == ""  # not compared again: it would not match
 
 
 def test_weights_that_are_nobody_elses_are_not_copied() -> None:
     held = model()
-    made = Foundation(plan_of(held, 1), 1, held, lambda: (held, True))
+    made = AdapterBase(plan_of(held, 1), 1, held, lambda: (held, True))
     assert made.lay(adapter_of(held)) == ""
     assert all(made.merged({}).base[name] is held[name] for name in held)
 
 
 def test_another_model_below_is_refused_in_one_line() -> None:
-    made = Foundation(plan_of(model(1), 1), 1, model(1), lambda: (model(1), True))
+    made = AdapterBase(plan_of(model(1), 1), 1, model(1), lambda: (model(1), True))
     adapter = adapter_of(model(0))
     why = made.lay(adapter)
     assert why == (
@@ -125,13 +125,13 @@ def test_a_model_that_cannot_be_read_is_refused_in_one_line() -> None:
         (fails, "model path 'x': no model there"),
         (lambda: ({"embed.weight": torch.zeros(11, 4)}, True), "it has no layers.0.norm.weight"),
     ):
-        made = Foundation(plan_of(shapes, 1), 1, shapes, first)
+        made = AdapterBase(plan_of(shapes, 1), 1, shapes, first)
         said = f"the learner sends adapters, and the model below them cannot be read here ({why}); train.lora.send=merged sends it whole"
         assert made.lay(adapter_of(model())) == said
 
 
 def test_a_model_without_such_layers_plans_the_whole_of_itself() -> None:
-    made = Foundation(plan_of(model(), 1), 1, model())
+    made = AdapterBase(plan_of(model(), 1), 1, model())
     assert made.plan(wire.Adapter(base="0", targets=["k_proj"], rank=2, scale=1.0)) == plan_of(model(), 1)
 
 

@@ -7,11 +7,11 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from broker.errors import TransferFailed
-from broker.weights.bucket_payload import Base, Incoming, Outgoing
-from broker.weights.group import Watch
-from broker.weights.memory.staging import Flat, Staging, plan_of
-from broker.weights.plan import Plan
-from broker.weights.store_messages import Lines
+from broker.weights.bucket_payload import IncomingBuckets, OutgoingBuckets, ReferenceBytes
+from broker.weights.group import WaitMonitor
+from broker.weights.memory.staging import FlatBuffer, StagingBuffers, plan_of
+from broker.weights.plan import LayoutPlan
+from broker.weights.store_messages import StoreMessages
 
 SHAPE = (5000,)
 PLAN = plan_of({"w": torch.zeros(SHAPE)}, 4096 / 2**20)
@@ -23,12 +23,14 @@ def tensors(*changed: int) -> dict[str, torch.Tensor]:
     return {"w": values}
 
 
-def carry(staging: Staging, version: int, base: Base, held: Flat, held_digest: str, lines: Lines) -> tuple[int, bool]:
+def carry(
+    staging: StagingBuffers, version: int, base: ReferenceBytes, held: FlatBuffer, held_digest: str, lines: StoreMessages
+) -> tuple[int, bool]:
     """One transfer without a wire: the bytes sent, and whether everything was."""
     whole = not base.fits([held_digest])
     base.begin()
     with staging.sending(version) as staged:
-        outgoing, incoming = Outgoing(staged, base, lines, whole=whole), Incoming(held, lines, whole=whole)
+        outgoing, incoming = OutgoingBuckets(staged, base, lines, whole=whole), IncomingBuckets(held, lines, whole=whole)
         for index in range(len(outgoing)):
             sent, room = outgoing[index], incoming[index]
             assert sent is not None
@@ -43,12 +45,12 @@ def carry(staging: Staging, version: int, base: Base, held: Flat, held_digest: s
 
 
 def test_changes_only_while_the_receiver_holds_the_base_and_everything_now_and_then() -> None:
-    staging, base, held, store = Staging(PLAN), Base(PLAN, full_every=4), Flat(PLAN), HashStore()
+    staging, base, held, store = StagingBuffers(PLAN), ReferenceBytes(PLAN, full_every=4), FlatBuffer(PLAN), HashStore()
     digest, sizes = "", []
     for version, changed in enumerate([(), (7,), (7, 4999), (8,), (9,), (10,)]):
         staging.write(version, tensors(*changed))
         staging.digest(version)
-        sizes.append(carry(staging, version, base, held, digest, Lines(store, f"s{version}", Watch())))
+        sizes.append(carry(staging, version, base, held, digest, StoreMessages(store, f"s{version}", WaitMonitor())))
         digest = held.digest()
         assert torch.equal(held.tensors["w"], tensors(*changed)["w"])
     whole, num_buckets = PLAN.size_bytes, len(PLAN.buckets)
@@ -58,7 +60,7 @@ def test_changes_only_while_the_receiver_holds_the_base_and_everything_now_and_t
 
 
 def test_another_digest_takes_everything() -> None:
-    base = Base(PLAN, full_every=100)
+    base = ReferenceBytes(PLAN, full_every=100)
     assert not base.fits([""])
     base.end("d1", whole=True)
     assert base.fits(["d1", "d1"])
@@ -69,22 +71,22 @@ def test_another_digest_takes_everything() -> None:
 
 
 def test_a_bucket_that_has_changed_all_over_goes_whole() -> None:
-    staging, base, held, store = Staging(PLAN), Base(PLAN, full_every=100), Flat(PLAN), HashStore()
+    staging, base, held, store = StagingBuffers(PLAN), ReferenceBytes(PLAN, full_every=100), FlatBuffer(PLAN), HashStore()
     staging.write(0, tensors())
     staging.digest(0)
-    carry(staging, 0, base, held, "", Lines(store, "s0", Watch()))
+    carry(staging, 0, base, held, "", StoreMessages(store, "s0", WaitMonitor()))
     staging.write(1, tensors(*range(1024)))  # the first bucket
     digest = held.digest()
     staging.digest(1)
-    sent, whole = carry(staging, 1, base, held, digest, Lines(store, "s1", Watch()))
+    sent, whole = carry(staging, 1, base, held, digest, StoreMessages(store, "s1", WaitMonitor()))
     assert not whole
     assert sent == 4096 + 4 * 8
     assert store.get("s1/size/0") == b"whole"
 
 
 def test_the_next_bucket_is_there_once_it_is_packed() -> None:
-    plan: Plan = plan_of({"a": torch.zeros(1024), "b": torch.zeros(1024)}, 4096 / 2**20)
-    staging = Staging(plan)
+    plan: LayoutPlan = plan_of({"a": torch.zeros(1024), "b": torch.zeros(1024)}, 4096 / 2**20)
+    staging = StagingBuffers(plan)
     seen: list[list[bool]] = []
 
     class Slow(dict[str, torch.Tensor]):
@@ -101,7 +103,7 @@ def test_the_next_bucket_is_there_once_it_is_packed() -> None:
 
 
 def test_a_version_that_cannot_be_packed_ends_whoever_sends_it() -> None:
-    staging, sent = Staging(PLAN), []
+    staging, sent = StagingBuffers(PLAN), []
 
     class Failing(dict[str, torch.Tensor]):
         def get(self, name: str, default: object = None) -> None:  # type: ignore[override]
@@ -119,7 +121,7 @@ def test_a_version_that_cannot_be_packed_ends_whoever_sends_it() -> None:
 def test_a_size_that_cannot_be_is_refused(size: str) -> None:
     store = HashStore()
     store.set("s/size/0", size or "ok")
-    incoming = Incoming(Flat(PLAN), Lines(store, "s", Watch()), whole=False)
+    incoming = IncomingBuckets(FlatBuffer(PLAN), StoreMessages(store, "s", WaitMonitor()), whole=False)
     assert incoming[1] is None  # not announced yet
     with pytest.raises(TransferFailed, match="bucket 0 of 4096 bytes was announced with a difference of"):
         incoming[0]

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from broker.weights.memory import cuda
-from broker.weights.memory.cuda import FUNCTIONS, Cuda, Driver, device_of, name_of
-from broker.weights.memory.devices import Card
+from broker.weights.memory.cuda import FUNCTIONS, CudaDevice, CudaDriver, device_of, name_of
+from broker.weights.memory.devices import MemoryCard
 from broker.weights.memory.shared import segment_of
 from broker.weights.memory.staging import plan_of
 
@@ -61,7 +61,7 @@ class Library:
 
 def test_the_driver_is_called_as_its_reference_says_in_torchs_context() -> None:
     library = Library()
-    driver = Driver(library)
+    driver = CudaDriver(library)
     assert driver.unit(0) == UNIT
     assert driver.allocate(1, 3 << 30) == 0x7F00_0000_0000
     assert driver.export(1, 0x7F00_0000_0000) == HANDLE
@@ -85,28 +85,28 @@ def test_the_driver_is_called_as_its_reference_says_in_torchs_context() -> None:
 def test_what_the_driver_answers_is_said_in_one_line(code: int, said: str) -> None:
     library = Library(cuMemAlloc_v2=code)
     with pytest.raises(OSError, match=rf"cuMemAlloc_v2: {said}$"):
-        Driver(library).allocate(0, 1)
+        CudaDriver(library).allocate(0, 1)
     assert library.calls[-1] == ("cuCtxPopCurrent_v2",)  # the thread has its own context again
 
 
 def test_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "LIBRARY", "libno-such-driver.so.1")
     with pytest.raises(OSError, match="libno-such-driver"):
-        Driver()
+        CudaDriver()
     with pytest.raises(OSError, match="has no function cuInit: the driver is too old"):
-        Driver(object())
+        CudaDriver(object())
     with pytest.raises(OSError, match="cuInit: error 100"):
-        Driver(Library(cuInit=100))
+        CudaDriver(Library(cuInit=100))
 
 
 def test_a_handle_of_a_hidden_gpu_or_of_no_gpu_is_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     library = Library()
-    mine = Cuda("cuda:0", Driver(library))
+    mine = CudaDevice("cuda:0", CudaDriver(library))
     with pytest.raises(OSError, match=r"GPU-ffffffff-ffff-ffff-ffff-ffffffffffff is hidden from this process, see CUDA_VISIBLE_DEVICES$"):
-        mine.open(Card("cuda", b"\xff" * 16, 4096, HANDLE))
+        mine.open(MemoryCard("cuda", b"\xff" * 16, 4096, HANDLE))
     with pytest.raises(OSError, match="a handle of 63 bytes is none of CUDA's"):
-        mine.open(Card("cuda", UNIT, 4096, HANDLE[1:]))
+        mine.open(MemoryCard("cuda", UNIT, 4096, HANDLE[1:]))
     assert "cuIpcOpenMemHandle_v2" not in {call[0] for call in library.calls}
     assert name_of(UNIT) == "GPU-01234567-89ab-cdef-0123-456789abcdef"
 
@@ -117,7 +117,7 @@ def test_memory_that_torch_cannot_take_is_closed_again(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     library = Library()
     with pytest.raises(OSError, match="CUDA"):
-        Cuda("cuda:0", Driver(library)).open(Card("cuda", UNIT, 4096, HANDLE))
+        CudaDevice("cuda:0", CudaDriver(library)).open(MemoryCard("cuda", UNIT, 4096, HANDLE))
     gc.collect()
     names = [call[0] for call in library.calls]
     assert names.index("cuIpcOpenMemHandle_v2") < names.index("cuIpcCloseMemHandle")
@@ -126,7 +126,7 @@ def test_memory_that_torch_cannot_take_is_closed_again(monkeypatch: pytest.Monke
 def test_a_gpu_that_has_none_to_share_leaves_host_memory(caplog: pytest.LogCaptureFixture) -> None:
     library = Library(cuIpcGetMemHandle=801)
     with caplog.at_level(logging.WARNING):
-        segment = segment_of(plan_of({"a": torch.zeros(100)}, 1), Cuda("cuda:0", Driver(library)))
+        segment = segment_of(plan_of({"a": torch.zeros(100)}, 1), CudaDevice("cuda:0", CudaDriver(library)))
     assert segment is not None
     assert segment.device == torch.device("cpu")
     said = "weights: servers of this host read them in host memory, for the device has none to share: "
@@ -137,4 +137,4 @@ def test_a_gpu_that_has_none_to_share_leaves_host_memory(caplog: pytest.LogCaptu
 
 def test_only_weights_on_a_gpu_are_read_there() -> None:
     assert device_of(torch.device("cpu")) is None
-    assert isinstance(device_of(torch.device("cuda:1")), Cuda)  # asks nothing of the driver yet
+    assert isinstance(device_of(torch.device("cuda:1")), CudaDevice)  # asks nothing of the driver yet

@@ -14,11 +14,11 @@ from torch import Tensor
 from broker.contract import wire
 from broker.errors import TransferFailed
 from broker.weights import fp8
-from broker.weights.memory.staging import Flat, plan_of
+from broker.weights.memory.staging import FlatBuffer, plan_of
 from broker.weights.probe import make_probe
-from broker.weights.receiver.acceptance import Acceptance
-from broker.weights.receiver.weight_loader import Landing
-from rollout.engines.fit import check_fit, made
+from broker.weights.receiver.acceptance import OfferAcceptance
+from broker.weights.receiver.weight_loader import WeightLoader
+from rollout.engines.fit import check_fit, materialized
 from rollout.engines.vllm.store import SharedWeights
 
 FP8 = torch.float8_e4m3fn
@@ -170,7 +170,7 @@ def test_filled_as_it_is_told_and_given_to_an_engine() -> None:
     tensors = model()
     tensors["layers.1.wide.weight"] = torch.randn(1500, 1000)
     plan = plan_of(tensors, 0.25, dtype="fp8")
-    flat, whole, given, seen = Flat(plan), Flat(plan), Once(tensors), list[int]()
+    flat, whole, given, seen = FlatBuffer(plan), FlatBuffer(plan), Once(tensors), list[int]()
     whole.fill(tensors)
 
     def reached(offset: int) -> None:
@@ -182,7 +182,7 @@ def test_filled_as_it_is_told_and_given_to_an_engine() -> None:
     assert len(plan.buckets) > 5  # each can leave while the next is made
     assert all(any(stop <= offset < stop + plan.bucket_bytes for offset in seen) for _, stop in plan.buckets)
     assert flat.digest() == whole.digest()
-    engine = fp8.Dequantised(flat.tensors, {name: tensor.dtype for name, tensor in tensors.items()})
+    engine = fp8.DequantizedModel(flat.tensors, {name: tensor.dtype for name, tensor in tensors.items()})
     assert set(engine) == set(tensors)
     whole_model = engine.made()
     for name, tensor in tensors.items():
@@ -195,16 +195,16 @@ def test_filled_as_it_is_told_and_given_to_an_engine() -> None:
         assert torch.equal(whole_model[name].to(tensor.dtype), fp8.as_sent(name, tensor))
         assert whole_model[name].untyped_storage().data_ptr() != flat.buffer.untyped_storage().data_ptr()
     held = {name: tensor.to(tensors[name].dtype) for name, tensor in whole_model.items()}
-    again = Flat(plan)
+    again = FlatBuffer(plan)
     again.fill(held)
     assert again.digest() == flat.digest()  # who computes with them holds these bytes
 
 
 def test_engines_take_it_as_any_update() -> None:
     tensors = model()
-    flat = Flat(plan_of(tensors, 1, dtype="fp8"))
+    flat = FlatBuffer(plan_of(tensors, 1, dtype="fp8"))
     flat.fill(tensors)
-    update = fp8.Dequantised(flat.tensors, {name: tensor.dtype for name, tensor in tensors.items()})
+    update = fp8.DequantizedModel(flat.tensors, {name: tensor.dtype for name, tensor in tensors.items()})
     sent = {name: fp8.as_sent(name, tensor) for name, tensor in tensors.items()}
     shared = SharedWeights(tensors)  # vLLM's
     try:
@@ -213,17 +213,17 @@ def test_engines_take_it_as_any_update() -> None:
         assert all(torch.equal(tensor, sent[name]) for name, tensor in shared.tensors.items())
     finally:
         shared.close()
-    assert isinstance(made(update), dict)  # what SGLang writes and hf computes from
-    assert made(update).keys() == tensors.keys()
+    assert isinstance(materialized(update), dict)  # what SGLang writes and hf computes from
+    assert materialized(update).keys() == tensors.keys()
     with pytest.raises(TransferFailed, match=r"the update lacks 1 of 6 tensors, the first is layers.1.up.weight"):
         check_fit({**tensors, "layers.1.up.weight": torch.zeros(2, 2)}, update)
 
 
 def test_a_model_of_fp8_travels_as_it_is() -> None:
     own = {"layers.0.up.weight": torch.ones(130, 130).to(FP8), "layers.0.up.weight_scale_inv": torch.full((2, 2), 3.0)}
-    flat = Flat(plan_of(own, 1, dtype="fp8"))
+    flat = FlatBuffer(plan_of(own, 1, dtype="fp8"))
     flat.fill(own)
-    given = fp8.Dequantised(flat.tensors, {name: tensor.dtype for name, tensor in own.items()})
+    given = fp8.DequantizedModel(flat.tensors, {name: tensor.dtype for name, tensor in own.items()})
     assert {name: (tensor.dtype, tensor.float().unique().tolist()) for name, tensor in given.items()} == {
         "layers.0.up.weight": (FP8, [1.0]),
         "layers.0.up.weight_scale_inv": (torch.float32, [3.0]),
@@ -237,9 +237,9 @@ async def test_who_holds_the_first_weights_computes_from_what_fp8_makes_of_them(
     async def load(given: Mapping[str, Tensor], offer: wire.WeightsOffer) -> None:
         loads.append(dict(given))
 
-    async def landing() -> tuple[Landing, Acceptance, wire.WeightsOffer]:
-        state = Acceptance(plan.digest, None)
-        landed = Landing(state, plan, tensors, load, bucket_mib=1, device=None, kept=True, first=None, quantised=True)
+    async def landing() -> tuple[WeightLoader, OfferAcceptance, wire.WeightsOffer]:
+        state = OfferAcceptance(plan.digest, None)
+        landed = WeightLoader(state, plan, tensors, load, bucket_mib=1, device=None, kept=True, first=None, quantised=True)
         await landed.begin()
         probe = make_probe([1, 2], [0.0], tolerance=1.0)
         offer = wire.WeightsOffer(

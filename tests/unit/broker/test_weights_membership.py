@@ -7,7 +7,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from broker.contract import wire
-from broker.weights.sender.membership import FIRST_DELAY_S, LONGEST_DELAY_S, Action, Cancel, Membership, Refuse, Start, parse_session
+from broker.weights.sender.membership import (
+    FIRST_DELAY_S,
+    LONGEST_DELAY_S,
+    Action,
+    CancelTransfer,
+    RefuseJoin,
+    StartTransfer,
+    TransferMembership,
+    parse_session,
+)
 
 GATHER_S, TTL_S = 0.5, 5.0
 
@@ -16,8 +25,8 @@ def join(server: str, version: int, *, epoch: int = 1, plan: str = "p", shared: 
     return wire.WeightsJoin(server=server, epoch=epoch, version=version, plan=plan, shared=shared)
 
 
-def make(version: int = 1) -> Membership:
-    state = Membership(1, "p", gather_s=GATHER_S, join_ttl_s=TTL_S)
+def make(version: int = 1) -> TransferMembership:
+    state = TransferMembership(1, "p", gather_s=GATHER_S, join_ttl_s=TTL_S)
     assert state.offered(version) == []
     return state
 
@@ -27,7 +36,7 @@ def test_waits_for_the_expected_and_starts_when_they_are_here() -> None:
     assert state.joined(join("b", 1), 10.0) == []
     assert state.tick(10.1, {"a", "b"}, None) == []
     assert state.joined(join("a", 1), 10.2) == []
-    assert state.tick(10.2, {"a", "b"}, None) == [Start("1-1.0", 1, ("a", "b"), fresh=True)]
+    assert state.tick(10.2, {"a", "b"}, None) == [StartTransfer("1-1.0", 1, ("a", "b"), fresh=True)]
 
 
 def test_does_not_wait_longer_than_the_gathering_time() -> None:
@@ -35,7 +44,7 @@ def test_does_not_wait_longer_than_the_gathering_time() -> None:
         state = make()
         state.joined(join("b", 1), 10.0)
         assert state.tick(10.49, expected, None) == []
-        assert state.tick(10.51, expected, None) == [Start("1-1.0", 1, ("b",), fresh=True)]
+        assert state.tick(10.51, expected, None) == [StartTransfer("1-1.0", 1, ("b",), fresh=True)]
 
 
 def test_same_members_use_the_communicator_again() -> None:
@@ -47,7 +56,7 @@ def test_same_members_use_the_communicator_again() -> None:
         for server in members:
             state.joined(join(server, version), 0.0)
         (start,) = state.tick(0.0, set(members), None)
-        assert isinstance(start, Start)
+        assert isinstance(start, StartTransfer)
         sessions.append((start.session, start.fresh))
         state.ended(0.0, None)
     assert sessions == [("1-1.0", True), ("1-1.1", False), ("1-2.0", True), ("1-2.1", False), ("1-3.0", True)]
@@ -62,7 +71,7 @@ def test_who_reads_the_senders_memory_is_in_no_communicator_and_ends_none() -> N
         for server in members:
             state.joined(join(server, version, shared=server.isupper()), 0.0)
         (start,) = state.tick(0.0, set(members), None)
-        assert isinstance(start, Start)
+        assert isinstance(start, StartTransfer)
         assert start.num_sent == len(start.members) - start.num_shared
         starts.append((start.session, "".join(start.members), start.fresh, start.num_shared))
         state.ended(0.0, None)
@@ -82,12 +91,12 @@ def test_failure_ends_the_communicator_and_the_failed_are_not_waited_for() -> No
     state.tick(0.0, {"a", "b"}, None)
     state.ended(1.0, {"a"})
     state.joined(join("b", 1), 1.0)
-    assert state.tick(1.0, {"a", "b"}, None) == [Start("1-2.0", 1, ("b",), fresh=True)]
+    assert state.tick(1.0, {"a", "b"}, None) == [StartTransfer("1-2.0", 1, ("b",), fresh=True)]
     state.ended(2.0, None)
     state.joined(join("a", 1), 3.0)
     assert state.tick(3.0, {"a"}, None) == []  # not yet
     state.joined(join("a", 1), 1.0 + FIRST_DELAY_S)  # it was only slow
-    assert state.tick(1.0 + FIRST_DELAY_S, {"a"}, None) == [Start("1-3.0", 1, ("a",), fresh=True, alone=True)]
+    assert state.tick(1.0 + FIRST_DELAY_S, {"a"}, None) == [StartTransfer("1-3.0", 1, ("a",), fresh=True, alone=True)]
 
 
 def test_a_server_on_probation_is_served_alone_after_growing_delays_until_it_succeeds() -> None:
@@ -97,7 +106,7 @@ def test_a_server_on_probation_is_served_alone_after_growing_delays_until_it_suc
     state.tick(now, {"a", "b"}, None)
     state.ended(now, {"a"})
     state.joined(join("b", 1), now)
-    assert state.tick(now, {"a", "b"}, None) == [Start("1-2.0", 1, ("b",), fresh=True)]
+    assert state.tick(now, {"a", "b"}, None) == [StartTransfer("1-2.0", 1, ("b",), fresh=True)]
     state.ended(now, None)
     for _ in range(8):
         began = now
@@ -108,24 +117,26 @@ def test_a_server_on_probation_is_served_alone_after_growing_delays_until_it_suc
             now += 1.0
         delays.append(now - began)
         (start,) = actions
-        assert isinstance(start, Start)
+        assert isinstance(start, StartTransfer)
         assert (start.members, start.alone) == (("a",), True)
         state.ended(now, set())  # nothing said who it was, but there was only one
     assert delays == [5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 300.0, 300.0]
     state.offered(2)
     state.joined(join("b", 2), now)
-    assert state.tick(now, {"a", "b"}, None) == [Start("1-2.1", 2, ("b",), fresh=False)]  # nobody waits for a; the communicator is kept
+    assert state.tick(now, {"a", "b"}, None) == [
+        StartTransfer("1-2.1", 2, ("b",), fresh=False)
+    ]  # nobody waits for a; the communicator is kept
     state.ended(now, None)
     now += LONGEST_DELAY_S
     state.joined(join("a", 2), now)
     (start,) = state.tick(now, {"a"}, None)
-    assert isinstance(start, Start)
+    assert isinstance(start, StartTransfer)
     state.ended(now, None)
     state.offered(3)
     for server in "ab":
         state.joined(join(server, 3), now)
     (start,) = state.tick(now, {"a", "b"}, None)
-    assert isinstance(start, Start)
+    assert isinstance(start, StartTransfer)
     assert (start.members, start.alone) == (("a", "b"), False)
 
 
@@ -140,7 +151,7 @@ def test_where_nothing_tells_who_is_to_blame_all_are_served_alone_next() -> None
         for server in set("abc") - set(served):
             state.joined(join(server, 1), 5.0)
         (start,) = state.tick(5.0, set("abc"), None)
-        assert isinstance(start, Start)
+        assert isinstance(start, StartTransfer)
         (server,) = start.members
         served.append(server)
         state.ended(5.0, {"b"} if server == "b" else None)
@@ -149,7 +160,7 @@ def test_where_nothing_tells_who_is_to_blame_all_are_served_alone_next() -> None
     for server in "abc":
         state.joined(join(server, 2), 6.0)
     (start,) = state.tick(6.0, set("abc"), None)
-    assert isinstance(start, Start)
+    assert isinstance(start, StartTransfer)
     assert start.members == ("a", "c")
 
 
@@ -161,12 +172,12 @@ def test_what_is_the_senders_own_fault_puts_nobody_on_probation() -> None:
     state.ended(1.0, set(), ours=True)
     for server in "ab":
         state.joined(join(server, 1), 1.0)
-    assert state.tick(1.0, {"a", "b"}, {"a", "b"}) == [Start("1-2.0", 1, ("a", "b"), fresh=True)]
-    assert state.tick(2.0, set(), {"b"}) == [Cancel("a went away")]
+    assert state.tick(1.0, {"a", "b"}, {"a", "b"}) == [StartTransfer("1-2.0", 1, ("a", "b"), fresh=True)]
+    assert state.tick(2.0, set(), {"b"}) == [CancelTransfer("a went away")]
     state.ended(2.0, set(), ours=True)
     for server in "ab":
         state.joined(join(server, 1), 2.0)
-    assert state.tick(2.0, {"a", "b"}, {"a", "b"}) == [Start("1-3.0", 1, ("b",), fresh=True)]
+    assert state.tick(2.0, {"a", "b"}, {"a", "b"}) == [StartTransfer("1-3.0", 1, ("b",), fresh=True)]
 
 
 def test_a_transfer_on_probation_gives_way_to_other_servers_and_is_not_counted() -> None:
@@ -177,18 +188,18 @@ def test_a_transfer_on_probation_gives_way_to_other_servers_and_is_not_counted()
     state.ended(0.0, {"a"})
     state.joined(join("a", 1), 5.0)
     (start,) = state.tick(5.0, None, None)
-    assert isinstance(start, Start)
+    assert isinstance(start, StartTransfer)
     assert start.alone
     state.joined(join("b", 1), 5.1)
-    assert state.tick(5.1, None, None) == [Cancel("other servers wait")]
+    assert state.tick(5.1, None, None) == [CancelTransfer("other servers wait")]
     state.ended(5.2, set(), ours=True)
     (start,) = state.tick(5.8, None, None)
-    assert isinstance(start, Start)
+    assert isinstance(start, StartTransfer)
     assert start.members == ("b",)
     state.ended(6.0, None)
     state.joined(join("a", 1), 6.0)
     (start,) = state.tick(6.0, None, None)
-    assert isinstance(start, Start)
+    assert isinstance(start, StartTransfer)
     assert start.members == ("a",)  # at once
 
 
@@ -197,7 +208,7 @@ def test_server_that_asks_again_for_what_it_got_gets_a_new_communicator() -> Non
     for _ in range(2):
         state.joined(join("a", 1), 0.0)
         (start,) = state.tick(0.0, {"a"}, None)
-        assert isinstance(start, Start)
+        assert isinstance(start, StartTransfer)
         assert start.fresh
         state.ended(0.0, None)
 
@@ -208,19 +219,19 @@ def test_server_that_asks_again_in_its_transfer_gets_a_new_communicator_for_the_
     state.joined(join("a", 1), 0.0)
     state.tick(0.0, {"a"}, None)
     state.joined(join("a", 1), 0.1)
-    assert state.offered(2) == [Refuse("a", "superseded by version 2")]
+    assert state.offered(2) == [RefuseJoin("a", "superseded by version 2")]
     state.ended(0.2, None)
     state.joined(join("a", 2), 0.3)
-    assert state.tick(0.3, {"a"}, None) == [Start("1-2.0", 2, ("a",), fresh=True)]
+    assert state.tick(0.3, {"a"}, None) == [StartTransfer("1-2.0", 2, ("a",), fresh=True)]
 
 
 def test_refusals() -> None:
     state = make(version=4)
-    assert state.joined(join("a", 4, epoch=2), 0.0) == [Refuse("a", "epoch 2 is over, this is epoch 1")]
-    assert state.joined(join("a", 3), 0.0) == [Refuse("a", "superseded by version 4")]
-    assert state.joined(join("a", 4, plan="q"), 0.0) == [Refuse("a", "another model: bucket plan q is not the offer's p")]
+    assert state.joined(join("a", 4, epoch=2), 0.0) == [RefuseJoin("a", "epoch 2 is over, this is epoch 1")]
+    assert state.joined(join("a", 3), 0.0) == [RefuseJoin("a", "superseded by version 4")]
+    assert state.joined(join("a", 4, plan="q"), 0.0) == [RefuseJoin("a", "another model: bucket plan q is not the offer's p")]
     state.joined(join("a", 4), 0.0)
-    assert state.offered(5) == [Refuse("a", "superseded by version 5")]
+    assert state.offered(5) == [RefuseJoin("a", "superseded by version 5")]
     assert state.tick(9.0, set(), None) == []
 
 
@@ -239,7 +250,7 @@ def test_running_transfer_goes_on_beside_a_newer_offer_and_later_joins_wait() ->
     state.joined(join("b", 2), 0.1)
     assert state.tick(0.1, {"b"}, {"a", "b"}) == []
     state.ended(0.2, None)
-    assert state.tick(0.2, {"b"}, {"a", "b"}) == [Start("1-2.0", 2, ("b",), fresh=True)]
+    assert state.tick(0.2, {"b"}, {"a", "b"}) == [StartTransfer("1-2.0", 2, ("b",), fresh=True)]
 
 
 def test_member_that_goes_away_ends_the_transfer() -> None:
@@ -248,17 +259,17 @@ def test_member_that_goes_away_ends_the_transfer() -> None:
         state.joined(join(server, 1), 0.0)
     state.tick(0.0, {"a", "b"}, {"a", "b"})
     assert state.tick(0.1, set(), {"a", "b"}) == []
-    assert state.tick(0.2, set(), {"b"}) == [Cancel("a went away")]
+    assert state.tick(0.2, set(), {"b"}) == [CancelTransfer("a went away")]
     assert state.tick(0.3, None, None) == []
 
 
 def test_member_whose_presence_is_not_known_yet_is_not_gone() -> None:
     state = make()
     state.joined(join("a", 1), 0.0)
-    assert state.tick(1.0, set(), set()) == [Start("1-1.0", 1, ("a",), fresh=True)]
+    assert state.tick(1.0, set(), set()) == [StartTransfer("1-1.0", 1, ("a",), fresh=True)]
     assert state.tick(1.1, set(), set()) == []
     assert state.tick(1.2, set(), {"a"}) == []
-    assert state.tick(1.3, set(), set()) == [Cancel("a went away")]
+    assert state.tick(1.3, set(), set()) == [CancelTransfer("a went away")]
 
 
 def test_session_names() -> None:
@@ -271,26 +282,26 @@ class Interleavings(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now, self.version = 0.0, 0
-        self.state = Membership(1, "p", gather_s=GATHER_S, join_ttl_s=TTL_S)
+        self.state = TransferMembership(1, "p", gather_s=GATHER_S, join_ttl_s=TTL_S)
         self.state.offered(0)
         self.waiting: dict[str, int] = {}  # server -> version it asked for
         self.since: dict[str, float] = {}  # server -> when it asked
         self.shared: dict[str, bool] = {}  # server -> whether it said that it reads the sender's memory
         self.known: dict[str, str] = {}  # server -> the communicator it has
-        self.running: Start | None = None
+        self.running: StartTransfer | None = None
         self.gives_way = False  # the running transfer was cancelled because others wait
         self.suspects: set[str] = set()  # were in a transfer that failed, by their fault or for all that is known
 
     def perform(self, actions: list[Action]) -> None:
         for action in actions:
-            if isinstance(action, Refuse):
+            if isinstance(action, RefuseJoin):
                 self.waiting.pop(action.server, None)
-            elif isinstance(action, Cancel):
+            elif isinstance(action, CancelTransfer):
                 assert self.running is not None
                 assert self.running.alone
                 assert self.waiting.keys() - self.suspects, "only for others"
                 self.gives_way = True
-            elif isinstance(action, Start):
+            elif isinstance(action, StartTransfer):
                 assert self.running is None, "two transfers at once"
                 assert action.version == self.version, "only the newest is started"
                 sent, read = action.members[: action.num_sent], action.members[action.num_sent :]
@@ -322,7 +333,9 @@ class Interleavings(RuleBasedStateMachine):
     @rule(server=st.sampled_from("abcd"))
     def join_older(self, server: str) -> None:
         if self.version and server not in self.waiting:
-            assert self.state.joined(join(server, self.version - 1), self.now) == [Refuse(server, f"superseded by version {self.version}")]
+            assert self.state.joined(join(server, self.version - 1), self.now) == [
+                RefuseJoin(server, f"superseded by version {self.version}")
+            ]
 
     @rule()
     def offer(self) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from broker.errors import UserError, WireError
-from broker.weights.memory.staging import Flat, plan_of
+from broker.weights.memory.staging import FlatBuffer, plan_of
 from broker.weights.plan import ITEM_BYTES, TensorSpec, from_text, make_plan
 
 specs = st.lists(
@@ -119,7 +119,7 @@ def test_cast_touches_floating_point_only() -> None:
 @settings(deadline=None)
 def test_views_hold_what_was_filled_in(listed: list[TensorSpec]) -> None:
     tensors = {spec.name: torch.randint(0, 2, spec.shape).to(getattr(torch, spec.dtype)) for spec in listed}
-    flat = Flat(make_plan(listed, 4096 / 2**20))
+    flat = FlatBuffer(make_plan(listed, 4096 / 2**20))
     flat.fill(tensors)
     for name, tensor in tensors.items():
         assert flat.tensors[name].dtype == tensor.dtype

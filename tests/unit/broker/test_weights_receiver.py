@@ -11,20 +11,20 @@ import torch
 
 from broker.contract import wire
 from broker.errors import TransferFailed
-from broker.weights.memory.shared import Segment
+from broker.weights.memory.shared import SharedSegment
 from broker.weights.memory.staging import plan_of
 from broker.weights.probe import make_probe
-from broker.weights.receiver.buffers import Arrival
-from broker.weights.receiver.receive import MAX_LOST, Receiver
-from broker.weights.snapshots.snapshot import Manifest
+from broker.weights.receiver.buffers import IncomingVersion
+from broker.weights.receiver.receive import MAX_LOST, WeightReceiver
+from broker.weights.snapshots.snapshot import SnapshotManifest
 
 
 async def load(tensors: Mapping[str, torch.Tensor], offer: wire.WeightsOffer) -> None:
     raise AssertionError("nothing is loaded here")
 
 
-def receiver() -> Receiver:
-    return Receiver(cast(Any, None), "r1", {"w": torch.zeros(10)}, load, bucket_mib=1)
+def receiver() -> WeightReceiver:
+    return WeightReceiver(cast(Any, None), "r1", {"w": torch.zeros(10)}, load, bucket_mib=1)
 
 
 def test_gloo_arrives_on_the_cpu_and_the_buffer_is_kept() -> None:
@@ -36,7 +36,7 @@ def test_gloo_arrives_on_the_cpu_and_the_buffer_is_kept() -> None:
     assert first.held == digest == first.flat.digest()
     assert landing.take("gloo", made.plan).flat is not first.flat  # until the transfer has succeeded
     landing._buffers.arrived(first, "d")
-    assert landing.take("gloo", made.plan) == Arrival(first.flat, first.flat, "d")
+    assert landing.take("gloo", made.plan) == IncomingVersion(first.flat, first.flat, "d")
 
 
 def test_nccl_without_a_gpu_says_what_to_do() -> None:
@@ -55,13 +55,13 @@ async def test_a_snapshot_of_another_model_is_refused_with_the_first_difference(
     offer = wire.WeightsOffer(epoch=1, version=5, digest="d", plan=other.digest, size_bytes=other.size_bytes, backend="gloo", probe=probe)
     why = r"^snapshot here: epoch 1 version 5 is another model than the one here: w float32\[10\] here is w float32\[11\] in the offer$"
     with pytest.raises(TransferFailed, match=why):
-        await made._wants(Manifest("r", offer, other, "f"), "here")
-    assert await made._wants(Manifest("r", msgspec.structs.replace(offer, plan=made.plan.digest), made.plan, "f"), "here")
+        await made._wants(SnapshotManifest("r", offer, other, "f"), "here")
+    assert await made._wants(SnapshotManifest("r", msgspec.structs.replace(offer, plan=made.plan.digest), made.plan, "f"), "here")
 
 
 async def test_memory_that_was_no_use_three_times_is_not_read_again() -> None:
     made = receiver()
-    segment = Segment(made.plan)
+    segment = SharedSegment(made.plan)
     probe = make_probe([1, 2], [-1.0], tolerance=0.1)
     offer = wire.WeightsOffer(epoch=1, version=5, digest="", plan=made.plan.digest, size_bytes=1, backend="gloo", probe=probe)
     assert made._look_over(offer) is None

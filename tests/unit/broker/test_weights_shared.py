@@ -15,12 +15,12 @@ import torch
 
 from broker.errors import TransferFailed
 from broker.weights.digest import combine
-from broker.weights.group import Watch
-from broker.weights.memory.shared import F_SEAL_FUTURE_WRITE, Neighbour, Segment, Window, size_of
-from broker.weights.memory.staging import Flat, Staging, plan_of
+from broker.weights.group import WaitMonitor
+from broker.weights.memory.shared import F_SEAL_FUTURE_WRITE, LocalLearner, SegmentReader, SharedSegment, size_of
+from broker.weights.memory.staging import FlatBuffer, StagingBuffers, plan_of
 from broker.weights.sender import transfer
-from broker.weights.sender.membership import Start
-from broker.weights.store_messages import Lines
+from broker.weights.sender.membership import StartTransfer
+from broker.weights.store_messages import StoreMessages
 
 PLAN = plan_of({"a": torch.zeros(100_000), "b": torch.zeros(300_001)}, 0.25)
 
@@ -30,14 +30,16 @@ def tensors(version: int) -> dict[str, torch.Tensor]:
     return {slot.spec.name: torch.rand(slot.spec.shape, generator=generator) for slot in PLAN.slots}
 
 
-def read(window: Window, version: int, done: Callable[[int], None] = lambda index: None, timeout_s: float = 60.0) -> tuple[Flat, str]:
-    flat = Flat(PLAN)
-    return flat, combine(window.take(version, flat, Watch(), timeout_s=timeout_s, done=done, peek=lambda: None))
+def read(
+    window: SegmentReader, version: int, done: Callable[[int], None] = lambda index: None, timeout_s: float = 60.0
+) -> tuple[FlatBuffer, str]:
+    flat = FlatBuffer(PLAN)
+    return flat, combine(window.take(version, flat, WaitMonitor(), timeout_s=timeout_s, done=done, peek=lambda: None))
 
 
 def test_versions_are_read_as_they_are_packed_and_whole() -> None:
-    segment = Segment(PLAN)
-    staging, window = Staging(PLAN, memory=segment), Window(segment.address, PLAN)
+    segment = SharedSegment(PLAN)
+    staging, window = StagingBuffers(PLAN, memory=segment), SegmentReader(segment.address, PLAN)
     for version in range(4):
         given, held = tensors(version), threading.Event()
 
@@ -59,8 +61,8 @@ def test_versions_are_read_as_they_are_packed_and_whole() -> None:
 
 
 def test_one_that_is_overwritten_while_it_is_read_is_nothing() -> None:
-    segment = Segment(PLAN)
-    staging, window = Staging(PLAN, memory=segment), Window(segment.address, PLAN)
+    segment = SharedSegment(PLAN)
+    staging, window = StagingBuffers(PLAN, memory=segment), SegmentReader(segment.address, PLAN)
     staging.write(1, tensors(1))
 
     def overwrite(index: int) -> None:
@@ -76,8 +78,8 @@ def test_one_that_is_overwritten_while_it_is_read_is_nothing() -> None:
 
 
 def test_bytes_that_change_behind_the_words_show_in_the_digest() -> None:
-    segment = Segment(PLAN)
-    staging, window = Staging(PLAN, memory=segment), Window(segment.address, PLAN)
+    segment = SharedSegment(PLAN)
+    staging, window = StagingBuffers(PLAN, memory=segment), SegmentReader(segment.address, PLAN)
     staging.write(1, tensors(1))
     digest = staging.digest(1)
 
@@ -90,8 +92,8 @@ def test_bytes_that_change_behind_the_words_show_in_the_digest() -> None:
 
 
 def test_packing_that_fails_or_stands_still_ends_the_reading() -> None:
-    segment = Segment(PLAN)
-    staging, window = Staging(PLAN, memory=segment), Window(segment.address, PLAN)
+    segment = SharedSegment(PLAN)
+    staging, window = StagingBuffers(PLAN, memory=segment), SegmentReader(segment.address, PLAN)
     staging._sides[0].open(7)
     staging._sides[0].reached(PLAN.buckets[2][1])
     with pytest.raises(TransferFailed, match=rf"^version 7 was packed up to byte {PLAN.buckets[2][1]}, then nothing came for 0\.05 s$"):
@@ -101,7 +103,7 @@ def test_packing_that_fails_or_stands_still_ends_the_reading() -> None:
 
 
 def test_others_can_neither_write_nor_cut_it() -> None:
-    segment = Segment(PLAN)
+    segment = SharedSegment(PLAN)
     pid, file, name = segment.address.split("/")
     assert not any(name in entry for entry in os.listdir("/dev/shm"))
     other = os.open(f"/proc/{pid}/fd/{file}", os.O_RDWR)  # the same user may; the seals are what holds
@@ -116,13 +118,13 @@ def test_others_can_neither_write_nor_cut_it() -> None:
     finally:
         os.close(other)
     assert F_SEAL_FUTURE_WRITE == 0x10
-    window = Window(segment.address, PLAN)
+    window = SegmentReader(segment.address, PLAN)
     with pytest.raises((ValueError, TypeError)):
         window._memory[0:1] = b"x"
 
 
 def test_an_address_that_is_not_a_segment_of_this_plan_is_not_opened() -> None:
-    segment = Segment(PLAN)
+    segment = SharedSegment(PLAN)
     pid, file, name = segment.address.split("/")
     closed, gone = 900_000, 2**22 + 5  # no such file; above the kernel's largest process id
     for address, why in (
@@ -132,17 +134,17 @@ def test_an_address_that_is_not_a_segment_of_this_plan_is_not_opened() -> None:
         (f"{pid}/0/{name}", "another process has that number here"),
     ):
         with pytest.raises(ValueError, match=why):
-            Window(address, PLAN)
+            SegmentReader(address, PLAN)
     with pytest.raises(FileNotFoundError):
-        Window(f"{pid}/{closed}/{name}", PLAN)
+        SegmentReader(f"{pid}/{closed}/{name}", PLAN)
     with pytest.raises(OSError, match=os.strerror(errno.ESRCH)):
-        Window(f"{gone}/{file}/{name}", PLAN)
+        SegmentReader(f"{gone}/{file}/{name}", PLAN)
     with pytest.raises(ValueError, match=f"another one, of {size_of(PLAN)} bytes"):
-        Window(segment.address, plan_of({"a": torch.zeros(10)}, 0.25))
+        SegmentReader(segment.address, plan_of({"a": torch.zeros(10)}, 0.25))
 
 
 async def test_a_receiver_keeps_one_window_and_says_once_why_it_has_none() -> None:
-    first, second, neighbour = Segment(PLAN), Segment(PLAN), Neighbour()
+    first, second, neighbour = SharedSegment(PLAN), SharedSegment(PLAN), LocalLearner()
     window = neighbour.reach(first.address, PLAN)
     assert window is not None
     assert neighbour.reach(first.address, PLAN) is window
@@ -158,7 +160,7 @@ async def test_a_receiver_keeps_one_window_and_says_once_why_it_has_none() -> No
     await asyncio.sleep(0)
 
 
-class Slow(Lines):
+class Slow(StoreMessages):
     """A member that reads one bucket each second and is done after ten, on a clock of its own."""
 
     def __init__(self, buckets: int) -> None:
@@ -175,7 +177,7 @@ class Slow(Lines):
 
 
 def test_a_reader_is_waited_for_as_long_as_it_comes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    start = Start("1-1.0", 1, ("r1",), fresh=False, num_shared=1)
+    start = StartTransfer("1-1.0", 1, ("r1",), fresh=False, num_shared=1)
     for buckets in (10, 5):
         lines = Slow(buckets)
         monkeypatch.setattr(transfer, "time", SimpleNamespace(monotonic=lambda lines=lines: lines.now))

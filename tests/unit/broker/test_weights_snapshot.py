@@ -16,14 +16,14 @@ import torch
 
 from broker.contract import wire
 from broker.errors import TransferFailed, UserError, WireError
-from broker.weights.group import Watch
-from broker.weights.memory.staging import Flat, Staging, plan_of
+from broker.weights.group import WaitMonitor
+from broker.weights.memory.staging import FlatBuffer, StagingBuffers, plan_of
 from broker.weights.probe import make_probe
-from broker.weights.receiver.buffers import Buffers
+from broker.weights.receiver.buffers import ReceiveBuffers
 from broker.weights.snapshots import snapshot
-from broker.weights.snapshots.publish import Publisher
-from broker.weights.snapshots.snapshot_poller import Lookout
-from broker.weights.snapshots.snapshot_source import Source
+from broker.weights.snapshots.publish import SnapshotPublisher
+from broker.weights.snapshots.snapshot_poller import SnapshotPoller
+from broker.weights.snapshots.snapshot_source import SnapshotSource
 
 PLAN = plan_of({"a": torch.zeros(3000), "b": torch.zeros(2, 5, dtype=torch.bfloat16)}, 4096 / 2**20)
 
@@ -32,8 +32,8 @@ def tensors(version: int) -> dict[str, torch.Tensor]:
     return {"a": torch.arange(3000.0) + version, "b": torch.full((2, 5), version, dtype=torch.bfloat16)}
 
 
-def flat(version: int) -> Flat:
-    made = Flat(PLAN)
+def flat(version: int) -> FlatBuffer:
+    made = FlatBuffer(PLAN)
     made.fill(tensors(version))
     return made
 
@@ -74,14 +74,14 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 
 def test_what_is_read_is_what_was_written(place: str, tmp_path: Path) -> None:
-    source = Source(place)
+    source = SnapshotSource(place)
     assert source.newest() is None
     assert written(tmp_path, 20)
     manifest = source.newest()
     assert manifest is not None
     assert (manifest.run, manifest.offer, manifest.plan, manifest.file) == ("r", offer(20), PLAN, "1-000020.weights")
-    made = Flat(PLAN)
-    source.fill(manifest, made, Watch())
+    made = FlatBuffer(PLAN)
+    source.fill(manifest, made, WaitMonitor())
     assert all(torch.equal(made.tensors[name], tensor) for name, tensor in tensors(20).items())
 
 
@@ -110,11 +110,11 @@ def flip(path: Path) -> None:
 )
 def test_other_bytes_are_refused(place: str, tmp_path: Path, spoil: Callable[[Path], None], why: str) -> None:
     written(tmp_path, 20)
-    manifest = Source(place).newest()
+    manifest = SnapshotSource(place).newest()
     assert manifest is not None
     spoil(tmp_path / manifest.file)
     with pytest.raises(TransferFailed, match=rf"^snapshot .*1-000020.weights: {why}$"):
-        Source(place).fill(manifest, Flat(PLAN), Watch())
+        SnapshotSource(place).fill(manifest, FlatBuffer(PLAN), WaitMonitor())
 
 
 def test_a_version_that_is_changed_in_the_manifest_is_noticed(place: str, tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_a_version_that_is_changed_in_the_manifest_is_noticed(place: str, tmp_pa
     ):
         path.write_text(spoiled)
         with pytest.raises(TransferFailed, match=r"^snapshot .*newest.json: [^\n]+$"):
-            Source(place).newest()
+            SnapshotSource(place).newest()
 
 
 def test_a_manifest_whose_parts_do_not_belong_together_is_refused() -> None:
@@ -151,36 +151,36 @@ def test_a_newer_learners_snapshot_is_not_replaced(tmp_path: Path) -> None:
     assert written(tmp_path, 5, epoch=2)
     assert not written(tmp_path, 9, epoch=1)
     assert written(tmp_path, 4, epoch=3)  # resumed from before
-    manifest = Source(str(tmp_path)).newest()
+    manifest = SnapshotSource(str(tmp_path)).newest()
     assert manifest is not None
     assert (manifest.offer.epoch, manifest.offer.version) == (3, 4)
 
 
 async def test_a_snapshot_of_another_run_is_refused(tmp_path: Path) -> None:
-    assert await Lookout(Source(str(tmp_path)), "r").newest() is None
+    assert await SnapshotPoller(SnapshotSource(str(tmp_path)), "r").newest() is None
     written(tmp_path, 5)
-    manifest = await Lookout(Source(str(tmp_path)), "r").newest()
+    manifest = await SnapshotPoller(SnapshotSource(str(tmp_path)), "r").newest()
     assert manifest is not None
-    arrival = Buffers(kept=True).take(manifest.plan, torch.device("cpu"))
-    await Lookout(Source(str(tmp_path)), "r").read(manifest, arrival, Watch())
+    arrival = ReceiveBuffers(kept=True).take(manifest.plan, torch.device("cpu"))
+    await SnapshotPoller(SnapshotSource(str(tmp_path)), "r").read(manifest, arrival, WaitMonitor())
     assert torch.equal(arrival.flat.tensors["a"], tensors(5)["a"])
     with pytest.raises(TransferFailed, match=r"^snapshot /.*: it is of run r, this is run q$"):
-        await Lookout(Source(str(tmp_path)), "q").newest()
+        await SnapshotPoller(SnapshotSource(str(tmp_path)), "q").newest()
 
 
 @pytest.mark.parametrize("where", ["http://", "http://:80/x", "http://h:99999", "https://u:p@h/x", "http://h/x?y=1"])
 def test_addresses_that_are_none(where: str) -> None:
     with pytest.raises(UserError, match="is not allowed; a folder, or http://host:port/path"):
-        Source(where)
+        SnapshotSource(where)
 
 
 def test_nobody_there_is_one_line() -> None:
     with pytest.raises(TransferFailed, match=r"^snapshot http://127.0.0.1:9/newest.json: .*refused"):
-        Source("http://127.0.0.1:9").newest()
+        SnapshotSource("http://127.0.0.1:9").newest()
 
 
 async def test_every_so_many_versions_and_the_last_are_written(tmp_path: Path) -> None:
-    staging, publisher = Staging(PLAN), Publisher(tmp_path, "r", every=4)
+    staging, publisher = StagingBuffers(PLAN), SnapshotPublisher(tmp_path, "r", every=4)
     seen = []
     for version in range(1, 8):
         staging.write(version, tensors(version))
@@ -188,38 +188,38 @@ async def test_every_so_many_versions_and_the_last_are_written(tmp_path: Path) -
         publisher.offered(staging, offer(version))
         if publisher._task is not None:
             await publisher._task
-        manifest = Source(str(tmp_path)).newest()
+        manifest = SnapshotSource(str(tmp_path)).newest()
         assert manifest is not None
         seen.append(manifest.offer.version)
     assert seen == [1, 1, 1, 4, 4, 4, 4]
     assert publisher.metrics()["weights/snapshot_version"] == 4
     await publisher.close()
-    manifest = Source(str(tmp_path)).newest()
+    manifest = SnapshotSource(str(tmp_path)).newest()
     assert manifest is not None
     assert manifest.offer == offer(7)
-    made = Flat(PLAN)
-    Source(str(tmp_path)).fill(manifest, made, Watch())
+    made = FlatBuffer(PLAN)
+    SnapshotSource(str(tmp_path)).fill(manifest, made, WaitMonitor())
     assert torch.equal(made.tensors["a"], tensors(7)["a"])
 
 
 async def test_a_version_that_was_overwritten_is_made_up_for_by_the_next(tmp_path: Path) -> None:
-    staging, publisher = Staging(PLAN), Publisher(tmp_path, "r", every=100)
+    staging, publisher = StagingBuffers(PLAN), SnapshotPublisher(tmp_path, "r", every=100)
     for version in (1, 2, 3):
         staging.write(version, tensors(version))
     publisher.offered(staging, offer(1))  # its side holds version 3 by now
     assert publisher._task is not None
     await publisher._task
-    assert Source(str(tmp_path)).newest() is None
+    assert SnapshotSource(str(tmp_path)).newest() is None
     publisher.offered(staging, offer(3))
     await publisher._task
-    manifest = Source(str(tmp_path)).newest()
+    manifest = SnapshotSource(str(tmp_path)).newest()
     assert manifest is not None
     assert manifest.offer.version == 3
 
 
 async def test_a_full_disk_is_said_and_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
-    staging, publisher = Staging(PLAN), Publisher(tmp_path / "file", "r", every=100)
+    staging, publisher = StagingBuffers(PLAN), SnapshotPublisher(tmp_path / "file", "r", every=100)
     staging.write(1, tensors(1))
     publisher.offered(staging, offer(1))
     await asyncio.wait_for(publisher.close(), 10)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from broker.errors import TransferFailed
-from broker.weights.memory.staging import Flat, Staging, plan_of
+from broker.weights.memory.staging import FlatBuffer, StagingBuffers, plan_of
 
 SHAPE = (300_000,)
 
@@ -22,13 +22,13 @@ PLAN = plan_of(tensors(0), 0.25)
 
 
 def digest_of(version: int) -> str:
-    flat = Flat(PLAN)
+    flat = FlatBuffer(PLAN)
     flat.fill(tensors(version))
     return flat.digest()
 
 
 def test_newest_stays_while_the_next_is_written() -> None:
-    staging = Staging(PLAN)
+    staging = StagingBuffers(PLAN)
     staging.write(1, tensors(1))
     staging.write(2, tensors(2))
     assert staging.digest(1) == digest_of(1)
@@ -39,7 +39,7 @@ def test_newest_stays_while_the_next_is_written() -> None:
 
 
 def test_version_being_sent_is_never_overwritten() -> None:
-    staging = Staging(PLAN)
+    staging = StagingBuffers(PLAN)
     staging.write(1, tensors(1))
     with staging.sending(1) as staged:
         for version in range(2, 6):
@@ -55,7 +55,7 @@ def test_version_being_sent_is_never_overwritten() -> None:
 
 def test_digest_never_mixes_versions() -> None:
     """A version digested while another is written over it is None or right."""
-    staging, seen, done = Staging(PLAN), {version: digest_of(version) for version in range(60)}, threading.Event()
+    staging, seen, done = StagingBuffers(PLAN), {version: digest_of(version) for version in range(60)}, threading.Event()
     staging.write(0, tensors(0))
     wrong: list[int] = []
 
@@ -75,7 +75,7 @@ def test_digest_never_mixes_versions() -> None:
 
 
 def test_missing_and_misshapen_tensors() -> None:
-    staging = Staging(PLAN)
+    staging = StagingBuffers(PLAN)
     with pytest.raises(TransferFailed, match="w is planned and was not given"):
         staging.write(1, {"v": torch.zeros(SHAPE)})
     with pytest.raises(TransferFailed, match=r"w has shape \[2\], planned was \[300000\]"):
@@ -85,7 +85,7 @@ def test_missing_and_misshapen_tensors() -> None:
 
 def test_cast_on_the_way_in() -> None:
     source = {"w": torch.rand(1000)}
-    flat = Flat(plan_of(source, 1, dtype="bfloat16"))
+    flat = FlatBuffer(plan_of(source, 1, dtype="bfloat16"))
     flat.fill(source)
     assert torch.equal(flat.tensors["w"], source["w"].to(torch.bfloat16))
 
@@ -93,8 +93,8 @@ def test_cast_on_the_way_in() -> None:
 def test_the_digest_that_follows_the_copy_is_that_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("broker.weights.memory.staging.PIECE_BYTES", 1000)
     tensors = {name: torch.randn(size) for name, size in (("a", 3001), ("b", 5), ("c", 9000))}
-    staging = Staging(plan_of(tensors, 3 * 4096 / 2**20))
-    expected = Flat(staging.plan)
+    staging = StagingBuffers(plan_of(tensors, 3 * 4096 / 2**20))
+    expected = FlatBuffer(staging.plan)
     with ThreadPoolExecutor(1) as pool:
         for version in range(4):
             tensors["c"][version] = 7.0

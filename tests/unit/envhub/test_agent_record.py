@@ -8,8 +8,8 @@ from typing import cast
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envhub.agents.record import Record, Sample
-from envhub.servers.generate import Sampled
+from envhub.agents.record import EpisodeRecord, RecordedSample
+from envhub.servers.generate import SampledTurn
 from rlearner_text.tokenizer import Tokenizer
 
 END = 0  # closes an answer; its text is "."
@@ -34,12 +34,12 @@ class Greedy:
 TOKENIZER = Greedy()
 
 
-def record(closing: tuple[int, ...] = (END,)) -> Record:
-    return Record(cast(Tokenizer, TOKENIZER), closing, [END])
+def record(closing: tuple[int, ...] = (END,)) -> EpisodeRecord:
+    return EpisodeRecord(cast(Tokenizer, TOKENIZER), closing, [END])
 
 
-def call(of: Record, prompt: list[int], *said: int, version: int = 1) -> Sample:
-    answer = Sampled.of(said, [-1.0] * len(said), [version, len(said)], "stop", "s")
+def call(of: EpisodeRecord, prompt: list[int], *said: int, version: int = 1) -> RecordedSample:
+    answer = SampledTurn.of(said, [-1.0] * len(said), [version, len(said)], "stop", "s")
     return of.sampled(array("i", prompt), answer)
 
 

@@ -21,10 +21,10 @@ from waits import runs
 from broker.contract import checks
 from broker.errors import ConfigError
 from envhub import config
-from envhub.episodes.runners import Limits, Players
-from envhub.servers.generate import Ask, Sampled, TurnFailed
-from envhub.task import EpisodeFailed, Played, Task
-from envhub.workers.calls import Calls
+from envhub.episodes.runners import EpisodeLimits, EpisodeRunners
+from envhub.servers.generate import SampledTurn, TurnFailed, TurnRequest
+from envhub.task import EpisodeFailed, EpisodeResult, EpisodeTask
+from envhub.workers.calls import EnvironmentCalls
 from rlearner_text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[3]
@@ -39,11 +39,11 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 class Policy(Scripted):
     """Answers by a script; every call has a version and a logprob of its own."""
 
-    async def turn(self, ask: Ask) -> Sampled:
+    async def turn(self, ask: TurnRequest) -> SampledTurn:
         sampled = await super().turn(ask)
         number = len(self.asks)
         count, reason = len(sampled.token_ids), sampled.finish_reason if not self.close else "stop"
-        return Sampled.of(sampled.token_ids, [-number / 8] * count, [number, count], reason, f"s{number}")
+        return SampledTurn.of(sampled.token_ids, [-number / 8] * count, [number, count], reason, f"s{number}")
 
 
 Play = Callable[..., Any]
@@ -54,19 +54,21 @@ async def play(tokenizer: Tokenizer, tmp_path: Path) -> AsyncIterator[Play]:
     """Plays one episode with a program of ``agent_programs``; the policy says "yes" unless told otherwise."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"q": "A", "a": 1}\n{"q": "B", "a": "two"}\n')
-    made: list[Players] = []
+    made: list[EpisodeRunners] = []
     versions: list[int] = []
 
-    async def run(name: str, policy: Any = None, timeout_s: float = 30.0, **fields: Any) -> Played:
+    async def run(name: str, policy: Any = None, timeout_s: float = 30.0, **fields: Any) -> EpisodeResult:
         tokens = fields.pop("tokenizer", tokenizer)
         args = {"command": ["python", PROGRAMS, name], "path": str(rows), "prompt": "q", "answer": "a", "eval_share": 0.5}
         args |= {"env": {"PIDS": str(tmp_path / "pids")}, **fields.pop("env_args", {})}
         section = {"context": "steps", "max_turns": 8, "max_context_tokens": 400, "sampling": {"max_tokens": 12}, **fields}
         of = domain("agent", env_args=args, **section)
         of.check()
-        players = Players(tokens, policy or Policy(tokenizer, lambda _: "yes"), Calls(5.0), Limits(timeout_s, 10.0))
+        players = EpisodeRunners(
+            tokens, policy or Policy(tokenizer, lambda _: "yes"), EnvironmentCalls(5.0), EpisodeLimits(timeout_s, 10.0)
+        )
         made.append(players)
-        task = Task(id="hub.1", domain=of, task_index=3, split="eval", seed=11, episode=2, min_version=1)
+        task = EpisodeTask(id="hub.1", domain=of, task_index=3, split="eval", seed=11, episode=2, min_version=1)
         return await players.play(task, versions.append)
 
     run.versions = versions  # type: ignore[attr-defined]
@@ -196,7 +198,7 @@ async def test_the_responses_api_is_recorded_like_a_chat(play: Play, with_tools:
 class Reshaped(Policy):
     """Every other token was drawn from a reshaped distribution; the likeliest tokens are told."""
 
-    async def turn(self, ask: Ask) -> Sampled:
+    async def turn(self, ask: TurnRequest) -> SampledTurn:
         sampled = await super().turn(ask)
         count = len(sampled.token_ids)
         sampled.reshaped = bytes(n % 2 for n in range(count))
@@ -307,7 +309,7 @@ async def test_characters_that_only_look_odd_pass(play: Play) -> None:
 
 async def test_a_policy_that_cannot_be_had_is_nobodys_fault_here(play: Play) -> None:
     class Nobody:
-        async def turn(self, ask: Ask) -> Sampled:
+        async def turn(self, ask: TurnRequest) -> SampledTurn:
             raise TurnFailed("there is no rollout server")
 
     failed = await fails(play, "no_result", policy=Nobody())

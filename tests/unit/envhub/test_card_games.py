@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from envhub.envs.base import Environment, StepResult
 from envhub.envs.games.blackjack import Blackjack, BlackjackArgs, total
-from envhub.envs.games.formula import Malformed, evaluate, reach
+from envhub.envs.games.formula import FormulaError, evaluate, reach
 from envhub.envs.games.number_line import NumberLine, NumberLineArgs
 from envhub.envs.games.points import EZPoints, Points24, Points24Args, PointsArgs
 
@@ -171,7 +171,7 @@ def test_formulas_are_worth_what_python_says(units: list[str]) -> None:
     if isinstance(wanted, Fraction):
         assert evaluate(units) == wanted
     else:
-        with pytest.raises(Malformed):
+        with pytest.raises(FormulaError):
             evaluate(units)
 
 

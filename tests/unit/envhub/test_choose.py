@@ -8,14 +8,14 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envhub.servers.choose import Server, choose
+from envhub.servers.choose import ServerLoad, choose
 
 
-def server(name: str, load: int = 0, *, version: int = 5, slots: int = 8, speed: float | None = None, weight: float = 1.0) -> Server:
-    return Server(name, f"tcp://{name}", version, slots, load, slots if speed is None else speed, weight)
+def server(name: str, load: int = 0, *, version: int = 5, slots: int = 8, speed: float | None = None, weight: float = 1.0) -> ServerLoad:
+    return ServerLoad(name, f"tcp://{name}", version, slots, load, slots if speed is None else speed, weight)
 
 
-def name(*servers: Server, seed: int = 0, **kwargs: object) -> str | None:
+def name(*servers: ServerLoad, seed: int = 0, **kwargs: object) -> str | None:
     found = choose(servers, random.Random(seed), **kwargs)  # type: ignore[arg-type]
     return found.id if found else None
 
@@ -82,7 +82,7 @@ SERVERS = st.lists(
 
 
 @given(SERVERS, st.integers(0, 4), st.sampled_from("abcdef"), st.frozensets(st.sampled_from("abcdef")), st.integers(0, 9))
-def test_any_servers(servers: list[Server], min_version: int, sticky: str, avoid: frozenset[str], seed: int) -> None:
+def test_any_servers(servers: list[ServerLoad], min_version: int, sticky: str, avoid: frozenset[str], seed: int) -> None:
     found = choose(servers, random.Random(seed), min_version=min_version, sticky=sticky, avoid=avoid)
     if found is None:
         assert not servers

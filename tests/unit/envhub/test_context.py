@@ -16,9 +16,9 @@ from broker.settings.runspec import validate
 from envhub.context import StepContext, recent
 from envhub.demos import write_demonstrations
 from envhub.domain import Domain, load_domains
-from envhub.episodes.runners import Limits, Players
-from envhub.task import EpisodeFailed, Task
-from envhub.workers.calls import Calls
+from envhub.episodes.runners import EpisodeLimits, EpisodeRunners
+from envhub.task import EpisodeFailed, EpisodeTask
+from envhub.workers.calls import EnvironmentCalls
 from rlearner_text.tokenizer import Tokenizer
 
 PAST = [("a", "1"), ("b", "2"), ("c", "3")]
@@ -56,8 +56,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 async def played(tokenizer: Tokenizer, chosen: Domain) -> tuple[Scripted, list[wire.Trajectory]]:
     scripted = Scripted(tokenizer, lambda _: "R")
-    crew = Players(tokenizer, scripted, Calls(5.0), Limits(20.0, 10.0))
-    task = Task("c", chosen, task_index=0, split="eval", seed=77, episode=4)
+    crew = EpisodeRunners(tokenizer, scripted, EnvironmentCalls(5.0), EpisodeLimits(20.0, 10.0))
+    task = EpisodeTask("c", chosen, task_index=0, split="eval", seed=77, episode=4)
     return scripted, (await crew.play(task, lambda _: None)).trajectories
 
 
@@ -107,8 +107,8 @@ def test_an_unknown_memory_is_refused() -> None:
 async def test_thinking_is_kept_in_the_sample_and_dropped_from_what_others_see(tokenizer: Tokenizer) -> None:
     scripted = Scripted(tokenizer, lambda _: "<think>L or U?</think>R")
     chosen = domain("frozenlake", max_turns=2, sampling={"max_tokens": 40}, context="steps", history_length=1, thinking="drop")
-    crew = Players(tokenizer, scripted, Calls(5.0), Limits(20.0, 10.0))
-    samples = (await crew.play(Task("c", chosen, task_index=0, split="eval", seed=77, episode=4), lambda _: None)).trajectories
+    crew = EpisodeRunners(tokenizer, scripted, EnvironmentCalls(5.0), EpisodeLimits(20.0, 10.0))
+    samples = (await crew.play(EpisodeTask("c", chosen, task_index=0, split="eval", seed=77, episode=4), lambda _: None)).trajectories
     assert [turn.valid for sample in samples for turn in sample.turns] == [True, True]  # R, not the L that it thinks of first
     assert samples[-1].response == "<think>L or U?</think>R"
     shown = tokenizer.decode(scripted.asks[1].token_ids).removesuffix("<think>L or U?</think>R")

@@ -19,10 +19,10 @@ from waits import LONG_S, runs
 
 from broker.system.workers import limits
 from envhub.domain import Domain
-from envhub.episodes.runners import Limits, Players
-from envhub.task import EpisodeFailed, Played, Task
-from envhub.workers.calls import Calls
-from envhub.workers.worker_pool import Nurseries, RemoteEnvironment
+from envhub.episodes.runners import EpisodeLimits, EpisodeRunners
+from envhub.task import EpisodeFailed, EpisodeResult, EpisodeTask
+from envhub.workers.calls import EnvironmentCalls
+from envhub.workers.worker_pool import RemoteEnvironment, WorkerPools
 from rlearner_text.tokenizer import Tokenizer
 
 STEP_S = 3  # what is healthy must do with it on a machine that has much else to do
@@ -36,8 +36,15 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 @pytest.fixture
-async def crew(tokenizer: Tokenizer) -> AsyncIterator[Players]:
-    made = Players(tokenizer, Scripted(tokenizer, lambda _: "R"), Calls(STEP_S), Limits(30.0, 10.0), Nurseries(MEMORY_MIB), max_workers=4)
+async def crew(tokenizer: Tokenizer) -> AsyncIterator[EpisodeRunners]:
+    made = EpisodeRunners(
+        tokenizer,
+        Scripted(tokenizer, lambda _: "R"),
+        EnvironmentCalls(STEP_S),
+        EpisodeLimits(30.0, 10.0),
+        WorkerPools(MEMORY_MIB),
+        max_workers=4,
+    )
     yield made
     pids = [pid for nursery in made.nurseries._nurseries.values() for pid in nursery.living]
     await made.close()
@@ -55,18 +62,18 @@ def bad(*does: str, name: str = "d", cls: str = "Bad", **args: Any) -> Domain:
     return domain(f"envhub_bad:{cls}", name, max_turns=5, isolation="process", env_args={"does": does, **args})
 
 
-async def play(crew: Players, chosen: Domain, index: int = 0) -> Played:
-    return await crew.play(Task("c", chosen, task_index=index, split="train", seed=7, episode=0), lambda _: None)
+async def play(crew: EpisodeRunners, chosen: Domain, index: int = 0) -> EpisodeResult:
+    return await crew.play(EpisodeTask("c", chosen, task_index=index, split="train", seed=7, episode=0), lambda _: None)
 
 
-async def fails(crew: Players, chosen: Domain, index: int = 0) -> str:
+async def fails(crew: EpisodeRunners, chosen: Domain, index: int = 0) -> str:
     with pytest.raises(EpisodeFailed) as caught:
         await play(crew, chosen, index)
     assert caught.value.kind == "env"
     return caught.value.detail
 
 
-async def test_an_environment_plays_the_same_wherever_it_runs(crew: Players) -> None:
+async def test_an_environment_plays_the_same_wherever_it_runs(crew: EpisodeRunners) -> None:
     def lake(isolation: str) -> Domain:
         return domain("frozenlake", isolation, max_turns=9, isolation=isolation, env_args={"is_slippery": True})
 
@@ -76,7 +83,7 @@ async def test_an_environment_plays_the_same_wherever_it_runs(crew: Players) -> 
 
 
 @pytest.mark.parametrize("cls", ["Bad", "AsyncBad"])
-async def test_a_worker_serves_one_episode_after_another(crew: Players, cls: str) -> None:
+async def test_a_worker_serves_one_episode_after_another(crew: EpisodeRunners, cls: str) -> None:
     chosen = bad(cls=cls)
     first, second = await play(crew, chosen, 1), await play(crew, chosen, 2)
     assert (first.trajectory.reward, first.trajectory.success, first.prompt, second.prompt) == (1.0, True, "task 1", "task 2")
@@ -114,7 +121,7 @@ FAULTS = {
 }
 
 
-async def test_each_fault_names_itself_and_costs_its_own_episode(crew: Players, tmp_path: Path) -> None:
+async def test_each_fault_names_itself_and_costs_its_own_episode(crew: EpisodeRunners, tmp_path: Path) -> None:
     chosen = bad(*FAULTS, folder=str(tmp_path))
     await play(crew, chosen, len(FAULTS))
     good = [asyncio.create_task(play(crew, chosen, len(FAULTS))) for _ in range(4)]
@@ -137,23 +144,23 @@ async def test_each_fault_names_itself_and_costs_its_own_episode(crew: Players, 
     ("fault", "detail"),
     [("holds_the_lock", f"constructor {LATE}"), ("aborts", "constructor: the worker process died by SIGABRT")],
 )
-async def test_a_constructor_is_no_better(crew: Players, fault: str, detail: str) -> None:
+async def test_a_constructor_is_no_better(crew: EpisodeRunners, fault: str, detail: str) -> None:
     assert await fails(crew, bad(constructor=fault)) == detail
 
 
-async def test_numbers_of_numpy_become_plain_ones(crew: Players) -> None:
+async def test_numbers_of_numpy_become_plain_ones(crew: EpisodeRunners) -> None:
     trajectory = (await play(crew, bad("returns_numpy"))).trajectory
     assert (trajectory.reward, trajectory.success, trajectory.metrics["at"], trajectory.end) == (1.0, True, 2.0, "terminated")
     assert [type(turn.reward) for turn in trajectory.turns] == [float, float]
 
 
-async def test_what_it_started_dies_with_it(crew: Players, tmp_path: Path) -> None:
+async def test_what_it_started_dies_with_it(crew: EpisodeRunners, tmp_path: Path) -> None:
     await fails(crew, bad("waits_for_its_child", folder=str(tmp_path)))
     await gone(int((tmp_path / "child").read_text()))  # although it leads a session of its own
 
 
-async def test_memory_is_limited_in_it_and_counted_over_all_that_it_started(crew: Players) -> None:
-    crew.calls = Calls(20.0)
+async def test_memory_is_limited_in_it_and_counted_over_all_that_it_started(crew: EpisodeRunners) -> None:
+    crew.calls = EnvironmentCalls(20.0)
     chosen = bad("leaks", "leaks_through_children")
     alone, with_children = await asyncio.gather(fails(crew, chosen, 0), fails(crew, chosen, 1))
     assert alone.startswith("step raised MemoryError")
@@ -162,7 +169,7 @@ async def test_memory_is_limited_in_it_and_counted_over_all_that_it_started(crew
     assert crew.nurseries.num_died == 1
 
 
-async def test_a_worker_that_has_used_much_is_not_used_again(crew: Players) -> None:
+async def test_a_worker_that_has_used_much_is_not_used_again(crew: EpisodeRunners) -> None:
     chosen = bad("keeps_some")
     first = await play(crew, chosen)
     assert not crew.idle.get("d")
@@ -170,10 +177,10 @@ async def test_a_worker_that_has_used_much_is_not_used_again(crew: Players) -> N
     assert len(crew.idle["d"]) == 1
 
 
-async def test_a_gigabyte_of_output_is_dropped(crew: Players, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_gigabyte_of_output_is_dropped(crew: EpisodeRunners, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     before = limits.resident_mib([os.getpid()])
-    crew.calls = Calls(20.0)
+    crew.calls = EnvironmentCalls(20.0)
     assert (await play(crew, bad("prints_a_gigabyte"))).trajectory.success
     said = [record.getMessage() for record in caplog.records if "prints" in record.getMessage()]
     assert 1 <= len(said) < 1000
@@ -182,7 +189,7 @@ async def test_a_gigabyte_of_output_is_dropped(crew: Players, caplog: pytest.Log
     assert limits.resident_mib([os.getpid()]) - before < 50
 
 
-async def test_what_it_prints_stands_in_the_log(crew: Players, caplog: pytest.LogCaptureFixture) -> None:
+async def test_what_it_prints_stands_in_the_log(crew: EpisodeRunners, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     await play(crew, bad("prints_to_both"))
     async with asyncio.timeout(LONG_S):
@@ -190,7 +197,7 @@ async def test_what_it_prints_stands_in_the_log(crew: Players, caplog: pytest.Lo
             await asyncio.sleep(0.02)
 
 
-async def test_a_dead_worker_is_replaced_soon(crew: Players) -> None:
+async def test_a_dead_worker_is_replaced_soon(crew: EpisodeRunners) -> None:
     chosen = bad()
     pid = int((await play(crew, chosen)).reference)
     for number in (signal.SIGKILL, signal.SIGSTOP):
@@ -204,7 +211,7 @@ async def test_a_dead_worker_is_replaced_soon(crew: Players) -> None:
         pid = int(played.reference)
 
 
-async def test_a_killed_nursery_costs_its_episodes_and_begins_anew(crew: Players) -> None:
+async def test_a_killed_nursery_costs_its_episodes_and_begins_anew(crew: EpisodeRunners) -> None:
     chosen = bad()
     await play(crew, chosen)
     (environment,) = crew.idle["d"]
@@ -218,7 +225,7 @@ async def test_a_killed_nursery_costs_its_episodes_and_begins_anew(crew: Players
     assert crew.nurseries.living == 1
 
 
-async def test_episodes_that_are_given_up_leave_no_process(crew: Players) -> None:
+async def test_episodes_that_are_given_up_leave_no_process(crew: EpisodeRunners) -> None:
     chosen = bad("sleeps")
     started = [asyncio.create_task(play(crew, chosen)) for _ in range(8)]
     await asyncio.sleep(0.3)
@@ -230,7 +237,7 @@ async def test_episodes_that_are_given_up_leave_no_process(crew: Players) -> Non
             await asyncio.sleep(0.02)
 
 
-async def test_idle_environments_of_one_domain_make_way_for_another(crew: Players) -> None:
+async def test_idle_environments_of_one_domain_make_way_for_another(crew: EpisodeRunners) -> None:
     def named(name: str) -> Domain:
         return domain("envhub_bad:Bad", name, max_turns=5, isolation="process")
 
@@ -244,7 +251,7 @@ async def test_idle_environments_of_one_domain_make_way_for_another(crew: Player
 
 
 async def test_a_module_that_starts_threads_is_imported_by_each_worker(
-    crew: Players, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    crew: EpisodeRunners, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "threaded.py"
     file.write_text(

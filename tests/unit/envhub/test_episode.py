@@ -16,10 +16,10 @@ from broker.contract import checks
 from envhub.domain import Domain
 from envhub.envs.base import Environment
 from envhub.episodes.frames import read_frames
-from envhub.episodes.runners import Limits, Players
+from envhub.episodes.runners import EpisodeLimits, EpisodeRunners
 from envhub.servers.generate import mix
-from envhub.task import EpisodeFailed, Played, Task
-from envhub.workers.calls import CallFailed, Calls
+from envhub.task import EpisodeFailed, EpisodeResult, EpisodeTask
+from envhub.workers.calls import CallFailed, EnvironmentCalls
 from rlearner_text.tokenizer import Tokenizer
 
 
@@ -28,15 +28,17 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
 
 
-def players(tokenizer: Tokenizer, script: Callable[[str], str] = lambda _: "R", *, step_s: float = 5.0, episode_s: float = 20.0) -> Players:
-    return Players(tokenizer, Scripted(tokenizer, script), Calls(step_s), Limits(episode_s, 10.0))
+def players(
+    tokenizer: Tokenizer, script: Callable[[str], str] = lambda _: "R", *, step_s: float = 5.0, episode_s: float = 20.0
+) -> EpisodeRunners:
+    return EpisodeRunners(tokenizer, Scripted(tokenizer, script), EnvironmentCalls(step_s), EpisodeLimits(episode_s, 10.0))
 
 
-def task(chosen: Domain, *, record: bool = False, episode: int = 0) -> Task:
-    return Task("c", chosen, task_index=0, split="eval", seed=77, episode=episode, record=record)
+def task(chosen: Domain, *, record: bool = False, episode: int = 0) -> EpisodeTask:
+    return EpisodeTask("c", chosen, task_index=0, split="eval", seed=77, episode=episode, record=record)
 
 
-async def play(crew: Players, chosen: Domain, **kwargs: object) -> Played:
+async def play(crew: EpisodeRunners, chosen: Domain, **kwargs: object) -> EpisodeResult:
     return await crew.play(task(chosen, **kwargs), lambda _: None)  # type: ignore[arg-type]
 
 
@@ -142,7 +144,7 @@ async def test_a_prompt_without_room_for_an_answer_is_fatal(tokenizer: Tokenizer
 async def test_questions_carry_prompt_and_reference(tokenizer: Tokenizer, tmp_path: Path) -> None:
     (tmp_path / "q.jsonl").write_text('{"question": "1+1", "answer": "#### 2"}\n')
     qa = domain("qa", env_args={"path": str(tmp_path / "q.jsonl"), "eval_share": 0}, rewards=[{"name": "math"}])
-    chosen = Task("c", qa, task_index=0, split="train", seed=1, episode=0)
+    chosen = EpisodeTask("c", qa, task_index=0, split="train", seed=1, episode=0)
     played = await players(tokenizer, lambda _: "two").play(chosen, lambda _: None)
     assert (played.prompt, played.reference, played.trajectory.response) == ("1+1", "#### 2", "two")
     assert (played.trajectory.reward_parts, played.trajectory.end) == ({}, "terminated")
@@ -226,7 +228,7 @@ async def test_whatever_an_environment_raises_is_caught() -> None:
         async def reset(self, text: str) -> None:  # type: ignore[override]
             raise raises[text][0]
 
-    calls, before = Calls(1.0), threading.active_count()
+    calls, before = EnvironmentCalls(1.0), threading.active_count()
     for isolation in ("thread", "none"):
         quits = Quits(None)
         quits.isolation = isolation

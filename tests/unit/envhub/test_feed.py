@@ -12,8 +12,8 @@ from broker.contract.streams import EVALTICKETS, TICKETS, Stream
 from broker.jetstream.bus import Delivery
 from broker.jetstream.pulling import LONG_PULL_S
 from broker.runtime.process import Member
-from envhub.scheduling.slots import Slots
-from envhub.tickets.feed import Feed, Turnstile
+from envhub.scheduling.slots import EpisodeSlots
+from envhub.tickets.feed import QueueTurns, TicketFeed
 
 
 class Queue:
@@ -32,18 +32,18 @@ class Queue:
         return found
 
 
-def feed(queue: Queue, turnstile: Turnstile, stream: Stream, group_size: int) -> Feed:
+def feed(queue: Queue, turnstile: QueueTurns, stream: Stream, group_size: int) -> TicketFeed:
     async def work_queue(*_: Any) -> Queue:
         return queue
 
     running, pausing = asyncio.Event(), asyncio.Event()
     running.set()
     member = cast(Member, SimpleNamespace(bus=SimpleNamespace(work_queue=work_queue), running=running, pausing=pausing))
-    return Feed(member, turnstile, stream, "lake", group_size, lambda *_: group_size, lambda _: 0, lambda _: True, asyncio.sleep)
+    return TicketFeed(member, turnstile, stream, "lake", group_size, lambda *_: group_size, lambda _: 0, lambda _: True, asyncio.sleep)
 
 
 async def test_a_queue_waits_for_nothing_while_another_wants_the_room() -> None:
-    turnstile = Turnstile(Slots(2, max_retries=0))
+    turnstile = QueueTurns(EpisodeSlots(2, max_retries=0))
     training, evaluation = Queue(), Queue()
     taken = turnstile.slots.reserve(2, 1)
     tasks = [
@@ -66,7 +66,7 @@ async def test_a_queue_waits_for_nothing_while_another_wants_the_room() -> None:
 
 
 async def test_a_queue_that_had_tickets_is_asked_again_for_as_many_as_there_is_room_for() -> None:
-    turnstile = Turnstile(Slots(16, max_retries=0))
+    turnstile = QueueTurns(EpisodeSlots(16, max_retries=0))
     queue = Queue()
     queue.tickets = [cast(Delivery, object())]
     task = asyncio.create_task(feed(queue, turnstile, TICKETS, 4).run())

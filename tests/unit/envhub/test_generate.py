@@ -9,7 +9,7 @@ import pytest
 
 from broker.contract import wire
 from broker.errors import RequestFailed, WireError
-from envhub.servers.generate import Ask, Expected, Generator, TurnFailed, mix, stirred
+from envhub.servers.generate import ExpectedTokens, TurnFailed, TurnGenerator, TurnRequest, mix, stirred
 
 Answer = Callable[[wire.GenerateRequest], wire.GenerateReply | Awaitable[wire.GenerateReply]]
 
@@ -66,13 +66,13 @@ def reply(
     )
 
 
-def ask(**kwargs: object) -> Ask:
+def ask(**kwargs: object) -> TurnRequest:
     sampling = wire.SamplingParams(max_tokens=8, seed=5)
-    return Ask("c", [1, 2, 3], **{"sampling": sampling, "timeout_s": 5.0, **kwargs})  # type: ignore[arg-type]
+    return TurnRequest("c", [1, 2, 3], **{"sampling": sampling, "timeout_s": 5.0, **kwargs})  # type: ignore[arg-type]
 
 
-def generator(client: Client, *presences: wire.Presence) -> Generator:
-    return Generator(client, Servers(*presences), name="hub", max_retries=2)
+def generator(client: Client, *presences: wire.Presence) -> TurnGenerator:
+    return TurnGenerator(client, Servers(*presences), name="hub", max_retries=2)
 
 
 def fails(request: wire.GenerateRequest) -> wire.GenerateReply:
@@ -137,7 +137,7 @@ async def test_more_tokens_than_asked_for_are_refused() -> None:
 async def test_only_serving_servers_of_the_policy_are_asked_and_waited_for() -> None:
     client = Client(c=lambda request: reply(request, [7], server="c"))
     servers = Servers(presence("a", policy="random"), presence("b", state="draining"))
-    asking = Generator(client, servers, name="hub", max_retries=2)
+    asking = TurnGenerator(client, servers, name="hub", max_retries=2)
     turn = asyncio.create_task(asking.turn(ask()))
     await asyncio.sleep(0.05)
     assert not client.asked
@@ -186,7 +186,7 @@ def test_seeds_are_spread_and_stable() -> None:
 
 
 def test_the_expected_length_follows_the_mean() -> None:
-    expected = Expected()
+    expected = ExpectedTokens()
     assert expected.tokens() == 0
     expected.add(10)
     assert expected.tokens() == 10

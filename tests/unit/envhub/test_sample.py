@@ -10,11 +10,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from envhub.servers.sample import MOST, ROTATE_S, SIZE, Sample, inclusion
+from envhub.servers.sample import MOST, ROTATE_S, SIZE, ServerSample, inclusion
 
 
-def sample_of(speeds: dict[str, float], seed: int) -> Sample:
-    sample = Sample(random.Random(seed))
+def sample_of(speeds: dict[str, float], seed: int) -> ServerSample:
+    sample = ServerSample(random.Random(seed))
     for server, speed in speeds.items():
         sample.exists(server, speed)
     sample.tick(0.0, ())
@@ -94,7 +94,7 @@ class Fleet(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.sample, self.now = Sample(random.Random(7), size=3, most=5, rotate_s=4.0), 0.0
+        self.sample, self.now = ServerSample(random.Random(7), size=3, most=5, rotate_s=4.0), 0.0
         self.there: set[str] = set()
         self.in_use: set[str] = set()
 

@@ -12,8 +12,8 @@ from aiohttp import WSMsgType, web
 
 from broker.errors import ConfigError, NotInstalled
 from envhub.envs.adapters import alfworld_env, appworld_env
-from envhub.envs.adapters.alfworld_env import Alfworld, AlfworldArgs
-from envhub.envs.adapters.appworld_env import Appworld, AppworldArgs
+from envhub.envs.adapters.alfworld_env import AlfworldArgs, AlfworldEnv
+from envhub.envs.adapters.appworld_env import AppworldArgs, AppworldEnv
 from envhub.envs.adapters.foreign import seed_of
 from envhub.envs.adapters.openenv_env import OpenEnv, OpenEnvArgs, ServerError
 
@@ -218,10 +218,10 @@ def alfworld(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 def test_an_alfworld_game_by_hand(alfworld: list[dict[str, Any]]) -> None:
     args = AlfworldArgs(max_steps=3, format_penalty=0.25, success_reward=10.0)
-    Alfworld.check(args)
-    assert (Alfworld.num_tasks(args, "train"), Alfworld.num_tasks(args, "eval")) == (3, 3)
+    AlfworldEnv.check(args)
+    assert (AlfworldEnv.num_tasks(args, "train"), AlfworldEnv.num_tasks(args, "eval")) == (3, 3)
     assert alfworld[0]["dataset"]["data_path"] == "/data/alfworld/json_2.1.1/train"
-    env = Alfworld(args)
+    env = AlfworldEnv(args)
     seen = env.reset(3, "train", 0)  # a fourth one is the first again, in the order of the paths
     assert seen.text == (
         "You are in train/a.tw-pddl. Your task is to: put a mug on the desk.\nAdmissible commands: look, put mug 1 in/on desk 1"
@@ -239,11 +239,11 @@ def test_an_alfworld_game_by_hand(alfworld: list[dict[str, Any]]) -> None:
 
 def test_alfworld_without_games_or_without_itself_says_what_to_do(alfworld: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="it has none for train; pip install alfworld, then alfworld-download"):
-        Alfworld.check(AlfworldArgs(task_types=[6]))
+        AlfworldEnv.check(AlfworldArgs(task_types=[6]))
     monkeypatch.setitem(sys.modules, "alfworld.info", None)
     alfworld_env._game_files.cache_clear()
     with pytest.raises(NotInstalled, match=r"environment alfworld: .*; pip install alfworld, then alfworld-download"):
-        Alfworld.check(AlfworldArgs())
+        AlfworldEnv.check(AlfworldArgs())
 
 
 # -------------------------------------------------------------------------------------------------- AppWorld
@@ -282,9 +282,9 @@ def appworld(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("appworld")
 def test_an_appworld_task_by_hand() -> None:
     args = AppworldArgs(max_interactions=3)
-    Appworld.check(args)
-    assert Appworld.num_tasks(args, "eval") == 2
-    env = Appworld(args)
+    AppworldEnv.check(args)
+    assert AppworldEnv.num_tasks(args, "eval") == 2
+    env = AppworldEnv(args)
     seen = env.reset(0, "train", 0)
     assert seen.text == "My name is Ann Lee, my e-mail is a@x.org, my phone number 1.\nTask: Do train_1 of rlearner."
     step = env.step("Let me see.\n```python\nprint(1)\n```\nSo")
@@ -297,7 +297,7 @@ def test_an_appworld_task_by_hand() -> None:
     assert world.closed
     done = env.step("right(); apis.supervisor.complete_task()")
     assert (done.reward, done.success, done.metrics) == (1.0, True, {"tests_passed": 1.0})
-    whole = Appworld(AppworldArgs(max_interactions=1, reward="success"))
+    whole = AppworldEnv(AppworldArgs(max_interactions=1, reward="success"))
     whole.reset(0, "train", 0)
     cut = whole.step("print(2)")
     assert (cut.reward, cut.done, cut.truncated, cut.success, cut.metrics) == (0.0, True, True, False, {"tests_passed": 0.75})
@@ -308,9 +308,9 @@ def test_an_appworld_task_by_hand() -> None:
 def test_appworld_without_tasks_or_without_itself_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     for args, key in (({"eval_tasks": "train"}, "eval_tasks"), ({"eval_tasks": "test_normal"}, "eval_tasks")):
         with pytest.raises(ConfigError) as caught:
-            Appworld.check(AppworldArgs.model_validate(args))
+            AppworldEnv.check(AppworldArgs.model_validate(args))
         assert caught.value.key == key
     monkeypatch.setitem(sys.modules, "appworld", None)
     appworld_env._tasks.cache_clear()
     with pytest.raises(NotInstalled, match=r"environment appworld: .*; pip install appworld"):
-        Appworld.check(AppworldArgs())
+        AppworldEnv.check(AppworldArgs())

@@ -7,67 +7,67 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from broker.contract.streams import MAX_DELIVERIES
-from envhub.scheduling.line import Job
-from envhub.scheduling.slots import Abort, Close, Finish, HandBack, Slots, Start
+from envhub.scheduling.line import GroupJob
+from envhub.scheduling.slots import AbortEpisode, CloseTicket, EpisodeSlots, FinishGroup, HandBack, StartEpisode
 
 
-def job(key: str = "a", size: int = 2, least: int | None = None, **kwargs: object) -> Job:
+def job(key: str = "a", size: int = 2, least: int | None = None, **kwargs: object) -> GroupJob:
     values = {"key": key, "group_size": size, "min_group_size": size if least is None else least, "deadline_s": 10.0, **kwargs}
-    return Job(**values)  # type: ignore[arg-type]
+    return GroupJob(**values)  # type: ignore[arg-type]
 
 
 def test_a_group_starts_at_once_and_finishes_with_its_last_episode() -> None:
-    slots = Slots(4, max_retries=1)
-    assert slots.offer(job(), 0.0) == [Start("a", 0, 0), Start("a", 1, 0)]
+    slots = EpisodeSlots(4, max_retries=1)
+    assert slots.offer(job(), 0.0) == [StartEpisode("a", 0, 0), StartEpisode("a", 1, 0)]
     assert slots.finished("a", 1) == []
-    assert slots.finished("a", 0) == [Finish("a", (0, 1))]
+    assert slots.finished("a", 0) == [FinishGroup("a", (0, 1))]
     assert (slots.running, slots.waiting, slots.jobs) == (0, 0, [])
 
 
 def test_a_group_larger_than_the_hub_runs_in_waves() -> None:
-    slots = Slots(2, max_retries=0)
-    assert slots.offer(job(size=3), 0.0) == [Start("a", 0, 0), Start("a", 1, 0)]
-    assert slots.finished("a", 0) == [Start("a", 2, 0)]
+    slots = EpisodeSlots(2, max_retries=0)
+    assert slots.offer(job(size=3), 0.0) == [StartEpisode("a", 0, 0), StartEpisode("a", 1, 0)]
+    assert slots.finished("a", 0) == [StartEpisode("a", 2, 0)]
     assert slots.finished("a", 2) == []
-    assert slots.finished("a", 1) == [Finish("a", (0, 1, 2))]
+    assert slots.finished("a", 1) == [FinishGroup("a", (0, 1, 2))]
 
 
 def test_room_is_what_is_neither_running_nor_waiting_nor_reserved() -> None:
-    slots = Slots(8, max_retries=0)
+    slots = EpisodeSlots(8, max_retries=0)
     assert slots.reserve(3, limit=9) == 2
     assert slots.reserve(3, limit=9) == 0
     assert slots.reserve(2, limit=9) == 1
     slots.release(3, 2)
     slots.offer(job(size=5), 0.0)
     assert slots.reserve(1, limit=9) == 1  # 8 - 5 running - 2 reserved
-    assert Slots(4, 0).reserve(100, limit=3) == 1  # larger than the hub: all of it, once
+    assert EpisodeSlots(4, 0).reserve(100, limit=3) == 1  # larger than the hub: all of it, once
     slots.drain()
     assert slots.reserve(1, limit=1) == 0
 
 
 def test_a_failed_episode_starts_again_and_then_closes_its_ticket() -> None:
-    slots = Slots(4, max_retries=1)
+    slots = EpisodeSlots(4, max_retries=1)
     slots.offer(job(), 0.0)
-    assert slots.failed("a", 1, "env", "boom") == [Start("a", 1, 1)]
-    assert slots.failed("a", 1, "env", "boom") == [Abort("a", 0), Close("a", "env_error", "episode 1, attempt 2: boom")]
+    assert slots.failed("a", 1, "env", "boom") == [StartEpisode("a", 1, 1)]
+    assert slots.failed("a", 1, "env", "boom") == [AbortEpisode("a", 0), CloseTicket("a", "env_error", "episode 1, attempt 2: boom")]
     assert slots.failed("a", 0, "env", "boom") == []
     assert slots.running == 0
 
 
 def test_the_kind_of_failure_decides_how_the_ticket_ends() -> None:
     def end(kind: str) -> object:
-        slots = Slots(1, max_retries=0)
+        slots = EpisodeSlots(1, max_retries=0)
         slots.offer(job(size=1), 0.0)
         return slots.failed("a", 0, kind, "x")[-1]  # type: ignore[arg-type]
 
-    assert end("timeout") == Close("a", "timeout", "episode 0, attempt 1: x")
+    assert end("timeout") == CloseTicket("a", "timeout", "episode 0, attempt 1: x")
     assert end("generate") == HandBack("a", 1.0, "episode 0, attempt 1: x")
-    assert end("fatal") == Close("a", "env_error", "episode 0, attempt 1: x")
+    assert end("fatal") == CloseTicket("a", "env_error", "episode 0, attempt 1: x")
 
 
 def test_the_log_says_what_a_failure_leads_to() -> None:
     def after(kind: str, times: int, min_size: int = 2) -> list[str]:
-        slots, said = Slots(1, max_retries=1), []
+        slots, said = EpisodeSlots(1, max_retries=1), []
         slots.offer(job(size=2, least=min_size), 0.0)
         for _ in range(times):
             actions = slots.failed("a", 0, kind, "x")  # type: ignore[arg-type]
@@ -80,62 +80,62 @@ def test_the_log_says_what_a_failure_leads_to() -> None:
 
 
 def test_fatal_is_not_tried_again() -> None:
-    slots = Slots(1, max_retries=5)
+    slots = EpisodeSlots(1, max_retries=5)
     slots.offer(job(size=1), 0.0)
-    assert slots.failed("a", 0, "fatal", "too long") == [Close("a", "env_error", "episode 0, attempt 1: too long")]
+    assert slots.failed("a", 0, "fatal", "too long") == [CloseTicket("a", "env_error", "episode 0, attempt 1: too long")]
 
 
 def test_a_lost_episode_leaves_a_smaller_group_where_that_is_allowed() -> None:
-    slots = Slots(4, max_retries=0)
+    slots = EpisodeSlots(4, max_retries=0)
     slots.offer(job(size=3, least=2), 0.0)
     assert slots.failed("a", 0, "env", "boom") == []
     assert slots.finished("a", 1) == []
-    assert slots.finished("a", 2) == [Finish("a", (1, 2))]
+    assert slots.finished("a", 2) == [FinishGroup("a", (1, 2))]
 
 
 def test_redundant_episodes_are_aborted_once_enough_have_finished() -> None:
-    slots = Slots(4, max_retries=0)
+    slots = EpisodeSlots(4, max_retries=0)
     slots.offer(job(size=4, least=2, num_redundant=1), 0.0)
     assert slots.finished("a", 3) == []
     assert slots.finished("a", 1) == []
-    assert slots.finished("a", 2) == [Abort("a", 0), Finish("a", (1, 2, 3))]
+    assert slots.finished("a", 2) == [AbortEpisode("a", 0), FinishGroup("a", (1, 2, 3))]
     assert (slots.running, slots.waiting, slots.jobs) == (0, 0, [])
 
 
 def test_redundant_episodes_that_have_not_begun_never_do() -> None:
-    slots = Slots(2, max_retries=0)
+    slots = EpisodeSlots(2, max_retries=0)
     slots.offer(job(size=4, least=2, num_redundant=2), 0.0)
-    assert slots.finished("a", 0) == [Start("a", 2, 0)]
-    assert slots.finished("a", 2) == [Abort("a", 1), Finish("a", (0, 2))]
+    assert slots.finished("a", 0) == [StartEpisode("a", 2, 0)]
+    assert slots.finished("a", 2) == [AbortEpisode("a", 1), FinishGroup("a", (0, 2))]
     assert (slots.running, slots.waiting) == (0, 0)
 
 
 def test_a_redundant_episode_stands_in_for_a_lost_one() -> None:
-    slots = Slots(4, max_retries=0)
+    slots = EpisodeSlots(4, max_retries=0)
     slots.offer(job(size=3, least=2, num_redundant=1), 0.0)
     assert slots.failed("a", 0, "env", "boom") == []
     assert slots.finished("a", 1) == []
-    assert slots.finished("a", 2) == [Finish("a", (1, 2))]
+    assert slots.finished("a", 2) == [FinishGroup("a", (1, 2))]
 
 
 def test_the_deadline_closes_with_enough_episodes_or_without_a_group() -> None:
-    slots = Slots(4, max_retries=0)
+    slots = EpisodeSlots(4, max_retries=0)
     slots.offer(job("a", size=2, least=1), 0.0)
     slots.offer(job("b", size=2), 0.0)
     slots.finished("a", 0)
     slots.finished("b", 0)
     assert slots.tick(9.9) == []
     assert slots.tick(10.0) == [
-        Abort("a", 1),
-        Finish("a", (0,)),
-        Abort("b", 1),
-        Close("b", "deadline", "1 of at least 2 episodes after 10 s"),
+        AbortEpisode("a", 1),
+        FinishGroup("a", (0,)),
+        AbortEpisode("b", 1),
+        CloseTicket("b", "deadline", "1 of at least 2 episodes after 10 s"),
     ]
     assert slots.running == 0
 
 
 def test_late_groups_are_given_up_as_soon_as_they_cannot_be_trained() -> None:
-    slots = Slots(4, max_retries=0)
+    slots = EpisodeSlots(4, max_retries=0)
     slots.offer(job("drop", size=1, max_staleness=1), 0.0)
     slots.offer(job("wait", size=1), 0.0)
     assert slots.advanced(3) == []
@@ -143,80 +143,82 @@ def test_late_groups_are_given_up_as_soon_as_they_cannot_be_trained() -> None:
     assert slots.sampled("wait", 3) == []
     assert slots.advanced(4) == []
     assert slots.advanced(5) == [
-        Abort("drop", 0),
-        Close("drop", "late", "oldest token of version 3, version 5 is being trained, max_staleness 1"),
+        AbortEpisode("drop", 0),
+        CloseTicket("drop", "late", "oldest token of version 3, version 5 is being trained, max_staleness 1"),
     ]
     assert slots.jobs == ["wait"]
     slots.offer(job("again", size=1, max_staleness=1), 0.0)
-    assert slots.sampled("again", 3)[-1] == Close("again", "late", "oldest token of version 3, version 5 is being trained, max_staleness 1")
+    assert slots.sampled("again", 3)[-1] == CloseTicket(
+        "again", "late", "oldest token of version 3, version 5 is being trained, max_staleness 1"
+    )
 
 
 def test_a_ticket_that_comes_too_often_is_closed_unread() -> None:
-    slots = Slots(4, max_retries=0)
-    assert isinstance(slots.offer(job(num_delivered=MAX_DELIVERIES - 1), 0.0)[0], Start)
+    slots = EpisodeSlots(4, max_retries=0)
+    assert isinstance(slots.offer(job(num_delivered=MAX_DELIVERIES - 1), 0.0)[0], StartEpisode)
     closed = slots.offer(job("b", num_delivered=MAX_DELIVERIES), 0.0)
-    assert closed == [Close("b", "too_many_deliveries", "delivered 20 times and never finished")]
+    assert closed == [CloseTicket("b", "too_many_deliveries", "delivered 20 times and never finished")]
 
 
 def test_a_redelivery_of_a_ticket_in_hand_changes_nothing() -> None:
-    slots = Slots(4, max_retries=0)
+    slots = EpisodeSlots(4, max_retries=0)
     slots.offer(job(), 0.0)
     assert slots.offer(job(num_delivered=2), 1.0) == []
     assert slots.running == 2
 
 
 def test_a_suspect_group_is_played_alone() -> None:
-    slots = Slots(4, max_retries=0)
-    assert slots.offer(job("a", size=1), 0.0) == [Start("a", 0, 0)]
+    slots = EpisodeSlots(4, max_retries=0)
+    assert slots.offer(job("a", size=1), 0.0) == [StartEpisode("a", 0, 0)]
     assert slots.hold(job("s", size=1)) == []
     assert slots.reserve(1, limit=1) == 0, "takes tickets while one is judged"
     assert slots.offer(job("b", size=1), 0.0) == [], "it was fetched with the others and must wait its turn"
     assert slots.free == 1
     assert slots.admit("s", 0.0, alone=True) == []
-    assert slots.finished("a", 0) == [Finish("a", (0,))]
+    assert slots.finished("a", 0) == [FinishGroup("a", (0,))]
     assert slots.tick(1.0, idle=False) == [], "the last group is still being stored"
-    assert slots.tick(2.0) == [Start("s", 0, 0)]
+    assert slots.tick(2.0) == [StartEpisode("s", 0, 0)]
     assert slots.tick(3.0) == []
     assert slots.jobs == ["s", "b"]
-    assert slots.tick(12.0)[0] == Abort("s", 0), "its deadline does not run from its turn on"
+    assert slots.tick(12.0)[0] == AbortEpisode("s", 0), "its deadline does not run from its turn on"
     assert slots.jobs == ["b"]
     assert slots.running == 1
     assert slots.reserve(1, limit=1) == 1
 
 
 def test_what_is_judged_harmless_begins_at_once() -> None:
-    slots = Slots(4, max_retries=0)
+    slots = EpisodeSlots(4, max_retries=0)
     slots.hold(job("a"))
     assert slots.hold(job("a")) == []
-    assert slots.admit("a", 0.0, alone=False) == [Start("a", 0, 0), Start("a", 1, 0)]
+    assert slots.admit("a", 0.0, alone=False) == [StartEpisode("a", 0, 0), StartEpisode("a", 1, 0)]
     assert slots.admit("gone", 0.0, alone=True) == []
 
 
 def test_a_poisonous_ticket_closes_unplayed_and_those_behind_it_begin() -> None:
-    slots = Slots(4, max_retries=0)
+    slots = EpisodeSlots(4, max_retries=0)
     slots.hold(job("a"))
     slots.offer(job("b", size=1), 0.0)
-    assert slots.condemn("a", "deadly") == [Close("a", "poisonous", "deadly")]
+    assert slots.condemn("a", "deadly") == [CloseTicket("a", "poisonous", "deadly")]
     assert slots.condemn("a", "deadly") == []
-    assert slots.tick(0.0) == [Start("b", 0, 0)]
+    assert slots.tick(0.0) == [StartEpisode("b", 0, 0)]
 
 
 def test_a_held_ticket_is_handed_back_with_the_others() -> None:
-    slots = Slots(4, max_retries=0)
+    slots = EpisodeSlots(4, max_retries=0)
     slots.offer(job("a", size=1), 0.0)
     slots.hold(job("b"))
-    assert slots.expire() == [Abort("a", 0), HandBack("a", 0.0, "draining"), HandBack("b", 0.0, "draining")]
+    assert slots.expire() == [AbortEpisode("a", 0), HandBack("a", 0.0, "draining"), HandBack("b", 0.0, "draining")]
     assert slots.admit("b", 0.0, alone=False) == []
     assert slots.free == 4
 
 
 def test_draining_finishes_what_it_has_then_hands_back() -> None:
-    slots = Slots(1, max_retries=0)
+    slots = EpisodeSlots(1, max_retries=0)
     slots.offer(job("a", size=2), 0.0)
     slots.drain()
     assert slots.offer(job("b"), 0.0) == [HandBack("b", 0.0, "draining")]
-    assert slots.finished("a", 0) == [Start("a", 1, 0)]
-    assert slots.expire() == [Abort("a", 1), HandBack("a", 0.0, "draining")]
+    assert slots.finished("a", 0) == [StartEpisode("a", 1, 0)]
+    assert slots.expire() == [AbortEpisode("a", 1), HandBack("a", 0.0, "draining")]
     assert (slots.running, slots.waiting, slots.jobs) == (0, 0, [])
 
 
@@ -225,10 +227,10 @@ class SlotsMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.slots = Slots(5, max_retries=1)
+        self.slots = EpisodeSlots(5, max_retries=1)
         self.now = 0.0
         self.next_key = 0
-        self.open: dict[str, Job] = {}
+        self.open: dict[str, GroupJob] = {}
         self.running: dict[tuple[str, int], int] = {}
         self.done: dict[str, set[int]] = {}
         self.oldest: dict[str, int] = {}
@@ -239,19 +241,19 @@ class SlotsMachine(RuleBasedStateMachine):
     def perform(self, actions: list[object]) -> None:
         for action in actions:
             match action:
-                case Start(key, episode, attempt):
+                case StartEpisode(key, episode, attempt):
                     assert key in self.open
                     assert (key, episode) not in self.running
                     assert attempt <= 1
                     self.running[key, episode] = attempt
-                case Abort(key, episode):
+                case AbortEpisode(key, episode):
                     del self.running[key, episode]
-                case Finish(key, episodes):
+                case FinishGroup(key, episodes):
                     assert set(episodes) == self.done[key]
                     asked = self.open[key]
                     assert asked.min_group_size <= len(episodes) <= asked.group_size - asked.num_redundant
                     self.end(key)
-                case Close(key, _, _) | HandBack(key, _, _):
+                case CloseTicket(key, _, _) | HandBack(key, _, _):
                     self.end(key)
 
     def end(self, key: str) -> None:
@@ -265,7 +267,7 @@ class SlotsMachine(RuleBasedStateMachine):
             self.slots.release(size, 1)
             self.next_key += 1
             key = str(self.next_key)
-            self.open[key] = Job(key, size, min(size, least), 10.0, staleness, num_redundant=min(redundant, size - min(size, least)))
+            self.open[key] = GroupJob(key, size, min(size, least), 10.0, staleness, num_redundant=min(redundant, size - min(size, least)))
             self.done[key] = set()
             self.perform(self.slots.offer(self.open[key], self.now))
 
@@ -275,7 +277,7 @@ class SlotsMachine(RuleBasedStateMachine):
             self.slots.release(size, 1)
             self.next_key += 1
             key = str(self.next_key)
-            self.open[key], self.done[key] = Job(key, size, size, 10.0), set()
+            self.open[key], self.done[key] = GroupJob(key, size, size, 10.0), set()
             self.held.append(key)
             self.perform(self.slots.hold(self.open[key]))
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from broker.errors import ConfigError, DataError
 from envhub.envs.games import sokoban_levels as levels
 from envhub.envs.games.sokoban import PIXELS, Sokoban, SokobanArgs
-from envhub.envs.games.sokoban_board import LETTERS, XSB, Level, draw, move, push_distances, reachable
+from envhub.envs.games.sokoban_board import LETTERS, XSB, SokobanLevel, draw, move, push_distances, reachable
 from envhub.envs.games.sokoban_solver import solve
 
 ROOM = "#######\n#@ $ .#\n#  #  #\n#######"  # the player at row 1, column 1; two more cells below
@@ -25,7 +25,7 @@ def written(folder: Path, *texts: str) -> str:
     return str(file)
 
 
-def level(folder: Path, text: str) -> Level:
+def level(folder: Path, text: str) -> SokobanLevel:
     levels.read_levels.cache_clear()
     return levels.read_levels(written(folder, text))[0]
 
@@ -41,7 +41,7 @@ def placed(folder: Path, text: str, **kwargs: object) -> Sokoban:
     return env
 
 
-def play(start: Level, letters: str) -> tuple[int, int]:
+def play(start: SokobanLevel, letters: str) -> tuple[int, int]:
     state = (start.player, start.boxes)
     for letter in letters:
         state = move(start.room, *state, LETTERS.index(letter))

@@ -17,14 +17,14 @@ from template_models import make_tokenizer_folder
 from broker.contract import checks
 from broker.errors import ConfigError
 from envhub.envs.base import Environment, Observation, Split, StepResult
-from envhub.episodes.runners import Limits, Players
-from envhub.task import Task
-from envhub.workers.calls import Calls
+from envhub.episodes.runners import EpisodeLimits, EpisodeRunners
+from envhub.task import EpisodeTask
+from envhub.workers.calls import EnvironmentCalls
 from rlearner_text.incremental_tokenization import Conversation
 from rlearner_text.openai import tools
-from rlearner_text.template_rules import GrowthRules
+from rlearner_text.template_rules import TemplateRules
 from rlearner_text.tokenizer import Tokenizer
-from rlearner_text.tool_calls import BadCall, ToolCall, ToolSpelling
+from rlearner_text.tool_calls import ToolCall, ToolCallError, ToolSyntax
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"to": {"type": "number"}}}}}]
 ADD_3, ADD_4 = '{"name": "add", "arguments": {"to": 3}}', '{"name": "add", "arguments": {"to": 4}}'
@@ -39,20 +39,20 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]
 @pytest.mark.parametrize(
     ("family", "spelling"),
     [
-        ("hermes", ToolSpelling("<tool_call>", "name", "arguments", "<tool_call>\n", "\n</tool_call>")),
-        ("bare", ToolSpelling("", "name", "parameters")),
-        ("listed", ToolSpelling("[TOOL_CALLS]", "name", "arguments", "[TOOL_CALLS][", "]")),
+        ("hermes", ToolSyntax("<tool_call>", "name", "arguments", "<tool_call>\n", "\n</tool_call>")),
+        ("bare", ToolSyntax("", "name", "parameters")),
+        ("listed", ToolSyntax("[TOOL_CALLS]", "name", "arguments", "[TOOL_CALLS][", "]")),
     ],
 )
-def test_the_spelling_is_read_off_the_template(tokenizers: dict[str, Tokenizer], family: str, spelling: ToolSpelling) -> None:
-    assert tools.spelling(tokenizers[family]) == spelling
-    assert GrowthRules(tokenizers[family], tools=json.dumps(TOOLS))._spelling.opener == spelling.opener
+def test_the_spelling_is_read_off_the_template(tokenizers: dict[str, Tokenizer], family: str, spelling: ToolSyntax) -> None:
+    assert tools.tool_syntax(tokenizers[family]) == spelling
+    assert TemplateRules(tokenizers[family], tools=json.dumps(TOOLS))._spelling.opener == spelling.opener
 
 
 def test_a_template_without_tool_calls_is_refused_where_there_are_tools(tokenizers: dict[str, Tokenizer]) -> None:
-    GrowthRules(tokenizers["plain"])
+    TemplateRules(tokenizers["plain"])
     with pytest.raises(ConfigError, match=r"model\.path.*cannot be used with tools: it does not write tool calls as JSON"):
-        GrowthRules(tokenizers["plain"], tools=json.dumps(TOOLS))
+        TemplateRules(tokenizers["plain"], tools=json.dumps(TOOLS))
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_a_template_without_tool_calls_is_refused_where_there_are_tools(tokenize
     ],
 )
 def test_calls_are_read(tokenizers: dict[str, Tokenizer], family: str, text: str, calls: list[int]) -> None:
-    rules = GrowthRules(tokenizers[family], tools=json.dumps(TOOLS))
+    rules = TemplateRules(tokenizers[family], tools=json.dumps(TOOLS))
     assert rules.calls(text) == [ToolCall("add", {"to": number}) for number in calls]
 
 
@@ -93,16 +93,16 @@ def test_calls_are_read(tokenizers: dict[str, Tokenizer], family: str, text: str
     ],
 )
 def test_what_is_no_call_says_why(text: str, says: str) -> None:
-    with pytest.raises(BadCall) as caught:
-        ToolSpelling("<tool_call>", "name", "arguments").calls(text)
+    with pytest.raises(ToolCallError) as caught:
+        ToolSyntax("<tool_call>", "name", "arguments").calls(text)
     assert str(caught.value).startswith(says)
 
 
 @given(st.text())
 def test_any_text_gives_calls_or_a_bad_call(text: str) -> None:
     for opener in ("", "<tool_call>"):
-        with contextlib.suppress(BadCall):
-            assert isinstance(ToolSpelling(opener, "name", "arguments").calls(opener + text), list)
+        with contextlib.suppress(ToolCallError):
+            assert isinstance(ToolSyntax(opener, "name", "arguments").calls(opener + text), list)
 
 
 @pytest.mark.parametrize("family", ["hermes", "bare", "listed"])
@@ -151,10 +151,10 @@ async def test_an_episode_calls_tools_and_then_says_the_answer(tokenizers: dict[
         [f"<tool_call>{ADD_3}</tool_call>", "<tool_call>add 4", f"<think>\n<tool_call>oops</think><tool_call>{ADD_4}</tool_call>", "7"]
     )
     scripted = Scripted(tokenizers["hermes"], lambda _: next(said))
-    crew = Players(tokenizers["hermes"], scripted, Calls(20.0), Limits(60.0, 10.0))
+    crew = EpisodeRunners(tokenizers["hermes"], scripted, EnvironmentCalls(20.0), EpisodeLimits(60.0, 10.0))
     section: dict[str, Any] = {"isolation": isolation, "max_turns": 9, "sampling": {"max_tokens": 200}, "thinking": "drop"}
     chosen = domain(f"{Path(__file__).stem}:Calculator", **section)
-    (trajectory,) = (await crew.play(Task("c", chosen, task_index=0, split="train", seed=1, episode=0), lambda _: None)).trajectories
+    (trajectory,) = (await crew.play(EpisodeTask("c", chosen, task_index=0, split="train", seed=1, episode=0), lambda _: None)).trajectories
     await crew.close()
     checks.check_trajectory(trajectory)
     assert [(turn.reward, turn.valid) for turn in trajectory.turns] == [(0.25, True), (0.0, False), (0.25, True), (1.0, True)]

@@ -11,9 +11,9 @@ import pytest
 
 from broker.errors import ConfigError, DataError
 from envhub.envs.tools import webshop_files as files
-from envhub.envs.tools.bm25 import Index
+from envhub.envs.tools.bm25 import SearchIndex
 from envhub.envs.tools.webshop import WebShop, WebShopArgs
-from envhub.envs.tools.webshop_catalogue import NO_LIMIT, Goal, Product, generate, price_limit
+from envhub.envs.tools.webshop_catalogue import NO_LIMIT, ShoppingGoal, ShopProduct, generate, price_limit
 from envhub.envs.tools.webshop_pages import wish
 from envhub.envs.tools.webshop_reward import alike, best_options, score, type_score
 
@@ -54,15 +54,15 @@ HUMAN: dict[str, Any] = {
 }
 
 
-def product(asin: str = "b1", **changes: Any) -> Product:
+def product(asin: str = "b1", **changes: Any) -> ShopProduct:
     whole: dict[str, Any] = {
         **{"asin": asin, "name": "wool hat", "nouns": frozenset(["hat"]), "query": "hat", "category": "clothing › hat", "price": 20.0},
         **{"options": {"color": ("red", "blue"), "size": ("small", "large")}, "attributes": ("wool", "washable")},
     }
-    return Product(**{**whole, **changes})
+    return ShopProduct(**{**whole, **changes})
 
 
-GOAL = Goal(product(), "a washable wool hat, red, large, below 30", ("wool", "washable"), ("red", "large"), 30.0)
+GOAL = ShoppingGoal(product(), "a washable wool hat, red, large, below 30", ("wool", "washable"), ("red", "large"), 30.0)
 
 
 def written(folder: Path, **contents: Any) -> dict[str, str]:
@@ -289,12 +289,12 @@ def test_arguments_that_make_no_sense_are_refused(tmp_path: Path) -> None:
 
 def test_a_search_ranks_by_bm25_and_keeps_the_order_of_equals() -> None:
     texts = ["red wool hat", "wool hat", "blue scarf", "wool hat", "the of"]
-    index = Index(texts)
+    index = SearchIndex(texts)
     assert index.search("wool hat", 10) == [1, 3, 0]  # shorter texts first
     assert index.search("red hat", 2) == [0, 1]
     assert index.search("hat", 1) == [1]
     assert index.search("", 3) == index.search("the", 3) == index.search("zebra", 3) == []
-    assert Index([]).search("hat", 3) == Index(["the"]).search("the", 3) == []
+    assert SearchIndex([]).search("hat", 3) == SearchIndex(["the"]).search("the", 3) == []
 
 
 def test_scores_of_a_search_are_those_of_the_formula() -> None:

@@ -6,17 +6,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from learner.credit.grants import DomainRule, Rules
-from learner.credit.ledger import Action, Arrived, Changed, Ended, Forget, Issue, Ledger, Record
-from learner.credit.tickets import Ages
+from learner.credit.grants import DomainRule, TicketRules
+from learner.credit.ledger import Action, ForgetTicket, GroupArrival, IssueTicket, Ledger, Record, RulesUpdate, TicketEnd
+from learner.credit.tickets import TicketAges
 
 TIMEOUT_S = 10.0
 NAMES = ["a", "b", "c"]
 
 
-def rules(names: set[str], groups: int, staleness: int) -> Rules:
+def rules(names: set[str], groups: int, staleness: int) -> TicketRules:
     domains = tuple(DomainRule(name, 1.0, 2, 2, 9.0) for name in sorted(names))
-    return Rules(steps=1000, groups_per_step=groups, max_staleness=staleness, on_late="wait", seed=0, domains=domains)
+    return TicketRules(steps=1000, groups_per_step=groups, max_staleness=staleness, on_late="wait", seed=0, domains=domains)
 
 
 class Patience(RuleBasedStateMachine):
@@ -24,7 +24,7 @@ class Patience(RuleBasedStateMachine):
 
     @initialize(names=st.sets(st.sampled_from(NAMES), min_size=1), groups=st.integers(1, 3), staleness=st.integers(0, 2))
     def start(self, names: set[str], groups: int, staleness: int) -> None:
-        self.ledger, self.ages = Ledger(rules(names, groups, staleness)), Ages(TIMEOUT_S)
+        self.ledger, self.ages = Ledger(rules(names, groups, staleness)), TicketAges(TIMEOUT_S)
         self.records = self.epoch = 0
         self.paused, self.served = False, set[str]()
         self.queues: dict[str, list[int]] = {name: [] for name in NAMES}  # not delivered yet
@@ -34,9 +34,9 @@ class Patience(RuleBasedStateMachine):
 
     def perform(self, actions: list[Action]) -> None:
         for action in actions:
-            if isinstance(action, Issue):
+            if isinstance(action, IssueTicket):
                 self.queues[action.ticket.domain].append(action.ticket.number)
-            elif isinstance(action, Forget):
+            elif isinstance(action, ForgetTicket):
                 self.worked_s.pop(action.number, None)
 
     def put(self, record: Record) -> None:
@@ -67,16 +67,16 @@ class Patience(RuleBasedStateMachine):
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
         number = data.draw(st.sampled_from(sorted(self.worked_s)))
-        self.put(Arrived(number, self.ledger.state.version, (0.0, 1.0)))
+        self.put(GroupArrival(number, self.ledger.state.version, (0.0, 1.0)))
         self.worked_s.pop(number, None)
 
     @rule(names=st.sets(st.sampled_from(NAMES), min_size=1), groups=st.integers(1, 3), staleness=st.integers(0, 2))
     def start_again_with_other_rules(self, names: set[str], groups: int, staleness: int) -> None:
         """The new learner knows no ages: its tickets age from the beginning."""
         self.epoch += 1
-        self.ages = Ages(TIMEOUT_S)
+        self.ages = TicketAges(TIMEOUT_S)
         self.worked_s = dict.fromkeys(self.worked_s, 0.0)
-        self.put(Changed(rules(names, groups, staleness), self.epoch))
+        self.put(RulesUpdate(rules(names, groups, staleness), self.epoch))
 
     @rule(elapsed_s=st.sampled_from([4.0, 6.0, 1000.0]))
     def time_passes(self, elapsed_s: float) -> None:
@@ -89,7 +89,7 @@ class Patience(RuleBasedStateMachine):
                     late.append(number)
         assert self.ages.passed(elapsed_s, waiting, self.delivered, self.served, paused=self.paused) == sorted(late)
         for number in late:
-            self.put(Ended(number, "timeout"))
+            self.put(TicketEnd(number, "timeout"))
 
     @invariant()
     def only_open_tickets_age(self) -> None:

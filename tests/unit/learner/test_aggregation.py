@@ -5,14 +5,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.algorithm.aggregation import MODES, Counts, denominator, token_weights
+from learner.algorithm.aggregation import MODES, BatchCounts, denominator, token_weights
 
 ROWS = st.lists(st.lists(st.floats(-10, 10), max_size=6), min_size=1, max_size=8)
 
 
 def aggregate(mode, batches, max_length):
     """As the backend does it: batches of rows of token losses, summed, divided once."""
-    counts, total = Counts(), 0.0
+    counts, total = BatchCounts(), 0.0
     for rows in batches:
         sequence = torch.tensor([i for i, row in enumerate(rows) for _ in row], dtype=torch.long)
         losses = torch.tensor([value for row in rows for value in row], dtype=torch.float64)
@@ -61,4 +61,4 @@ def test_equals_the_definition(mode, rows):
 
 def test_norm_needs_its_constant():
     with pytest.raises(ValueError, match="maximum length"):
-        denominator("seq-mean-token-sum-norm", Counts(3, 1))
+        denominator("seq-mean-token-sum-norm", BatchCounts(3, 1))

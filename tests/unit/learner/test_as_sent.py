@@ -9,7 +9,7 @@ import torch
 from torch_backend_kit import backend, samples, save_model
 
 from broker.weights import fp8
-from broker.weights.memory.staging import Flat, plan_of
+from broker.weights.memory.staging import FlatBuffer, plan_of
 from learner.config import LoraSection, TrainSection
 from rlearner_text.config import ModelSection
 
@@ -29,9 +29,9 @@ def test_logprobs_are_a_servers_and_the_weights_stay(tmp_path: Path, dtype: str,
     said = trainer.logprobs(IDS)
     assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.weights().items())
 
-    flat = Flat(plan_of(trainer.shapes(), 32, dtype="fp8"))
+    flat = FlatBuffer(plan_of(trainer.shapes(), 32, dtype="fp8"))
     flat.fill(trainer.weights())
-    given = fp8.Dequantised(flat.tensors, {name: tensor.dtype for name, tensor in trainer.shapes().items()}).made()
+    given = fp8.DequantizedModel(flat.tensors, {name: tensor.dtype for name, tensor in trainer.shapes().items()}).made()
     server = backend(path, model=model)
     with torch.no_grad():
         for name, tensor in server.weights().items():

@@ -13,8 +13,8 @@ from test_more_advantages import trajectory
 from broker.contract import wire
 from broker.settings.registry import resolve
 from learner.algorithm.advantages import ADVANTAGES, WHOLE_BATCH
-from learner.algorithm.assembly import Assembly, scores_needed
-from learner.algorithm.samples import Scores, TrainSample
+from learner.algorithm.assembly import SampleAssembler, scores_needed
+from learner.algorithm.samples import SampleScores, TrainSample
 from learner.config import AlgorithmSection, CriticSection, RewardNormalization
 
 
@@ -29,16 +29,16 @@ def group(ticket: int, rewards: list[float], **more: Any) -> wire.Group:
 GROUPS = [group(1, [1.0, 0.0]), group(2, [0.0, 0.0]), group(3, [4.0, 0.0])]
 
 
-def assembly(name: str = "grpo", *, stream: bool = True, **settings: Any) -> Assembly:
+def assembly(name: str = "grpo", *, stream: bool = True, **settings: Any) -> SampleAssembler:
     section = AlgorithmSection(adv_estimator=name, **settings)
-    return Assembly(resolve("advantages", name, ADVANTAGES), section, stream=stream)
+    return SampleAssembler(resolve("advantages", name, ADVANTAGES), section, stream=stream)
 
 
 def constant(**columns: float) -> Any:
     """Every token has the same scores; remembers what it was asked."""
 
-    def score(samples: Sequence[TrainSample]) -> list[Scores]:
-        return [Scores(**{name: np.full(one.num_tokens, value, np.float32) for name, value in columns.items()}) for one in samples]
+    def score(samples: Sequence[TrainSample]) -> list[SampleScores]:
+        return [SampleScores(**{name: np.full(one.num_tokens, value, np.float32) for name, value in columns.items()}) for one in samples]
 
     return score
 
@@ -139,8 +139,8 @@ def test_a_greedy_baseline_pays_for_its_divergence_as_the_others_do() -> None:
     asked = group(1, [1.0, 0.0, 0.25])
     asked.trajectories[2] = msgspec.structs.replace(asked.trajectories[2], greedy=True)
 
-    def score(samples: Sequence[TrainSample]) -> list[Scores]:
-        return [Scores(kl=np.full(one.num_tokens, kl, np.float32)) for one, kl in zip(samples, (0.5, 1.0, 0.75), strict=True)]
+    def score(samples: Sequence[TrainSample]) -> list[SampleScores]:
+        return [SampleScores(kl=np.full(one.num_tokens, kl, np.float32)) for one, kl in zip(samples, (0.5, 1.0, 0.75), strict=True)]
 
     found = assembly("remax", kl_coef=0.2, kl_placement="reward").batch([asked], score, 0.2)
     assert trained(found) == [pytest.approx([0.9] * 3), pytest.approx([-0.4] * 3), []]

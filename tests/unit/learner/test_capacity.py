@@ -14,7 +14,7 @@ from broker.contract import wire
 from broker.contract.sizes import MAX_GROUP_BYTES
 from broker.errors import ConfigError
 from broker.settings.runspec import validate
-from learner.credit.capacity import LargestGroup, largest_group, notes
+from learner.credit.capacity import LargestGroup, capacity_notes, largest_group
 from rlearner.cli import main
 
 LAKE: dict[str, Any] = {"env": "frozenlake", "group_size": 8, "max_context_tokens": 256, "sampling": {"max_tokens": 4}, "max_turns": 10}
@@ -91,23 +91,23 @@ def test_which_group_is_the_largest() -> None:
 def test_what_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     checked = config({"group_size": 16, "max_context_tokens": 65_536, "max_turns": 1}, train={"groups_per_step": 64, "max_staleness": 3})
     # 16 x (65,536 x 13 + 128 + 512) + 1,024 = 13,642,752 bytes; 64 of them; 4 x 64 of them
-    lines = notes(checked)
+    lines = capacity_notes(checked)
     assert lines[0] == "domains.lake: a group takes at most 13 MiB: 16 episodes of 65,536 tokens"
     assert lines[1].startswith(
         "a step takes at most 833 MiB, the open tickets 3.25 GiB (4 x train.groups_per_step), in the broker's store and "
     )
     assert len(lines) == 2 + (psutil.virtual_memory().total < 4 * 64 * 13_642_752)
-    small = notes(checked | {"broker": {"store_max_gib": 3.0}})
+    small = capacity_notes(checked | {"broker": {"store_max_gib": 3.0}})
     assert small[2].startswith("that is more than broker.store_max_gib, which is 3: with such groups tickets wait for room")
     monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"total": 2 << 30}))
-    assert notes(checked)[2].startswith("that is more than the memory of this machine, 2 GiB: ")
+    assert capacity_notes(checked)[2].startswith("that is more than the memory of this machine, 2 GiB: ")
 
 
 def test_domains_count_by_their_share() -> None:
     pond = {**LAKE, "weight": 3.0, "group_size": 80}
     checked = validate({"domains": {"lake": LAKE, "pond": pond}, "train": {"groups_per_step": 4, "max_staleness": 0}})
     # 41,984 bytes in one group of four, 80 x 5,120 + 1,024 = 410,624 in three
-    assert notes(checked)[2].startswith(
+    assert capacity_notes(checked)[2].startswith(
         f"a step takes at most {(41_984 + 3 * 410_624) / (1 << 20):.3g} MiB, the open tickets 1.21 MiB (1 x "
     )
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from broker.errors import UserError
 from learner.backends.base import Snapshot
 from learner.checkpoints import checkpoint
-from learner.credit.grants import DomainRule, Rules
-from learner.credit.ledger import Arrived, Ledger
+from learner.credit.grants import DomainRule, TicketRules
+from learner.credit.ledger import GroupArrival, Ledger
 
 
 class Stub:
@@ -37,22 +37,22 @@ class Stub:
 
 
 def ledger_at(step: int) -> dict[str, Any]:
-    rules = Rules(steps=12, groups_per_step=1, max_staleness=1, on_late="wait", seed=0, domains=(DomainRule("lake", 1.0, 2, 2, 1.0),))
+    rules = TicketRules(steps=12, groups_per_step=1, max_staleness=1, on_late="wait", seed=0, domains=(DomainRule("lake", 1.0, 2, 2, 1.0),))
     ledger = Ledger(rules)
     ledger.open_credit()
     for seq in range(1, step + 1):
-        ledger.apply(Arrived(seq, ledger.ticket(seq).min_version, (0.0, 1.0)), seq)
+        ledger.apply(GroupArrival(seq, ledger.ticket(seq).min_version, (0.0, 1.0)), seq)
         ledger.complete_step()
     return ledger.dump()
 
 
 def test_written_found_and_loaded(tmp_path: Path) -> None:
     folder, backend = tmp_path / "checkpoints", Stub()
-    assert checkpoint.newest(folder) is None
+    assert checkpoint.newest_checkpoint(folder) is None
     for step in (2, 10):
         path = checkpoint.write(folder, backend, ledger_at(step), epoch=3)  # type: ignore[arg-type]
         assert path == folder / f"step-{step:06d}"
-    found = checkpoint.newest(folder)
+    found = checkpoint.newest_checkpoint(folder)
     assert found is not None
     assert (found.path, found.step, found.epoch, found.ledger) == (folder / "step-000010", 10, 3, ledger_at(10))
     checkpoint.load_state(found, backend)  # type: ignore[arg-type]
@@ -63,7 +63,7 @@ def test_written_found_and_loaded(tmp_path: Path) -> None:
 def test_the_same_step_is_replaced(tmp_path: Path) -> None:
     checkpoint.write(tmp_path, Stub(), ledger_at(1), epoch=1)  # type: ignore[arg-type]
     checkpoint.write(tmp_path, Stub(), ledger_at(1), epoch=2)  # type: ignore[arg-type]
-    assert [checkpoint.read(path).epoch for path in checkpoint.found(tmp_path)] == [2]
+    assert [checkpoint.read_checkpoint(path).epoch for path in checkpoint.list_checkpoints(tmp_path)] == [2]
 
 
 def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_an_unreadable_one_is_named(tmp_path: Path, body: str) -> None:
     path = checkpoint.write(tmp_path, Stub(), ledger_at(1), epoch=1)  # type: ignore[arg-type]
     (path / "learner" / "learner.json").write_text(body)
     with pytest.raises(UserError, match=r"learner\.json: (cannot be read|format)"):
-        checkpoint.newest(tmp_path)
+        checkpoint.newest_checkpoint(tmp_path)
 
 
 def test_what_a_killed_learner_left_half_written_is_deleted(tmp_path: Path) -> None:
@@ -97,6 +97,6 @@ def test_what_a_killed_learner_left_half_written_is_deleted(tmp_path: Path) -> N
     for name in (".step-000004.abcd", ".step-000002.old.efgh"):
         (folder / name / "learner").mkdir(parents=True)
         (folder / name / "model.safetensors").write_bytes(b"half")
-    checkpoint.tidy(folder)
+    checkpoint.remove_partial(folder)
     assert [path.name for path in folder.iterdir()] == ["step-000002"]
-    checkpoint.tidy(tmp_path / "nothing")
+    checkpoint.remove_partial(tmp_path / "nothing")

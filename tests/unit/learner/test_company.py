@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from broker.settings.config import DomainSection, Reward
-from learner.reporting.missing_roles import Company, roles
+from broker.settings.config import DomainSection, RewardConfig
+from learner.reporting.missing_roles import MissingRoles, required_roles
 
 
 def test_who_is_missing_is_said_once_and_again_when_they_came() -> None:
-    company, said = Company("demo"), []
+    company, said = MissingRoles("demo"), []
     for now, hub, server, work in [
         (0.0, False, False, False),  # nothing to do: nobody is missed
         (20.0, False, False, True),
@@ -25,17 +25,17 @@ def test_who_is_missing_is_said_once_and_again_when_they_came() -> None:
 
 
 def test_a_wait_is_said_again_at_growing_intervals() -> None:
-    company = Company("demo")
+    company = MissingRoles("demo")
     said = [now for now in range(100) if company.look({"envhub": False}, True, float(now))]
     assert said == [10, 15, 25, 45, 85]
     assert company.missing == ["envhub"]
 
 
 def test_a_run_with_rewards_needs_a_hub_for_them() -> None:
-    plain, judged = DomainSection(env="qa"), DomainSection(env="qa", rewards=[Reward(name="math_answer")])
-    assert roles({"a": plain}) == ["envhub", "rollout"]
-    assert roles({"a": plain, "b": judged}) == ["envhub", "rollout", "rewardhub"]
-    company = Company("demo")
+    plain, judged = DomainSection(env="qa"), DomainSection(env="qa", rewards=[RewardConfig(name="math_answer")])
+    assert required_roles({"a": plain}) == ["envhub", "rollout"]
+    assert required_roles({"a": plain, "b": judged}) == ["envhub", "rollout", "rewardhub"]
+    company = MissingRoles("demo")
     present = {"envhub": True, "rollout": True, "rewardhub": False}
     assert [company.look(present, True, now) for now in (0.0, 10.0)] == [
         [],

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from broker.errors import ConfigError, UserError
-from learner.continuing import changes, refuse, shown
+from learner.continuing import changes, check_changes, format_change
 from learner.prepare import to_yaml
 from learner.run_folder import note_epoch
 from rlearner_text.config import TinyModel
@@ -52,7 +52,7 @@ def begun(tmp_path: Path, models: Path) -> Path:
 def test_each_setting_that_changed_is_one_line() -> None:
     before = {"train": {"lr": 1e-5, "steps": 4}, "domains": {"a": {"env": "qa"}, "b": {"env": "x" * 99}}}
     after = {"train": {"lr": 2e-5, "steps": 4, "lora": {"rank": 8}}, "domains": {"a": {"env": "qa", "args": {"n": [1]}}}}
-    assert [shown(change) for change in changes(before, after)] == [
+    assert [format_change(change) for change in changes(before, after)] == [
         "train.lr: 1e-05 -> 2e-05",
         'train.lora: null -> {"rank": 8}',
         'domains.a.args: null -> {"n": [1]}',
@@ -63,8 +63,8 @@ def test_each_setting_that_changed_is_one_line() -> None:
 def test_what_may_change_is_listed_and_a_new_run_has_nothing_to_compare(begun: Path, models: Path) -> None:
     after = settings(models, dtype="bfloat16")
     after["train"]["lr"] = 2e-5
-    assert refuse(begun, after, force=False) == ['model.dtype: "float32" -> "bfloat16"', "train.lr: 1e-05 -> 2e-05"]
-    assert refuse(begun / "none", after, force=False) == []
+    assert check_changes(begun, after, force=False) == ['model.dtype: "float32" -> "bfloat16"', "train.lr: 1e-05 -> 2e-05"]
+    assert check_changes(begun / "none", after, force=False) == []
 
 
 @pytest.mark.parametrize("force", [False, True])
@@ -78,7 +78,7 @@ def test_what_may_change_is_listed_and_a_new_run_has_nothing_to_compare(begun: P
 )
 def test_a_model_of_another_shape_or_tokenizer_is_refused(begun: Path, models: Path, name: str, said: str, force: bool) -> None:
     with pytest.raises(ConfigError) as refused:
-        refuse(begun, settings(models, path=str(models / name)), force=force)
+        check_changes(begun, settings(models, path=str(models / name)), force=force)
     held = begun / "checkpoints" / "step-000004"
     assert str(refused.value) == f"model.path: {str(models / name)!r} is not allowed; {said.format(held=held)}"
 
@@ -87,11 +87,11 @@ def test_a_model_that_is_replaced_under_the_same_path_is_refused(begun: Path, mo
     moving = tmp_path / "moving"
     shutil.copytree(models / "first", moving)
     (begun / "config.yaml").write_text(to_yaml(settings(models, path=str(moving))))
-    assert refuse(begun, settings(models, path=str(moving)), force=False) == []
+    assert check_changes(begun, settings(models, path=str(moving)), force=False) == []
     shutil.rmtree(moving)
     shutil.copytree(models / "wider", moving)
     with pytest.raises(ConfigError, match="its intermediate_size is 48"):
-        refuse(begun, settings(models, path=str(moving)), force=False)
+        check_changes(begun, settings(models, path=str(moving)), force=False)
 
 
 def test_another_model_of_the_same_shapes_needs_force(begun: Path, models: Path) -> None:
@@ -99,8 +99,10 @@ def test_another_model_of_the_same_shapes_needs_force(begun: Path, models: Path)
     with pytest.raises(
         ConfigError, match=r"run mine began with '.*first': choose another run.name, or --force to continue from .*step-000004"
     ):
-        refuse(begun, again, force=False)
-    assert refuse(begun, again, force=True) == [f"model.path: {json.dumps(str(models / 'first'))} -> {json.dumps(str(models / 'again'))}"]
+        check_changes(begun, again, force=False)
+    assert check_changes(begun, again, force=True) == [
+        f"model.path: {json.dumps(str(models / 'first'))} -> {json.dumps(str(models / 'again'))}"
+    ]
 
 
 @pytest.mark.parametrize("place", ["checkpoints/step-000004", "warm_start", "model"])
@@ -110,29 +112,29 @@ def test_a_changed_tiny_model_is_not_ignored(tmp_path: Path, models: Path, place
     (tmp_path / "config.yaml").write_text(to_yaml(settings(models, path=None)))
     wider = settings(models, path=None, tiny=TINY.model_dump() | {"hidden_size": 32})
     with pytest.raises(ConfigError, match=r"^model.tiny.hidden_size: 32 is not allowed; run mine began with 16: a run cannot change that"):
-        refuse(tmp_path, wider, force=True)
+        check_changes(tmp_path, wider, force=True)
     with pytest.raises(ConfigError, match=r"^model.seed: 7 is not allowed; run mine began with 0: choose another run.name, or --force"):
-        refuse(tmp_path, settings(models, path=None, seed=7), force=False)
-    assert refuse(tmp_path, settings(models, path=None, seed=7), force=True) == ["model.seed: 0 -> 7"]
+        check_changes(tmp_path, settings(models, path=None, seed=7), force=False)
+    assert check_changes(tmp_path, settings(models, path=None, seed=7), force=True) == ["model.seed: 0 -> 7"]
     (tmp_path / "config.yaml").write_text(to_yaml(settings(models)))
     with pytest.raises(ConfigError, match=r"^model.path: None is not allowed; run mine began with '.*first': a run cannot change that"):
-        refuse(tmp_path, settings(models, path=None), force=True)
+        check_changes(tmp_path, settings(models, path=None), force=True)
 
 
 def test_a_run_keeps_one_of_its_domains(begun: Path, models: Path) -> None:
     after = settings(models)
     after["domains"] = {"sums": {"env": "qa"}, "lake": {"env": "frozenlake"}}
-    assert refuse(begun, after, force=False) == ['domains.sums: null -> {"env": "qa"}']
+    assert check_changes(begun, after, force=False) == ['domains.sums: null -> {"env": "qa"}']
     del after["domains"]["lake"]
     with pytest.raises(ConfigError) as refused:
-        refuse(begun, after, force=False)
+        check_changes(begun, after, force=False)
     allowed = "run mine has trained lake: keep one of them, choose another run.name, or give --force"
     assert str(refused.value) == f"domains: 'sums' is not allowed; {allowed}"
-    assert refuse(begun, after, force=True) == ['domains.lake: {"env": "frozenlake"} -> null', 'domains.sums: null -> {"env": "qa"}']
+    assert check_changes(begun, after, force=True) == ['domains.lake: {"env": "frozenlake"} -> null', 'domains.sums: null -> {"env": "qa"}']
 
 
 @pytest.mark.parametrize("text", ["[1]", "a: ["])
 def test_settings_that_cannot_be_read_are_named(begun: Path, models: Path, text: str) -> None:
     (begun / "config.yaml").write_text(text)
     with pytest.raises(UserError, match=r"config.yaml: (expected a mapping|cannot be read)"):
-        refuse(begun, settings(models), force=False)
+        check_changes(begun, settings(models), force=False)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from broker.settings.registry import resolve
 from learner.algorithm.corrections import CORRECTIONS
-from learner.algorithm.corrections.base import Facts, interpolate
+from learner.algorithm.corrections.base import CorrectionInputs, interpolate
 from learner.algorithm.corrections.decoupled import decoupled
 from learner.algorithm.corrections.icepop import icepop
 from learner.algorithm.corrections.mis import mis
@@ -35,7 +35,7 @@ def facts(ratios, sequence=None, advantages=None, logprobs=None):
     now = proximal if logprobs is None else rollout + torch.tensor(logprobs, dtype=torch.float64).log()
     rows = torch.tensor(sequence or [0] * len(ratios))
     values = torch.tensor(advantages or [1.0] * len(ratios), dtype=torch.float64)
-    return Facts(now, proximal, rollout, values, rows, int(rows.max()) + 1)
+    return CorrectionInputs(now, proximal, rollout, values, rows, int(rows.max()) + 1)
 
 
 def weights(found):
@@ -157,7 +157,7 @@ def facts_of(rows, *, on_policy=False):
     names = {name: i for i, name in enumerate(sorted({row[3] for row in rows}))}
     proximal, rollout, advantages = (torch.tensor([row[i] for row in rows], dtype=torch.float64) for i in range(3))
     rollout = proximal if on_policy else rollout
-    return Facts(proximal, proximal, rollout, advantages, torch.tensor([names[row[3]] for row in rows]), len(names))
+    return CorrectionInputs(proximal, proximal, rollout, advantages, torch.tensor([names[row[3]] for row in rows]), len(names))
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)
@@ -180,7 +180,7 @@ def test_a_sequence_alone_is_corrected_as_among_others(name, rows, choice):
     for number in range(whole.num_sequences):
         mine = whole.sequence == number
         parts = (whole.logprobs[mine], whole.proximal_logprobs[mine], whole.rollout_logprobs[mine], whole.advantages[mine])
-        alone = correct(Facts(*parts, torch.zeros(int(mine.sum()), dtype=torch.long), 1), section)
+        alone = correct(CorrectionInputs(*parts, torch.zeros(int(mine.sum()), dtype=torch.long), 1), section)
         torch.testing.assert_close(alone.weights, together.weights[mine])
         assert torch.equal(alone.masked, together.masked[mine])
 

@@ -16,14 +16,14 @@ from learner.config import AlgorithmSection, TrainSection
 from rlearner_text.config import ModelSection
 from rollout.config import RolloutSection
 from rollout.engines.base import EngineConfig
-from rollout.engines.hf.core import Core
+from rollout.engines.hf.core import EngineCore
 
 CLOSE = 1e-4
 
 
 def sampled(path: Path, temperature: float) -> list[TrainSample]:
     """Six answers of 12 tokens from the engine, batched four at a time, as training samples."""
-    core = Core(
+    core = EngineCore(
         EngineConfig(str(path), RolloutSection(max_running=4, max_context_tokens=64, num_threads=1), device="cpu", policy_version=0)
     )
     prompts = {str(i): [2 + (7 * i + j) % 100 for j in range(3 + 2 * i)] for i in range(6)}

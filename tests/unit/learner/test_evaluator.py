@@ -20,11 +20,11 @@ from broker.jetstream.bus import LogRecord
 from broker.runtime.process import Stop
 from broker.settings.config import DomainSection
 from learner.config import EvalSection
-from learner.disk_retry import Patience
-from learner.evaluation.evaluation import Evaluation, Evaluations
+from learner.disk_retry import DiskRetry
+from learner.evaluation.evaluation import Evaluation, EvaluationQueue
 from learner.evaluation.evaluator import Evaluator
-from learner.reporting.transcripts import Transcripts
-from rlearner.evaluate.run import measured
+from learner.reporting.transcripts import TranscriptFactory
+from rlearner.evaluate.run import wait_until_measured
 
 
 class Log:
@@ -82,9 +82,9 @@ class Full:
 
 def evaluator(folder: Path, stop: Stop) -> Evaluator:
     domains = {"lake": DomainSection(env="lake", max_turns=1, deadline_s=9)}
-    evaluations = Evaluations(EvalSection(tasks=2, every_steps=1, timeout_s=600), domains, seed=1)
-    patience = Patience(folder, stop, "nothing is kept")
-    return Evaluator(Log(), evaluations, None, folder / "evals", "", patience, Transcripts({}, folder))  # type: ignore[arg-type]
+    evaluations = EvaluationQueue(EvalSection(tasks=2, every_steps=1, timeout_s=600), domains, seed=1)
+    patience = DiskRetry(folder, stop, "nothing is kept")
+    return Evaluator(Log(), evaluations, None, folder / "evals", "", patience, TranscriptFactory({}, folder))  # type: ignore[arg-type]
 
 
 async def test_episodes_wait_for_space_and_so_does_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +117,7 @@ async def test_a_measurement_alone_waits_for_its_episodes_too(tmp_path: Path, mo
         await disk.refused.wait()
         assert (asked.waiting, evaluating.completed, evaluating.busy) == (set(), [asked], True)  # all but the file
         disk.left = 2
-        await measured(fleet, evaluating, asked, stop, quiet=True)
+        await wait_until_measured(fleet, evaluating, asked, stop, quiet=True)
         for task in tasks:
             task.cancel()
     assert not evaluating.busy
@@ -165,9 +165,13 @@ def test_two_policies_on_the_same_tasks() -> None:
 
 async def test_others_are_measured_whenever_the_actor_is_and_shown_beside_it(tmp_path: Path) -> None:
     stop = Stop()
-    evaluations = Evaluations(EvalSection(tasks=2, every_steps=5, timeout_s=600), {"lake": DomainSection(env="lake", deadline_s=9)}, seed=1)
+    evaluations = EvaluationQueue(
+        EvalSection(tasks=2, every_steps=5, timeout_s=600), {"lake": DomainSection(env="lake", deadline_s=9)}, seed=1
+    )
     roster: Any = Offers("actor", "old")
-    made = Evaluator(Log(), evaluations, roster, tmp_path, "", Patience(tmp_path, stop, "x"), Transcripts({}, tmp_path), ["old", "absent"])  # type: ignore[arg-type]
+    made = Evaluator(
+        Log(), evaluations, roster, tmp_path, "", DiskRetry(tmp_path, stop, "x"), TranscriptFactory({}, tmp_path), ["old", "absent"]
+    )  # type: ignore[arg-type]
     made.step_completed(4, 20)
     assert evaluations.pending == []
     made.step_completed(5, 20)

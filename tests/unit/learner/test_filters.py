@@ -11,10 +11,10 @@ import pytest
 from broker.contract import examples, wire
 from broker.errors import ConfigError, UserError
 from broker.jetstream.bus import LogRecord
-from learner.algorithm.filters import FILTERS, is_wanted
+from learner.algorithm.filters import FILTERS, passes_filter
 from learner.credit import intake
-from learner.credit.grants import DomainRule, Rules
-from learner.credit.ledger import Arrived, Forget, Hold, Issue, Ledger, Take
+from learner.credit.grants import DomainRule, TicketRules
+from learner.credit.ledger import ForgetTicket, GroupArrival, HoldGroup, IssueTicket, Ledger, TakeGroup
 
 
 def group(*successes: bool, ticket: int = 1) -> wire.Group:
@@ -29,16 +29,16 @@ def group(*successes: bool, ticket: int = 1) -> wire.Group:
 
 @pytest.mark.parametrize(("successes", "wanted"), [((True, False), True), ((True, True), False), ((False, False), False), ((True,), False)])
 def test_mixed_success(successes: tuple[bool, ...], wanted: bool) -> None:
-    assert is_wanted("mixed_success", group(*successes)) is wanted
+    assert passes_filter("mixed_success", group(*successes)) is wanted
 
 
 @pytest.mark.parametrize("name", FILTERS)
 def test_every_filter_answers_yes_or_no(name: str) -> None:
-    assert is_wanted(name, group(True, False)) in (True, False)
+    assert passes_filter(name, group(True, False)) in (True, False)
 
 
 def test_without_a_name_all_are_wanted() -> None:
-    assert is_wanted("", group(False)) is True
+    assert passes_filter("", group(False)) is True
 
 
 def write(folder: Path, body: str) -> str:
@@ -49,7 +49,7 @@ def write(folder: Path, body: str) -> str:
 
 def test_a_function_of_the_users_decides_and_the_ledger_replaces_up_to_the_bound(tmp_path: Path) -> None:
     name = write(tmp_path, "return group.ticket % 2 == 0")
-    rules = Rules(2, 1, 0, "wait", 0, (DomainRule("lake", 1.0, 2, 2, 60.0),), group_filter=name, max_replacements_per_step=2)
+    rules = TicketRules(2, 1, 0, "wait", 0, (DomainRule("lake", 1.0, 2, 2, 60.0),), group_filter=name, max_replacements_per_step=2)
     ledger = Ledger(rules)
     ledger.open_credit()
     vocab_size = 1 << 30
@@ -64,16 +64,16 @@ def test_a_function_of_the_users_decides_and_the_ledger_replaces_up_to_the_bound
             eval_step=-1,
             trajectories=[msgspec.structs.replace(one, version_runs=wire.column([0, 1], "<i4")) for one in there.trajectories],
         )
-        read = intake.read(LogRecord(ledger.state.position + 1, there, "", number, b""), ledger, vocab_size)
-        assert isinstance(read.record, Arrived), read
+        read = intake.read_record(LogRecord(ledger.state.position + 1, there, "", number, b""), ledger, vocab_size)
+        assert isinstance(read.record, GroupArrival), read
         assert read.record.wanted is (number % 2 == 0)
         return list(ledger.apply(dataclasses.replace(read.record, oldest_version=ledger.state.version), ledger.state.position + 1))
 
     filtered = arrive(1)
-    assert filtered[0] == Forget(1, "filtered")
-    assert isinstance(filtered[1], Issue)
+    assert filtered[0] == ForgetTicket(1, "filtered")
+    assert isinstance(filtered[1], IssueTicket)
     assert filtered[1].ticket.number == 2
-    assert arrive(2) == [Hold(2), Take(2)]
+    assert arrive(2) == [HoldGroup(2), TakeGroup(2)]
     ledger.complete_step()
     assert ledger.counts() == {
         "issued": 3, "trained": 1, "filtered": 1, "dropped": 0, "dead": 0, "open": 1, "duplicate": 0, "unknown": 0
@@ -81,11 +81,13 @@ def test_a_function_of_the_users_decides_and_the_ledger_replaces_up_to_the_bound
 
 
 def test_at_the_bound_an_unwanted_group_is_trained() -> None:
-    rules = Rules(1, 1, 0, "wait", 0, (DomainRule("lake", 1.0, 2, 2, 60.0),), group_filter="mixed_success", max_replacements_per_step=1)
+    rules = TicketRules(
+        1, 1, 0, "wait", 0, (DomainRule("lake", 1.0, 2, 2, 60.0),), group_filter="mixed_success", max_replacements_per_step=1
+    )
     ledger = Ledger(rules)
     ledger.open_credit()
-    assert ledger.apply(Arrived(1, 0, (1.0, 1.0), wanted=False), 1)[0] == Forget(1, "filtered")
-    assert ledger.apply(Arrived(2, 0, (1.0, 1.0), wanted=False), 2) == [Hold(2), Take(2)]
+    assert ledger.apply(GroupArrival(1, 0, (1.0, 1.0), wanted=False), 1)[0] == ForgetTicket(1, "filtered")
+    assert ledger.apply(GroupArrival(2, 0, (1.0, 1.0), wanted=False), 2) == [HoldGroup(2), TakeGroup(2)]
 
 
 @pytest.mark.parametrize(
@@ -97,10 +99,10 @@ def test_at_the_bound_an_unwanted_group_is_trained() -> None:
 )
 def test_a_filter_that_fails_stops_the_learner_with_its_name_and_the_ticket(tmp_path: Path, body: str, says: str) -> None:
     with pytest.raises(UserError, match="algorithm") as caught:
-        is_wanted(write(tmp_path, body), group(True, ticket=7))
+        passes_filter(write(tmp_path, body), group(True, ticket=7))
     assert says in str(caught.value)
 
 
 def test_an_unknown_filter_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="mixed_success"):
-        is_wanted("mixd_success", group(True))
+        passes_filter("mixd_success", group(True))

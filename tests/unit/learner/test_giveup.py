@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 
 from broker.contract import wire
-from broker.settings.config import DomainSection, Reward
+from broker.settings.config import DomainSection, RewardConfig
 from learner.config import FailuresSection
-from learner.give_up import LEAST_WINDOW, NOT_FAILURES, WORKED_TIMES, GiveUp
+from learner.give_up import LEAST_WINDOW, NOT_FAILURES, WORKED_TIMES, FailureMonitor
 
-DOMAINS = {"a": DomainSection(env="qa"), "b": DomainSection(env="qa", rewards=[Reward(name="length", pool="judge")])}
+DOMAINS = {"a": DomainSection(env="qa"), "b": DomainSection(env="qa", rewards=[RewardConfig(name="length", pool="judge")])}
 G = 2  # groups of a step
 
 
-def made(domains: dict[str, DomainSection] | None = None, **settings: float) -> GiveUp:
-    return GiveUp(FailuresSection.model_validate(settings), G, domains or {"a": DOMAINS["a"]})
+def made(domains: dict[str, DomainSection] | None = None, **settings: float) -> FailureMonitor:
+    return FailureMonitor(FailuresSection.model_validate(settings), G, domains or {"a": DOMAINS["a"]})
 
 
 def hub(hub_id: str, role: str, serves: list[str], problem: str = "") -> wire.Presence:

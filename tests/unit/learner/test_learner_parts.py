@@ -12,15 +12,15 @@ import pytest
 from broker.contract import wire
 from broker.jetstream.bus import LogRecord
 from broker.settings.config import DomainSection
-from learner.algorithm.packing import Cutter
-from learner.algorithm.samples import Scores, TrainSample
+from learner.algorithm.packing import MicroBatchCutter
+from learner.algorithm.samples import SampleScores, TrainSample
 from learner.config import AlgorithmSection, EvalSection
 from learner.credit import intake
-from learner.credit.grants import DomainRule, Rules
-from learner.credit.ledger import Arrived, Ended, Ledger
-from learner.credit.tickets import Ages
-from learner.evaluation.evaluation import Evaluations
-from learner.training import Training
+from learner.credit.grants import DomainRule, TicketRules
+from learner.credit.ledger import GroupArrival, Ledger, TicketEnd
+from learner.credit.tickets import TicketAges
+from learner.evaluation.evaluation import EvaluationQueue
+from learner.training import TrainingThread
 
 
 def trajectory(episode: int = 0, reward: float = 1.0, runs: tuple[int, ...] = (0, 2), token: int = 7) -> wire.Trajectory:
@@ -46,7 +46,7 @@ def group(trajectories: list[wire.Trajectory] | None = None, **more: Any) -> wir
 
 def a_ledger(**more: Any) -> Ledger:
     given: dict[str, Any] = {"steps": 4, "groups_per_step": 2, "max_staleness": 1, "on_late": "wait", "seed": 0}
-    ledger = Ledger(Rules(**{**given, **more}, domains=(DomainRule("lake", 1.0, 2, 2, 1.0),)))
+    ledger = Ledger(TicketRules(**{**given, **more}, domains=(DomainRule("lake", 1.0, 2, 2, 1.0),)))
     ledger.open_credit()
     return ledger
 
@@ -60,17 +60,17 @@ def record(message: wire.Message | None, *, ticket: int = 0, error: str = "") ->
 
 def test_a_good_group() -> None:
     good = group([trajectory(0, 1.0, (0, 2)), trajectory(1, -0.5, (0, 1, 0, 3))])
-    assert intake.read(record(good), a_ledger(), 100) == intake.Intake(Arrived(1, 0, (1.0, -0.5)), good)
+    assert intake.read_record(record(good), a_ledger(), 100) == intake.RecordIntake(GroupArrival(1, 0, (1.0, -0.5)), good)
 
 
 def test_a_closing() -> None:
     closed = wire.Closed(ticket=3, domain="lake", reason="late", detail="", by="h")
-    assert intake.read(record(closed), a_ledger(), 100) == intake.Intake(Ended(3, "late"))
+    assert intake.read_record(record(closed), a_ledger(), 100) == intake.RecordIntake(TicketEnd(3, "late"))
 
 
 def test_bytes_that_do_not_decode_end_the_ticket_in_the_header() -> None:
-    read = intake.read(record(None, ticket=2, error="truncated"), a_ledger(), 100)
-    assert read == intake.Intake(Ended(2, "malformed"), problem="truncated")
+    read = intake.read_record(record(None, ticket=2, error="truncated"), a_ledger(), 100)
+    assert read == intake.RecordIntake(TicketEnd(2, "malformed"), problem="truncated")
 
 
 @pytest.mark.parametrize(
@@ -88,23 +88,23 @@ def test_bytes_that_do_not_decode_end_the_ticket_in_the_header() -> None:
     ],
 )
 def test_a_group_that_cannot_be_trained_on(bad: wire.Group, problem: str) -> None:
-    read = intake.read(record(bad), a_ledger(), 100)
-    assert read.record == Ended(1, "malformed")
+    read = intake.read_record(record(bad), a_ledger(), 100)
+    assert read.record == TicketEnd(1, "malformed")
     assert read.group is None
     assert problem in read.problem
 
 
 def test_a_group_without_sampled_tokens_is_as_new_as_can_be() -> None:
     nothing = [trajectory(episode, runs=()) for episode in (0, 1)]
-    assert intake.read(record(group(nothing)), a_ledger(), 100).record == Arrived(1, 0, (1.0, 1.0))
+    assert intake.read_record(record(group(nothing)), a_ledger(), 100).record == GroupArrival(1, 0, (1.0, 1.0))
 
 
 # --------------------------------------------------------------------------------------------------- evaluation
 
 
-def evaluations(**more: Any) -> Evaluations:
+def evaluations(**more: Any) -> EvaluationQueue:
     domains = {"sea": DomainSection(env="x", deadline_s=5), "lake": DomainSection(env="x", deadline_s=9)}
-    return Evaluations(EvalSection(every_steps=10, tasks=2, temperature=0.5, **more), domains, seed=1, first_number=11)
+    return EvaluationQueue(EvalSection(every_steps=10, tasks=2, temperature=0.5, **more), domains, seed=1, first_number=11)
 
 
 def test_the_same_tasks_every_time() -> None:
@@ -121,7 +121,7 @@ def test_the_same_tasks_every_time() -> None:
 def test_when_it_is_due() -> None:
     assert [step for step in range(26) if evaluations().due(step, 25)] == [0, 10, 20, 25]
     assert [step for step in range(26) if evaluations(at_start=False).due(step, 25)] == [10, 20, 25]
-    off = Evaluations(EvalSection(), {}, seed=1)
+    off = EvaluationQueue(EvalSection(), {}, seed=1)
     assert not any(off.due(step, 25) for step in range(26))
 
 
@@ -175,7 +175,7 @@ def test_a_baseline_and_an_evaluation_that_takes_too_long() -> None:
 
 
 def test_a_ticket_ages_from_its_first_delivery_while_its_domain_is_served() -> None:
-    ages, waiting = Ages(timeout_s=3.0), {1: "lake", 2: "sea", 3: "lake"}
+    ages, waiting = TicketAges(timeout_s=3.0), {1: "lake", 2: "sea", 3: "lake"}
 
     def passed(elapsed_s: float, delivered: dict[str, int], served: set[str], *, paused: bool = False) -> list[int]:
         return ages.passed(elapsed_s, waiting, delivered, served, paused=paused)
@@ -206,8 +206,8 @@ class Recording:
         self.closed = False
         self._budget = budget
 
-    def cutter(self) -> Cutter[TrainSample]:
-        return Cutter(self._budget)
+    def cutter(self) -> MicroBatchCutter[TrainSample]:
+        return MicroBatchCutter(self._budget)
 
     def close(self) -> None:
         self.closed = True
@@ -229,8 +229,8 @@ def halves(trajectories: Any, algorithm: AlgorithmSection) -> list[Any]:
     return [np.full(len(one.loss_mask.array()), 0.5) for one in trajectories]
 
 
-async def a_training(backend: Recording) -> Training:
-    training = Training(lambda: backend, halves, AlgorithmSection())  # type: ignore[arg-type, return-value]
+async def a_training(backend: Recording) -> TrainingThread:
+    training = TrainingThread(lambda: backend, halves, AlgorithmSection())  # type: ignore[arg-type, return-value]
     await training.open()
     return training
 
@@ -256,9 +256,9 @@ class Whole(Recording):
 
     kl_coef = 0.5
 
-    def score(self, samples: list[TrainSample]) -> list[Scores]:
+    def score(self, samples: list[TrainSample]) -> list[SampleScores]:
         self.batches.append([-sample.group for sample in samples])
-        return [Scores(kl=np.zeros(sample.num_tokens, np.float32)) for sample in samples]
+        return [SampleScores(kl=np.zeros(sample.num_tokens, np.float32)) for sample in samples]
 
     def update(self, samples: list[TrainSample]) -> dict[str, float]:
         self.batches.append([sample.group for sample in samples])
@@ -268,7 +268,7 @@ class Whole(Recording):
 async def test_an_algorithm_that_needs_the_whole_step_begins_when_it_is_there() -> None:
     backend = Whole()
     algorithm = AlgorithmSection(kl_coef=0.5, kl_placement="reward")
-    training = Training(lambda: backend, halves, algorithm)  # type: ignore[arg-type, return-value]
+    training = TrainingThread(lambda: backend, halves, algorithm)  # type: ignore[arg-type, return-value]
     await training.open()
     for number in (5, 3):
         training.add(group([trajectory(0), trajectory(1)], ticket=number))
@@ -287,7 +287,7 @@ async def test_an_algorithm_that_needs_the_whole_step_begins_when_it_is_there() 
 
 async def test_a_step_that_could_stream_waits_if_it_is_told_to() -> None:
     backend = Whole()
-    training = Training(lambda: backend, halves, AlgorithmSection(), stream=False)  # type: ignore[arg-type, return-value]
+    training = TrainingThread(lambda: backend, halves, AlgorithmSection(), stream=False)  # type: ignore[arg-type, return-value]
     await training.open()
     training.add(group([trajectory()]))
     await training.finish(version=0)

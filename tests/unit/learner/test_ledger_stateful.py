@@ -12,8 +12,20 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
 from broker.contract import wire
-from learner.credit.grants import DomainRule, Rules
-from learner.credit.ledger import Action, Arrived, Changed, Ended, Forget, Hold, Issue, Ledger, Record, Skip, Take
+from learner.credit.grants import DomainRule, TicketRules
+from learner.credit.ledger import (
+    Action,
+    ForgetTicket,
+    GroupArrival,
+    HoldGroup,
+    IssueTicket,
+    Ledger,
+    Record,
+    RulesUpdate,
+    SkipTickets,
+    TakeGroup,
+    TicketEnd,
+)
 
 REASONS = (
     "late",
@@ -47,7 +59,7 @@ class Fleet(RuleBasedStateMachine):
     )
     def start(self, steps: int, groups: int, weights: list[float], filtering: bool, bound: int) -> None:
         domains = tuple(DomainRule(f"d{i}", weight, 2, 2, 5.0) for i, weight in enumerate(weights))
-        self.rules_ = Rules(steps, groups, self.max_staleness, self.on_late, 3, domains, filtering, "", bound)  # type: ignore[arg-type]
+        self.rules_ = TicketRules(steps, groups, self.max_staleness, self.on_late, 3, domains, filtering, "", bound)  # type: ignore[arg-type]
         self.first_rules = self.rules_
         self.ledger = Ledger(self.rules_)
         self.log: list[Record] = []
@@ -69,24 +81,24 @@ class Fleet(RuleBasedStateMachine):
     def do(self, actions: list[Action]) -> None:
         for action in actions:
             match action:
-                case Issue(ticket):
+                case IssueTicket(ticket):
                     assert ticket.number == len(self.issued) + len(self.skipped) + 1
                     assert ticket.min_version == self.ledger.state.version
                     self.issued.append(ticket)
-                case Skip(first, last):
+                case SkipTickets(first, last):
                     assert first == len(self.issued) + len(self.skipped) + 1 <= last == self.ledger.state.issued
                     self.skipped += range(first, last + 1)
                     self.skips += 1
-                case Hold(number):
+                case HoldGroup(number):
                     assert number not in self.held
                     self.held.add(number)
-                case Take(number):
+                case TakeGroup(number):
                     self.held.remove(number)
                     assert number not in self.ended
                     self.ended[number] = "taken"
                     assert self.oldest[number] >= self.ledger.state.version - self.rules_.max_staleness, "staleness bound"
                     self.now.append(number)
-                case Forget(number, outcome, reason):
+                case ForgetTicket(number, outcome, reason):
                     self.num_by_rules += reason != "" and number not in self.held
                     self.held.discard(number)
                     assert number not in self.ended
@@ -96,7 +108,7 @@ class Fleet(RuleBasedStateMachine):
 
     def put(self, record: Record) -> None:
         self.log.append(record)
-        if isinstance(record, Arrived):
+        if isinstance(record, GroupArrival):
             self.oldest.setdefault(record.ticket, record.oldest_version)
         self.do(self.ledger.apply(record, len(self.log)))
         if self.ledger.full:
@@ -111,10 +123,10 @@ class Fleet(RuleBasedStateMachine):
                 self.now = []
                 self.do(self.ledger.complete_step())
 
-    def group(self, ticket: wire.Ticket, age: int, same: bool) -> Arrived:
+    def group(self, ticket: wire.Ticket, age: int, same: bool) -> GroupArrival:
         """Tokens from the newest version back to ``age`` versions ago, never older than the ticket allows where honest."""
         floor = ticket.min_version if self.honest else 0
-        return Arrived(ticket.number, max(floor, self.ledger.state.version - age), (1.0, 1.0) if same else (0.0, 1.0))
+        return GroupArrival(ticket.number, max(floor, self.ledger.state.version - age), (1.0, 1.0) if same else (0.0, 1.0))
 
     # ---- events
     @precondition(lambda self: not self.ledger.done)
@@ -128,16 +140,16 @@ class Fleet(RuleBasedStateMachine):
     @precondition(lambda self: not self.ledger.done)
     @rule(data=st.data(), reason=st.sampled_from(REASONS))
     def close(self, data: st.DataObject, reason: str) -> None:
-        self.put(Ended(data.draw(st.sampled_from(sorted(self.ledger.waiting_for))), reason))
+        self.put(TicketEnd(data.draw(st.sampled_from(sorted(self.ledger.waiting_for))), reason))
 
-    @precondition(lambda self: any(not isinstance(record, Changed) for record in self.log))
+    @precondition(lambda self: any(not isinstance(record, RulesUpdate) for record in self.log))
     @rule(data=st.data())
     def redeliver(self, data: st.DataObject) -> None:
-        self.put(data.draw(st.sampled_from([record for record in self.log if not isinstance(record, Changed)])))
+        self.put(data.draw(st.sampled_from([record for record in self.log if not isinstance(record, RulesUpdate)])))
 
     @rule(number=st.integers(-2, 3), reason=st.sampled_from(REASONS))
     def stranger(self, number: int, reason: str) -> None:
-        self.put(Ended(0 if number <= 0 else self.ledger.state.issued + number, reason))
+        self.put(TicketEnd(0 if number <= 0 else self.ledger.state.issued + number, reason))
 
     @precondition(lambda self: self.changes and self.num_changes < 3)
     @rule(
@@ -152,7 +164,7 @@ class Fleet(RuleBasedStateMachine):
         before = self.rules_
         self.rules_ = replace(before, steps=before.steps + more_steps, groups_per_step=groups, max_staleness=staleness, domains=domains)
         self.num_changes += 1
-        self.put(Changed(self.rules_, self.num_changes))
+        self.put(RulesUpdate(self.rules_, self.num_changes))
         live = self.ledger.state.live
         taken = {entry.number for entry in self.ledger.state.taken}
         assert {live[number].domain for number in live.keys() - taken} <= weights.keys(), "no ticket waits for a domain that is gone"

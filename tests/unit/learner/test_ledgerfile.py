@@ -17,13 +17,13 @@ from learner import disk_retry
 from learner.checkpoints import checkpoint
 from learner.config import SamplesSection
 from learner.credit import archive, intake, ledger_file, ledger_segments
-from learner.credit.ledger import Issue, Ledger
-from learner.credit.ledger_file import Line, Scribe
-from learner.credit.records import Records
+from learner.credit.ledger import IssueTicket, Ledger
+from learner.credit.ledger_file import LedgerLine, LedgerLineBuilder
+from learner.credit.records import LedgerRecorder
 from rlearner.ops.status import on_disk
 
 
-def short(line: Line) -> tuple[object, ...]:
+def short(line: LedgerLine) -> tuple[object, ...]:
     if line.state == "boundary":
         return (line.state, line.step, line.seq, line.counts["issued"], line.counts["open"])
     return (line.state, line.ticket, line.seq, line.step, line.oldest, line.newest, line.reason)
@@ -33,7 +33,7 @@ async def test_lines_by_hand(tmp_path: Path) -> None:
     world = kit.World(tmp_path / "a", steps=2)
     await world.learn()
     summary, *lines = kit.ledger_lines(tmp_path / "a")
-    assert summary == Line(state="summary", reasons={}, rules=world.rules.plain())
+    assert summary == LedgerLine(state="summary", reasons={}, rules=world.rules.plain())
     assert [short(line) for line in lines] == [
         *[("issued", number, 0, 0, -1, -1, "") for number in (1, 2, 3, 4)],
         ("boundary", 0, 0, 4, 4),
@@ -66,11 +66,11 @@ async def test_a_tally_counts_on_from_the_last_boundary(tmp_path: Path) -> None:
     bare = [msgspec.structs.replace(line, counts={}) for line in lines]
     for number, line in enumerate(lines, start=1):
         if line.state == "boundary":  # what was counted from the lines alone is what the ledger says
-            assert ledger_file.tally(bare[:number])[0] == ledger_file.tally(lines[:number])[0] == line.counts
-    counts, dead = ledger_file.tally(lines[:14])  # behind the first boundary: seven issued, three ended
+            assert ledger_file.final_counts(bare[:number])[0] == ledger_file.final_counts(lines[:number])[0] == line.counts
+    counts, dead = ledger_file.final_counts(lines[:14])  # behind the first boundary: seven issued, three ended
     assert [counts[name] for name in ("issued", "trained", "dropped", "dead", "open", "duplicate")] == [7, 0, 1, 2, 4, 2]
     assert dead == {"malformed": 1, "env_error": 1}
-    assert ledger_file.tally([]) == ({}, {})
+    assert ledger_file.final_counts([]) == ({}, {})
 
 
 async def test_more_steps_later(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ async def test_a_run_older_than_its_ledger_file(tmp_path: Path, caplog: pytest.L
 async def test_a_full_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, segment_bytes: int) -> None:
     monkeypatch.setattr(disk_retry, "FIRST_WAIT_S", 0.001)
     real, attempts = os.pwrite, 0
-    start = ledger_file.encode([Scribe().summary(kit.rules())])
+    start = ledger_file.encode([LedgerLineBuilder().summary(kit.rules())])
 
     def pwrite(file: int, data: bytes, offset: int) -> int:
         nonlocal attempts
@@ -142,19 +142,19 @@ async def test_an_earlier_incarnation_no_longer_archives(tmp_path: Path) -> None
     world = kit.World(tmp_path)
     with pytest.raises(kit.Killed):
         await world.learn(die_at=10)
-    found = checkpoint.newest(tmp_path / "checkpoints")
+    found = checkpoint.newest_checkpoint(tmp_path / "checkpoints")
     assert found is not None
     ledger = Ledger.load(found.ledger)
-    zombie = Records(tmp_path, ledger, SamplesSection(keep=True), Stop())
+    zombie = LedgerRecorder(tmp_path, ledger, SamplesSection(keep=True), Stop())
     await world.learn()
-    before = {path.name: path.read_bytes() for _, path in archive.files(tmp_path / archive.FOLDER)}
+    before = {path.name: path.read_bytes() for _, path in archive.archive_files(tmp_path / archive.FOLDER)}
     entry = world.log[ledger.state.position]
     await zombie.began(ledger.open_credit())
-    await zombie.consumed(entry, read := intake.read(entry, ledger, 100), ledger.apply(read.record, entry.seq))
+    await zombie.consumed(entry, read := intake.read_record(entry, ledger, 100), ledger.apply(read.record, entry.seq))
     await zombie.sync()
     zombie.close()
     assert f"{entry.seq:012d}.frames" in before
-    assert {path.name: path.read_bytes() for _, path in archive.files(tmp_path / archive.FOLDER)} == before
+    assert {path.name: path.read_bytes() for _, path in archive.archive_files(tmp_path / archive.FOLDER)} == before
 
 
 async def test_a_stop_ends_the_wait_for_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,11 +162,11 @@ async def test_a_stop_ends_the_wait_for_space(tmp_path: Path, monkeypatch: pytes
         raise OSError(errno.ENOSPC, "No space left on device")
 
     ledger, stop = Ledger(kit.rules()), Stop()
-    kept = Records(tmp_path, ledger, SamplesSection(), stop)
+    kept = LedgerRecorder(tmp_path, ledger, SamplesSection(), stop)
     monkeypatch.setattr(os, "pwrite", pwrite)
     stop.request("test")
     opened = ledger.open_credit()
-    assert all(isinstance(action, Issue) for action in opened)
+    assert all(isinstance(action, IssueTicket) for action in opened)
     with pytest.raises(UserError, match=r"No space left on device \(\d+ MiB free\); asked to stop$"):
         await kept.began(opened)
     kept.close()

@@ -143,7 +143,7 @@ def test_resume_is_bit_identical(tmp_path, dtype, more):
     written = checkpoint.write(tmp_path / "checkpoints", whole, {"version": 2}, 1)
     expected = move(whole, range(2, 4))
     again = start(str(written), ref_path=path, dtype=dtype, **more)
-    checkpoint.load_state(checkpoint.read(written), again)
+    checkpoint.load_state(checkpoint.read_checkpoint(written), again)
     again.forward_backward(samples(99))  # a step that is given up leaves nothing behind, no draw of the dropout either
     again.discard()
     assert move(again, range(2, 4)) == expected
@@ -222,7 +222,7 @@ def test_refused(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"train.lora.rank: 5 is not allowed; 4, as in .*: adapters cannot change their shape"):
         start(str(folder), ref_path=path, lora={"rank": 5, "alpha": ALPHA})
     with pytest.raises(UserError, match="belongs to another model"):
-        checkpoint.load_state(checkpoint.read(folder), backend(str(folder), ref_path=path))
+        checkpoint.load_state(checkpoint.read_checkpoint(folder), backend(str(folder), ref_path=path))
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
     with pytest.raises(ConfigError, match=r"train.lora: .* null, for the package peft is not installed: pip install 'rlearner\[lora\]'"):
         start(path)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from broker.settings.registry import resolve
 from learner.algorithm.losses import LOSSES
-from learner.algorithm.losses.base import Tokens
+from learner.algorithm.losses.base import LossTokens
 from learner.algorithm.losses.ppo import ppo
 from learner.algorithm.losses.ratios import ratio_metrics, ratio_sums
 from learner.algorithm.losses.reinforce import reinforce
@@ -24,7 +24,7 @@ def tokens(ratios, advantages):
     old = torch.full((len(ratios),), -1.0, dtype=torch.float64)
     new = (old + torch.tensor(ratios, dtype=torch.float64).log()).requires_grad_()
     sequence = torch.zeros(len(ratios), dtype=torch.long)
-    return Tokens(new, old, torch.tensor(advantages, dtype=torch.float64), sequence, 1)
+    return LossTokens(new, old, torch.tensor(advantages, dtype=torch.float64), sequence, 1)
 
 
 def test_ppo_by_hand():
@@ -58,7 +58,7 @@ def test_dual_clip_by_hand():
 
 
 def test_log_ratios_are_clamped_at_20():
-    batch = Tokens(torch.tensor([0.0]), torch.tensor([-90.0]), torch.tensor([-1.0]), torch.tensor([0]), 1)
+    batch = LossTokens(torch.tensor([0.0]), torch.tensor([-90.0]), torch.tensor([-1.0]), torch.tensor([0]), 1)
     losses, _ = ppo(batch, AlgorithmSection())
     assert losses.item() == pytest.approx(math.exp(20), rel=1e-5)
 
@@ -79,7 +79,7 @@ def plain_ppo(new, old, advantage, low, high, dual):
 @given(TOKENS, st.floats(0, 1), st.floats(0, 2), st.one_of(st.none(), st.floats(1.01, 5)))
 def test_ppo_equals_the_formula(rows, low, high, dual):
     new, old, advantages = (torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True))
-    batch = Tokens(new, old, advantages, torch.zeros(len(rows), dtype=torch.long), 1)
+    batch = LossTokens(new, old, advantages, torch.zeros(len(rows), dtype=torch.long), 1)
     losses, stats = ppo(batch, AlgorithmSection(clip_low=low, clip_high=high, dual_clip=dual))
     assert losses.tolist() == pytest.approx([plain_ppo(*row, low, high, dual) for row in rows], rel=1e-9, abs=1e-12)
     assert 0 <= stats["clipped"] <= len(rows)
@@ -92,7 +92,7 @@ def test_every_loss_has_the_gradient_of_its_values(name):
     loss, sequence = resolve("losses", name, LOSSES), torch.arange(30) // 5
 
     def values(logprobs):
-        return loss(Tokens(logprobs, old, advantages, sequence, 6), AlgorithmSection(dual_clip=3.0))[0]
+        return loss(LossTokens(logprobs, old, advantages, sequence, 6), AlgorithmSection(dual_clip=3.0))[0]
 
     assert torch.autograd.gradcheck(values, new.requires_grad_())
 
@@ -102,7 +102,7 @@ def test_every_loss_is_silent_where_the_advantage_is_zero(name):
     generator = torch.Generator().manual_seed(5)
     new, old, advantages = (torch.randn(12, generator=generator) for _ in range(3))
     advantages[4:8] = 0
-    batch = Tokens(new.requires_grad_(), old, advantages, torch.arange(12) // 4, 3)
+    batch = LossTokens(new.requires_grad_(), old, advantages, torch.arange(12) // 4, 3)
     losses, stats = resolve("losses", name, LOSSES)(batch, AlgorithmSection())
     losses.sum().backward()
     assert losses.shape == (12,)

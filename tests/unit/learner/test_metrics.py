@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from broker.contract import wire
-from learner.credit.grants import DomainRule, Rules
-from learner.credit.ledger import Arrived, Ended, Ledger
+from learner.credit.grants import DomainRule, TicketRules
+from learner.credit.ledger import GroupArrival, Ledger, TicketEnd
 from learner.reporting import metrics
-from learner.reporting.metrics import MetricsFile, count_tickets, describe, finite, read_lines
+from learner.reporting.metrics import MetricsFile, count_tickets, finite, read_lines, step_metrics
 
 
 def trajectory(
@@ -62,7 +62,7 @@ def test_a_step_by_hand() -> None:
         env_step_s=0.5,
     )
     math_ = group("math", [trajectory(0, -1.0, [5, 6], [stop]), trajectory(1, -1.0, [5, 8], [cut])], reward_s=1.0)
-    values = describe([lake, math_], version=5)
+    values = step_metrics([lake, math_], version=5)
     expected = {
         "reward/mean": -0.25,
         "reward/max": 1.0,
@@ -94,7 +94,7 @@ def test_a_step_by_hand() -> None:
 def test_an_episode_in_several_trajectories_counts_once() -> None:
     parts = [trajectory(0, 1.0, [0, 2], [(True, "stop")], success=True), trajectory(0, 1.0, [0, 3], [(True, "stop")], success=True)]
     other = trajectory(1, 0.0, [0, 1], [(True, "stop")])
-    values = describe([group("lake", [*parts, other])], version=0)
+    values = step_metrics([group("lake", [*parts, other])], version=0)
     assert values["reward/mean"] == 0.5
     assert values["env/success_rate"] == 0.5
     assert values["env/num_turns"] == 1.5
@@ -102,18 +102,18 @@ def test_an_episode_in_several_trajectories_counts_once() -> None:
 
 
 def test_a_step_without_a_sampled_token() -> None:
-    values = describe([group("lake", [trajectory(0, 0.0, [], [])])], version=3)
+    values = step_metrics([group("lake", [trajectory(0, 0.0, [], [])])], version=3)
     assert (values["staleness/mean"], values["staleness/max"], values["env/valid_action_rate"]) == (0.0, 0.0, 0.0)
 
 
 def test_tickets_and_what_is_on_the_way() -> None:
     lake = DomainRule("lake", 1.0, 2, 2, 1.0)
-    ledger = Ledger(Rules(steps=4, groups_per_step=2, max_staleness=1, on_late="wait", seed=0, domains=(lake,)))
+    ledger = Ledger(TicketRules(steps=4, groups_per_step=2, max_staleness=1, on_late="wait", seed=0, domains=(lake,)))
     ledger.open_credit()
-    ledger.apply(Arrived(1, 0, (0.0, 1.0)), 1)
-    ledger.apply(Ended(2, "late"), 2)
-    ledger.apply(Ended(3, "env_error"), 3)
-    ledger.apply(Ended(3, "env_error"), 4)
+    ledger.apply(GroupArrival(1, 0, (0.0, 1.0)), 1)
+    ledger.apply(TicketEnd(2, "late"), 2)
+    ledger.apply(TicketEnd(3, "env_error"), 3)
+    ledger.apply(TicketEnd(3, "env_error"), 4)
     assert count_tickets(ledger) == {
         "ticket/issued": 6,
         "ticket/trained": 0,

@@ -12,7 +12,7 @@ from broker.contract import wire
 from broker.errors import ConfigError
 from broker.settings.registry import resolve
 from learner.algorithm.advantages import ADVANTAGES, COUNT_EPISODES, WHOLE_BATCH, dr_grpo, gae, gigpo, grpo, reinforce_plus_plus, remax
-from learner.algorithm.advantages.base import Row, discounted, token_rewards, whiten
+from learner.algorithm.advantages.base import BatchRow, discounted, token_rewards, whiten
 from learner.config import AlgorithmSection
 
 some = settings(max_examples=60, deadline=None)
@@ -38,8 +38,8 @@ def trajectory(turns: list[tuple[int, int, float, str]], n: int, *, total: float
     return msgspec.structs.replace(made, **more)
 
 
-def row(rewards: list[float], values: list[float] | None = None, group: int = 0, *, trained: bool = True) -> Row:
-    return Row(group, np.array(rewards), None if values is None else np.array(values), trained)
+def row(rewards: list[float], values: list[float] | None = None, group: int = 0, *, trained: bool = True) -> BatchRow:
+    return BatchRow(group, np.array(rewards), None if values is None else np.array(values), trained)
 
 
 def test_discounting_by_hand() -> None:

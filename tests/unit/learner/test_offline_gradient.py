@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM
 from broker.errors import ConfigError
 from broker.settings.registry import resolve
 from learner.algorithm.losses.distill import candidates, kl
-from learner.algorithm.losses.preference import Pairs
+from learner.algorithm.losses.preference import PairLogprobs
 from learner.backends.distill import DistillBackend
 from learner.config import AlgorithmSection, TrainSection
 from learner.offline import PREFERENCES
-from learner.offline.distillation import taught
+from learner.offline.distillation import with_candidates
 from learner.offline.preference import LIKELIHOOD, answer_logprobs, compare, weighted
 from rlearner_text.config import ModelSection
 
@@ -39,7 +39,7 @@ def test_a_preference_step(paths, name, budget, packing):
     with torch.no_grad():
         ref = torch.stack([plain_logprobs(reference, one)[0].sum() for one in rows]).reshape(-1, 2)
     counts = torch.tensor([[float(one.num_tokens) for one in pair] for pair in pairs])
-    expected = loss(Pairs(*sums.unbind(1), *ref.unbind(1), *counts.unbind(1)), BETA)[0].mean()
+    expected = loss(PairLogprobs(*sums.unbind(1), *ref.unbind(1), *counts.unbind(1)), BETA)[0].mean()
     expected.backward()
     plain = torch.cat([p.grad.flatten() for p in model.parameters()])
 
@@ -96,7 +96,7 @@ def test_a_teacher_elsewhere_teaches_the_same(paths):
     for one in rows:
         with torch.no_grad():
             best = teacher(input_ids=torch.tensor(one.token_ids[None].astype(np.int64))).logits[0, :-1].log_softmax(-1).topk(4, -1)
-        told.append(taught(one, best.indices.numpy(), best.values.numpy()))
+        told.append(with_candidates(one, best.indices.numpy(), best.values.numpy()))
     here, elsewhere = distiller(paths, "reverse", 4), distiller(paths, "reverse", 4, served=True)
     assert elsewhere.divergence(told) == pytest.approx(here.divergence(rows), rel=1e-5)
     here.forward_backward(rows)

@@ -7,26 +7,26 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.credit.orphans import Orphans
+from learner.credit.orphans import OrphanDetector
 
 EMPTY = (1, 0)
 
 
 def test_a_ticket_without_a_group_anywhere_is_lost_after_the_grace_time() -> None:
-    orphans = Orphans(pools=2, grace_s=15.0)
+    orphans = OrphanDetector(pools=2, grace_s=15.0)
     found = [orphans.look(now, [7], EMPTY, log_end=3, position=3) for now in (0.0, 5.0, 10.0, 15.0, 20.0)]
     assert found == [[], [], [], [7], []]
 
 
 def test_what_the_learner_has_not_read_is_not_lost() -> None:
-    orphans = Orphans(pools=0, grace_s=0.0)
+    orphans = OrphanDetector(pools=0, grace_s=0.0)
     assert orphans.look(0.0, [7], EMPTY, log_end=5, position=4) == []
     assert orphans.look(1.0, [7], EMPTY, log_end=9, position=4) == []
     assert orphans.look(2.0, [7], EMPTY, log_end=9, position=5) == [7], "waits for records that came after it had gone"
 
 
 def test_a_group_that_is_being_scored_is_not_lost() -> None:
-    orphans = Orphans(pools=1, grace_s=0.0)
+    orphans = OrphanDetector(pools=1, grace_s=0.0)
     for now in range(9):
         assert orphans.look(float(now), [7], (4, 4 + now), log_end=0, position=0) == []
     assert orphans.look(9.0, [7], (5, 20), log_end=1, position=0) == []
@@ -35,7 +35,7 @@ def test_a_group_that_is_being_scored_is_not_lost() -> None:
 
 
 def test_a_ticket_that_comes_back_to_its_queue_starts_again() -> None:
-    orphans = Orphans(pools=0, grace_s=10.0)
+    orphans = OrphanDetector(pools=0, grace_s=10.0)
     assert orphans.look(0.0, [7], EMPTY, 0, 0) == []
     assert orphans.look(9.0, [], EMPTY, 0, 0) == []
     assert orphans.look(12.0, [7], EMPTY, 0, 0) == []
@@ -51,7 +51,7 @@ def test_no_group_in_flight_is_ever_lost_and_a_lost_one_is_always_found(moves: S
     mine_at = 0  # its place in the log
     if not pools:
         log_end = mine_at = 1
-    orphans = Orphans(pools, grace_s=0.0)
+    orphans = OrphanDetector(pools, grace_s=0.0)
     now = 0.0
     for move in moves:
         if move == "other in":

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.algorithm.packing import Cutter, by_length, cut
+from learner.algorithm.packing import MicroBatchCutter, by_length, cut
 
 LENGTHS = st.lists(st.integers(0, 50), max_size=40)
 
@@ -31,7 +31,7 @@ def test_by_hand():
 
 
 def test_a_micro_batch_comes_out_with_the_first_sample_that_does_not_fit():
-    cutter = Cutter[Row](10)
+    cutter = MicroBatchCutter[Row](10)
     a, b, c = rows([5, 5, 1])
     assert cutter.add(a) is None
     assert cutter.add(b) is None
@@ -42,7 +42,7 @@ def test_a_micro_batch_comes_out_with_the_first_sample_that_does_not_fit():
 
 def test_budget_must_be_positive():
     with pytest.raises(ValueError, match="budget is 0"):
-        Cutter[Row](0)
+        MicroBatchCutter[Row](0)
 
 
 @given(LENGTHS, st.integers(1, 120))
@@ -63,7 +63,7 @@ def test_no_micro_batch_could_have_taken_the_next_sample(lengths, budget):
 @given(LENGTHS, st.integers(0, 40), st.integers(1, 120))
 def test_what_was_cut_does_not_depend_on_what_follows(lengths, seen, budget):
     # A step may be trained while its tail is still being generated.
-    early, late = Cutter[Row](budget), Cutter[Row](budget)
+    early, late = MicroBatchCutter[Row](budget), MicroBatchCutter[Row](budget)
     first = [batch for row in rows(lengths[:seen]) if (batch := early.add(row))]
     whole = [batch for row in rows(lengths) if (batch := late.add(row))]
     assert whole[: len(first)] == first

@@ -27,21 +27,21 @@ def test_what_is_not_defined_is_refused(n: int, c: int, k: int) -> None:
 def test_values_of_four_tries() -> None:
     # Right: 1 of 4, 0 of 4, 4 of 4. avg = (1/4 + 0 + 1) / 3. pass@2 of the first: 1 - C(3,2)/C(4,2) = 1 - 3/6.
     tasks = [[True, False, False, False], [False] * 4, [True] * 4]
-    assert pass_at_k.values(tasks) == pytest.approx({"avg@4": 1.25 / 3, "pass@1": 1.25 / 3, "pass@2": 1.5 / 3, "pass@4": 2 / 3})
+    assert pass_at_k.pass_at_k_metrics(tasks) == pytest.approx({"avg@4": 1.25 / 3, "pass@1": 1.25 / 3, "pass@2": 1.5 / 3, "pass@4": 2 / 3})
 
 
 def test_a_task_that_lost_a_try_does_not_count() -> None:
-    assert pass_at_k.values([[True, False], [False]]) == {"avg@2": 0.5, "pass@1": 0.5, "pass@2": 1.0}
+    assert pass_at_k.pass_at_k_metrics([[True, False], [False]]) == {"avg@2": 0.5, "pass@1": 0.5, "pass@2": 1.0}
 
 
 def test_nothing_is_said_of_single_tries() -> None:
-    assert pass_at_k.values([[True], [False]]) == {}
-    assert pass_at_k.values([]) == {}
+    assert pass_at_k.pass_at_k_metrics([[True], [False]]) == {}
+    assert pass_at_k.pass_at_k_metrics([]) == {}
 
 
 def test_six_tries_show_powers_of_two_and_all() -> None:
-    assert pass_at_k.ks(6) == [1, 2, 4, 6]
-    assert pass_at_k.ks(8) == [1, 2, 4, 8]
+    assert pass_at_k.reported_ks(6) == [1, 2, 4, 6]
+    assert pass_at_k.reported_ks(8) == [1, 2, 4, 8]
 
 
 def test_the_interval_of_single_tries_is_wilsons() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from broker.settings.registry import resolve
 from learner.algorithm.losses import LOSSES
-from learner.algorithm.losses.base import Tokens
+from learner.algorithm.losses.base import LossTokens
 from learner.algorithm.losses.cispo import cispo
 from learner.algorithm.losses.gspo import gspo
 from learner.algorithm.losses.ppo import ppo
@@ -28,7 +28,7 @@ def tokens(ratios, advantages, sequence=None, old=-1.0):
     olds = torch.full((len(ratios),), old, dtype=torch.float64)
     new = (olds + torch.tensor(ratios, dtype=torch.float64).log()).requires_grad_()
     rows = torch.tensor(sequence or [0] * len(ratios))
-    return Tokens(new, olds, torch.tensor(advantages, dtype=torch.float64), rows, int(rows.max()) + 1)
+    return LossTokens(new, olds, torch.tensor(advantages, dtype=torch.float64), rows, int(rows.max()) + 1)
 
 
 def test_gspo_by_hand():
@@ -50,7 +50,7 @@ def test_gspo_in_the_sequence_mean_is_the_sequence_form(rows):
     new, old, advantages, _ = (torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True))
     advantages = advantages[:1].expand(len(rows))
     one, other = new.clone().requires_grad_(), new.clone().requires_grad_()
-    gspo(Tokens(one, old, advantages, torch.zeros(len(rows), dtype=torch.long), 1), CLIP)[0].mean().backward()
+    gspo(LossTokens(one, old, advantages, torch.zeros(len(rows), dtype=torch.long), 1), CLIP)[0].mean().backward()
     s = torch.exp((other - old).mean())
     if min(abs(s.item() - 0.8), abs(s.item() - 1.28)) < 1e-9:
         return  # on the edge either side is a gradient
@@ -115,7 +115,7 @@ def batch_of(rows):
     rows = sorted(rows, key=lambda row: row[3])
     names = {name: i for i, name in enumerate(sorted({row[3] for row in rows}))}
     new, old, advantages = (torch.tensor([row[i] for row in rows], dtype=torch.float64) for i in range(3))
-    return Tokens(new.requires_grad_(), old, advantages, torch.tensor([names[row[3]] for row in rows]), len(names))
+    return LossTokens(new.requires_grad_(), old, advantages, torch.tensor([names[row[3]] for row in rows]), len(names))
 
 
 def gradient(loss, batch):
@@ -133,7 +133,7 @@ def test_a_sequence_alone_has_the_gradient_it_has_among_others(name, rows):
     for number in range(whole.num_sequences):
         mine = whole.sequence == number
         zeros = torch.zeros(int(mine.sum()), dtype=torch.long)
-        alone = Tokens(whole.logprobs[mine].detach().requires_grad_(), whole.old_logprobs[mine], whole.advantages[mine], zeros, 1)
+        alone = LossTokens(whole.logprobs[mine].detach().requires_grad_(), whole.old_logprobs[mine], whole.advantages[mine], zeros, 1)
         torch.testing.assert_close(gradient(loss, alone), together[mine])
 
 

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from broker.settings.registry import resolve
 from learner.algorithm.losses.dpo import dpo
 from learner.algorithm.losses.ipo import ipo
-from learner.algorithm.losses.preference import Pairs
+from learner.algorithm.losses.preference import PairLogprobs
 from learner.offline import PREFERENCES
 
 
 def pairs(chosen, rejected, ref_chosen, ref_rejected, chosen_tokens=1.0, rejected_tokens=1.0):
     columns = (chosen, rejected, ref_chosen, ref_rejected, chosen_tokens, rejected_tokens)
-    return Pairs(*(torch.as_tensor([value], dtype=torch.float64) for value in columns))
+    return PairLogprobs(*(torch.as_tensor([value], dtype=torch.float64) for value in columns))
 
 
 def test_dpo_by_hand():

@@ -13,7 +13,7 @@ from broker.contract import wire
 from broker.settings.registry import resolve
 from broker.settings.runspec import load, validate
 from learner.algorithm.advantages import ADVANTAGES
-from learner.algorithm.assembly import Assembly
+from learner.algorithm.assembly import SampleAssembler
 from learner.backends.torch import TorchBackend
 from learner.config import AlgorithmSection, CriticSection, TrainSection
 
@@ -77,7 +77,7 @@ def test_the_reward_rises(path: str, name: str) -> None:
     critic = algorithm.critic.model_copy(update={"lr": 1e-2}) if algorithm.critic.enabled else CriticSection()
     algorithm = algorithm.model_copy(update={"critic": critic})
     trainer = backend(path, algorithm=algorithm, train=TrainSection(lr=1e-2, device="cpu", steps=STEPS), max_length=5)
-    assembly = Assembly(resolve("advantages", algorithm.adv_estimator, ADVANTAGES), algorithm)
+    assembly = SampleAssembler(resolve("advantages", algorithm.adv_estimator, ADVANTAGES), algorithm)
     num_greedy = int(algorithm.adv_estimator == "remax")
     means = []
     for _ in range(STEPS):

@@ -5,23 +5,23 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.credit.store_budget import ADMIT_BELOW, FIRST_GUESS_BYTES, Room, Usage
-from learner.credit.store_gate import of_one_replica
+from learner.credit.store_budget import ADMIT_BELOW, FIRST_GUESS_BYTES, StoreBudget, StoreUsage
+from learner.credit.store_gate import replica_usage
 
 MIB = 1 << 20
 
 
-def usage(run: int, groups: int, *, others: int = 0, limit: int | None = None, stores: bool = True) -> Usage:
+def usage(run: int, groups: int, *, others: int = 0, limit: int | None = None, stores: bool = True) -> StoreUsage:
     """In MiB."""
-    return Usage((run + others) * MIB, run * MIB, groups, None if limit is None else limit * MIB, stores)
+    return StoreUsage((run + others) * MIB, run * MIB, groups, None if limit is None else limit * MIB, stores)
 
 
-def admitted(room: Room, at_most: int = 10_000) -> int:
+def admitted(room: StoreBudget, at_most: int = 10_000) -> int:
     return next((count for count in range(at_most) if not room.admit()), at_most)
 
 
-def room(limit: int | None = None, press_from: int = 800) -> Room:
-    return Room(None if limit is None else limit * MIB, press_from * MIB)
+def room(limit: int | None = None, press_from: int = 800) -> StoreBudget:
+    return StoreBudget(None if limit is None else limit * MIB, press_from * MIB)
 
 
 def test_tickets_wait_where_their_groups_would_fill_the_store() -> None:
@@ -116,8 +116,8 @@ def test_a_store_that_others_fill_leaves_one_at_a_time() -> None:
     under_way=st.integers(0, 1000),
 )
 def test_what_is_admitted_fits(limit: int, run: int, others: int, groups: int, under_way: int) -> None:
-    one = Room(limit, limit)
-    one.look(Usage(run + others, run, groups, None), under_way)
+    one = StoreBudget(limit, limit)
+    one.look(StoreUsage(run + others, run, groups, None), under_way)
     count = admitted(one, 20_000)
     if count > 1 or (count == 1 and under_way):
         assert run + (under_way + count) * run / groups <= ADMIT_BELOW * max(limit - others, 0) + 1e-6
@@ -126,8 +126,8 @@ def test_what_is_admitted_fits(limit: int, run: int, others: int, groups: int, u
 
 def test_an_account_counts_every_replica_and_a_tier_limits_one() -> None:
     flat = {"storage": 900, "limits": {"max_storage": 3000}}
-    assert of_one_replica(flat, 1) == (900, 3000)
-    assert of_one_replica(flat, 3) == (300, 1000)
+    assert replica_usage(flat, 1) == (900, 3000)
+    assert replica_usage(flat, 3) == (300, 1000)
     tiers = {"storage": 990, "limits": {"max_storage": 0}, "tiers": {"R3": {"storage": 900, "limits": {"max_storage": 1000}}}}
-    assert of_one_replica(tiers, 3) == (300, 1000)
-    assert of_one_replica({"storage": 9, "limits": {"max_storage": -1}}, 1) == (9, None)
+    assert replica_usage(tiers, 3) == (300, 1000)
+    assert replica_usage({"storage": 9, "limits": {"max_storage": -1}}, 1) == (9, None)

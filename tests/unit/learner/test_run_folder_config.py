@@ -11,12 +11,12 @@ from broker.errors import RlearnerError, UserError
 from broker.runtime.process import Stopped
 from broker.settings.runspec import load, validate
 from broker.system.process_identity import this_process
-from learner.gpus import forget, with_ranks
+from learner.gpus import forget_gpus, with_ranks
 from learner.prepare import name_run, write_config
 from learner.run_folder import note_epoch
 from rlearner.cli import main
-from rlearner.ops.going_on import going_on, said_at_the_end
-from rlearner.up.claim import Claim
+from rlearner.ops.going_on import continue_line, continue_line_at_exit
+from rlearner.up.claim import RunClaim
 
 
 def made(folder: Path, *overrides: str) -> Path:
@@ -65,22 +65,22 @@ def test_other_gpus_give_other_ranks(tmp_path: Path) -> None:
     def given(*overrides: str, config: str = str(tmp_path), gpus: str = "0-1") -> Namespace:
         return Namespace(config=config, overrides=list(overrides), gpus=gpus)
 
-    assert with_ranks(forget(settled, given()), "0-1", 2)["train"] == {"steps": 3, "device": "cuda", "ranks": 2}
-    assert forget(settled, given("train.ranks=4", "train.steps=3"))["train"] == {"steps": 3, "ranks": 4}
-    assert forget(settled, given(gpus="auto")) == forget(settled, given(config="run.yaml")) == settled
+    assert with_ranks(forget_gpus(settled, given()), "0-1", 2)["train"] == {"steps": 3, "device": "cuda", "ranks": 2}
+    assert forget_gpus(settled, given("train.ranks=4", "train.steps=3"))["train"] == {"steps": 3, "ranks": 4}
+    assert forget_gpus(settled, given(gpus="auto")) == forget_gpus(settled, given(config="run.yaml")) == settled
 
 
 def test_the_command_that_goes_on(tmp_path: Path) -> None:
     folder, private = tmp_path / "a b", "nats://127.0.0.1:40001"
     config = {"run": {"name": "a b", "dir": str(tmp_path)}, "train": {"steps": 40}}
     folder.mkdir()
-    assert going_on(config) == ""
+    assert continue_line(config) == ""
     note_epoch(folder, 1, "")
-    with Claim(folder, "a b") as claim:
+    with RunClaim(folder, "a b") as claim:
         claim.note(private)
-    assert going_on(config) == going_on(config, private) == f"go on with this run: rlearner up '{folder}'\n"
+    assert continue_line(config) == continue_line(config, private) == f"go on with this run: rlearner up '{folder}'\n"
     by_hand = f"go on with this run: rlearner start '{folder}' --broker host:4222\n"
-    assert going_on(config, "nats://me:secret@host:4222") == by_hand
+    assert continue_line(config, "nats://me:secret@host:4222") == by_hand
 
 
 def test_it_is_said_at_every_end_but_that_of_a_start_that_was_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,7 +89,7 @@ def test_it_is_said_at_every_end_but_that_of_a_start_that_was_refused(tmp_path: 
     note_epoch(tmp_path / "a", 1, "")
 
     def said(error: Exception | None, holder: str) -> str:
-        with suppress(RlearnerError), said_at_the_end(config, broker):
+        with suppress(RlearnerError), continue_line_at_exit(config, broker):
             note_epoch(tmp_path / "a", 2, holder)
             if error is not None:
                 raise error

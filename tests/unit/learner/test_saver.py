@@ -20,12 +20,12 @@ from broker.runtime.process import Stop
 from learner import disk_retry
 from learner.backends.base import Snapshot
 from learner.checkpoints import checkpoint
-from learner.checkpoints.saver import Saver
+from learner.checkpoints.saver import CheckpointSaver
 from learner.config import CheckpointSection
-from learner.credit.grants import DomainRule, Rules
+from learner.credit.grants import DomainRule, TicketRules
 from learner.credit.ledger import Ledger
 
-RULES = Rules(steps=12, groups_per_step=1, max_staleness=1, on_late="wait", seed=0, domains=(DomainRule("lake", 1.0, 2, 2, 1.0),))
+RULES = TicketRules(steps=12, groups_per_step=1, max_staleness=1, on_late="wait", seed=0, domains=(DomainRule("lake", 1.0, 2, 2, 1.0),))
 
 
 class World:
@@ -41,7 +41,7 @@ class World:
         self.pressed = False
         self.backend, self.epoch = self, 1
         around: Any = self
-        self.saver = Saver(
+        self.saver = CheckpointSaver(
             folder,
             CheckpointSection(**section),
             around,
@@ -81,7 +81,7 @@ class World:
         self.kept.append([number for number in range(1, 100) if keep(number)])
 
     def steps(self) -> list[int]:
-        return [checkpoint.read(path).step for path in checkpoint.found(self.folder)]
+        return [checkpoint.read_checkpoint(path).step for path in checkpoint.list_checkpoints(self.folder)]
 
     async def train_to(self, last: int) -> None:
         while self.step < last:

@@ -13,15 +13,15 @@ from broker.errors import UserError
 from learner.checkpoints import checkpoint
 from learner.credit import ledger_segments, recovery
 from learner.credit.ledger import Ledger
-from learner.credit.ledger_file import Line, encode
+from learner.credit.ledger_file import LedgerLine, encode
 
-SUMMARY = encode([Line(state="summary", reasons={}, rules=kit.rules().plain())])
+SUMMARY = encode([LedgerLine(state="summary", reasons={}, rules=kit.rules().plain())])
 # One boundary to a file, a few to a file, all in one.
 SIZES = pytest.mark.parametrize("segment_bytes", [1, 2000, ledger_segments.MAX_BYTES])
 
 
 def resumed(world: kit.World) -> Ledger:
-    found = checkpoint.newest(world.folder / "checkpoints")
+    found = checkpoint.newest_checkpoint(world.folder / "checkpoints")
     assert found is not None
     return Ledger.load(found.ledger)
 
@@ -33,7 +33,7 @@ async def test_files_by_hand(tmp_path: Path) -> None:
     assert list(kit.ledger_files(tmp_path)) == [f"step-00000{step}.jsonl" for step in (0, 1, 2, 3, 4)]
     summaries = [line for line in lines if line.state == "summary"]
     boundaries = [line for line in lines if line.state == "boundary"]
-    assert summaries[0] == Line(state="summary", reasons={}, rules=world.rules.plain())
+    assert summaries[0] == LedgerLine(state="summary", reasons={}, rules=world.rules.plain())
     assert [(line.step, line.seq, line.counts) for line in summaries[1:]] == [(line.step, line.seq, line.counts) for line in boundaries[1:]]
     assert [line.rules for line in summaries[1:]] == [world.rules.plain()] * 4
     assert [line.reasons for line in summaries[1:]] == [{"malformed": 1, "env_error": 1}] * 4
@@ -94,12 +94,12 @@ async def test_an_earlier_incarnation_writes_into_the_void(tmp_path: Path, segme
     world = kit.World(tmp_path, segment_bytes=segment_bytes)
     with pytest.raises(kit.Killed):
         await world.learn(die_at=10)
-    zombie, _ = ledger_segments.resume(tmp_path / ledger_segments.FOLDER, resumed(world))
+    zombie, _ = ledger_segments.resume_file(tmp_path / ledger_segments.FOLDER, resumed(world))
     await world.learn()
     before = kit.ledger_files(tmp_path)
     zombie.append(b"garbage\n")
     for step in (3, 9):  # a file that the new incarnation has, and one that it has not
-        zombie.leave(step, Line(state="summary", step=step))
+        zombie.leave(step, LedgerLine(state="summary", step=step))
         zombie.append(b"garbage\n")
     zombie.close()
     assert kit.ledger_files(tmp_path) == before
@@ -111,10 +111,10 @@ async def test_a_start_reads_only_the_newest_file(tmp_path: Path) -> None:
     world = kit.World(tmp_path / "run", segment_bytes=1)
     with pytest.raises(kit.Killed):
         await world.learn(die_at=11)
-    first, second, *_ = (path for _, path in ledger_segments.found(tmp_path / "run" / ledger_segments.FOLDER))
+    first, second, *_ = (path for _, path in ledger_segments.segment_files(tmp_path / "run" / ledger_segments.FOLDER))
     first.write_bytes(b"gibberish")
     second.write_bytes(b"")
-    known = recovery.known(tmp_path / "run", resumed(world))
+    known = recovery.known_progress(tmp_path / "run", resumed(world))
     assert (known.issued, known.consumed) == (11, 10)
     await world.learn()
     expected = kit.ledger_files(tmp_path / "whole")
@@ -128,13 +128,13 @@ async def test_an_older_checkpoint_deletes_later_files(tmp_path: Path) -> None:
     world = kit.World(tmp_path, segment_bytes=1)
     await world.learn()
     expected = kit.ledger_files(tmp_path)
-    found = checkpoint.read(tmp_path / "checkpoints" / "step-000002")
-    file, lines = ledger_segments.resume(tmp_path / ledger_segments.FOLDER, Ledger.load(found.ledger), 1)
+    found = checkpoint.read_checkpoint(tmp_path / "checkpoints" / "step-000002")
+    file, lines = ledger_segments.resume_file(tmp_path / ledger_segments.FOLDER, Ledger.load(found.ledger), 1)
     assert file.first == 2
     assert [line.state for line in lines] == ["summary"]
     file.close()
     assert list(kit.ledger_files(tmp_path)) == ["step-000000.jsonl", "step-000001.jsonl", "step-000002.jsonl"]
-    known = recovery.known(tmp_path, Ledger(world.rules))
+    known = recovery.known_progress(tmp_path, Ledger(world.rules))
     assert (known.issued, known.consumed) == (lines[0].counts["issued"], lines[0].seq) == (11, 9)
     remains = kit.ledger_files(tmp_path)
     assert {name: expected[name] for name in list(remains)[:2]} == {name: remains[name] for name in list(remains)[:2]}
@@ -150,12 +150,12 @@ def put(folder: Path, **files: bytes) -> Path:
 def test_a_line_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     bad = SUMMARY + b'{"state":"issued","ticket":1}\n{"state":"eaten","ticket":2}\n{"state":"issued","ticket":3}\n{"sta'
     folder = put(tmp_path / "a", step_000000=bad)
-    lines = ledger_segments.Lines(folder)
+    lines = ledger_segments.LedgerLines(folder)
     assert [line.ticket for line in lines] == [0, 1]
     assert lines.problem.startswith("step-000000.jsonl:3: Invalid enum value 'eaten'")
-    assert ledger_segments.newest(folder) == (list(lines), lines.problem)
-    assert list(ledger_segments.Lines(tmp_path / "none")) == []
-    assert ledger_segments.newest(tmp_path / "none") == ([], "")
+    assert ledger_segments.read_newest(folder) == (list(lines), lines.problem)
+    assert list(ledger_segments.LedgerLines(tmp_path / "none")) == []
+    assert ledger_segments.read_newest(tmp_path / "none") == ([], "")
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_a_line_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_files_that_do_not_fit_together(tmp_path: Path, first: bytes, second: bytes, problem: str) -> None:
-    lines = ledger_segments.Lines(put(tmp_path / "a", step_000000=first, step_000003=second))
+    lines = ledger_segments.LedgerLines(put(tmp_path / "a", step_000000=first, step_000003=second))
     list(lines)
     assert lines.problem.startswith(problem)
     assert bool(lines.problem) == bool(problem)
@@ -178,7 +178,7 @@ def test_files_that_do_not_fit_together(tmp_path: Path, first: bytes, second: by
 
 def test_deeply_nested_lines_are_refused(tmp_path: Path) -> None:
     deep = b'{"state":"summary","held":[' * 5000 + b"]}" * 5000 + b"\n"
-    lines = ledger_segments.Lines(put(tmp_path / "a", step_000000=deep))
+    lines = ledger_segments.LedgerLines(put(tmp_path / "a", step_000000=deep))
     assert list(lines) == []
     assert lines.problem == "step-000000.jsonl:1: nested too deeply"
 
@@ -186,11 +186,11 @@ def test_deeply_nested_lines_are_refused(tmp_path: Path) -> None:
 def test_a_run_of_an_earlier_version_is_refused(tmp_path: Path) -> None:
     (tmp_path / "ledger.jsonl").write_bytes(b'{"state":"issued","ticket":1}\n')
     with pytest.raises(UserError, match=r"ledger\.jsonl: written by an earlier version of rlearner; read or resume the run with that"):
-        recovery.known(tmp_path, Ledger(kit.rules()))
+        recovery.known_progress(tmp_path, Ledger(kit.rules()))
 
 
 def test_leaving_a_file_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, _ = ledger_segments.resume(tmp_path / ledger_segments.FOLDER, Ledger(kit.rules()))
+    file, _ = ledger_segments.resume_file(tmp_path / ledger_segments.FOLDER, Ledger(kit.rules()))
     real = os.pwrite
 
     def pwrite(descriptor: int, data: bytes, offset: int) -> int:
@@ -198,11 +198,11 @@ def test_leaving_a_file_can_be_repeated(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(os, "pwrite", pwrite)
     with pytest.raises(OSError, match="No space left"):
-        file.leave(2, Line(state="summary", step=2))
+        file.leave(2, LedgerLine(state="summary", step=2))
     monkeypatch.setattr(os, "pwrite", real)
     assert list(kit.ledger_files(tmp_path)) == os.listdir(tmp_path / ledger_segments.FOLDER) == ["step-000000.jsonl"]
     file.append(b'{"state":"issued","ticket":1}\n')  # still the first file
-    file.leave(2, Line(state="summary", step=2))
+    file.leave(2, LedgerLine(state="summary", step=2))
     file.append(b'{"state":"issued","ticket":2}\n')
     file.close()
     assert [(line.state, line.step, line.ticket) for line in kit.ledger_lines(tmp_path)] == [

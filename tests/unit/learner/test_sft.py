@@ -15,7 +15,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from broker.errors import ConfigError, DataError, UserError
-from learner.offline.data import Example, micro_batches, read_conversations, shuffled_batches
+from learner.offline.data import TokenizedExample, micro_batches, read_conversations, shuffled_batches
 from learner.offline.sft import _IGNORED, _Trainer, lr_scale, pad, run_sft
 from rlearner_text.config import TinyModel
 from rlearner_text.masks import encode_supervised
@@ -70,11 +70,11 @@ def test_same_seed_same_weights(model: str, data: str, tmp_path: Path) -> None:
     assert weights[0] == weights[1] != weights[2]
 
 
-def _examples(model: str) -> list[Example]:
+def _examples(model: str) -> list[TokenizedExample]:
     tokenizer = Tokenizer.load(model)
     chats = [[("aaaa", "U")], [("b", "D"), ("cc", "LL"), ("d" * 9, "R")], [("a", "UDLR"), ("b", "D")]]
     messages = [[{"role": r, "content": c} for turn in chat for r, c in zip(("user", "assistant"), turn, strict=True)] for chat in chats]
-    return [Example(*encode_supervised(tokenizer, m)) for m in messages]
+    return [TokenizedExample(*encode_supervised(tokenizer, m)) for m in messages]
 
 
 def test_the_loss_is_the_mean_over_the_batch_however_it_is_cut(model: str) -> None:
@@ -98,13 +98,13 @@ def test_the_loss_is_the_mean_over_the_batch_however_it_is_cut(model: str) -> No
 
 
 def test_pad_by_hand() -> None:
-    ids, labels = pad([Example([5, 6, 7], [0, 1, 1]), Example([8], [0])], 9)
+    ids, labels = pad([TokenizedExample([5, 6, 7], [0, 1, 1]), TokenizedExample([8], [0])], 9)
     assert ids.tolist() == [[5, 6, 7], [8, 9, 9]]
     assert labels.tolist() == [[_IGNORED, 6, 7], [_IGNORED] * 3]
 
 
 def test_micro_batches_respect_the_budget_and_lose_nothing() -> None:
-    examples = [Example([0] * n, [1] * n) for n in (3, 10, 4, 4, 12, 1)]
+    examples = [TokenizedExample([0] * n, [1] * n) for n in (3, 10, 4, 4, 12, 1)]
     parts = micro_batches(examples, 12)
     assert [[len(e.token_ids) for e in part] for part in parts] == [[12], [10], [4, 4, 3], [1]]
     assert [[len(e.token_ids) for e in part] for part in micro_batches(examples, 5)] == [[12], [10], [4], [4], [3], [1]]

@@ -12,9 +12,9 @@ import yaml
 from bench import made_up
 from broker.contract import wire
 from learner.config import TrackersSection
-from learner.reporting.showcase import Showcase
-from learner.reporting.trackers import Trackers
-from learner.reporting.transcripts import Transcript, Transcripts
+from learner.reporting.showcase import EpisodeShowcase
+from learner.reporting.trackers import TrackerGroup
+from learner.reporting.transcripts import Transcript, TranscriptFactory
 from rlearner_text.config import TinyModel
 from rlearner_text.tiny import build_tiny
 from rlearner_text.tokenizer import Tokenizer
@@ -42,10 +42,10 @@ class Kept:
 made: list[Kept] = []
 
 
-def showcase(folder: Path, **settings: Any) -> tuple[Showcase, Kept]:
+def showcase(folder: Path, **settings: Any) -> tuple[EpisodeShowcase, Kept]:
     section = TrackersSection(use=[f"{__name__}:Kept"], **settings)
-    trackers = Trackers(section, folder, "demo", {})
-    return Showcase(trackers, section, Transcripts({}, folder), folder), made[-1]
+    trackers = TrackerGroup(section, folder, "demo", {})
+    return EpisodeShowcase(trackers, section, TranscriptFactory({}, folder), folder), made[-1]
 
 
 def group(number: int) -> wire.Group:
@@ -60,13 +60,13 @@ def test_a_transcript_is_the_whole_prompt_and_what_followed(tmp_path: Path) -> N
     tokenizer = Tokenizer.load(model)
     prompt, text = tokenizer.encode("S F F H\nwhat now?"), tokenizer.encode("right")
     one = made_up.trajectory(0, [*prompt, *text], [-1.0] * len(text), version=0, reward=1.0)
-    assert Transcripts({}, tmp_path).of(one) == Transcript("S F F H\nwhat now?", "right", 1.0, success=True)
+    assert TranscriptFactory({}, tmp_path).of(one) == Transcript("S F F H\nwhat now?", "right", 1.0, success=True)
 
 
 def test_without_a_tokenizer_tokens_are_numbers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     one = group(1).trajectories[0]
     ids = [str(number) for number in one.token_ids.array().tolist()]
-    transcripts = Transcripts({}, tmp_path)
+    transcripts = TranscriptFactory({}, tmp_path)
     assert [transcripts.of(one).prompt, transcripts.of(one).text] == [" ".join(ids[:5]), " ".join(ids[5:])]
     assert caplog.text.count("tokens are shown by their numbers") == 1
 

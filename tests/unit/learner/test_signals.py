@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from learner.reporting.training_signals import OVER_AFTER, RULES, Signals, warnings
+from learner.reporting.training_signals import OVER_AFTER, RULES, TrainingWarnings, active_warnings
 
 GOOD = {
     "reward/min": 0.0, "reward/max": 1.0, "env/success_rate": 0.5, "frac_reward_zero_std": 0.2, "response_length/clip_ratio": 0.1,
@@ -39,7 +39,7 @@ def test_there_is_a_case_for_each_rule() -> None:
 @pytest.mark.parametrize("name", BAD)
 def test_it_is_said_once_when_it_begins_and_taken_back_when_it_is_over(name: str) -> None:
     bad, after = BAD[name]
-    signals = Signals()
+    signals = TrainingWarnings()
     told = [signals.take(GOOD) for _ in range(3)] + [signals.take(bad) for _ in range(after + 4)]
     begun = [index for index, (texts, _) in enumerate(told) if any(text.startswith(RULES[name].says[:20].split("{")[0]) for text in texts)]
     assert begun == [3 + after - 1]
@@ -52,38 +52,38 @@ def test_it_is_said_once_when_it_begins_and_taken_back_when_it_is_over(name: str
 
 
 def test_a_good_run_has_none() -> None:
-    assert warnings([GOOD] * 50) == []
+    assert active_warnings([GOOD] * 50) == []
 
 
 def test_what_is_not_measured_is_not_warned_of() -> None:
-    assert warnings([{"step": 1, "reward/mean": 0.0}] * 50) == []
+    assert active_warnings([{"step": 1, "reward/mean": 0.0}] * 50) == []
     without = {name: value for name, value in GOOD.items() if name not in ("actor/kl_loss", "actor/entropy", "actor/grad_norm")}
-    assert warnings([without] * 50) == []
+    assert active_warnings([without] * 50) == []
 
 
 def test_a_solved_task_is_not_stuck_at_its_lowest_reward() -> None:
     solved = line(reward_min=1.0, reward_max=1.0, env_success_rate=1.0, frac_reward_zero_std=1.0, actor_grad_norm=0.0)
-    assert [text[:21] for text in warnings([solved] * 50)] == ["in the last 5 steps a"]
+    assert [text[:21] for text in active_warnings([solved] * 50)] == ["in the last 5 steps a"]
 
 
 def test_an_action_of_a_few_tokens_may_be_cut() -> None:
     cut = line(response_length_clip_ratio=1.0) | {"response_length/mean": 12.0}
-    assert warnings([cut | {"env/num_turns": 4.0}]) == []
-    assert len(warnings([cut | {"env/num_turns": 1.0}])) == 1
+    assert active_warnings([cut | {"env/num_turns": 4.0}]) == []
+    assert len(active_warnings([cut | {"env/num_turns": 1.0}])) == 1
 
 
 def test_a_reward_that_was_lower_before_is_not_the_lowest() -> None:
     flat = line(reward_min=-0.5, reward_max=-0.5, env_success_rate=0.0)
-    assert warnings([line(reward_min=-1.0), *[flat] * 50]) == []
-    assert warnings([GOOD, *[flat] * 50])[0].startswith("every reward of the last 10 steps was the lowest so far, -0.5: ")
+    assert active_warnings([line(reward_min=-1.0), *[flat] * 50]) == []
+    assert active_warnings([GOOD, *[flat] * 50])[0].startswith("every reward of the last 10 steps was the lowest so far, -0.5: ")
 
 
 def test_no_gradient_is_explained_by_equal_rewards() -> None:
-    signals = Signals()
+    signals = TrainingWarnings()
     for _ in range(20):
         signals.take(LOWEST)
     assert set(signals.active) == {"reward", "equal_rewards"}
 
 
 def test_the_numbers_are_those_of_the_line() -> None:
-    assert warnings([line(response_length_clip_ratio=0.75)])[0].startswith("75% of the responses were cut for their length: ")
+    assert active_warnings([line(response_length_clip_ratio=0.75)])[0].startswith("75% of the responses were cut for their length: ")

@@ -14,9 +14,9 @@ from bench.scale.virtual import MemoryBus, run
 from broker.contract import wire
 from broker.contract.streams import SAMPLES, TICKETS, Stream
 from broker.errors import LostState
-from learner.credit.grants import DomainRule, Rules
-from learner.credit.ledger import Ended, Issue, Ledger
-from learner.credit.tickets import Issuer, Reaper
+from learner.credit.grants import DomainRule, TicketRules
+from learner.credit.ledger import IssueTicket, Ledger, TicketEnd
+from learner.credit.tickets import TicketIssuer, TicketReaper
 
 RTT_S = 0.05
 
@@ -37,13 +37,13 @@ class SlowBus(MemoryBus):
 
 
 def tickets(groups: int) -> tuple[Ledger, list[wire.Ticket]]:
-    ledger = Ledger(Rules(9, groups, 0, "wait", 0, (DomainRule("lake", 1.0, 2, 2, 9.0),)))
-    return ledger, [action.ticket for action in ledger.open_credit() if isinstance(action, Issue)]
+    ledger = Ledger(TicketRules(9, groups, 0, "wait", 0, (DomainRule("lake", 1.0, 2, 2, 9.0),)))
+    return ledger, [action.ticket for action in ledger.open_credit() if isinstance(action, IssueTicket)]
 
 
 async def _published(bus: SlowBus, issued: list[wire.Ticket]) -> float:
     """Seconds until all of them are in the stream."""
-    issuer: Any = Issuer(bus, TICKETS)  # type: ignore[arg-type]
+    issuer: Any = TicketIssuer(bus, TICKETS)  # type: ignore[arg-type]
     for ticket in issued:
         issuer.put(ticket)
     serving = asyncio.create_task(issuer.serve())
@@ -96,10 +96,10 @@ def test_a_ticket_that_ends_while_another_is_being_closed() -> None:
         await _published(bus, issued)
         assert bus.take(TICKETS, "lake") is not None
         assert bus.take(TICKETS, "lake") is not None
-        reaper = Reaper(bus, ledger, Roster(), timeout_s=3.0)  # type: ignore[arg-type]
+        reaper = TicketReaper(bus, ledger, Roster(), timeout_s=3.0)  # type: ignore[arg-type]
         reaping = asyncio.create_task(reaper.serve())
         await until(lambda: _holds(bus, SAMPLES, 1))
-        ledger.apply(Ended(2, "env_error"), 5)
+        ledger.apply(TicketEnd(2, "env_error"), 5)
         await asyncio.sleep(1.5)
         assert not reaping.done()
         reaping.cancel()

@@ -12,7 +12,7 @@ from torch_backend_kit import backend, gradient, plain_logprobs, sample, samples
 
 from broker.errors import UserError
 from learner.algorithm.corrections import CORRECTIONS
-from learner.algorithm.kl import Coefficient
+from learner.algorithm.kl import KlCoefficient
 from learner.algorithm.losses import LOSSES
 from learner.algorithm.packing import minibatches
 from learner.backends.critic import Critic, value_losses
@@ -213,12 +213,12 @@ def test_the_schedule_counts_steps_not_updates(path):
 
 def test_the_adaptive_coefficient_by_hand():
     # kl twice the target: error cut to 0.2, 50 of 100 sequences: times 1.1. At 0.9 of it: times 1 - 0.1 * 0.5.
-    coefficient = Coefficient(0.1, target=0.01, horizon=100.0)
+    coefficient = KlCoefficient(0.1, target=0.01, horizon=100.0)
     coefficient.update(0.02, 50)
     assert coefficient.value == pytest.approx(0.11)
     coefficient.update(0.009, 50)
     assert coefficient.value == pytest.approx(0.1045)
-    fixed = Coefficient(0.1)
+    fixed = KlCoefficient(0.1)
     fixed.update(5.0, 50)
     assert fixed.value == 0.1
 

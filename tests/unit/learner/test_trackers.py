@@ -14,7 +14,7 @@ from PIL import Image
 
 from broker.errors import ConfigError
 from learner.config import TrackersSection
-from learner.reporting.trackers import TRACKERS, Trackers
+from learner.reporting.trackers import TRACKERS, TrackerGroup
 
 
 def _shown(kind: str, content: Any, **more: Any) -> tuple[Any, ...]:
@@ -51,7 +51,7 @@ class Recorder:
 def test_tensorboard_is_always_there(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    trackers = Trackers(TrackersSection(use=[]), tmp_path, "demo", {})
+    trackers = TrackerGroup(TrackersSection(use=[]), tmp_path, "demo", {})
     trackers.log(1, {"reward/mean": 0.25, "staleness/max": 1.0})
     trackers.log(2, {"reward/mean": 0.75})
     trackers.close()
@@ -66,7 +66,7 @@ def test_tensorboard_shows_settings_texts_and_pictures(tmp_path: Path) -> None:
     from tensorboard.plugins.hparams.metadata import SESSION_START_INFO_TAG, parse_session_start_info_plugin_data
 
     config = {"train": {"lr": 0.001, "steps": 3, "stream": True}, "model": {"path": None}, "domains": {"lake": {"rewards": ["a", "b"]}}}
-    trackers = Trackers(TrackersSection(use=[]), tmp_path, "demo", config)
+    trackers = TrackerGroup(TrackersSection(use=[]), tmp_path, "demo", config)
     trackers.texts(2, {"samples/lake": "**x** ü"})
     picture = io.BytesIO()
     Image.new("RGB", (30, 20)).save(picture, format="GIF")
@@ -98,7 +98,7 @@ def test_extras_hand_on_what_they_get(name: str, tmp_path: Path, monkeypatch: py
     monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delitem(sys.modules, f"learner.reporting.trackers.{name}", raising=False)
     section = TrackersSection(use=[name], project="lakes", args={name: {"mode": "offline"}})
-    trackers = Trackers(section, tmp_path, "demo", {"train": {"steps": 3}})
+    trackers = TrackerGroup(section, tmp_path, "demo", {"train": {"steps": 3}})
     trackers.log(4, {"reward/mean": 0.5})
     trackers.texts(3, {"samples/lake": "a < b"})
     trackers.picture(3, "episodes/lake", b"GIF89a")
@@ -130,7 +130,7 @@ class Broken:
 
 
 def test_a_broken_tracker_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    trackers = Trackers(TrackersSection(use=[f"{__name__}:Broken"]), tmp_path, "demo", {})
+    trackers = TrackerGroup(TrackersSection(use=[f"{__name__}:Broken"]), tmp_path, "demo", {})
     for step in (1, 2, 3):
         trackers.log(step, {"a": 1.0})
     trackers.close()
@@ -140,7 +140,7 @@ def test_a_broken_tracker_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureF
 
 def test_what_comes_after_the_end_is_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A picture that is still drawn in a thread as the learner leaves."""
-    trackers = Trackers(TrackersSection(use=[]), tmp_path, "demo", {})
+    trackers = TrackerGroup(TrackersSection(use=[]), tmp_path, "demo", {})
     trackers.close()
     trackers.picture(4, "episodes/lake", b"GIF89a")
     trackers.log(5, {"a": 1.0})
@@ -149,4 +149,4 @@ def test_what_comes_after_the_end_is_dropped(tmp_path: Path, caplog: pytest.LogC
 
 def test_an_unknown_or_missing_one_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="known: swanlab, tensorboard, wandb"):
-        Trackers(TrackersSection(use=["mlflow"]), tmp_path, "demo", {})
+        TrackerGroup(TrackersSection(use=["mlflow"]), tmp_path, "demo", {})

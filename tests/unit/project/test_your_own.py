@@ -14,17 +14,17 @@ import pytest
 from envhub_kit import Scripted, write_tokenizer
 
 from broker.contract import checks, wire
-from broker.settings.config import Reward
+from broker.settings.config import RewardConfig
 from broker.settings.runspec import load, validate
 from envhub.config import num_eval_tasks
 from envhub.domain import Domain, load_domains
-from envhub.episodes.runners import Limits, Players
-from envhub.task import Played, Task
-from envhub.workers.calls import Calls
+from envhub.episodes.runners import EpisodeLimits, EpisodeRunners
+from envhub.task import EpisodeResult, EpisodeTask
+from envhub.workers.calls import EnvironmentCalls
 from rewardhub import protocol
 from rewardhub.rewards.base import Scored
-from rewardhub.routing import Ask, Forward, Scoring, sample_of
-from rewardhub.worker import Worker
+from rewardhub.routing import ForwardAction, GroupScoring, ScoreAction, sample_of
+from rewardhub.worker import RewardWorker
 from rlearner.cli import main, make_parser
 from rlearner_text.tokenizer import Tokenizer
 
@@ -42,14 +42,14 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-async def crew(tmp_path: Path) -> AsyncIterator[Players]:
+async def crew(tmp_path: Path) -> AsyncIterator[EpisodeRunners]:
     tokenizer = Tokenizer.load(write_tokenizer(tmp_path / "tokenizer"))
-    made = Players(tokenizer, Scripted(tokenizer, lambda _: ""), Calls(60.0), Limits(120.0, 60.0))
+    made = EpisodeRunners(tokenizer, Scripted(tokenizer, lambda _: ""), EnvironmentCalls(60.0), EpisodeLimits(120.0, 60.0))
     yield made
     await made.close()
 
 
-async def play(crew: Players, domain: Domain, says: Mapping[int, str] | random.Random, index: int = 0) -> Played:
+async def play(crew: EpisodeRunners, domain: Domain, says: Mapping[int, str] | random.Random, index: int = 0) -> EpisodeResult:
     """One episode; the policy says these at their turns, or digits by chance."""
     digits = says if isinstance(says, random.Random) else None
 
@@ -59,31 +59,31 @@ async def play(crew: Players, domain: Domain, says: Mapping[int, str] | random.R
 
     assert isinstance(crew.turns, Scripted)
     crew.turns.script = script
-    return await crew.play(Task("c", domain, task_index=index, split="train", seed=7, episode=0, record=False), lambda _: None)
+    return await crew.play(EpisodeTask("c", domain, task_index=index, split="train", seed=7, episode=0, record=False), lambda _: None)
 
 
-async def scored(domain: Domain, played: Played) -> wire.Trajectory:
+async def scored(domain: Domain, played: EpisodeResult) -> wire.Trajectory:
     """See below; a worker has a loop of its own, and so a thread."""
     return await asyncio.to_thread(score, domain, played)
 
 
-def score(domain: Domain, played: Played) -> wire.Trajectory:
+def score(domain: Domain, played: EpisodeResult) -> wire.Trajectory:
     """The trajectory as it reaches the learner."""
-    rewards: list[Reward] = domain.section.rewards
+    rewards: list[RewardConfig] = domain.section.rewards
     group = wire.Group(
         ticket=1, domain=domain.name, task_index=0, min_version=0, hub="h", deliveries=1, pools=["default"],
         trajectories=played.trajectories, prompt=played.prompt, reference=played.reference,
     )  # fmt: skip
-    scoring = Scoring(group, rewards, 0)
+    scoring = GroupScoring(group, rewards, 0)
     todo = scoring.start()
-    with closing(Worker()) as worker:
-        while isinstance(ask := todo.pop(), Ask):
+    with closing(RewardWorker()) as worker:
+        while isinstance(ask := todo.pop(), ScoreAction):
             reward = rewards[ask.reward]
-            reply = worker.answer(protocol.Score(reward.name, reward.args, sample_of(group, group.trajectories[ask.trajectory])))
-            assert isinstance(reply, protocol.Done), reply
+            reply = worker.answer(protocol.ScoreRequest(reward.name, reward.args, sample_of(group, group.trajectories[ask.trajectory])))
+            assert isinstance(reply, protocol.ScoreReply), reply
             assert reply.value is not None
             todo += scoring.scored(ask, Scored(reply.value, reply.notes))
-    assert isinstance(ask, Forward)
+    assert isinstance(ask, ForwardAction)
     return ask.group.trajectories[-1]
 
 
@@ -111,7 +111,7 @@ def test_paths_are_relative_to_the_working_folder_or_to_the_file(
     assert main(["check", "../guess.yaml"]) == 0
 
 
-async def test_the_game_is_played_in_a_process_and_scored(crew: Players) -> None:
+async def test_the_game_is_played_in_a_process_and_scored(crew: EpisodeRunners) -> None:
     domain = load_domains(validate(load("guess.yaml")))["guess"]
     secret = random.Random("train 0").randint(0, 9)
     other = (secret + 1) % 10
@@ -131,7 +131,7 @@ async def test_the_game_is_played_in_a_process_and_scored(crew: Players) -> None
     assert wrong.reward == pytest.approx(0.5 * -0.4)
 
 
-async def test_a_policy_by_chance_meets_both_ends(crew: Players) -> None:
+async def test_a_policy_by_chance_meets_both_ends(crew: EpisodeRunners) -> None:
     domain = load_domains(validate(load("guess.yaml", ["domains.guess.isolation=none"])))["guess"]
     chance = random.Random(0)
     ends = [(await play(crew, domain, chance, index)).trajectory for index in range(12)]
@@ -142,7 +142,7 @@ async def test_a_policy_by_chance_meets_both_ends(crew: Players) -> None:
         assert one.success or len(one.turns) == 4
 
 
-async def test_a_question_is_a_success_where_the_first_reward_is_one(crew: Players) -> None:
+async def test_a_question_is_a_success_where_the_first_reward_is_one(crew: EpisodeRunners) -> None:
     config: dict[str, Any] = validate(load("sums.yaml"))
     assert num_eval_tasks(config) == 1
     domain = load_domains(config)["sums"]

@@ -10,7 +10,7 @@ import time
 import pytest
 from waits import runs, until
 
-from rewardhub.bounded import Bounded, TooCostly
+from rewardhub.bounded import BoundedFunction, TooCostly
 
 
 def work(data: bytes) -> bytes:
@@ -36,17 +36,17 @@ def work(data: bytes) -> bytes:
 
 
 @pytest.fixture
-def bounded() -> Bounded:
-    return Bounded(work, cpu_s=0.2, memory_mib=200)
+def bounded() -> BoundedFunction:
+    return BoundedFunction(work, cpu_s=0.2, memory_mib=200)
 
 
-def test_answers_come_from_one_process(bounded: Bounded) -> None:
+def test_answers_come_from_one_process(bounded: BoundedFunction) -> None:
     assert [bounded(text) for text in (b"a", b"", b"x" * 200_000)] == [b"aa", b"", b"x" * 400_000]
     assert int(bounded(b"pid")) == int(bounded(b"pid")) != os.getpid()
 
 
 @pytest.mark.parametrize("call", [b"loops", b"in C", b"recurses", b"memory", b"segfault"])
-def test_a_costly_call_is_told_apart_and_replaced(bounded: Bounded, call: bytes) -> None:
+def test_a_costly_call_is_told_apart_and_replaced(bounded: BoundedFunction, call: bytes) -> None:
     pid = int(bounded(b"pid"))
     with pytest.raises(TooCostly):
         bounded(call)
@@ -54,7 +54,7 @@ def test_a_costly_call_is_told_apart_and_replaced(bounded: Bounded, call: bytes)
     assert bounded(b"ab") == b"abab"
 
 
-def test_a_fault_of_the_function_or_the_machine_is_not_the_calls(bounded: Bounded) -> None:
+def test_a_fault_of_the_function_or_the_machine_is_not_the_calls(bounded: BoundedFunction) -> None:
     with pytest.raises(RuntimeError, match="KeyError: 'no such thing'"):
         bounded(b"raises")
     with pytest.raises(RuntimeError, match="died by SIGKILL"):
@@ -62,7 +62,7 @@ def test_a_fault_of_the_function_or_the_machine_is_not_the_calls(bounded: Bounde
     assert bounded(b"ab") == b"abab"
 
 
-def test_each_call_has_its_own_time(bounded: Bounded) -> None:
+def test_each_call_has_its_own_time(bounded: BoundedFunction) -> None:
     pid = bounded(b"pid")
     ended = time.process_time() + 0.3
     while time.process_time() < ended:
@@ -70,15 +70,15 @@ def test_each_call_has_its_own_time(bounded: Bounded) -> None:
     assert bounded(b"pid") == pid
 
 
-async def test_the_process_ends_with_its_owner(bounded: Bounded) -> None:
-    pid = int(Bounded(work, cpu_s=1.0, memory_mib=200)(b"pid"))
+async def test_the_process_ends_with_its_owner(bounded: BoundedFunction) -> None:
+    pid = int(BoundedFunction(work, cpu_s=1.0, memory_mib=200)(b"pid"))
     gc.collect()
     await until(lambda: not runs(pid))
 
 
 def test_it_does_not_inherit_open_files() -> None:
     ours, theirs = os.pipe()
-    bounded = Bounded(lambda data: str(os.path.exists(f"/proc/self/fd/{theirs}")).encode(), cpu_s=1.0, memory_mib=200)
+    bounded = BoundedFunction(lambda data: str(os.path.exists(f"/proc/self/fd/{theirs}")).encode(), cpu_s=1.0, memory_mib=200)
     try:
         assert bounded(b"") == b"False"
     finally:

@@ -10,7 +10,7 @@ import pytest
 
 from bench import canonical
 from bench.cheats import FORMS, cheats, score, solutions
-from rewardhub.rewards.code import Code, CodeArgs
+from rewardhub.rewards.code import CodeArgs, CodeReward
 
 TRIED = {
     "asserts": (
@@ -29,27 +29,27 @@ TRIED = {
 
 
 @pytest.fixture(scope="module")
-def code() -> Code:
-    return Code(CodeArgs(memory_mib=256, cpu_s=2, timeout_s=60))
+def code() -> CodeReward:
+    return CodeReward(CodeArgs(memory_mib=256, cpu_s=2, timeout_s=60))
 
 
 @pytest.mark.sandbox
 @pytest.mark.parametrize("form", FORMS)
-def test_a_cheat_scores_nothing(code: Code, form: str) -> None:
+def test_a_cheat_scores_nothing(code: CodeReward, form: str) -> None:
     known = cheats(form)
     assert {name: score(code, *known[name]) for name in TRIED[form]} == dict.fromkeys(TRIED[form], 0.0)
 
 
 @pytest.mark.sandbox
 @pytest.mark.parametrize("form", FORMS)
-def test_a_solution_scores_one(code: Code, form: str) -> None:
+def test_a_solution_scores_one(code: CodeReward, form: str) -> None:
     chosen = solutions(form)[FORMS.index(form) : len(canonical.PROBLEMS) : 3]
     assert [score(code, *one) for one in chosen] == [1.0] * len(chosen)
 
 
 @pytest.mark.sandbox
 @pytest.mark.parametrize("number", range(len(canonical.MORE)))
-def test_what_json_cannot_say_passes_between_a_program_and_its_tests(code: Code, number: int) -> None:
+def test_what_json_cannot_say_passes_between_a_program_and_its_tests(code: CodeReward, number: int) -> None:
     assert score(code, *canonical.MORE[number]) == 1.0
 
 
@@ -58,7 +58,7 @@ def test_there_are_enough_of_them() -> None:
 
 
 def test_without_bubblewrap_tests_run_apart_too() -> None:
-    code = Code(CodeArgs(sandbox="none"))
+    code = CodeReward(CodeArgs(sandbox="none"))
     known = cheats("asserts")
     for name in ("equal_to_everything", "builtins_replaced", "excepthook", "ends_well", "constants_of_callers"):
         assert score(code, *known[name]) == 0.0
@@ -83,7 +83,7 @@ def test_without_bubblewrap_tests_run_apart_too() -> None:
     ],
 )  # fmt: skip
 def test_what_a_test_can_do(program: str, tests: list[str], passed: float) -> None:
-    assert score(Code(CodeArgs(sandbox="none", timeout_s=60, cpu_s=30)), program, json.dumps(tests)) == passed
+    assert score(CodeReward(CodeArgs(sandbox="none", timeout_s=60, cpu_s=30)), program, json.dumps(tests)) == passed
 
 
 CHANNEL = (
@@ -105,5 +105,5 @@ CHANNEL = (
     ],
 )
 def test_a_program_that_disturbs_its_tests_scores_nothing_and_fails_nobody(program: str) -> None:
-    hub = Code(CodeArgs(memory_mib=128, cpu_s=1, timeout_s=2))
+    hub = CodeReward(CodeArgs(memory_mib=128, cpu_s=1, timeout_s=2))
     assert score(hub, program, json.dumps(["assert f(1) == 40503", "assert f(2) == 40504"])) == 0.0

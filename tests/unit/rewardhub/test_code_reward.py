@@ -10,9 +10,9 @@ import pytest
 
 from broker.errors import ConfigError
 from rewardhub.rewards import function
-from rewardhub.rewards.base import InvalidValue, Sample, Scored
-from rewardhub.rewards.code import Code, CodeArgs, last_block, same_output
-from rewardhub.rewards.code_tests import BadTests, Calls, Pairs, Statements, parse
+from rewardhub.rewards.base import InvalidScoreError, Sample, Scored
+from rewardhub.rewards.code import CodeArgs, CodeReward, last_block, same_output
+from rewardhub.rewards.code_tests import FunctionCallTests, InvalidTestsError, StatementTests, StdioTests, parse
 from rlearner_sandbox import SandboxFailed
 
 SWAP = "class Solution:\n    def add(self, a, b): return (a, b)"
@@ -69,8 +69,8 @@ def sample(program: str | None, reference: str) -> Sample:
 
 
 @pytest.fixture(scope="module")
-def code() -> Code:
-    return Code(CodeArgs(memory_mib=128, cpu_s=1, timeout_s=10))
+def code() -> CodeReward:
+    return CodeReward(CodeArgs(memory_mib=128, cpu_s=1, timeout_s=10))
 
 
 def flags(scored: Scored) -> set[str]:
@@ -110,7 +110,7 @@ def flags(scored: Scored) -> set[str]:
         ("import os\ndef add(a, b): os.abort()", ASSERTS, 0.0, {"compiled", "crashed"}),
     ],
 )  # fmt: skip
-def test_outcomes(code: Code, program: str | None, reference: str, passed: float, expected: set[str]) -> None:
+def test_outcomes(code: CodeReward, program: str | None, reference: str, passed: float, expected: set[str]) -> None:
     scored = code.score(sample(program, reference))
     assert scored.value == passed
     assert flags(scored) == expected
@@ -118,7 +118,7 @@ def test_outcomes(code: Code, program: str | None, reference: str, passed: float
 
 @pytest.mark.sandbox
 def test_a_program_that_takes_too_long_keeps_what_it_had_passed() -> None:
-    code = Code(CodeArgs(timeout_s=0.7))
+    code = CodeReward(CodeArgs(timeout_s=0.7))
     for reference in (
         json.dumps(["assert add(1, 2) == 3", "import time; time.sleep(60)"]),
         '{"inputs": ["1", "60"], "outputs": ["2", "1"]}',
@@ -132,7 +132,7 @@ def test_a_program_that_takes_too_long_keeps_what_it_had_passed() -> None:
 
 @pytest.mark.sandbox
 def test_a_program_that_hides_its_outputs_is_ended_in_time_too() -> None:
-    scored = Code(CodeArgs(timeout_s=0.7)).score(sample("import os, time\nos.close(1); os.close(2); time.sleep(600)", DOUBLE))
+    scored = CodeReward(CodeArgs(timeout_s=0.7)).score(sample("import os, time\nos.close(1); os.close(2); time.sleep(600)", DOUBLE))
     assert scored.value == 0.0
     assert flags(scored) == {"compiled", "timeout"}
 
@@ -141,7 +141,7 @@ def test_a_program_that_hides_its_outputs_is_ended_in_time_too() -> None:
 def test_packages_can_be_imported_by_programs_and_tests(tmp_path: Path) -> None:
     (tmp_path / "ours.py").write_text("def twice(x): return 2 * x\n")
     tmp_path.chmod(0o755)
-    code = Code(CodeArgs(packages=(str(tmp_path),)))
+    code = CodeReward(CodeArgs(packages=(str(tmp_path),)))
     program = "import ours\ndef add(a, b): return ours.twice(a + b)"
     assert code.score(sample(program, json.dumps(["import ours\nassert add(1, 2) == ours.twice(3)"]))).value == 1.0
     assert code.score(sample("import ours\nprint(ours.twice(int(input())))", '{"inputs": ["2"], "outputs": ["4"]}')).value == 1.0
@@ -149,26 +149,26 @@ def test_packages_can_be_imported_by_programs_and_tests(tmp_path: Path) -> None:
 
 @pytest.mark.sandbox
 def test_all_or_nothing() -> None:
-    code = Code(CodeArgs(all_or_nothing=True))
+    code = CodeReward(CodeArgs(all_or_nothing=True))
     assert code.score(sample(ADD, ASSERTS)).value == 0.0
     assert code.score(sample(ECHO, DOUBLE)).value == 1.0
 
 
 @pytest.mark.sandbox
-def test_bad_tests_are_the_datas_fault_and_named(code: Code) -> None:
-    with pytest.raises(InvalidValue, match=r"domain 'mbpp', task 7, its tests: test 1 is not valid Python: .*'assertt f"):
+def test_bad_tests_are_the_datas_fault_and_named(code: CodeReward) -> None:
+    with pytest.raises(InvalidScoreError, match=r"domain 'mbpp', task 7, its tests: test 1 is not valid Python: .*'assertt f"):
         code.score(sample(ADD, '["assertt f(1)"]'))
 
 
 @pytest.mark.sandbox
-def test_a_sandbox_that_fails_is_no_zero(code: Code, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sandbox_that_fails_is_no_zero(code: CodeReward, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code._sandbox, "_bwrap", "/bin/false")
     with pytest.raises(SandboxFailed):
         code.score(sample(ADD, ASSERTS))
 
 
 def test_none_runs_with_limits_alone_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    code = Code(CodeArgs(sandbox="none", memory_mib=128))
+    code = CodeReward(CodeArgs(sandbox="none", memory_mib=128))
     assert "UNSAFE" in caplog.text
     assert code.score(sample(ADD, ASSERTS)).value == 2 / 3
     assert flags(code.score(sample("x = bytearray(1 << 30)", ASSERTS))) == {"compiled", "memory"}
@@ -195,14 +195,14 @@ def test_none_runs_with_limits_alone_and_says_so(caplog: pytest.LogCaptureFixtur
     ],
 )
 def test_malformed_tests(reference: str, problem: str) -> None:
-    with pytest.raises(BadTests, match=problem):
+    with pytest.raises(InvalidTestsError, match=problem):
         parse(reference)
 
 
 def test_forms() -> None:
-    assert parse('["assert f(1)"]') == Statements("", ("assert f(1)",))
-    assert parse('[{"input": "1", "output": "2"}]') == parse('{"inputs": ["1"], "outputs": ["2"]}') == Pairs(("1",), ("2",))
-    assert parse('{"fn_name": "f", "inputs": [[1]], "outputs": [2]}') == Calls("f", ("[1]",), (2,))
+    assert parse('["assert f(1)"]') == StatementTests("", ("assert f(1)",))
+    assert parse('[{"input": "1", "output": "2"}]') == parse('{"inputs": ["1"], "outputs": ["2"]}') == StdioTests(("1",), ("2",))
+    assert parse('{"fn_name": "f", "inputs": [[1]], "outputs": [2]}') == FunctionCallTests("f", ("[1]",), (2,))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from envhub.config import check as check_envs
 from envhub.domain import load_domain, load_domains
 from rewardhub import protocol
 from rewardhub.config import check as check_rewards
-from rewardhub.worker import Worker
+from rewardhub.worker import RewardWorker
 
 HERE = str(Path(incomplete_classes.__file__))
 
@@ -63,8 +63,8 @@ def test_a_reward(name: str, says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_rewards({"domains": {"d": {"env": "qa", "rewards": [{"name": f"{HERE}:{name}"}]}}, "rewardhub": {}})
     assert str(caught.value) == f"domains.d.rewards.0.name: '{HERE}:{name}' is not allowed; {says}"
-    loaded = Worker().answer(protocol.Load(f"{HERE}:{name}", {}))
-    assert isinstance(loaded, protocol.Failed)
+    loaded = RewardWorker().answer(protocol.LoadRewardRequest(f"{HERE}:{name}", {}))
+    assert isinstance(loaded, protocol.ScoreFailureReply)
     assert says in loaded.detail
 
 

@@ -12,11 +12,11 @@ import pytest
 from aiohttp import web
 
 from broker.errors import UserError
-from broker.settings.config import Reward
-from rewardhub.hosts import Hosts
+from broker.settings.config import RewardConfig
+from rewardhub.hosts import RewardProcesses
 from rewardhub.rewards.base import NoScore, Sample, Scored
-from rewardhub.rewards.judge import Judge, JudgeArgs
-from rewardhub.workers import ScoreFailed
+from rewardhub.rewards.judge import JudgeArgs, JudgeReward
+from rewardhub.workers import ScoreError
 
 KEY = "sk-a-secret-of-this-test"
 Answer = tuple[int, Any] | Callable[[dict[str, Any]], Any]
@@ -75,13 +75,13 @@ async def serve(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[[Endp
         await runner.cleanup()
 
 
-async def judge(url: str, **args: Any) -> Judge:
-    made = Judge(JudgeArgs(base_url=url, api_key_env="JUDGE_KEY", backoff_s=0.01, **args))
+async def judge(url: str, **args: Any) -> JudgeReward:
+    made = JudgeReward(JudgeArgs(base_url=url, api_key_env="JUDGE_KEY", backoff_s=0.01, **args))
     await made.start()
     return made
 
 
-async def close(made: Judge) -> None:
+async def close(made: JudgeReward) -> None:
     await made._endpoint.close()
 
 
@@ -180,7 +180,7 @@ async def test_its_process_takes_many_at_once_within_the_limit_and_is_replaced_w
     endpoint = Endpoint(said("Score: 5"))
     endpoint.delay_s = 0.2
     args = {"base_url": await serve(endpoint), "api_key_env": "JUDGE_KEY", "max_concurrency": 4}
-    reward, hosts = Reward(name="judge", args=args), Hosts()
+    reward, hosts = RewardConfig(name="judge", args=args), RewardProcesses()
     await hosts.start({"domains.essays.rewards.0": reward})
     try:
         scores = await asyncio.gather(*(hosts.score(reward, sample(str(n))) for n in range(12)))
@@ -192,13 +192,13 @@ async def test_its_process_takes_many_at_once_within_the_limit_and_is_replaced_w
         late = asyncio.create_task(hosts.score(reward, sample("late")))
         await asyncio.sleep(0.05)
         os.kill(process.child.pid, signal.SIGKILL)
-        with pytest.raises(ScoreFailed, match="judge: its process died by SIGKILL") as caught:
+        with pytest.raises(ScoreError, match="judge: its process died by SIGKILL") as caught:
             await late
         assert caught.value.retry
         assert (await hosts.score(reward, sample("late"))).value == 0.5
         assert hosts.num_killed == 1
         endpoint.answers = [(404, {"error": {"message": "no such model"}})]
-        with pytest.raises(ScoreFailed, match=r"^judge: domain 'essays', task 3: http.*404: no such model$") as caught:
+        with pytest.raises(ScoreError, match=r"^judge: domain 'essays', task 3: http.*404: no such model$") as caught:
             await hosts.score(reward, sample("refused"))
         assert not caught.value.retry
     finally:
@@ -207,14 +207,14 @@ async def test_its_process_takes_many_at_once_within_the_limit_and_is_replaced_w
 
 async def test_a_process_that_says_nothing_any_more_is_killed(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rewardhub.hosts.GRACE_S", 0.1)
-    reward = Reward(name="judge", args={"base_url": await serve(Endpoint(said("Score: 5"))), "timeout_s": 0.5})
-    hosts = Hosts()
+    reward = RewardConfig(name="judge", args={"base_url": await serve(Endpoint(said("Score: 5"))), "timeout_s": 0.5})
+    hosts = RewardProcesses()
     await hosts.start({"domains.essays.rewards.0": reward})
     try:
         (process,) = (one for kind in hosts._kinds.values() for one in kind.processes)
         assert process is not None
         os.kill(process.child.pid, signal.SIGSTOP)
-        with pytest.raises(ScoreFailed, match=r"^judge: no score within 0\.6 s$") as caught:
+        with pytest.raises(ScoreError, match=r"^judge: no score within 0\.6 s$") as caught:
             await hosts.score(reward, sample())
         assert caught.value.retry
         assert process.gone == "was killed: it answered nothing for 0.6 s"
@@ -224,7 +224,7 @@ async def test_a_process_that_says_nothing_any_more_is_killed(serve: Any, monkey
 
 async def test_an_endpoint_that_does_not_take_the_key_ends_the_hub_with_one_line(serve: Any) -> None:
     args = {"base_url": await serve(Endpoint(said("x"), status=403)), "api_key_env": "JUDGE_KEY"}
-    hosts = Hosts()
+    hosts = RewardProcesses()
     with pytest.raises(UserError, match=r"^domains\.essays\.rewards\.1: judge: http://.*403.*; its key is taken from JUDGE_KEY$"):
-        await hosts.start({"domains.essays.rewards.1": Reward(name="judge", args=args)})
+        await hosts.start({"domains.essays.rewards.1": RewardConfig(name="judge", args=args)})
     await hosts.close()

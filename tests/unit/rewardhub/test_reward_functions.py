@@ -12,11 +12,11 @@ import pytest
 
 from broker.errors import ConfigError
 from broker.settings import runspec
-from broker.settings.config import Reward
+from broker.settings.config import RewardConfig
 from rewardhub import config, protocol
 from rewardhub.rewards import REWARDS, base, function
-from rewardhub.rewards.base import InvalidValue, check_scored, check_value
-from rewardhub.worker import Worker
+from rewardhub.rewards.base import InvalidScoreError, check_scored, check_value
+from rewardhub.worker import RewardWorker
 
 HERE = str(Path(__file__).parents[2] / "kit" / "reward_functions.py")
 
@@ -28,25 +28,25 @@ def sample(response: str = "four", prompt: str = "our") -> base.Sample:
     )  # fmt: skip
 
 
-def answer(name: str, **args: Any) -> protocol.Done | protocol.Failed:
-    asked = protocol.Score(f"{HERE}:{name}", args, sample())
+def answer(name: str, **args: Any) -> protocol.ScoreReply | protocol.ScoreFailureReply:
+    asked = protocol.ScoreRequest(f"{HERE}:{name}", args, sample())
     # Through the bytes, as between processes.
-    with closing(Worker()) as worker:
-        reply = worker.answer(protocol.request(protocol.encoded(asked)))
-    return protocol.answer(protocol.encoded(reply))
+    with closing(RewardWorker()) as worker:
+        reply = worker.answer(protocol.decode_request(protocol.encode_message(asked)))
+    return protocol.decode_reply(protocol.encode_message(reply))
 
 
 def test_functions_answer_numbers_or_parts() -> None:
-    assert answer("length") == protocol.Done(4.0)
-    assert answer("scaled", factor=2.5, offset=-1) == protocol.Done(9.0)
-    assert answer("parts") == protocol.Done({"brevity": -4.0, "grounded": 1.0})
+    assert answer("length") == protocol.ScoreReply(4.0)
+    assert answer("scaled", factor=2.5, offset=-1) == protocol.ScoreReply(9.0)
+    assert answer("parts") == protocol.ScoreReply({"brevity": -4.0, "grounded": 1.0})
 
 
 def test_coroutines_share_one_loop() -> None:
-    asked = protocol.Score(f"{HERE}:parts", {}, sample("our", "our"))
-    with closing(Worker()) as worker:
+    asked = protocol.ScoreRequest(f"{HERE}:parts", {}, sample("our", "our"))
+    with closing(RewardWorker()) as worker:
         answers = [worker.answer(asked) for _ in range(3)]
-    assert answers == [protocol.Done({"brevity": -3.0, "grounded": 1.0})] * 3
+    assert answers == [protocol.ScoreReply({"brevity": -3.0, "grounded": 1.0})] * 3
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_coroutines_share_one_loop() -> None:
 )
 def test_what_is_no_number_is_said_plainly(name: str, detail: str, retry: bool) -> None:
     found = answer(name)
-    assert isinstance(found, protocol.Failed)
+    assert isinstance(found, protocol.ScoreFailureReply)
     assert (found.detail, found.retry) == (f"{HERE}:{name}: {detail}", retry)
     assert ("Traceback" in found.trace) == retry  # for the hub's log
 
@@ -73,7 +73,7 @@ def test_values() -> None:
     assert check_value(np.array(2.0)) == 2.0
     assert check_value({"a": 1, "b": np.int64(-2)}) == {"a": 1.0, "b": -2.0}
     for bad in ({}, {"": 1.0}, {1: 1.0}, [1.0], np.array([1.0, 2.0]), 1j, "1", b"1", 10**400):
-        with pytest.raises(InvalidValue):
+        with pytest.raises(InvalidScoreError):
             check_value(bad)
 
 
@@ -181,12 +181,18 @@ def test_soft_overlong_punishment(tokens: int, value: float) -> None:
 
 
 def test_notes_go_with_a_value_and_are_numbers_too() -> None:
-    assert answer("noted") == protocol.Done(2.0, notes={"tokens": 7.0})
+    assert answer("noted") == protocol.ScoreReply(2.0, notes={"tokens": 7.0})
     assert check_scored(base.Scored({"a": 1, "b": 2}, {"c": np.float32(0.5)})) == base.Scored({"a": 1.0, "b": 2.0}, {"c": 0.5})
-    with pytest.raises(InvalidValue, match="note 'x' must be finite, got nan"):
+    with pytest.raises(InvalidScoreError, match="note 'x' must be finite, got nan"):
         check_scored(base.Scored(1.0, {"x": float("nan")}))
 
 
 def test_labels_are_short_and_no_two_alike() -> None:
     names = ["math_answer", "a/b.py:brevity", "math_answer", "other:brevity", "math_answer"]
-    assert config.labels([Reward(name=n) for n in names]) == ["math_answer", "brevity", "math_answer_2", "brevity_2", "math_answer_3"]
+    assert config.reward_labels([RewardConfig(name=n) for n in names]) == [
+        "math_answer",
+        "brevity",
+        "math_answer_2",
+        "brevity_2",
+        "math_answer_3",
+    ]

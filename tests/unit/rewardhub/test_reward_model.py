@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification
 
 from broker.errors import ConfigError
-from broker.settings.config import Reward
-from rewardhub.hosts import Hosts
+from broker.settings.config import RewardConfig
+from rewardhub.hosts import RewardProcesses
 from rewardhub.rewards.base import NoScore, Sample
 from rewardhub.rewards.reward_model import RewardModel, RewardModelArgs
 from rlearner_text.config import TinyModel
@@ -118,11 +118,11 @@ async def test_an_output_that_is_not_finite_is_no_score(words: Path) -> None:
 
 
 async def test_a_process_on_each_gpu() -> None:
-    hosts = Hosts([4, 5])
-    kind = hosts._kind(Reward(name="reward_model", args={"path": "x", "batch_size": 3}))
+    hosts = RewardProcesses([4, 5])
+    kind = hosts._kind(RewardConfig(name="reward_model", args={"path": "x", "batch_size": 3}))
     assert [env["CUDA_VISIBLE_DEVICES"] for env in kind.envs] == ["4", "5"]
     assert (kind.room._value, len(kind.processes), kind.timeout_s) == (2 * 2 * 3, 2, 125.0)
-    judge = hosts._kind(Reward(name="judge", args={"base_url": "http://x/v1"}))
+    judge = hosts._kind(RewardConfig(name="judge", args={"base_url": "http://x/v1"}))
     assert (judge.envs, judge.room._value) == ([{}], 16)  # a judge needs none
 
 

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from broker.contract import codec, wire
 from broker.contract.streams import EPISODES, EVALS, MAX_DELIVERIES, SAMPLES
-from broker.settings.config import DomainSection, Reward
+from broker.settings.config import DomainSection, RewardConfig
 from rewardhub.rewards.base import Scored, Value
-from rewardhub.routing import Ask, Close, Forward, Scoring, refusal, sample_of
+from rewardhub.routing import CloseAction, ForwardAction, GroupScoring, ScoreAction, find_refusal, sample_of
 
 REWARDS = [
-    Reward(name="math_answer", weight=2.0),
-    Reward(name="my.py:style", weight=0.5, pool="slow"),
-    Reward(name="my.py:length", weight=-1.0),
+    RewardConfig(name="math_answer", weight=2.0),
+    RewardConfig(name="my.py:style", weight=0.5, pool="slow"),
+    RewardConfig(name="my.py:length", weight=-1.0),
 ]
 
 
@@ -46,27 +46,28 @@ def group(pools: list[str], *trajectories: wire.Trajectory, eval_step: int = -1)
     )  # fmt: skip
 
 
-def finish(scoring: Scoring, values: Mapping[tuple[int, int], Value | Scored]) -> Forward:
+def finish(scoring: GroupScoring, values: Mapping[tuple[int, int], Value | Scored]) -> ForwardAction:
     asks = scoring.start()
     for ask in asks:
-        assert isinstance(ask, Ask)
+        assert isinstance(ask, ScoreAction)
         actions = scoring.scored(ask, values[ask.trajectory, ask.reward])
     (forward,) = actions
-    assert isinstance(forward, Forward)
+    assert isinstance(forward, ForwardAction)
     assert scoring.ended
     return forward
 
 
 def test_of_samples_that_share_an_episode_the_last_is_scored_for_all() -> None:
     there = group(["default"], trajectory(0, 0.5), trajectory(0, 0.5), trajectory(1, 0.0))
-    forward = finish(Scoring(there, REWARDS[:1], 2), {(1, 0): 1.0, (2, 0): 0.0})
+    forward = finish(GroupScoring(there, REWARDS[:1], 2), {(1, 0): 1.0, (2, 0): 0.0})
     assert [one.reward for one in forward.group.trajectories] == [2.5, 2.5, 0.0]
     assert [one.success for one in forward.group.trajectories] == [True, True, False]
 
 
 def test_rewards_of_this_pool_are_added_by_weight_and_the_group_goes_to_the_next() -> None:
     forward = finish(
-        Scoring(group(["default", "slow"], trajectory(0), trajectory(1)), REWARDS, 2), {(0, 0): 1.0, (0, 2): 3.0, (1, 0): 0.0, (1, 2): 5.0}
+        GroupScoring(group(["default", "slow"], trajectory(0), trajectory(1)), REWARDS, 2),
+        {(0, 0): 1.0, (0, 2): 3.0, (1, 0): 0.0, (1, 2): 5.0},
     )
     assert (forward.stream, forward.key) == (EPISODES, "slow")
     assert forward.group.pools == ["slow"]
@@ -74,7 +75,7 @@ def test_rewards_of_this_pool_are_added_by_weight_and_the_group_goes_to_the_next
     assert (first.reward, first.reward_parts, first.success) == (2.0 - 3.0, {"math_answer": 1.0, "length": 3.0}, True)
     assert (second.reward, second.reward_parts, second.success) == (-5.0, {"math_answer": 0.0, "length": 5.0}, False)
     # The next pool adds to it and leaves success alone, which the first reward decided.
-    last = finish(Scoring(forward.group, REWARDS, 2), {(0, 1): {"short": 1.0, "calm": 2.0}, (1, 1): 4.0})
+    last = finish(GroupScoring(forward.group, REWARDS, 2), {(0, 1): {"short": 1.0, "calm": 2.0}, (1, 1): 4.0})
     assert (last.stream, last.key, last.group.pools) == (SAMPLES, "", [])
     first, second = last.group.trajectories
     assert (first.reward, first.success) == (0.5, True)
@@ -87,14 +88,14 @@ def test_notes_are_shown_and_count_nothing() -> None:
         (0, 0): Scored(0.5, {"compiled": 1.0}),
         (0, 2): Scored({"a": 1.0, "b": 2.0}, {"c": 9.0}),
     }
-    first = finish(Scoring(group(["default"], trajectory(0)), REWARDS, 2), values).group.trajectories[0]
+    first = finish(GroupScoring(group(["default"], trajectory(0)), REWARDS, 2), values).group.trajectories[0]
     assert (first.reward, first.success) == (2.0 * 0.5 - 3.0, False)
     assert first.reward_parts == {"math_answer": 0.5, "math_answer/compiled": 1.0, "length/a": 1.0, "length/b": 2.0, "length/c": 9.0}
 
 
 def test_everything_else_about_the_group_stays() -> None:
     before = group(["default"])
-    after = finish(Scoring(before, REWARDS[:1], 0), {(0, 0): 1.0, (1, 0): 1.0}).group
+    after = finish(GroupScoring(before, REWARDS[:1], 0), {(0, 0): 1.0, (1, 0): 1.0}).group
     restored = msgspec.structs.replace(after, pools=before.pools, trajectories=before.trajectories)
     assert restored == before
     for old, new in zip(before.trajectories, after.trajectories, strict=True):
@@ -104,35 +105,37 @@ def test_everything_else_about_the_group_stays() -> None:
 
 def test_an_environment_with_a_reward_of_its_own_decides_success() -> None:
     mine = trajectory(0, reward=1.0, parts={"env": 1.0}, success=False)
-    scored = finish(Scoring(group(["default"], mine), REWARDS[:1], 0), {(0, 0): 1.0}).group.trajectories[0]
+    scored = finish(GroupScoring(group(["default"], mine), REWARDS[:1], 0), {(0, 0): 1.0}).group.trajectories[0]
     assert (scored.reward, scored.success, scored.reward_parts) == (3.0, False, {"env": 1.0, "math_answer": 1.0})
 
 
 def test_an_evaluation_ends_in_its_own_log() -> None:
-    assert finish(Scoring(group(["default"], eval_step=0), REWARDS[:1], 0), {(0, 0): 1, (1, 0): 0}).stream is EVALS
+    assert finish(GroupScoring(group(["default"], eval_step=0), REWARDS[:1], 0), {(0, 0): 1, (1, 0): 0}).stream is EVALS
 
 
 def test_a_pool_without_rewards_passes_the_group_on() -> None:
-    (forward,) = Scoring(group(["other", "slow"]), REWARDS, 0).start()
-    assert isinstance(forward, Forward)
+    (forward,) = GroupScoring(group(["other", "slow"]), REWARDS, 0).start()
+    assert isinstance(forward, ForwardAction)
     assert forward.group == group(["slow"])
 
 
 def test_a_failure_is_tried_again_a_bounded_number_of_times_and_then_closes() -> None:
-    scoring = Scoring(group(["default"], trajectory(7)), REWARDS[:1], 2)
-    assert scoring.start() == [Ask(0, 0, 0)]
-    assert scoring.failed(Ask(0, 0, 0), "slow", retry=True) == [Ask(0, 0, 1)]
-    assert scoring.failed(Ask(0, 0, 1), "slow", retry=True) == [Ask(0, 0, 2)]
-    assert scoring.failed(Ask(0, 0, 2), "slow", retry=True) == [Close("reward_error", "episode 7: slow (after 3 tries)", own=False)]
+    scoring = GroupScoring(group(["default"], trajectory(7)), REWARDS[:1], 2)
+    assert scoring.start() == [ScoreAction(0, 0, 0)]
+    assert scoring.failed(ScoreAction(0, 0, 0), "slow", retry=True) == [ScoreAction(0, 0, 1)]
+    assert scoring.failed(ScoreAction(0, 0, 1), "slow", retry=True) == [ScoreAction(0, 0, 2)]
+    assert scoring.failed(ScoreAction(0, 0, 2), "slow", retry=True) == [
+        CloseAction("reward_error", "episode 7: slow (after 3 tries)", own=False)
+    ]
     assert scoring.num_retries == 2
-    assert scoring.scored(Ask(0, 0, 2), 1.0) == []
+    assert scoring.scored(ScoreAction(0, 0, 2), 1.0) == []
 
 
 def test_what_cannot_go_better_closes_at_once() -> None:
-    scoring = Scoring(group(["default"]), REWARDS[:1], 2)
+    scoring = GroupScoring(group(["default"]), REWARDS[:1], 2)
     scoring.start()
-    assert scoring.failed(Ask(1, 0), "nan", retry=False) == [Close("reward_error", "episode 1: nan")]
-    assert scoring.failed(Ask(0, 0), "nan", retry=True) == []
+    assert scoring.failed(ScoreAction(1, 0), "nan", retry=False) == [CloseAction("reward_error", "episode 1: nan")]
+    assert scoring.failed(ScoreAction(0, 0), "nan", retry=True) == []
 
 
 @given(st.data())
@@ -142,11 +145,11 @@ def test_any_order_gives_the_same_group_or_exactly_one_closing(data: st.DataObje
     num, max_retries = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 2))
     before = group([pool], *(trajectory(i) for i in range(num)))
     value = {(t, r): float(7 * t + 3 * r) for t in range(num) for r in range(len(rewards))}
-    scoring = Scoring(before, rewards, max_retries)
+    scoring = GroupScoring(before, rewards, max_retries)
     waiting, endings, failures = list(scoring.start()), [], dict.fromkeys(value, 0)
     while waiting:
         ask = waiting.pop(data.draw(st.integers(0, len(waiting) - 1)))
-        if not isinstance(ask, Ask):
+        if not isinstance(ask, ScoreAction):
             endings.append(ask)
             continue
         if data.draw(st.booleans()):
@@ -156,10 +159,10 @@ def test_any_order_gives_the_same_group_or_exactly_one_closing(data: st.DataObje
             waiting += scoring.failed(ask, "x", retry=True)
     (ending,) = endings
     assert max(failures.values()) <= max_retries + 1
-    if isinstance(ending, Close):
+    if isinstance(ending, CloseAction):
         assert max(failures.values()) == max_retries + 1
     else:
-        undisturbed = finish(Scoring(before, rewards, 0), dict(value))
+        undisturbed = finish(GroupScoring(before, rewards, 0), dict(value))
         assert ending == undisturbed
 
 
@@ -167,8 +170,8 @@ DOMAINS = {"qa": DomainSection(env="qa", rewards=REWARDS)}
 
 
 def test_what_is_not_even_begun() -> None:
-    assert refusal(group(["default"]), "default", DOMAINS, 1) is None
-    many = refusal(group(["default"]), "default", DOMAINS, MAX_DELIVERIES)
+    assert find_refusal(group(["default"]), "default", DOMAINS, 1) is None
+    many = find_refusal(group(["default"]), "default", DOMAINS, MAX_DELIVERIES)
     assert many is not None
     assert many.reason == "too_many_deliveries"
     for wrong, line in (
@@ -176,7 +179,7 @@ def test_what_is_not_even_begun() -> None:
         (group([]), "in the queue of pool default, but its pools are []"),
         (msgspec.structs.replace(group(["default"]), domain="lake"), "domain 'lake' is not a domain of the run: qa"),
     ):
-        assert refusal(wrong, "default", DOMAINS, 1) == Close("malformed", line)
+        assert find_refusal(wrong, "default", DOMAINS, 1) == CloseAction("malformed", line)
 
 
 def test_what_a_reward_sees() -> None:
@@ -192,5 +195,7 @@ def test_what_a_reward_sees() -> None:
 
 @pytest.mark.parametrize("weight", [0.0, -2.5, 1e6])
 def test_weights(weight: float) -> None:
-    scored = finish(Scoring(group(["default"], trajectory()), [Reward(name="m", weight=weight)], 0), {(0, 0): 0.25}).group.trajectories[0]
+    scored = finish(
+        GroupScoring(group(["default"], trajectory()), [RewardConfig(name="m", weight=weight)], 0), {(0, 0): 0.25}
+    ).group.trajectories[0]
     assert (scored.reward, scored.reward_parts) == (weight * 0.25, {"m": 0.25})

@@ -12,8 +12,8 @@ from test_reward_routing import REWARDS, group, trajectory
 from broker.contract import codec, wire
 from broker.contract.streams import EPISODES, EVALS, MAX_DELIVERIES, SAMPLES
 from broker.settings.config import DomainSection
-from rewardhub.config import labels
-from rewardhub.routing import Action, Ask, Close, Forward, Scoring, refusal
+from rewardhub.config import reward_labels
+from rewardhub.routing import Action, CloseAction, ForwardAction, GroupScoring, ScoreAction, find_refusal
 
 MAX_RETRIES = 2
 DOMAINS = {"qa": DomainSection(env="qa", rewards=REWARDS)}
@@ -24,14 +24,14 @@ POOLS = ("default", "slow")
 class Job:
     """A group in work, as the test knows it."""
 
-    scoring: Scoring
+    scoring: GroupScoring
     group: wire.Group
     delivered: int = 1
-    waiting: list[Ask] = field(default_factory=list)
+    waiting: list[ScoreAction] = field(default_factory=list)
     scored: dict[tuple[int, int], float] = field(default_factory=dict)
     failures: dict[tuple[int, int], int] = field(default_factory=dict)
     hopeless: bool = False
-    ending: Forward | Close | None = None
+    ending: ForwardAction | CloseAction | None = None
 
 
 class RewardHubMachine(RuleBasedStateMachine):
@@ -48,7 +48,7 @@ class RewardHubMachine(RuleBasedStateMachine):
     def perform(self, key: int, actions: list[Action]) -> None:
         job = self.jobs[key]
         for action in actions:
-            if isinstance(action, Ask):
+            if isinstance(action, ScoreAction):
                 assert job.ending is None, "asks after the end"
                 assert 0 <= action.attempt <= MAX_RETRIES
                 assert REWARDS[action.reward].pool == job.group.pools[0], "scores what another pool must score"
@@ -62,18 +62,18 @@ class RewardHubMachine(RuleBasedStateMachine):
     def store(self, job: Job) -> None:
         ending, ticket = job.ending, job.group.ticket
         log = EVALS if job.group.eval_step >= 0 else SAMPLES
-        if isinstance(ending, Close):
+        if isinstance(ending, CloseAction):
             assert job.hopeless or max(job.failures.values()) == MAX_RETRIES + 1, "gave up too early"
             self.records.setdefault(ticket, []).append("closed")
             return
-        assert isinstance(ending, Forward)
+        assert isinstance(ending, ForwardAction)
         codec.encode(ending.group)
         mine = [r for r in range(len(REWARDS)) if REWARDS[r].pool == job.group.pools[0]]
         assert set(job.scored) == {(t, r) for t in range(len(job.group.trajectories)) for r in mine}, "not all are scored"
         for t, one in enumerate(ending.group.trajectories):
             self.expected[ticket][t] += sum(REWARDS[r].weight * job.scored[t, r] for r in mine)
             assert abs(one.reward - self.expected[ticket][t]) < 1e-9
-            assert {labels(REWARDS)[r]: job.scored[t, r] for r in mine}.items() <= one.reward_parts.items()
+            assert {reward_labels(REWARDS)[r]: job.scored[t, r] for r in mine}.items() <= one.reward_parts.items()
         left = job.group.pools[1:]
         assert ending.group.pools == left
         assert (ending.stream, ending.key) == ((EPISODES, left[0]) if left else (log, ""))
@@ -95,7 +95,7 @@ class RewardHubMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def a_hub_takes_it(self, data: st.DataObject) -> None:
         made, pool, delivered = self.queue.pop(data.draw(st.integers(0, len(self.queue) - 1)))
-        refused = refusal(made, pool, DOMAINS, delivered + 1)
+        refused = find_refusal(made, pool, DOMAINS, delivered + 1)
         if delivered + 1 >= MAX_DELIVERIES:
             assert refused is not None
             assert refused.reason == "too_many_deliveries"
@@ -104,10 +104,10 @@ class RewardHubMachine(RuleBasedStateMachine):
         assert refused is None
         self.next_key += 1
         key = self.next_key
-        self.jobs[key] = Job(Scoring(made, REWARDS, MAX_RETRIES), made, delivered + 1)
+        self.jobs[key] = Job(GroupScoring(made, REWARDS, MAX_RETRIES), made, delivered + 1)
         self.perform(key, self.jobs[key].scoring.start())
 
-    def pick(self, data: st.DataObject) -> tuple[int, Job, Ask]:
+    def pick(self, data: st.DataObject) -> tuple[int, Job, ScoreAction]:
         key = data.draw(st.sampled_from([key for key, job in self.jobs.items() if job.waiting]))
         job = self.jobs[key]
         return key, job, job.waiting.pop(data.draw(st.integers(0, len(job.waiting) - 1)))

@@ -17,16 +17,16 @@ import pytest
 from waits import runs
 
 from broker.errors import UserError
-from broker.settings.config import Reward
+from broker.settings.config import RewardConfig
 from rewardhub import workers as workers_module
 from rewardhub.rewards.base import Sample, Scored
-from rewardhub.workers import NoWorker, ScoreFailed, Workers
+from rewardhub.workers import NoWorkerError, RewardWorkerPool, ScoreError
 
 HERE = str(Path(__file__).parents[2] / "kit" / "reward_functions.py")
 
 
-def reward(name: str, **args: Any) -> Reward:
-    return Reward(name=f"{HERE}:{name}", args=args)
+def reward(name: str, **args: Any) -> RewardConfig:
+    return RewardConfig(name=f"{HERE}:{name}", args=args)
 
 
 def sample(response: str = "four") -> Sample:
@@ -37,8 +37,8 @@ def sample(response: str = "four") -> Sample:
 
 
 @pytest.fixture
-async def workers() -> AsyncIterator[Workers]:
-    pool = Workers(2, 1.0, [reward("length")], memory_mib=200)
+async def workers() -> AsyncIterator[RewardWorkerPool]:
+    pool = RewardWorkerPool(2, 1.0, [reward("length")], memory_mib=200)
     await pool.start()
     yield pool
     children = [worker.child.pid for worker in pool._living]
@@ -46,19 +46,19 @@ async def workers() -> AsyncIterator[Workers]:
     assert not [pid for pid in children if psutil.pid_exists(pid)]
 
 
-async def test_many_scores_at_once(workers: Workers) -> None:
+async def test_many_scores_at_once(workers: RewardWorkerPool) -> None:
     values = await asyncio.gather(*(workers.score(reward("length"), sample("x" * n)) for n in range(50)))
     assert [one.value for one in values] == [float(n) for n in range(50)]
     assert (await workers.score(reward("parts"), sample("p"))).value == {"brevity": -1.0, "grounded": 1.0}
     assert workers.num_killed == 0
 
 
-async def test_math_answers_in_a_worker(workers: Workers) -> None:
-    slow_import = Workers(1, 30.0, [Reward(name="math_answer")])
+async def test_math_answers_in_a_worker(workers: RewardWorkerPool) -> None:
+    slow_import = RewardWorkerPool(1, 30.0, [RewardConfig(name="math_answer")])
     await slow_import.start()
     try:
-        assert (await slow_import.score(Reward(name="math_answer"), sample("#### 42"))).value == 1.0
-        assert (await slow_import.score(Reward(name="math_answer"), sample("#### 43"))).value == 0.0
+        assert (await slow_import.score(RewardConfig(name="math_answer"), sample("#### 42"))).value == 1.0
+        assert (await slow_import.score(RewardConfig(name="math_answer"), sample("#### 43"))).value == 0.0
     finally:
         await slow_import.close()
 
@@ -72,11 +72,11 @@ async def test_math_answers_in_a_worker(workers: Workers) -> None:
         ("exits", r"exits: SystemExit: 3 \(reward_functions.py:42 in exits\)", 0),
     ],
 )
-async def test_a_bad_reward_costs_only_itself(workers: Workers, name: str, detail: str, killed: int) -> None:
+async def test_a_bad_reward_costs_only_itself(workers: RewardWorkerPool, name: str, detail: str, killed: int) -> None:
     started = time.monotonic()
     bad = asyncio.create_task(workers.score(reward(name), sample()))
     good = await asyncio.gather(*(workers.score(reward("length"), sample("ok")) for _ in range(10)))
-    with pytest.raises(ScoreFailed, match=rf"{detail}$") as caught:
+    with pytest.raises(ScoreError, match=rf"{detail}$") as caught:
         await bad
     assert caught.value.retry
     assert good == [Scored(2.0)] * 10
@@ -86,15 +86,15 @@ async def test_a_bad_reward_costs_only_itself(workers: Workers, name: str, detai
     assert await asyncio.gather(*(workers.score(reward("length"), sample("ab")) for _ in range(4))) == [Scored(2.0)] * 4
 
 
-async def test_a_response_to_blame_gets_its_reward_at_once(workers: Workers) -> None:
+async def test_a_response_to_blame_gets_its_reward_at_once(workers: RewardWorkerPool) -> None:
     assert await workers.score(reward("blames"), sample("costly")) == Scored(-1.0, {"too_costly": 1.0})
     assert await workers.score(reward("blames_later"), sample("costly")) == Scored(-1.0, {"too_costly": 1.0})
     assert workers.num_killed == 0
 
 
 async def test_costly_answers_neither_fail_nor_hold_up_their_neighbours() -> None:
-    math = Reward(name="math_answer")
-    pool = Workers(2, 60.0, [math])
+    math = RewardConfig(name="math_answer")
+    pool = RewardWorkerPool(2, 60.0, [math])
     await pool.start()
     try:
         costly = [rf"\boxed{{{formula}}}" for formula in (r"10^{10^{10}}", r"\binom{10^9}{5\cdot 10^8}", r"(x+y+z+w)^{200}")]
@@ -107,13 +107,13 @@ async def test_costly_answers_neither_fail_nor_hold_up_their_neighbours() -> Non
         await pool.close()
 
 
-async def test_a_number_that_is_none_is_not_worth_another_try(workers: Workers) -> None:
-    with pytest.raises(ScoreFailed, match="must be finite, got nan") as caught:
+async def test_a_number_that_is_none_is_not_worth_another_try(workers: RewardWorkerPool) -> None:
+    with pytest.raises(ScoreError, match="must be finite, got nan") as caught:
         await workers.score(reward("nan"), sample())
     assert not caught.value.retry
 
 
-async def test_each_fault_says_what_it_was(workers: Workers) -> None:
+async def test_each_fault_says_what_it_was(workers: RewardWorkerPool) -> None:
     faults = {
         "interrupts": r"interrupts: KeyboardInterrupt \(reward_functions.py:150 in interrupts\)$",
         "reads_nowhere": "reads_nowhere: the worker process died by SIGSEGV$",
@@ -131,16 +131,16 @@ async def test_each_fault_says_what_it_was(workers: Workers) -> None:
         "infinite_part": "part 'bad' must be finite, got inf$",
     }
     for name, detail in {**faults, **refusals}.items():
-        with pytest.raises(ScoreFailed, match=detail) as caught:
+        with pytest.raises(ScoreError, match=detail) as caught:
             await workers.score(reward(name), sample())
         assert caught.value.retry == (name in faults)
     assert (await workers.score(reward("length"), sample("ab"))).value == 2.0
 
 
 async def test_memory_is_counted_over_all_that_it_started() -> None:
-    pool = Workers(1, 20.0, [], memory_mib=200)
+    pool = RewardWorkerPool(1, 20.0, [], memory_mib=200)
     try:
-        with pytest.raises(ScoreFailed, match=r"leaks_through_children: the worker process was killed: it took \d+ MiB, the limit is 200"):
+        with pytest.raises(ScoreError, match=r"leaks_through_children: the worker process was killed: it took \d+ MiB, the limit is 200"):
             await pool.score(reward("leaks_through_children"), sample())
         assert (await pool.score(reward("length"), sample("ab"))).value == 2.0
     finally:
@@ -148,7 +148,7 @@ async def test_memory_is_counted_over_all_that_it_started() -> None:
 
 
 async def test_a_worker_that_has_used_much_is_replaced_before_a_score_fails_for_it() -> None:
-    pool = Workers(1, 20.0, [], memory_mib=200)
+    pool = RewardWorkerPool(1, 20.0, [], memory_mib=200)
     try:
         pids = {(await pool.score(reward("leaks_a_little"), sample())).value for _ in range(3)}
         assert len(pids) == 3
@@ -159,7 +159,7 @@ async def test_a_worker_that_has_used_much_is_replaced_before_a_score_fails_for_
 
 async def test_a_gigabyte_of_output_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    pool = Workers(1, 20.0, [])
+    pool = RewardWorkerPool(1, 20.0, [])
     try:
         assert (await pool.score(reward("prints_a_gigabyte"), sample())).value == 3.0
     finally:
@@ -170,13 +170,13 @@ async def test_a_gigabyte_of_output_is_dropped(caplog: pytest.LogCaptureFixture)
     assert "a reward prints too much: dropped for up to 60 s" in said
 
 
-async def test_a_reward_may_print(workers: Workers) -> None:
+async def test_a_reward_may_print(workers: RewardWorkerPool) -> None:
     assert (await workers.score(reward("prints"), sample())).value == 2.0
     assert (await workers.score(reward("length"), sample("abc"))).value == 3.0
 
 
-async def test_what_a_killed_worker_started_dies_with_it(workers: Workers, tmp_path: Path) -> None:
-    with pytest.raises(ScoreFailed, match="no score within"):
+async def test_what_a_killed_worker_started_dies_with_it(workers: RewardWorkerPool, tmp_path: Path) -> None:
+    with pytest.raises(ScoreError, match="no score within"):
         await workers.score(reward("forks", folder=str(tmp_path)), sample())
     for name in ("worker", "grandchild"):
         pid = int((tmp_path / name).read_text())
@@ -188,7 +188,7 @@ async def test_what_a_killed_worker_started_dies_with_it(workers: Workers, tmp_p
             pytest.fail(f"{name} {pid} is still alive")
 
 
-async def test_cancelled_work_does_not_answer_the_next_question(workers: Workers) -> None:
+async def test_cancelled_work_does_not_answer_the_next_question(workers: RewardWorkerPool) -> None:
     task = asyncio.create_task(workers.score(reward("hangs"), sample()))
     await asyncio.sleep(0.3)
     task.cancel()
@@ -198,16 +198,16 @@ async def test_cancelled_work_does_not_answer_the_next_question(workers: Workers
 
 
 async def test_a_reward_that_cannot_be_loaded_stops_the_start() -> None:
-    pool = Workers(2, 1.0, [reward("absent")])
+    pool = RewardWorkerPool(2, 1.0, [reward("absent")])
     with pytest.raises(UserError, match="has no 'absent'"):
         await pool.start()
     await pool.close()
     assert not pool._living
 
 
-async def test_cpu_time_is_counted_beyond_the_death_of_a_worker(workers: Workers) -> None:
+async def test_cpu_time_is_counted_beyond_the_death_of_a_worker(workers: RewardWorkerPool) -> None:
     before = workers.cpu_s()
-    with pytest.raises(ScoreFailed):
+    with pytest.raises(ScoreError):
         await workers.score(reward("hangs_on_x"), sample("x"))
     assert workers.cpu_s() - before > 0.3
 
@@ -235,14 +235,14 @@ def test_workers_do_not_outlive_a_hub_that_is_killed(tmp_path: Path) -> None:
 
 
 async def test_a_machine_that_starts_no_process_is_nobodys_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = Workers(1, 5.0, [])
+    pool = RewardWorkerPool(1, 5.0, [])
     real = workers_module.start
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise OSError("out of processes")
 
     monkeypatch.setattr(workers_module, "start", refuse)
-    with pytest.raises(NoWorker, match="cannot start a worker process: out of processes"):
+    with pytest.raises(NoWorkerError, match="cannot start a worker process: out of processes"):
         await pool.score(reward("length"), sample())
     monkeypatch.setattr(workers_module, "start", real)
     assert (await pool.score(reward("length"), sample("abc"))).value == 3.0  # the place was not lost

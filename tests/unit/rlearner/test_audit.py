@@ -17,14 +17,14 @@ import run_folder_kit as kit
 from broker.contract import wire
 from broker.errors import DataError, UserError
 from learner.credit import archive, ledger_segments
-from learner.credit.archive import files
-from learner.credit.ledger import Arrived, Ledger
-from learner.credit.ledger_file import Line, Scribe
+from learner.credit.archive import archive_files
+from learner.credit.ledger import GroupArrival, Ledger
+from learner.credit.ledger_file import LedgerLine, LedgerLineBuilder
 from rlearner.audit import tapped
-from rlearner.audit.report import Report, ranges
+from rlearner.audit.report import AuditReport, ranges
 from rlearner.audit.run import read_books, reconcile
 from rlearner.audit.sources import check_metrics, stored
-from rlearner.audit.tally import Tally
+from rlearner.audit.tally import LedgerAudit
 
 CLEAN = {"tickets": 12, "trained": 8, "filtered": 0, "dropped": 2, "dead": 2, "open": 0, "lost": 0, "trained_twice": 0}
 CLEAN |= {"not_archived": 0, "ok": True}
@@ -42,12 +42,12 @@ async def a_run(folder: Path, **more: Any) -> kit.World:
     return world
 
 
-def check(world: kit.World, *, log: bool = False, tap: bool = False) -> Report:
+def check(world: kit.World, *, log: bool = False, tap: bool = False) -> AuditReport:
     broker = (1, [stored(record) for record in world.log]) if log else None
     return reconcile(read_books(world.folder), log=broker, tap=world.tap if tap else None)
 
 
-def figures(report: Report) -> dict[str, Any]:
+def figures(report: AuditReport) -> dict[str, Any]:
     return {name: value for name, value in report.to_json().items() if name not in ("problems", "notes")}
 
 
@@ -61,7 +61,7 @@ def put(path: Path, lines: list[str]) -> None:
 
 def ledger_file(world: kit.World) -> Path:
     """The only one of a short run."""
-    ((_, path),) = ledger_segments.found(world.folder / ledger_segments.FOLDER)
+    ((_, path),) = ledger_segments.segment_files(world.folder / ledger_segments.FOLDER)
     return path
 
 
@@ -138,7 +138,7 @@ async def test_an_archive_that_is_off_keeps_what_an_earlier_life_wrote(tmp_path:
     world.keep = False
     with pytest.raises(kit.Killed):
         await world.learn(die_at=14)
-    archived = archive.paused(world.folder / "samples")
+    archived = archive.paused_ranges(world.folder / "samples")
     assert archived == [(11, sys.maxsize - 1)]
     assert [frame.seq for frame in archive.frames(world.folder / "samples")] == list(range(1, 11))
     assert figures(check(world))["not_archived"] == 3
@@ -151,7 +151,7 @@ async def test_an_archive_that_is_off_keeps_what_an_earlier_life_wrote(tmp_path:
 async def test_a_damaged_archive_loses_no_ticket(tmp_path: Path) -> None:
     """Its gap is a problem, but the tickets of the missing records have ended."""
     world = await a_run(tmp_path)
-    _, path = files(world.folder / "samples")[1]
+    _, path = archive_files(world.folder / "samples")[1]
     whole = path.read_bytes()
     path.write_bytes(whole[: whole.index(b"RLS1", 4)])
     report = check(world)
@@ -172,7 +172,7 @@ async def test_a_ticket_whose_record_is_gone_before_its_step_is_lost(tmp_path: P
 @SIZES
 async def test_each_line_removed_or_doubled_fails(tmp_path: Path, segment_bytes: int) -> None:
     world = await a_run(tmp_path, segment_bytes=segment_bytes)
-    for _, path in ledger_segments.found(world.folder / ledger_segments.FOLDER):
+    for _, path in ledger_segments.segment_files(world.folder / ledger_segments.FOLDER):
         lines = rows(path)
         for i, line in enumerate(lines):
             put(path, lines[:i] + lines[i + 1 :])
@@ -191,7 +191,7 @@ async def test_each_line_removed_or_doubled_fails(tmp_path: Path, segment_bytes:
             if state["state"] in ("dead", "dropped", "issued"):
                 assert figures(removed)["lost"] >= 1
         put(path, lines)
-    for first, path in reversed(ledger_segments.found(world.folder / ledger_segments.FOLDER)):
+    for first, path in reversed(ledger_segments.segment_files(world.folder / ledger_segments.FOLDER)):
         lines = rows(path)
         for i in range(1, len(lines)):  # its end is gone: metrics and checkpoints know more
             put(path, lines[:i])
@@ -203,7 +203,7 @@ async def test_each_line_removed_or_doubled_fails(tmp_path: Path, segment_bytes:
 
 async def test_each_file_removed_fails(tmp_path: Path) -> None:
     world = await a_run(tmp_path, segment_bytes=1)
-    for first, path in ledger_segments.found(world.folder / ledger_segments.FOLDER):
+    for first, path in ledger_segments.segment_files(world.folder / ledger_segments.FOLDER):
         whole = path.read_bytes()
         path.unlink()
         assert check(world).ok == (first == 4), path  # the last one holds nothing but a summary yet
@@ -234,7 +234,7 @@ async def test_a_summary_that_disagrees_fails(tmp_path: Path, edit: dict[str, An
 
 async def test_each_archived_record_removed_or_doubled_fails(tmp_path: Path) -> None:
     world = await a_run(tmp_path)
-    found = files(world.folder / "samples")
+    found = archive_files(world.folder / "samples")
     assert len(found) > 3
     for i, (first, path) in enumerate(found):
         whole = path.read_bytes()
@@ -417,13 +417,13 @@ async def test_a_run_that_began_without_a_ledger_file_is_told_so(tmp_path: Path)
     assert check(world).problems[0] == "the ledger file begins at step 2: the states of tickets 1-8 are not recorded"
 
 
-def lines_of(steps: int) -> list[Line]:
+def lines_of(steps: int) -> list[LedgerLine]:
     """A run of this many steps in which every group is good."""
-    ledger, scribe = Ledger(kit.rules(steps=steps)), Scribe()
+    ledger, scribe = Ledger(kit.rules(steps=steps)), LedgerLineBuilder()
     lines = [scribe.summary(ledger.rules), *scribe.begin(ledger.open_credit(), ledger)]
     for seq in range(1, 2 * steps + 1):
         lines += scribe.record(
-            ledger.apply(Arrived(seq, ledger.state.version, (0.0, 1.0)), seq), seq=seq, bounds=(ledger.state.version,) * 2
+            ledger.apply(GroupArrival(seq, ledger.state.version, (0.0, 1.0)), seq), seq=seq, bounds=(ledger.state.version,) * 2
         )
         if ledger.full:
             taken = list(ledger.state.taken)
@@ -433,11 +433,11 @@ def lines_of(steps: int) -> list[Line]:
 
 def test_a_long_run_is_audited_in_linear_time() -> None:
     def cpu_s(steps: int) -> float:
-        lines, found, report = lines_of(steps), [], Report()
+        lines, found, report = lines_of(steps), [], AuditReport()
         metrics = [{"step": step} for step in range(1, steps + 1)]
         for _ in range(3):
             began = time.process_time()
-            tally = Tally(lines, report)
+            tally = LedgerAudit(lines, report)
             check_metrics(metrics, tally, report)
             tally.check()
             found.append(time.process_time() - began)

@@ -8,8 +8,8 @@ from typing import Any
 from rich.console import Console
 
 from broker.contract import wire
-from rlearner.up.board import Board, duration, sparkline
-from rlearner.up.failures import Failures, by_reason, shortened
+from rlearner.up.board import LiveRunState, duration, sparkline
+from rlearner.up.failures import FailedGroups, by_reason, shortened
 from rlearner.up.view import health, screen
 
 LOGS = Path("runs/r/logs")
@@ -33,7 +33,7 @@ def test_durations() -> None:
 
 
 def test_only_a_new_step_counts_and_the_eta_follows_the_pace() -> None:
-    board = Board("r", total_steps=10)
+    board = LiveRunState("r", total_steps=10)
     assert board.take(line(1, 0.2), now=100.0)
     assert not board.take(line(1, 0.9), now=101.0)
     assert board.eta_s() is None
@@ -43,13 +43,13 @@ def test_only_a_new_step_counts_and_the_eta_follows_the_pace() -> None:
 
 
 def test_other_processes_never_change_the_step() -> None:
-    board = Board("r", total_steps=10)
+    board = LiveRunState("r", total_steps=10)
     assert not board.take(wire.Metrics(role="rollout", id="x", time=0.0, values={"step": 5.0, "reward/mean": 1.0}), now=1.0)
     assert board.step == 0
 
 
 def test_evaluations_and_baselines() -> None:
-    board = Board("r", total_steps=10)
+    board = LiveRunState("r", total_steps=10)
     board.take(line(2, 0.1, **{"eval/success_rate": 0.25, "eval/random/success_rate": 0.02}), now=1.0)
     assert board.evals == [(2, 0.25)]
     assert board.baselines == {"random": 0.02}
@@ -57,7 +57,7 @@ def test_evaluations_and_baselines() -> None:
 
 
 def test_the_screen_names_every_process() -> None:
-    board = Board("demo", total_steps=4)
+    board = LiveRunState("demo", total_steps=4)
     board.take(line(2, 0.5, **{"queue/tickets/depth": 3.0}), now=1.0)
     board.see(
         [wire.Presence(role="rollout", id="r1", host="h", pid=42, state="serving", engine="hf", policy_version=2, slots=8, running=3)]
@@ -71,7 +71,7 @@ def test_the_screen_names_every_process() -> None:
 
 
 def test_names_and_states_are_whole_at_80_columns() -> None:
-    board = Board("quickstart-20261122-201146", total_steps=4)
+    board = LiveRunState("quickstart-20261122-201146", total_steps=4)
     ids = {"learner": "learner", "rollout": "rollout-12d687-9c1d", "envhub": "envhub-12d687-9c1d", "rewardhub": "rewardhub-12d687-9c1d"}
     more: dict[str, Any] = {"pid": 1234567, "running": 12, "slots": 64, "waiting": 3, "policy_version": 12}
     serves = ["lake", "sokoban", "webshop"]
@@ -88,7 +88,7 @@ def hub(problem: str) -> wire.Presence:
 
 
 def test_a_hub_that_takes_no_work_is_shown_and_told_once() -> None:
-    board = Board("r", total_steps=4)
+    board = LiveRunState("r", total_steps=4)
     told = [board.see([hub(problem)]) for problem in ("", "domain d: no disk", "domain d: still no disk", "", "")]
     assert told == [[], ["envhub e1: domain d: no disk"], [], ["envhub e1 takes work again"], []]
     board.see([hub("domain d: no disk")])
@@ -105,7 +105,7 @@ def failing(trained: int, **closed: int) -> wire.Metrics:
 
 
 def test_failed_groups_are_told_at_the_first_at_twice_as_many_and_every_minute_in_which_none_is_trained() -> None:
-    board = Board("r", total_steps=4)
+    board = LiveRunState("r", total_steps=4)
     told = []
     for now, metrics in enumerate([failing(0, late=9)] + [failing(0, reward_error=count) for count in (1, 1, 2, 3, 4, 5, 12, 13)]):
         board.take(metrics, float(now))
@@ -123,7 +123,7 @@ def test_failed_groups_are_told_at_the_first_at_twice_as_many_and_every_minute_i
 
 
 def test_the_screen_shows_failed_groups_as_long_as_the_run_lasts() -> None:
-    board = Board("r", total_steps=4)
+    board = LiveRunState("r", total_steps=4)
     board.take(failing(0, env_error=1), 0.0)
     with open("/dev/null", "w") as nowhere:
         console = Console(width=200, record=True, file=nowhere)
@@ -134,12 +134,12 @@ def test_the_screen_shows_failed_groups_as_long_as_the_run_lasts() -> None:
 
 def test_failures_in_few_words() -> None:
     assert by_reason({"env_error": 2, "reward_error": 33}) == "35 (reward_error 33, env_error 2)"
-    assert Failures().line(LOGS).endswith("see runs/r/logs/learner.log")
+    assert FailedGroups().line(LOGS).endswith("see runs/r/logs/learner.log")
     assert (len(shortened("a" * 1000)), shortened("a" * 400)) == (403, "a" * 400)
 
 
 def test_a_warning_about_learning_is_told_once_and_stays_on_the_screen_until_it_is_over() -> None:
-    board = Board("r", total_steps=9)
+    board = LiveRunState("r", total_steps=9)
     told = []
     for step, ratio in enumerate([0.1, 0.6, 0.7, 0.1, 0.1, 0.1, 0.1], start=1):
         board.take(line(step, 0.5, **{"response_length/clip_ratio": ratio}), float(step))
@@ -157,7 +157,7 @@ def saying(said: str) -> wire.Presence:
 
 
 def test_what_a_process_logged_is_shown_and_told_at_growing_intervals() -> None:
-    board, told = Board("r", total_steps=4), []
+    board, told = LiveRunState("r", total_steps=4), []
     for now in range(60):
         board.see([saying(f"2026-11-22 18:03:{now:02d} ERROR no model {now}" if now else "")], float(now))
         told += [(now, text) for text in board.news]

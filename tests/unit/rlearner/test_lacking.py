@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from broker.errors import NotInstalled
-from broker.settings.preflight import Finding
+from broker.settings.preflight import PreflightFinding
 from broker.settings.runspec import load, validate
 from envhub import preflight as envhub_looks
 from envhub.agents.imports import imported
 from rewardhub import preflight as rewardhub_looks
 from rlearner.cli import main
 from rlearner.doctor import hardware, lacking, packages
-from rlearner.doctor.hardware import Gpu, Torch
+from rlearner.doctor.hardware import GpuInfo, TorchBuild
 from rollout import preflight as rollout_looks
 
 LAKE = "model: {path: null}\ndomains: {lake: {env: frozenlake, max_turns: 2, sampling: {max_tokens: 4}}}\n"
@@ -81,21 +81,23 @@ def test_a_gpu_that_is_not_there_is_refused_before_anything_starts(
 
 
 def test_on_one_gpu_a_run_settles_for_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "find_gpus", lambda: ([Gpu(0, "H100", 81559, 0, "580.65.06", "9.0")], ""))
-    monkeypatch.setattr(hardware, "find_torch", lambda: Torch("2.13.0", "13.0", "2.27.7"))
+    monkeypatch.setattr(hardware, "find_gpus", lambda: ([GpuInfo(0, "H100", 81559, 0, "580.65.06", "9.0")], ""))
+    monkeypatch.setattr(hardware, "find_torch", lambda: TorchBuild("2.13.0", "13.0", "2.27.7"))
     monkeypatch.setattr(lacking, "existing", lambda: [0])
     file = tmp_path / "run.yaml"
     file.write_text(LAKE)
-    assert lacking.settled(validate(load(str(file), []))) == ["train.weights_backend=shared"]
+    assert lacking.weights_overrides(validate(load(str(file), []))) == ["train.weights_backend=shared"]
     config = validate(load(str(file), ["train.weights_backend=shared"]))
-    assert lacking.settled(config) == []
-    assert [one.name for one in lacking.of_fleet(config) if one.status == "missing" and one.name == "weights"] == []
-    assert lacking.settled(validate(load(str(file), ["train.weights_backend=nccl"]))) == []  # as asked for; the doctor's to refuse
+    assert lacking.weights_overrides(config) == []
+    assert [one.name for one in lacking.fleet_findings(config) if one.status == "missing" and one.name == "weights"] == []
+    assert (
+        lacking.weights_overrides(validate(load(str(file), ["train.weights_backend=nccl"]))) == []
+    )  # as asked for; the doctor's to refuse
 
 
 def test_the_learner_is_not_asked_for_what_others_need() -> None:
     config = {"rollout": {"engine": "no-such"}, "train": {"backend": "torch"}, "domains": {"g": {"env": "gem"}}}
-    assert [one.name for one in lacking.of_learner(config) if one.name in ("no-such", "gem")] == []
+    assert [one.name for one in lacking.learner_findings(config) if one.name in ("no-such", "gem")] == []
 
 
 @pytest.mark.usefixtures("without_packages")
@@ -108,17 +110,17 @@ def test_the_learner_is_not_asked_for_what_others_need() -> None:
     ],
 )
 def test_what_trains_and_is_not_installed(train: dict[str, Any], extra: str, key: str) -> None:
-    (found,) = [one for one in lacking.of_learner({"train": train}) if one.name == extra]
+    (found,) = [one for one in lacking.learner_findings({"train": train}) if one.name == extra]
     assert "; required by " in found.found
     assert found.found.endswith(key)
     assert f"[{extra}]'" in found.mend
 
 
 def test_the_first_missing_thing_is_refused_in_one_line() -> None:
-    fine, missing = Finding("a", "x", "warning", "odd"), Finding("a", "y", "missing", "none there", "do this")
-    lacking.refuse([fine])
+    fine, missing = PreflightFinding("a", "x", "warning", "odd"), PreflightFinding("a", "y", "missing", "none there", "do this")
+    lacking.require_installed([fine])
     with pytest.raises(NotInstalled, match=r"^y: none there -> do this$"):
-        lacking.refuse([fine, missing])
+        lacking.require_installed([fine, missing])
 
 
 def test_imports_that_a_start_needs() -> None:
@@ -135,7 +137,7 @@ def test_what_an_agents_program_imports(tmp_path: Path) -> None:
     script = tmp_path / "play.py"
     script.write_text("import json\nimport beside\nimport no_such_package.inner\n")
     (found,) = envhub_looks.look(agent(command=["python", str(script)]))
-    assert found == Finding(
+    assert found == PreflightFinding(
         "agents", "domains.a.env_args", "missing", f"{script} imports no_such_package, not installed",
         f"{sys.executable} -m pip install no_such_package",
     )  # fmt: skip
@@ -172,7 +174,7 @@ def endpoint() -> Iterator[str]:
 
 def judged(url: str, **args: Any) -> list[tuple[str, str]]:
     rewards = [{"name": "judge", "args": {"base_url": url, **args}}] * 2  # asked once
-    found = rewardhub_looks.look({"domains": {"d": {"env": "qa", "rewards": rewards}}})
+    found = rewardhub_looks.preflight_findings({"domains": {"d": {"env": "qa", "rewards": rewards}}})
     return [(one.status, one.found) for one in found]
 
 
@@ -192,7 +194,7 @@ def test_the_endpoint_of_the_engine_openai_must_be_there(endpoint: str, monkeypa
 
     def asked(url: str) -> list[str]:
         section = {"engine": "openai", "policy": "judge", "engine_args": {"base_url": url}}
-        return [one.status for one in rollout_looks.look({"rollout": section})]
+        return [one.status for one in rollout_looks.check_preflight({"rollout": section})]
 
     assert (asked(endpoint), asked("http://127.0.0.1:9/v1")) == (["ok"], ["missing"])
-    assert rollout_looks.look({"rollout": {"engine": "hf"}}) == []
+    assert rollout_looks.check_preflight({"rollout": {"engine": "hf"}}) == []

@@ -8,9 +8,9 @@ import yaml
 
 from learner.run_folder import note_broker, note_epoch
 from rlearner.cli import main
-from rlearner.evaluate.cli import named_apart
+from rlearner.evaluate.cli import with_own_run_name
 from rlearner.ops.listing import age, size_text
-from rlearner.up.claim import Claim
+from rlearner.up.claim import RunClaim
 
 DEAD = "nats://127.0.0.1:9"
 
@@ -41,7 +41,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_each_run_with_its_state(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with Claim(made(root, "begun", 0), "begun"):
+    with RunClaim(made(root, "begun", 0), "begun"):
         assert main(["runs", str(root), "--json"]) == 0
         (line,) = capsys.readouterr().out.splitlines()
     found = {run["name"]: (run["state"], run["step"], run["steps"]) for run in json.loads(line)["runs"]}
@@ -69,7 +69,7 @@ def test_prune_deletes_what_can_go_and_nothing_else(root: Path, capsys: pytest.C
     assert main(["runs", str(root), "--prune"]) == 2
     assert capsys.readouterr().err == "error: --prune: needs a confirmation; add --yes, or run it in a terminal\n"
     assert there() == before
-    with Claim(root / "half", "half"):  # at work
+    with RunClaim(root / "half", "half"):  # at work
         before |= {"half/.lock"}
         assert main(["runs", str(root), "--prune", "--yes"]) == 0
         assert before - there() == {name for name in gone if not name.startswith("half/")}
@@ -100,9 +100,9 @@ def test_draw_makes_the_pictures_of_a_run_started_by_hand(root: Path, capsys: py
 def test_an_evaluation_gets_a_folder_of_its_own(root: Path) -> None:
     """The settings and the streams of a trained run are in the folder of its name."""
     config = {"run": {"name": "done", "dir": str(root), "seed": 4}}
-    assert named_apart(config, str(root / "done")) == config
+    assert with_own_run_name(config, str(root / "done")) == config
     note_epoch(root / "done", 1, "")
-    run = named_apart(config, str(root / "done"))["run"]
+    run = with_own_run_name(config, str(root / "done"))["run"]
     assert run == {"name": run["name"], "dir": str(root), "seed": 4}
     assert run["name"].startswith("eval-done-")
-    assert named_apart({"run": {}}, "configs/quickstart.yaml")["run"]["name"].startswith("eval-quickstart-")
+    assert with_own_run_name({"run": {}}, "configs/quickstart.yaml")["run"]["name"].startswith("eval-quickstart-")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlearner.ops.status import absence, wrapped
+from rlearner.ops.status import missing_learner_lines, wrapped
 
 
 def test_what_does_not_fit_goes_below_the_second_column() -> None:
@@ -23,5 +23,5 @@ def test_an_id_or_a_path_is_never_broken() -> None:
 def test_a_finished_run_is_not_said_to_be_started_again() -> None:
     """Its private broker has ended with it."""
     finished = {"folder": "/runs/a", "step": 40, "steps": 40, "broker": None, "broker_error": "no broker answered"}
-    assert absence(finished) == ["no learner is running: all 40 steps are done"]
-    assert absence({**finished, "step": 39})[0].endswith("continues the run where it stopped")
+    assert missing_learner_lines(finished) == ["no learner is running: all 40 steps are done"]
+    assert missing_learner_lines({**finished, "step": 39})[0].endswith("continues the run where it stopped")

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from learner.run_folder import address, note_broker, note_epoch, private_addresses
+from learner.run_folder import broker_address, note_broker, note_epoch, private_addresses
 from rlearner.cli import main
-from rlearner.up.claim import Claim
+from rlearner.up.claim import RunClaim
 
 DEAD = "nats://127.0.0.1:9"
 
@@ -27,16 +27,16 @@ def test_a_folder_has_one_up(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     folder = tmp_path / "a"
     folder.mkdir()
     shows = f"(`rlearner up`, process {os.getpid()}); `rlearner status {folder}` shows it\n"
-    with Claim(folder, "a") as claim:
+    with RunClaim(folder, "a") as claim:
         assert refused(folder, capsys) == f"error: run a is live {shows}"
         claim.note(DEAD)
         assert refused(folder, capsys) == f"error: run a is live at {DEAD} {shows}"
-    with Claim(folder, "a") as claim:
+    with RunClaim(folder, "a") as claim:
         note_broker(folder, DEAD)
-        assert address(None, folder) == DEAD  # of an earlier life
+        assert broker_address(None, folder) == DEAD  # of an earlier life
         claim.note("nats://127.0.0.1:10")
-        assert address(None, folder) == "nats://127.0.0.1:10"
-    assert address(None, folder) == DEAD
+        assert broker_address(None, folder) == "nats://127.0.0.1:10"
+    assert broker_address(None, folder) == DEAD
     assert private_addresses(folder) == [DEAD, "nats://127.0.0.1:10"]
 
 
@@ -48,7 +48,7 @@ def test_a_run_of_another_broker_that_does_not_answer(tmp_path: Path, capsys: py
     note_epoch(folder, 3, "")
     if up_before:  # then it was moved to that broker
         (folder / "broker" / "jetstream").mkdir(parents=True)
-        with Claim(folder, "a") as claim:
+        with RunClaim(folder, "a") as claim:
             claim.note("nats://127.0.0.1:10")
     assert refused(folder, capsys) == (
         f"error: run a was last trained with the broker at {DEAD}, which does not answer (Connection refused): "

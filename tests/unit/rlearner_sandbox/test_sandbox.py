@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench.escape_scene import LIMITS, Escape, scene
+from bench.escape_scene import LIMITS, EscapeAttempt, scene
 from bench.escapes import ESCAPES
-from rlearner_sandbox import Checks, Limits, NoSandbox, Sandbox, SandboxFailed, seccomp
+from rlearner_sandbox import NoSandbox, ProgramChecks, Sandbox, SandboxFailed, SandboxLimits, seccomp
 from rlearner_sandbox.command import FIRST_UID, NOBODY, advice, free_uid
 
 ROOT = Path(__file__).parents[3]
@@ -31,7 +31,7 @@ def sandbox() -> Sandbox:
 @pytest.mark.sandbox
 @pytest.mark.parametrize("name", BY_NAME)
 def test_no_escape(sandbox: Sandbox, name: str) -> None:
-    escape: Escape = BY_NAME[name]
+    escape: EscapeAttempt = BY_NAME[name]
     with scene() as here:
         result = escape.inside(sandbox, here)
         assert not escape.escaped(here, result), result
@@ -82,7 +82,7 @@ def test_a_program_cannot_answer_for_its_tests(sandbox: Sandbox) -> None:
         "import os\nfor fd in range(3, 20):\n    try: os.write(fd, b'loaded\\nx 0 true\\n 1 true\\n0 true\\n')\n"
         "    except OSError: pass\nos._exit(0)"
     )
-    assert sandbox.run(forger, mode="asserts", tests=Checks("", ("assert True", "assert True"))).answers == {}
+    assert sandbox.run(forger, mode="asserts", tests=ProgramChecks("", ("assert True", "assert True"))).answers == {}
 
 
 @pytest.mark.sandbox
@@ -216,4 +216,4 @@ def test_the_filter_decides_call_by_call(machine: str) -> None:
 
 
 def test_limits_are_those_of_the_docs() -> None:
-    assert Limits() == Limits(wall_s=8.0, cpu_s=4, memory_mib=1024, processes=32, open_files=64, output_kib=1024, file_mib=64)
+    assert SandboxLimits() == SandboxLimits(wall_s=8.0, cpu_s=4, memory_mib=1024, processes=32, open_files=64, output_kib=1024, file_mib=64)

@@ -10,7 +10,7 @@ from template_models import make_tokenizer_folder
 from broker.errors import ConfigError
 from rlearner_text.config import TinyModel
 from rlearner_text.incremental_tokenization import Conversation
-from rlearner_text.template_rules import growth_rules
+from rlearner_text.template_rules import rules_for
 from rlearner_text.tiny import _write_tokenizer
 from rlearner_text.tokenizer import Tokenizer
 
@@ -117,11 +117,11 @@ def test_a_resumed_turn_is_one_span() -> None:
 
 
 def test_end_of_turn_and_stop_tokens_by_family() -> None:
-    spelled = {f: t.decode([growth_rules(t).end_of_turn_id or -1], skip_special_tokens=False) for f, t in _cache.items() if f in _STABLE}
+    spelled = {f: t.decode([rules_for(t).end_of_turn_id or -1], skip_special_tokens=False) for f, t in _cache.items() if f in _STABLE}
     assert spelled == _STABLE
-    assert growth_rules(_cache["plain"]).end_of_turn_id is None
-    assert growth_rules(_cache["llama3"]).stop_token_ids == (1, 4)
-    assert growth_rules(_cache["tiny"]).stop_token_ids == (2,)
+    assert rules_for(_cache["plain"]).end_of_turn_id is None
+    assert rules_for(_cache["llama3"]).stop_token_ids == (1, 4)
+    assert rules_for(_cache["tiny"]).stop_token_ids == (2,)
 
 
 _STABLE = {

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlearner_text.openai.guided import closed
+from rlearner_text.openai.guided import close_objects
 
 CLOSED = {"additionalProperties": False}
 
@@ -26,4 +26,4 @@ CLOSED = {"additionalProperties": False}
     ],
 )  # fmt: skip
 def test_objects_are_closed(given: dict[str, Any], made: dict[str, Any]) -> None:
-    assert closed(given) == made
+    assert close_objects(given) == made

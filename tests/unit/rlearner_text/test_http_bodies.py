@@ -10,8 +10,8 @@ from template_models import make_tokenizer_folder
 
 from broker.contract import wire
 from rlearner_text.openai.bodies import ChatBody, CompletionBody, parse
-from rlearner_text.openai.problems import Problem
-from rlearner_text.openai.replies import Choice, Writer
+from rlearner_text.openai.problems import HttpError
+from rlearner_text.openai.replies import AnswerChoice, AnswerWriter
 from rlearner_text.tokenizer import Tokenizer
 
 
@@ -72,7 +72,7 @@ def chat(**fields: Any) -> ChatBody:
     ],
 )
 def test_a_bad_field_is_named(fields: dict[str, Any], param: str, says: str) -> None:
-    with pytest.raises(Problem) as caught:
+    with pytest.raises(HttpError) as caught:
         chat(**fields)
     assert (caught.value.status, caught.value.param) == (400, param)
     assert caught.value.message.startswith(says)
@@ -82,26 +82,26 @@ def test_a_bad_field_is_named(fields: dict[str, Any], param: str, says: str) -> 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"\xff\xfe", b"[" * 100_000, b'{"messages": ' + b"[" * 100_000])
 def test_what_is_no_json(raw: bytes) -> None:
-    with pytest.raises(Problem, match="the body is not valid JSON"):
+    with pytest.raises(HttpError, match="the body is not valid JSON"):
         parse(raw, ChatBody)
-    with pytest.raises(Problem, match="the body must be a JSON object"):
+    with pytest.raises(HttpError, match="the body must be a JSON object"):
         parse(b"[]", ChatBody)
 
 
 def test_half_a_character() -> None:
-    with pytest.raises(Problem, match="half of a surrogate pair"):
+    with pytest.raises(HttpError, match="half of a surrogate pair"):
         chat(messages=[{"role": "user", "content": "\ud800"}])
     assert chat(messages=[{"role": "user", "content": "\U0001f600"}]).messages[0].content == "\U0001f600"
     assert chat(messages=[{"role": "user", "content": "a\0"}]).messages[0].content == "a\0"
     called = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}]
-    with pytest.raises(Problem, match="the arguments must be a JSON object"):
+    with pytest.raises(HttpError, match="the arguments must be a JSON object"):
         chat(messages=[{"role": "assistant", "tool_calls": called}])
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999"])
 def test_numbers_that_are_not_json(number: str) -> None:
     raw = f'{{"messages": [{{"role": "user", "content": "x"}}], "tools": [{{"type": "function", "function": {{"x": {number}}}}}]}}'
-    with pytest.raises(Problem, match=f"^the body is not valid JSON: (it holds {number}|the number {number} is too large)$"):
+    with pytest.raises(HttpError, match=f"^the body is not valid JSON: (it holds {number}|the number {number} is too large)$"):
         parse(raw.encode(), ChatBody)
 
 
@@ -133,7 +133,7 @@ def test_prompts(prompt: Any, prompts: Any) -> None:
 
 @pytest.mark.parametrize("prompt", [[1, "a"], [-1], [2**31], [[1], "a"], 7, [1.5]])
 def test_what_is_no_prompt(prompt: Any) -> None:
-    with pytest.raises(Problem, match="prompt"):
+    with pytest.raises(HttpError, match="prompt"):
         parse(json.dumps({"prompt": prompt}).encode(), CompletionBody)
 
 
@@ -149,8 +149,8 @@ def test_an_answer_holds_text_tokens_and_versions(tokenizer: Tokenizer) -> None:
     assert end is not None
     ids = [*tokenizer.encode("so be it"), end]
     prompt = tokenizer.encode_chat(HELLO)
-    writer = Writer(chat(logprobs=True, stop=["it"]), tokenizer, "actor", "1")
-    made = writer.whole([Choice(0, prompt, reply(ids, "stop", [6, 2, 7, len(ids) - 2], hits=3))])
+    writer = AnswerWriter(chat(logprobs=True, stop=["it"]), tokenizer, "actor", "1")
+    made = writer.whole([AnswerChoice(0, prompt, reply(ids, "stop", [6, 2, 7, len(ids) - 2], hits=3))])
     (choice,) = made["choices"]
     assert (made["object"], made["id"], made["model"], made["policy_version"]) == ("chat.completion", "chatcmpl-1", "actor", 7)
     assert choice["message"] == {"role": "assistant", "content": "so be "}
@@ -169,8 +169,8 @@ def test_choices_of_several_prompts(tokenizer: Tokenizer) -> None:
     body = parse(json.dumps({"prompt": ["ab", "c"], "n": 2, "logprobs": 0}).encode(), CompletionBody)
     prompts = [tokenizer.encode("ab"), tokenizer.encode("c")]
     said = tokenizer.encode("up")
-    choices = [Choice(i, prompts[i // 2], reply(said, "length", [7, len(said)])) for i in range(4)]
-    made = Writer(body, tokenizer, "actor", "1").whole(choices)
+    choices = [AnswerChoice(i, prompts[i // 2], reply(said, "length", [7, len(said)])) for i in range(4)]
+    made = AnswerWriter(body, tokenizer, "actor", "1").whole(choices)
     assert [(c["index"], c["text"], c["prompt_token_ids"]) for c in made["choices"]] == [(i, "up", prompts[i // 2]) for i in range(4)]
     assert made["usage"]["prompt_tokens"] == len(prompts[0]) + len(prompts[1])
     assert made["usage"]["completion_tokens"] == 4 * len(said)

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from template_models import make_tokenizer_folder
 
 from broker.contract import wire
-from rlearner_text.openai.bodies import Body, ChatBody, CompletionBody, parse
-from rlearner_text.openai.chunks import Chunks
-from rlearner_text.openai.pieces import Piece
-from rlearner_text.openai.replies import Choice, Writer
-from rlearner_text.openai.spoken import Spoken
+from rlearner_text.openai.bodies import ChatBody, CompletionBody, GenerationBody, parse
+from rlearner_text.openai.chunks import ChunkEvents
+from rlearner_text.openai.pieces import TokenEvent
+from rlearner_text.openai.replies import AnswerChoice, AnswerWriter
+from rlearner_text.openai.spoken import PartialText
 from rlearner_text.tokenizer import Tokenizer
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -42,7 +42,7 @@ def test_any_tokens_in_any_pieces_come_to_the_whole_text(tokenizer: Tokenizer, i
     ids = [one % tokenizer.vocab_size for one in ids]
     ids = data.draw(st.permutations([*ids, *tokenizer.encode(data.draw(st.text(max_size=12)))]))
     end = frozenset(tokenizer.eos_token_ids)
-    spoken, shown = Spoken(tokenizer, ends=end), ""
+    spoken, shown = PartialText(tokenizer, ends=end), ""
     whole = tokenizer.decode(ids[:-1] if ids and ids[-1] in end else ids)
     for piece in cut(ids, sizes):
         shown += spoken.add(piece)
@@ -54,7 +54,7 @@ def test_any_tokens_in_any_pieces_come_to_the_whole_text(tokenizer: Tokenizer, i
 @pytest.mark.parametrize("stop", ["STOP", "42", "東京 🎉", "row 3.\n\n  So", "T"])
 def test_nothing_of_a_stop_string_is_shown(tokenizer: Tokenizer, stop: str, size: int) -> None:
     ids = tokenizer.encode(WORDS)
-    spoken = Spoken(tokenizer, ends=frozenset(), stops=["never said", stop])
+    spoken = PartialText(tokenizer, ends=frozenset(), stops=["never said", stop])
     whole, shown = WORDS[: WORDS.index(stop)], ""
     for piece in cut(ids, [size] * (len(ids) // size)):
         shown += spoken.add(piece)
@@ -64,7 +64,7 @@ def test_nothing_of_a_stop_string_is_shown(tokenizer: Tokenizer, stop: str, size
 
 
 def test_text_comes_with_its_tokens_and_characters_come_whole(tokenizer: Tokenizer) -> None:
-    spoken = Spoken(tokenizer, ends=frozenset(tokenizer.eos_token_ids))
+    spoken = PartialText(tokenizer, ends=frozenset(tokenizer.eos_token_ids))
     assert [spoken.add([one]) for one in tokenizer.encode("so 東")][-3:] == ["", "", "東"]
     (end, *_) = tokenizer.eos_token_ids
     assert spoken.add([end]) == ""
@@ -78,17 +78,19 @@ def answer(ids: Sequence[int], reason: wire.FinishReason, runs: Sequence[int]) -
     )  # fmt: skip
 
 
-def streamed(tokenizer: Tokenizer, body: Body, told: Sequence[Piece], reply: wire.GenerateReply, prompt: Sequence[int] = (5,)) -> list[Any]:
-    writer = Writer(body, tokenizer, "actor", "1")
-    chunks = Chunks(body, tokenizer, writer, 0, prompt)
-    return [*(chunk for piece in told for chunk in chunks.of([piece])), *chunks.last(Choice(0, prompt, reply))]
+def streamed(
+    tokenizer: Tokenizer, body: GenerationBody, told: Sequence[TokenEvent], reply: wire.GenerateReply, prompt: Sequence[int] = (5,)
+) -> list[Any]:
+    writer = AnswerWriter(body, tokenizer, "actor", "1")
+    chunks = ChunkEvents(body, tokenizer, writer, 0, prompt)
+    return [*(chunk for piece in told for chunk in chunks.of([piece])), *chunks.last(AnswerChoice(0, prompt, reply))]
 
 
 def test_every_token_is_in_one_chunk_with_its_version(tokenizer: Tokenizer) -> None:
     body = parse(json.dumps({"prompt": "a", "logprobs": 2}).encode(), CompletionBody)
     ids = tokenizer.encode("so be it")
     top = [[(ids[0], -0.25), (ids[1], -2.0)]]
-    told = [Piece([one], [-0.5], 6 if at < 2 else 7, top) for at, one in enumerate(ids[:-1])]
+    told = [TokenEvent([one], [-0.5], 6 if at < 2 else 7, top) for at, one in enumerate(ids[:-1])]
     made = streamed(tokenizer, body, told, answer(ids, "length", [6, 2, 7, len(ids) - 2]))
     choices = [one["choices"][0] for one in made]
     assert [one["token_ids"] for one in choices[:-1]] == [[one] for one in ids]  # the last was not told, and comes with the reply
@@ -148,7 +150,7 @@ def test_a_tool_call_is_not_shown_as_text(calling: Tokenizer, said: str, content
     end = calling.token_id("<|im_end|>")
     assert end is not None
     ids = [*calling.encode(said), end]
-    made = streamed(calling, body, [Piece([one], [-0.5], 0) for one in ids], answer(ids, "stop", [0, len(ids)]))
+    made = streamed(calling, body, [TokenEvent([one], [-0.5], 0) for one in ids], answer(ids, "stop", [0, len(ids)]))
     deltas = [one["choices"][0]["delta"] for one in made]
     assert "".join(delta.get("content") or "" for delta in deltas) == content
     told = [call for delta in deltas for call in delta.get("tool_calls", ())]

@@ -11,11 +11,11 @@ from template_models import make_tokenizer_folder
 
 from broker.contract import wire
 from rlearner_text.openai.bodies import ChatBody, parse
-from rlearner_text.openai.kept import Kept
-from rlearner_text.openai.pieces import Piece
-from rlearner_text.openai.problems import Problem
-from rlearner_text.openai.replies import Choice, Writer
-from rlearner_text.openai.response_events import ResponseForm
+from rlearner_text.openai.kept import AnswerStore
+from rlearner_text.openai.pieces import TokenEvent
+from rlearner_text.openai.problems import HttpError
+from rlearner_text.openai.replies import AnswerChoice, AnswerWriter
+from rlearner_text.openai.response_events import ResponsesFormat
 from rlearner_text.openai.responses import ResponsesBody, chat_of, items_of
 from rlearner_text.tokenizer import Tokenizer
 
@@ -32,9 +32,9 @@ def body_of(**fields: Any) -> ResponsesBody:
     return parse(json.dumps({"input": "hello", **fields}).encode(), ResponsesBody)
 
 
-def chat(kept: Kept | None = None, **fields: Any) -> ChatBody:
+def chat(kept: AnswerStore | None = None, **fields: Any) -> ChatBody:
     body = body_of(**fields)
-    return chat_of(body, items_of(body, kept or Kept()))
+    return chat_of(body, items_of(body, kept or AnswerStore()))
 
 
 def test_items_become_messages() -> None:
@@ -72,7 +72,7 @@ def test_items_become_messages() -> None:
 
 
 def test_earlier_answers_are_found_by_their_ids_until_there_are_too_many() -> None:
-    kept = Kept(most_bytes=100)
+    kept = AnswerStore(most_bytes=100)
     asked = {"role": "user", "content": "one"}
     said = {"id": "msg_1", "type": "message", "role": "assistant", "content": "two"}
     kept.add("resp_1", [asked], [said], 60)
@@ -106,7 +106,7 @@ def test_earlier_answers_are_found_by_their_ids_until_there_are_too_many() -> No
     ],
 )
 def test_what_is_not_served_is_one_line(fields: dict[str, Any], param: str, says: str) -> None:
-    with pytest.raises(Problem) as caught:
+    with pytest.raises(HttpError) as caught:
         chat(**fields)
     assert (caught.value.status, caught.value.param) == (400, param)
     assert caught.value.message.startswith(says)
@@ -128,17 +128,19 @@ def reply(ids: list[int], reason: wire.FinishReason) -> wire.GenerateReply:
     )  # fmt: skip
 
 
-def form(tokenizer: Tokenizer, body: ResponsesBody, kept: Kept) -> ResponseForm:
+def form(tokenizer: Tokenizer, body: ResponsesBody, kept: AnswerStore) -> ResponsesFormat:
     items = items_of(body, kept)
     asked = chat_of(body, items)
-    return ResponseForm(body, asked, tokenizer, lambda name, out: kept.add(name, items, out, 1), Writer(asked, tokenizer, "actor", "1"))
+    return ResponsesFormat(
+        body, asked, tokenizer, lambda name, out: kept.add(name, items, out, 1), AnswerWriter(asked, tokenizer, "actor", "1")
+    )
 
 
 def test_an_answer_is_a_message_and_its_calls(tokenizer: Tokenizer) -> None:
-    kept = Kept()
+    kept = AnswerStore()
     end = tokenizer.eos_token_ids[0]
     ids = [*tokenizer.encode(f"I add.\n{CALL}"), end]
-    made = form(tokenizer, body_of(tools=[ADD], top_logprobs=1), kept).whole([Choice(0, [4, 5, 6], reply(ids, "stop"))])
+    made = form(tokenizer, body_of(tools=[ADD], top_logprobs=1), kept).whole([AnswerChoice(0, [4, 5, 6], reply(ids, "stop"))])
     message, call = made["output"]
     assert (made["id"], made["object"], made["status"], made["model"]) == ("resp_1", "response", "completed", "actor")
     assert (message["role"], message["content"][0]["text"]) == ("assistant", "I add.")
@@ -160,10 +162,10 @@ def test_an_answer_is_a_message_and_its_calls(tokenizer: Tokenizer) -> None:
         7,
     )
     assert kept.conversation("resp_1") == [{"role": "user", "content": "hello"}, message, call]
-    cut = form(tokenizer, body_of(), kept).whole([Choice(0, [4], reply(tokenizer.encode("so"), "length"))])
+    cut = form(tokenizer, body_of(), kept).whole([AnswerChoice(0, [4], reply(tokenizer.encode("so"), "length"))])
     assert (cut["status"], cut["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     assert cut["output"][0]["status"] == "incomplete"
-    called = form(tokenizer, body_of(tools=[ADD]), kept).whole([Choice(0, [4], reply(tokenizer.encode(f"so {CALL}"), "length"))])
+    called = form(tokenizer, body_of(tools=[ADD]), kept).whole([AnswerChoice(0, [4], reply(tokenizer.encode(f"so {CALL}"), "length"))])
     assert (called["status"], called["incomplete_details"]) == ("completed", None)  # nothing of the call is missing
     assert [(item["type"], item["status"]) for item in called["output"]] == [("message", "completed"), ("function_call", "completed")]
 
@@ -171,7 +173,7 @@ def test_an_answer_is_a_message_and_its_calls(tokenizer: Tokenizer) -> None:
 def test_of_calls_in_parallel_a_client_may_want_one(tokenizer: Tokenizer) -> None:
     reply_of = reply([*tokenizer.encode(f"{CALL}\n{CALL}"), tokenizer.eos_token_ids[0]], "stop")
     outputs = [
-        form(tokenizer, body_of(tools=[ADD], parallel_tool_calls=parallel), Kept()).whole([Choice(0, [4], reply_of)])["output"]
+        form(tokenizer, body_of(tools=[ADD], parallel_tool_calls=parallel), AnswerStore()).whole([AnswerChoice(0, [4], reply_of)])["output"]
         for parallel in (True, False)
     ]
     assert [[item["type"] for item in output] for output in outputs] == [["function_call"] * 2, ["function_call"]]
@@ -181,15 +183,15 @@ def test_of_calls_in_parallel_a_client_may_want_one(tokenizer: Tokenizer) -> Non
 @pytest.mark.parametrize("said", [f"I add.\n{CALL}", CALL, "so be it", ""], ids=["words and a call", "a call", "words", "nothing"])
 def test_the_events_of_a_stream_add_up_to_the_answer(tokenizer: Tokenizer, said: str, told: bool) -> None:
     ids = [*tokenizer.encode(said), tokenizer.eos_token_ids[0]]
-    made = form(tokenizer, body_of(tools=[ADD], stream=True), Kept())
+    made = form(tokenizer, body_of(tools=[ADD], stream=True), AnswerStore())
     events = made.events(0, [4, 5])
-    pieces = [Piece([one], [-0.5], 7) for one in ids] if told else []
-    sent = [event for piece in pieces for event in events.of([piece])] + events.last(Choice(0, [4, 5], reply(ids, "stop")))
+    pieces = [TokenEvent([one], [-0.5], 7) for one in ids] if told else []
+    sent = [event for piece in pieces for event in events.of([piece])] + events.last(AnswerChoice(0, [4, 5], reply(ids, "stop")))
     assert [event["sequence_number"] for event in sent] == list(range(len(sent)))
     kinds = [event["type"] for event in sent]
     assert (kinds[:2], kinds[-1]) == (["response.created", "response.in_progress"], "response.completed")
     whole = sent[-1]["response"]
-    assert whole == made.whole([Choice(0, [4, 5], reply(ids, "stop"))])
+    assert whole == made.whole([AnswerChoice(0, [4, 5], reply(ids, "stop"))])
     assert [event["item"] for event in sent if event["type"] == "response.output_item.done"] == whole["output"]
     added = [event for event in sent if event["type"] == "response.output_item.added"]
     assert [(event["output_index"], event["item"]["id"]) for event in added] == [(n, one["id"]) for n, one in enumerate(whole["output"])]
@@ -202,4 +204,7 @@ def test_the_events_of_a_stream_add_up_to_the_answer(tokenizer: Tokenizer, said:
 def test_a_folder_without_calls_in_its_template_takes_words(tmp_path: Path) -> None:
     plain = Tokenizer.load(make_tokenizer_folder(tmp_path, "plain"))
     ids = plain.encode("yes")
-    assert form(plain, body_of(), Kept()).whole([Choice(0, [4], reply(ids, "length"))])["output"][0]["content"][0]["text"] == "yes"
+    assert (
+        form(plain, body_of(), AnswerStore()).whole([AnswerChoice(0, [4], reply(ids, "length"))])["output"][0]["content"][0]["text"]
+        == "yes"
+    )

@@ -10,8 +10,8 @@ import pytest
 from waits import LONG_S, until
 
 from broker.contract import wire
-from rollout.answering import Answering
-from rollout.engines.base import Engine, Output
+from rollout.answering import RequestHandler
+from rollout.engines.base import Engine, GenerationOutput
 
 
 class Slow:
@@ -24,14 +24,14 @@ class Slow:
         self.working: set[str] = set()
         self.aborted: list[str] = []
 
-    async def generate(self, request: wire.GenerateRequest) -> Output:
+    async def generate(self, request: wire.GenerateRequest) -> GenerationOutput:
         self.working.add(request.request_id)
         try:
             await self.go.wait()
         finally:
             self.working.discard(request.request_id)
         rows = np.zeros((1, request.prompt_top_k), np.int32)
-        return Output(finish_reason="stop", top_ids=rows, top_logprobs=rows.astype(np.float32))
+        return GenerationOutput(finish_reason="stop", top_ids=rows, top_logprobs=rows.astype(np.float32))
 
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
@@ -45,8 +45,8 @@ def scoring(name: str, deadline_s: float = LONG_S, k: int = 2) -> wire.GenerateR
     )  # fmt: skip
 
 
-def desk(engine: Any) -> Answering:
-    return Answering(cast(Engine, engine), "s", lambda _: None)
+def desk(engine: Any) -> RequestHandler:
+    return RequestHandler(cast(Engine, engine), "s", lambda _: None)
 
 
 async def test_scoring_is_answered_at_its_deadline_and_goes_no_further() -> None:

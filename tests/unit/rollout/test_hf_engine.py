@@ -16,11 +16,11 @@ from broker.contract import wire
 from broker.errors import TransferFailed, UserError
 from broker.weights.probe import make_probe
 from rollout.config import RolloutSection
-from rollout.engines.base import NO_VERSION, EngineConfig, Output, UpdateMode
-from rollout.engines.hf.core import MAX_FAILURES, Core
+from rollout.engines.base import NO_VERSION, EngineConfig, GenerationOutput, UpdateMode
+from rollout.engines.hf.core import MAX_FAILURES, EngineCore
 
 CLOSE = 1e-4
-Open = Callable[..., Core]
+Open = Callable[..., EngineCore]
 
 
 @pytest.fixture(scope="module")
@@ -34,21 +34,21 @@ def qwen3(folder: Path) -> Path:
 
 
 @contextmanager
-def opened(path: Path, version: int = 0, **section: Any) -> Iterator[Core]:
+def opened(path: Path, version: int = 0, **section: Any) -> Iterator[EngineCore]:
     settings = {"max_running": 4, "max_context_tokens": 128, "num_threads": 1, **section}
-    core = Core(EngineConfig(str(path), RolloutSection(**settings), device="cpu", policy_version=version))
+    core = EngineCore(EngineConfig(str(path), RolloutSection(**settings), device="cpu", policy_version=version))
     yield core
     core.model.close()
 
 
-def turn(core: Core, steps: int = 1, now: float = 0.0) -> None:
+def turn(core: EngineCore, steps: int = 1, now: float = 0.0) -> None:
     for _ in range(steps):
         core.admit(now)
         if core.can_step:
             core.step()
 
 
-def drained(core: Core, now: float = 0.0) -> dict[str, Output]:
+def drained(core: EngineCore, now: float = 0.0) -> dict[str, GenerationOutput]:
     """Run until nothing is left; every answer since the last call."""
     while core.scheduler.num_running + core.scheduler.num_waiting:
         before = core.scheduler.num_running + core.scheduler.num_waiting, core.stats().generated_tokens, core.stats().prefill_tokens
@@ -65,7 +65,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return [rng.randrange(2, models.VOCAB) for _ in range(length)]
 
 
-def assert_logprobs(model: Any, context: list[int], output: Output, temperature: float = 1.0) -> None:
+def assert_logprobs(model: Any, context: list[int], output: GenerationOutput, temperature: float = 1.0) -> None:
     expected = models.logprobs(model, context, list(output.token_ids), temperature)
     torch.testing.assert_close(torch.tensor(output.logprobs), expected, atol=CLOSE, rtol=0)
 
@@ -114,7 +114,7 @@ def test_temperature_top_k_and_greedy_logprobs(qwen3: Path) -> None:
 
 
 def test_a_seed_gives_the_same_tokens_alone_and_in_company(qwen3: Path) -> None:
-    def run(others: int, **section: Any) -> Output:
+    def run(others: int, **section: Any) -> GenerationOutput:
         with opened(qwen3, **section) as core:
             for i in range(others):
                 core.submit(models.request(f"o{i}", prompt(4 + 3 * i, seed=i), seed=i, max_tokens=3 + i), 0.0)
@@ -180,7 +180,7 @@ def test_an_aborted_request_leaves_a_usable_prefix(qwen3: Path) -> None:
         core.submit(models.request("1", context, conversation="c"), 0.0)
         turn(core, steps=2)  # 16 of 30 tokens are read
         core.abort("1")
-        assert core.outbox.pop()[1] == Output([], [], [], "abort", 0)
+        assert core.outbox.pop()[1] == GenerationOutput([], [], [], "abort", 0)
         core.submit(models.request("2", context, conversation="c", seed=1), 0.0)
         output = drained(core)["2"]
     assert output.prefix_hit_tokens == 16
@@ -190,7 +190,7 @@ def test_an_aborted_request_leaves_a_usable_prefix(qwen3: Path) -> None:
 # ------------------------------------------------------------------------------------------------- new weights
 
 
-def in_flight(core: Core, context: list[int]) -> None:
+def in_flight(core: EngineCore, context: list[int]) -> None:
     core.submit(models.request("x", context, seed=3, max_tokens=10, conversation="c"), 0.0)
     while core.stats().generated_tokens < 4:  # the last of them is not run yet
         turn(core)
@@ -382,7 +382,7 @@ def test_a_pass_that_breaks_ends_its_requests_and_no_others(qwen3: Path, monkeyp
         core.submit(models.request("1", context, max_tokens=9), 0.0)
         core.submit(models.request("2", context), 0.0)
         answers = drained(core)
-        assert answers["1"] == Output(error="the forward pass failed: out of memory")
+        assert answers["1"] == GenerationOutput(error="the forward pass failed: out of memory")
         assert_logprobs(model, context, answers["2"])
 
         def breaks(*_: Any) -> torch.Tensor:
@@ -403,7 +403,7 @@ def test_logits_that_are_not_finite_end_the_request_with_an_error_and_leave_noth
         core.update(bad, 1, "keep", None)
         for name in "xy":
             core.submit(models.request(name, prompt(40)), 0.0)
-        assert drained(core) == {name: Output(error="the model's logits are not finite") for name in "xy"}
+        assert drained(core) == {name: GenerationOutput(error="the model's logits are not finite") for name in "xy"}
         core.update(good, 2, "keep", None)
         for length in (9, 30):  # side by side, so that the shorter one's slot is read beyond its end
             core.submit(models.request(str(length), prompt(length)), 0.0)
@@ -414,7 +414,7 @@ def test_logits_that_are_not_finite_end_the_request_with_an_error_and_leave_noth
 def test_settings_that_do_not_fit_the_model(qwen3: Path) -> None:
     def refused(match: str, **section: Any) -> None:
         with pytest.raises(UserError, match=match):
-            Core(EngineConfig(str(qwen3), RolloutSection(**section), device="cpu"))
+            EngineCore(EngineConfig(str(qwen3), RolloutSection(**section), device="cpu"))
 
     refused(r"rollout.max_context_tokens: 300 is not allowed; the model has 256 positions", max_context_tokens=300)
     refused(r"kv_cache_gib: 1e-05 is not allowed; one slot of", max_context_tokens=256, engine_args={"kv_cache_gib": 1e-5})
@@ -425,7 +425,7 @@ def test_settings_that_do_not_fit_the_model(qwen3: Path) -> None:
 def test_paths_that_are_no_model(tmp_path: Path, folder: Path) -> None:
     def refused(path: Path | str, match: str) -> None:
         with pytest.raises(UserError, match=match) as caught:
-            Core(EngineConfig(str(path), RolloutSection(max_context_tokens=64), device="cpu"))
+            EngineCore(EngineConfig(str(path), RolloutSection(max_context_tokens=64), device="cpu"))
         assert "\n" not in str(caught.value)
 
     refused(tmp_path, "the folder has no config.json")
@@ -445,7 +445,7 @@ def test_an_architecture_that_slots_cannot_serve_is_refused(tmp_path: Path) -> N
     torch.manual_seed(0)
     transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=50, hidden_size=32, n_layer=2, n_head=2)).save_pretrained(tmp_path)
     with pytest.raises(UserError, match="engine hf cannot run BloomForCausalLM"):
-        Core(EngineConfig(str(tmp_path), RolloutSection(max_context_tokens=64), device="cpu"))
+        EngineCore(EngineConfig(str(tmp_path), RolloutSection(max_context_tokens=64), device="cpu"))
 
 
 def test_freed_memory_is_kept_where_the_c_library_can() -> None:

@@ -17,7 +17,7 @@ from rlearner_text.config import TinyModel
 from rlearner_text.tiny import build_tiny
 from rlearner_text.tokenizer import Tokenizer
 from rollout.config import RolloutSection
-from rollout.engines.base import EngineConfig, Output
+from rollout.engines.base import EngineConfig, GenerationOutput
 from rollout.engines.random import RandomEngine
 
 
@@ -115,7 +115,7 @@ async def test_the_context_bounds_the_output(path: str) -> None:
     made = await engine(path)
     output = await made.generate(ask("x", prompt=60, max_tokens=50, ignore_eos=True))
     assert (output.finish_reason, len(output.token_ids)) == ("length", 4)
-    assert await made.generate(ask("y", prompt=64)) == Output(
+    assert await made.generate(ask("y", prompt=64)) == GenerationOutput(
         error="the prompt has 64 tokens and leaves no room to generate in rollout.max_context_tokens=64"
     )
 

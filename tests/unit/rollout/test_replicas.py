@@ -22,27 +22,27 @@ def section(size: int = 2, engine: str = "vllm", **more: object) -> RolloutSecti
 
 
 def test_shares() -> None:
-    assert replicas.shares("4-7", section()) == [[4, 5], [6, 7]]
-    assert replicas.shares("0,2,4,6", section(4)) == [[0, 2, 4, 6]]
-    assert replicas.shares("3,1", section(1)) == [[3], [1]]
-    assert replicas.shares("auto", section()) == replicas.shares("cpu", section()) == [[]]
-    assert replicas.shares("0-3", RolloutSection(engine="hf")) == [[]]
-    assert replicas.shares("0-3", section(engine="sglang")) == [[]]  # divides them itself
+    assert replicas.gpu_shares("4-7", section()) == [[4, 5], [6, 7]]
+    assert replicas.gpu_shares("0,2,4,6", section(4)) == [[0, 2, 4, 6]]
+    assert replicas.gpu_shares("3,1", section(1)) == [[3], [1]]
+    assert replicas.gpu_shares("auto", section()) == replicas.gpu_shares("cpu", section()) == [[]]
+    assert replicas.gpu_shares("0-3", RolloutSection(engine="hf")) == [[]]
+    assert replicas.gpu_shares("0-3", section(engine="sglang")) == [[]]  # divides them itself
     with pytest.raises(UserError, match=r"--gpus 4-6 names 3 GPUs, which rollout.engine_args.tensor_parallel=2 does not divide"):
-        replicas.shares("4-6", section())
+        replicas.gpu_shares("4-6", section())
 
 
 def test_each_is_started_as_the_whole_with_its_own_gpus_name_and_port() -> None:
     options = parser().parse_args(
         ["--broker", "nats://h:1", "--gpus", "4-7", "--id", "s", "--engine", "vllm", "--snapshot", "/s", "max_running=8", "http_port=9000"]
     )
-    command = replicas.command_of(options, "r", section(http_port=9000))
+    command = replicas.replica_command(options, "r", section(http_port=9000))
     given = parser().parse_args(command(1, [6, 7])[3:])
     assert (given.gpus, given.id, given.engine, given.run, given.broker) == ("6,7", "s-1", "vllm", "r", "nats://h:1")
     assert given.snapshot == "/s"
     assert (given.http, given.overrides) == (9001, ["max_running=8"])
     options = parser().parse_args(["--http=0", "--gpus", "4-7"])
-    assert parser().parse_args(replicas.command_of(options, "r", section(http_port=0))(1, [6, 7])[3:]).http == 0
+    assert parser().parse_args(replicas.replica_command(options, "r", section(http_port=0))(1, [6, 7])[3:]).http == 0
 
 
 def child(folder: Path, body: str) -> replicas.Command:

@@ -14,13 +14,13 @@ import transformers
 from template_models import make_tokenizer_folder
 
 from broker.contract import wire
-from rlearner_text.guides import BadGuide, Guides
+from rlearner_text.guides import GuideCompiler, GuideError
 from rlearner_text.tokenizer import Tokenizer
 from rollout.config import RolloutSection
-from rollout.engines.base import EngineConfig, Output
-from rollout.engines.hf.core import Core
+from rollout.engines.base import EngineConfig, GenerationOutput
+from rollout.engines.hf.core import EngineCore
 from rollout.engines.hf.reshaping import MOVED
-from rollout.engines.hf.sampling import moved
+from rollout.engines.hf.sampling import probability_moved
 from rollout.engines.random import RandomEngine
 
 POINT = {
@@ -60,9 +60,9 @@ def request(name: str, context: list[int], **sampling: Any) -> wire.GenerateRequ
     )  # fmt: skip
 
 
-def answers(folder: Path, *requests: wire.GenerateRequest) -> dict[str, Output]:
+def answers(folder: Path, *requests: wire.GenerateRequest) -> dict[str, GenerationOutput]:
     """All at once, in one batch."""
-    core = Core(
+    core = EngineCore(
         EngineConfig(str(folder), RolloutSection(max_running=8, max_context_tokens=200, num_threads=1), device="cpu", policy_version=0)
     )
     for one in requests:
@@ -75,7 +75,7 @@ def answers(folder: Path, *requests: wire.GenerateRequest) -> dict[str, Output]:
     return dict(core.outbox)
 
 
-def logits_of(folder: Path, context: list[int], output: Output) -> torch.Tensor:
+def logits_of(folder: Path, context: list[int], output: GenerationOutput) -> torch.Tensor:
     """The model's logits at the place of every sampled token, (n, vocabulary), from one plain forward."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
@@ -108,10 +108,10 @@ def test_answers_keep_to_their_guides_and_say_how_likely_they_were(folder: Path,
     assert kinds == {"<", "["}
 
 
-def check_numbers(folder: Path, tokenizer: Tokenizer, ask: wire.GenerateRequest, output: Output) -> None:
+def check_numbers(folder: Path, tokenizer: Tokenizer, ask: wire.GenerateRequest, output: GenerationOutput) -> None:
     """Against the grammar applied by hand to the logits of a plain forward."""
     logits = logits_of(folder, ask.token_ids.array().tolist(), output)
-    matcher = Guides(tokenizer, logits.shape[1]).matcher(ask.sampling.guides)
+    matcher = GuideCompiler(tokenizer, logits.shape[1]).matcher(ask.sampling.guides)
     for row, token, logprob, flag in zip(logits, output.token_ids, output.logprobs, output.reshaped, strict=True):
         allowed = torch.from_numpy(matcher.allowed())
         probs = row.softmax(-1)
@@ -165,7 +165,7 @@ def test_how_much_probability_a_change_moves(how: dict[str, Any]) -> None:
     changed = logits.clone()
     changed[1, :20] -= 0.5
     changed[2, 5:] = float("-inf")
-    found = moved(logits, changed, [wire.SamplingParams(max_tokens=1, **how)] * 3)
+    found = probability_moved(logits, changed, [wire.SamplingParams(max_tokens=1, **how)] * 3)
     by_hand = [(drawn_from(a, how) - drawn_from(b, how)).abs().sum() / 2 for a, b in zip(logits, changed, strict=True)]
     torch.testing.assert_close(found, torch.stack(by_hand))
     assert found[0] == 0
@@ -187,14 +187,14 @@ def drawn_from(row: torch.Tensor, how: dict[str, Any]) -> torch.Tensor:
 def test_a_random_engine_keeps_to_guides_too(folder: Path, tokenizer: Tokenizer) -> None:
     engine = RandomEngine(EngineConfig(str(folder), RolloutSection(engine="random", max_context_tokens=200)))
 
-    async def ask(**sampling: Any) -> Output:
+    async def ask(**sampling: Any) -> GenerationOutput:
         await engine.start()
         return await engine.generate(request("a", [5, 6], **sampling))
 
     output = asyncio.run(ask(guides=[GUIDE]))
     value = json.loads(tokenizer.decode(output.token_ids).removeprefix("<tool_call>\n").removesuffix("\n</tool_call>"))
     assert set(value) == {"x", "kind"}
-    matcher = Guides(tokenizer).matcher([GUIDE])
+    matcher = GuideCompiler(tokenizer).matcher([GUIDE])
     for token, logprob in zip(output.token_ids, output.logprobs, strict=True):
         assert logprob == pytest.approx(-np.log(matcher.allowed().sum()))
         matcher.take(token)
@@ -217,8 +217,8 @@ def test_a_random_engine_keeps_to_guides_too(folder: Path, tokenizer: Tokenizer)
     ],
 )
 def test_a_schema_that_no_grammar_supports_is_one_line(folder: Path, tokenizer: Tokenizer, schema: str, says: str) -> None:
-    with pytest.raises(BadGuide) as caught:
-        Guides(tokenizer).check([wire.Guide(schema=schema)])
+    with pytest.raises(GuideError) as caught:
+        GuideCompiler(tokenizer).check([wire.Guide(schema=schema)])
     assert str(caught.value).startswith(says)
     assert "\n" not in str(caught.value)
     output = answers(folder, request("a", [5], guides=[wire.Guide(schema=schema)]))["a"]

@@ -11,9 +11,9 @@ from broker.settings.sections import parse
 from rollout.checks import check
 from rollout.cli import parser
 from rollout.config import RolloutSection
-from rollout.engines.base import Stats
-from rollout.meter import Meter
-from rollout.options import own_section
+from rollout.engines.base import EngineStats
+from rollout.meter import IntervalMetrics
+from rollout.options import server_section
 
 CONFIG: dict[str, Any] = {
     "rollout": RolloutSection(max_running=16, engine_args={"kv_slots": 20}).model_dump(mode="json"),
@@ -22,7 +22,7 @@ CONFIG: dict[str, Any] = {
 
 
 def own(*arguments: str) -> RolloutSection:
-    return own_section(CONFIG, parser().parse_args(arguments))
+    return server_section(CONFIG, parser().parse_args(arguments))
 
 
 def test_options_and_overrides_win_over_the_run() -> None:
@@ -91,11 +91,11 @@ def test_parse_names_unknown_keys_before_all_others() -> None:
 
 
 def test_the_meter_reads_differences() -> None:
-    meter = Meter(now=10.0)
-    meter.read(11.0, Stats(running=1, busy_s=0.5, generated_tokens=100, prefill_tokens=50, prefix_hit_tokens=0))
+    meter = IntervalMetrics(now=10.0)
+    meter.read(11.0, EngineStats(running=1, busy_s=0.5, generated_tokens=100, prefill_tokens=50, prefix_hit_tokens=0))
     meter.answered(0.2)
     meter.answered(0.4)
-    later = Stats(
+    later = EngineStats(
         running=2, waiting=3, slots=4, busy_s=2.0, generated_tokens=400, prefill_tokens=150, prefix_hit_tokens=300, pause_s=0.1,
         finished={"stop": 7},
     )  # fmt: skip
@@ -114,5 +114,5 @@ def test_the_meter_reads_differences() -> None:
             "rollout/finished/stop": 7.0,
         }
     )
-    idle = meter.read(14.0, Stats(busy_s=2.0, generated_tokens=400, prefill_tokens=150, prefix_hit_tokens=300))
+    idle = meter.read(14.0, EngineStats(busy_s=2.0, generated_tokens=400, prefill_tokens=150, prefix_hit_tokens=300))
     assert (idle["rollouter/idle_ratio"], idle["time/generate"], idle["rollout/prefix_hit_ratio"]) == (1.0, 0.0, 0.0)

@@ -13,7 +13,7 @@ from broker.contract import wire
 from broker.runtime.member import Member
 from broker.weights.receiver import receive
 from rollout.config import RolloutSection
-from rollout.service import Service
+from rollout.service import RolloutService
 
 
 class Broken:
@@ -30,12 +30,12 @@ class Broken:
 
 
 async def test_what_ends_the_weight_channel_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receive, "Receiver", Broken)
+    monkeypatch.setattr(receive, "WeightReceiver", Broken)
     spawned: list[Coroutine[Any, Any, None]] = []
     spec = wire.RunSpec(run="r", wire_version=wire.WIRE_VERSION, epoch=0, config={}, model_path="m")
     member = cast(Member, SimpleNamespace(spec=spec, bus=None, id="s1", spawn=spawned.append))
     engine = cast(Any, SimpleNamespace(weights=dict))
-    service = Service(member, spec, RolloutSection(), engine)
+    service = RolloutService(member, spec, RolloutSection(), engine)
     await service._follow_weights()
     (beside,) = spawned
     with pytest.raises(LookupError, match="a tensor of another kind"):

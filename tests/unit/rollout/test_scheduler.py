@@ -5,15 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rollout.scheduler import ENDED, Job, Scheduler, common_prefix
+from rollout.scheduler import ENDED, GenerationJob, Scheduler, common_prefix
 
 
 def tokens(*ids: int) -> np.ndarray:
     return np.array(ids, dtype=np.int32)
 
 
-def job(name: str, *ids: int, conversation: str = "", expected: int = 1, version: int = 0, at: float = 0.0, until: float = 100.0) -> Job:
-    return Job(name, conversation or name, tokens(*(ids or (1, 2, 3))), expected, version, at, until)
+def job(
+    name: str, *ids: int, conversation: str = "", expected: int = 1, version: int = 0, at: float = 0.0, until: float = 100.0
+) -> GenerationJob:
+    return GenerationJob(name, conversation or name, tokens(*(ids or (1, 2, 3))), expected, version, at, until)
 
 
 def started(scheduler: Scheduler, now: float = 0.0) -> list[str]:

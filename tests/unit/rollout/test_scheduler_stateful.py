@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rollout.scheduler import ENDED, WAITING, Job, Scheduler
+from rollout.scheduler import ENDED, WAITING, GenerationJob, Scheduler
 
 SLOTS, RUNNING = 5, 3
 
@@ -20,7 +20,7 @@ class Machine(RuleBasedStateMachine):
         self.scheduler = Scheduler(num_slots=SLOTS, max_running=RUNNING, version=0)
         self.now = 0.0
         self.weights = 0  # counts loads
-        self.jobs: list[Job] = []
+        self.jobs: list[GenerationJob] = []
         self.held: dict[int, list[tuple[int, int]]] = {}  # slot: (token, weights it was computed with)
         self.histories: dict[str, list[int]] = {}
 
@@ -29,7 +29,7 @@ class Machine(RuleBasedStateMachine):
     def submit(self, conversation: str, new: list[int], fresh: bool, expected: int, ahead: int, time: float) -> None:
         history = ([] if fresh else self.histories.get(conversation, [])) + new
         self.histories[conversation] = history
-        job = Job(f"r{len(self.jobs)}", conversation, np.array(history, np.int32), expected, max(0, self.scheduler.version + ahead - 1),
+        job = GenerationJob(f"r{len(self.jobs)}", conversation, np.array(history, np.int32), expected, max(0, self.scheduler.version + ahead - 1),
                   self.now, self.now + time)  # fmt: skip
         self.jobs.append(job)
         self.scheduler.submit(job)

@@ -13,8 +13,8 @@ import torch
 from broker.contract import codec, wire
 from broker.errors import WireError
 from rollout.config import RolloutSection
-from rollout.engines.base import NO_VERSION, REPLY_ROOM_BYTES, EngineConfig, problem
-from rollout.engines.hf.core import Core
+from rollout.engines.base import NO_VERSION, REPLY_ROOM_BYTES, EngineConfig, request_problem
+from rollout.engines.hf.core import EngineCore
 
 PROMPT = [5, 17, 40, 3, 99, 17, 6]
 
@@ -29,7 +29,7 @@ def request(k: int, prompt: list[int] | None = None) -> wire.GenerateRequest:
 
 
 def test_the_likeliest_tokens_are_those_of_transformers(path: Path) -> None:
-    core = Core(
+    core = EngineCore(
         EngineConfig(str(path), RolloutSection(max_running=2, max_context_tokens=64, num_threads=1), device="cpu", policy_version=0)
     )
     model = models.load(path)
@@ -60,8 +60,10 @@ def test_an_answer_that_fits_no_message_is_refused() -> None:
     most = (wire.MAX_PAYLOAD_BYTES - REPLY_ROOM_BYTES) // 8
     for tokens, refused in ((most // 4 + 1, False), (most // 4 + 2, True)):
         asked = request(4, [1] * tokens)
-        assert bool(problem(asked, max_context_tokens=1 << 30, vocab_size=10)) is refused
-    assert problem(request(4), max_context_tokens=64, vocab_size=None).startswith("prompt_top_k is not allowed; this engine does not know")
+        assert bool(request_problem(asked, max_context_tokens=1 << 30, vocab_size=10)) is refused
+    assert request_problem(request(4), max_context_tokens=64, vocab_size=None).startswith(
+        "prompt_top_k is not allowed; this engine does not know"
+    )
 
 
 def reply(**fields: object) -> wire.GenerateReply:

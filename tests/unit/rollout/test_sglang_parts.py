@@ -14,22 +14,22 @@ import torch
 from broker.contract import wire
 from broker.errors import ConfigError, UserError
 from rollout.config import RolloutSection
-from rollout.engines.sglang.api import Refused, as_sampled, first_of, generate_body, read_leg, read_scores, read_top
+from rollout.engines.sglang.api import SGLangRequestError, generate_body, read_leg, read_scores, read_top, shift_runs, truncate_runs
 from rollout.engines.sglang.args import SGLangArgs
-from rollout.engines.sglang.child import copies, launcher, options
-from rollout.engines.sglang.weights import parted, place, sweep
+from rollout.engines.sglang.child import data_parallel_copies, launch_command, server_options
+from rollout.engines.sglang.weights import remove_stale_folders, split_tensors, weights_file_parent
 
 
 def test_parts_of_an_update() -> None:
     tensors = {name: torch.zeros(size) for name, size in (("a", 10), ("b", 10), ("c", 100), ("d", 1))}
-    assert [list(part) for part in parted(tensors, 80)] == [["a", "b"], ["c"], ["d"]]
-    assert list(parted({})) == []
+    assert [list(part) for part in split_tensors(tensors, 80)] == [["a", "b"], ["c"], ["d"]]
+    assert list(split_tensors({})) == []
 
 
 def test_the_file_is_in_memory_where_there_is_room(tmp_path: Path) -> None:
-    assert place(str(tmp_path), 1 << 60) == str(tmp_path)
-    assert place(None, 1 << 60) is None
-    assert place(None, 1000) == "/dev/shm"
+    assert weights_file_parent(str(tmp_path), 1 << 60) == str(tmp_path)
+    assert weights_file_parent(None, 1 << 60) is None
+    assert weights_file_parent(None, 1000) == "/dev/shm"
 
 
 def test_what_a_killed_server_left_in_memory_is_removed(tmp_path: Path) -> None:
@@ -38,15 +38,15 @@ def test_what_a_killed_server_left_in_memory_is_removed(tmp_path: Path) -> None:
     names = [f"rlearner-weights-{gone.pid}-abc", f"rlearner-weights-{os.getpid()}-abc", "rlearner-weights-x-abc", "other"]
     for name in names:
         (tmp_path / name).mkdir()
-    sweep(tmp_path)
+    remove_stale_folders(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names[1:])
 
 
 def test_without_the_package_one_line_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollout.engines.sglang.child.find_spec", lambda _: None)
     with pytest.raises(UserError, match=r"engine sglang needs the package sglang; pip install 'rlearner\[sglang\]', or set the Python"):
-        launcher(SGLangArgs())
-    assert launcher(SGLangArgs(command=["x", "-m", "y"])) == ["x", "-m", "y"]
+        launch_command(SGLangArgs())
+    assert launch_command(SGLangArgs(command=["x", "-m", "y"])) == ["x", "-m", "y"]
 
 
 def test_the_command_line() -> None:
@@ -54,7 +54,7 @@ def test_the_command_line() -> None:
     args = SGLangArgs(
         tensor_parallel=2, mem_fraction_static=0.8, flags={"attention-backend": "fa3", "enable-metrics": True, "quiet": False}
     )
-    given = options(
+    given = server_options(
         "/m", section, args, port=5, dtype="bfloat16", device="cuda", version=-1, copies=2, trust_remote_code=False
     )  # fmt: skip
     assert given == [
@@ -69,15 +69,15 @@ def test_the_command_line() -> None:
 
 def test_copies_of_the_model_by_the_visible_gpus() -> None:
     four = {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
-    assert copies(SGLangArgs(tensor_parallel=2), "cuda", four, 16) == 2
-    assert copies(SGLangArgs(tensor_parallel=4), "cuda", four, 16) == 1
-    assert copies(SGLangArgs(tensor_parallel=2, data_parallel=1), "cuda", four, 16) == 1
+    assert data_parallel_copies(SGLangArgs(tensor_parallel=2), "cuda", four, 16) == 2
+    assert data_parallel_copies(SGLangArgs(tensor_parallel=4), "cuda", four, 16) == 1
+    assert data_parallel_copies(SGLangArgs(tensor_parallel=2, data_parallel=1), "cuda", four, 16) == 1
     with pytest.raises(ConfigError, match=r"tensor_parallel: 3 is not allowed; a divisor of the model's 16 attention heads"):
-        copies(SGLangArgs(tensor_parallel=3), "cuda", four, 16)
+        data_parallel_copies(SGLangArgs(tensor_parallel=3), "cuda", four, 16)
     with pytest.raises(ConfigError, match="tensor_parallel times data_parallel is 8, and --gpus names 4"):
-        copies(SGLangArgs(tensor_parallel=8), "cuda", four, 16)
+        data_parallel_copies(SGLangArgs(tensor_parallel=8), "cuda", four, 16)
     with pytest.raises(ConfigError, match="SGLang's update group holds one"):
-        copies(SGLangArgs(weights="distributed"), "cuda", four, 16)
+        data_parallel_copies(SGLangArgs(weights="distributed"), "cuda", four, 16)
 
 
 def reply(**meta: Any) -> dict[str, Any]:
@@ -118,19 +118,19 @@ def test_reading_an_answer() -> None:
     ],
 )
 def test_answers_that_cannot_be_used(answer: dict[str, Any], sampling: dict[str, Any], why: str) -> None:
-    with pytest.raises(Refused, match=why):
+    with pytest.raises(SGLangRequestError, match=why):
         read_leg(answer, wire.SamplingParams(max_tokens=4, **sampling))
 
 
 def test_the_first_token_of_new_weights_is_the_old_ones() -> None:
-    assert as_sampled([(3, 5)], 3) == [(3, 5)]
-    assert as_sampled([(3, 5), (4, 2)], 3) == [(3, 6), (4, 1)]
-    assert as_sampled([(4, 3)], 3) == [(3, 1), (4, 2)]  # none had been taken in
-    assert as_sampled([(4, 1)], 3) == [(3, 1)]
-    assert as_sampled([(3, 1), (4, 1), (5, 1)], 3) == [(3, 2), (4, 1)]
-    assert as_sampled([], 3) == []
-    assert first_of([(3, 2), (4, 2)], 3) == [(3, 2), (4, 1)]
-    assert first_of([(3, 2), (4, 2)], 0) == []
+    assert shift_runs([(3, 5)], 3) == [(3, 5)]
+    assert shift_runs([(3, 5), (4, 2)], 3) == [(3, 6), (4, 1)]
+    assert shift_runs([(4, 3)], 3) == [(3, 1), (4, 2)]  # none had been taken in
+    assert shift_runs([(4, 1)], 3) == [(3, 1)]
+    assert shift_runs([(3, 1), (4, 1), (5, 1)], 3) == [(3, 2), (4, 1)]
+    assert shift_runs([], 3) == []
+    assert truncate_runs([(3, 2), (4, 2)], 3) == [(3, 2), (4, 1)]
+    assert truncate_runs([(3, 2), (4, 2)], 0) == []
 
 
 def test_stop_tokens_that_sglang_does_not_heed_cut_the_output() -> None:
@@ -146,9 +146,9 @@ def test_reading_scores() -> None:
     assert read_scores({"meta_info": meta}, 2).tolist() == [-2.0]
     ids, logprobs = read_top({"meta_info": meta}, 2, 2)
     assert (ids.tolist(), logprobs.round(1).tolist()) == ([[9, 6]], [[np.float32(-0.1), -2.0]])
-    with pytest.raises(Refused, match="logprobs of 2 tokens of a context of 3"):
+    with pytest.raises(SGLangRequestError, match="logprobs of 2 tokens of a context of 3"):
         read_scores({"meta_info": meta}, 3)
-    with pytest.raises(Refused, match="the 1 likeliest tokens at each of 1 positions"):
+    with pytest.raises(SGLangRequestError, match="the 1 likeliest tokens at each of 1 positions"):
         read_top({"meta_info": meta}, 2, 1)
 
 

@@ -15,11 +15,11 @@ import torch
 from broker.contract import wire
 from broker.errors import TransferFailed, UserError
 from rollout.config import RolloutSection
-from rollout.engines.base import EngineConfig, Output
+from rollout.engines.base import EngineConfig, GenerationOutput
 from rollout.engines.fit import check_fit
 from rollout.engines.vllm.engine import VLLMEngine
-from rollout.engines.vllm.output import label, output_of, sampling_fields, seed_of, serial_of, top_rows, version_runs
-from rollout.engines.vllm.start import cause, check_heads, check_installed
+from rollout.engines.vllm.output import output_of, sampling_fields, seed_of, serial_of, top_rows, version_label, version_runs
+from rollout.engines.vllm.start import check_heads, check_installed, startup_error
 from rollout.engines.vllm.store import SharedWeights, map_shared
 
 Span = namedtuple("Span", "version start end")
@@ -36,12 +36,17 @@ async def test_without_the_package_one_line_names_the_extra() -> None:
 
 
 def test_version_runs_merge_loads_of_one_version_and_can_stop_before_a_load() -> None:
-    spans = [Span(label(1, 4), 0, 3), Span(label(2, 4), 3, 5), Span(label(3, 5), 5, 5), Span(label(4, 7), 5, 9)]
+    spans = [
+        Span(version_label(1, 4), 0, 3),
+        Span(version_label(2, 4), 3, 5),
+        Span(version_label(3, 5), 5, 5),
+        Span(version_label(4, 7), 5, 9),
+    ]
     assert version_runs(spans) == [(4, 5), (7, 4)]
     assert version_runs(spans, keep_before=4) == [(4, 5)]
     assert version_runs(spans, keep_before=2) == [(4, 3)]
     assert version_runs([]) == []
-    assert serial_of(label(12, -1)) == 12
+    assert serial_of(version_label(12, -1)) == 12
 
 
 def test_the_seed_counts_the_position() -> None:
@@ -74,11 +79,11 @@ def completion(tokens: list[int], logprobs: list[float], spans: list[Span], reas
 
 
 def test_outputs_carry_versions_and_lose_what_wrong_weights_said() -> None:
-    spans = [Span(label(1, 0), 0, 2), Span(label(2, 1), 2, 3)]
+    spans = [Span(version_label(1, 0), 0, 2), Span(version_label(2, 1), 2, 3)]
     whole = completion([5, 6, 7], [-1.0, -2.0, -3.0], spans)
-    assert output_of(whole, 4, 1.0) == Output([5, 6, 7], [-1.0, -2.0, -3.0], [(0, 2), (1, 1)], "length", 4)
-    assert output_of(whole, None, 0) == Output([5, 6, 7], [0.0, 0.0, 0.0], [(0, 2), (1, 1)], "length", 0)
-    assert output_of(whole, 0, 1.0, keep_before=2) == Output([5, 6], [-1.0, -2.0], [(0, 2)], "abort", 0)
+    assert output_of(whole, 4, 1.0) == GenerationOutput([5, 6, 7], [-1.0, -2.0, -3.0], [(0, 2), (1, 1)], "length", 4)
+    assert output_of(whole, None, 0) == GenerationOutput([5, 6, 7], [0.0, 0.0, 0.0], [(0, 2), (1, 1)], "length", 0)
+    assert output_of(whole, 0, 1.0, keep_before=2) == GenerationOutput([5, 6], [-1.0, -2.0], [(0, 2)], "abort", 0)
     assert output_of(completion([5], [float("nan")], spans[:1]), 0, 1.0).error == "the model's logits are not finite"
     assert output_of(completion([5, 6], [-1.0], spans[:1]), 0, 1.0).error == "vLLM returned 1 logprobs for 2 tokens"
     assert output_of(completion([], [], [], "error"), 0, 1.0).error == "vLLM ended the request with 'error'"
@@ -131,10 +136,10 @@ def test_heads_must_divide() -> None:
 
 def test_the_cause_is_the_first_error_that_was_logged_and_memory_says_what_to_lower(tmp_path: Path) -> None:
     errors = tmp_path / "errors.log"
-    assert cause("1 validation error for X\n  Value error, no such model [type=value_error, x]\n", errors) == "no such model"
+    assert startup_error("1 validation error for X\n  Value error, no such model [type=value_error, x]\n", errors) == "no such model"
     errors.write_text("EngineCore failed to start.\nTraceback (most recent call last):\n  File x\nKeyError: 'first'\nRuntimeError: then\n")
-    assert cause("see above", errors) == "KeyError: 'first'"
+    assert startup_error("see above", errors) == "KeyError: 'first'"
     errors.write_text("torch.OutOfMemoryError: CUDA out of memory. Tried\n")
-    found = cause("see above", errors)
+    found = startup_error("see above", errors)
     assert found.startswith("torch.OutOfMemoryError: CUDA out of memory. Tried; lower rollout.max_context_tokens")
     assert "\n" not in found
