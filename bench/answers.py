@@ -23,7 +23,7 @@ from typing import Final, NamedTuple
 from bench.answer_cases import CANARY, AnswerPair, adversarial, pairs
 from broker.settings.config import RewardConfig
 from rewardhub.rewards.base import Sample
-from rewardhub.workers import RewardWorkerPool, ScoreError
+from rewardhub.worker_pool import RewardWorkerPool, ScoreError
 
 REWARD: Final = RewardConfig(name="math_answer")
 TIMEOUT_S: Final = 10.0  # rewardhub.timeout_s

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from broker.errors import DataError, UserError
 from broker.settings.config import RewardConfig
 from rewardhub.rewards.base import Sample
-from rewardhub.workers import RewardWorkerPool
+from rewardhub.worker_pool import RewardWorkerPool
 
 REWARD = RewardConfig(name="math_answer")
 

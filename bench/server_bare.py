@@ -25,7 +25,7 @@ async def vllm_arm(folder: str, requests: list[tuple[list[int], int]], threads: 
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from rollout.engines.vllm.start import IN_PROCESS
+    from rollout.engines.vllm.startup import IN_PROCESS
 
     arguments = AsyncEngineArgs(
         model=folder, skip_tokenizer_init=True, dtype="float32", max_model_len=CONTEXT, max_num_seqs=len(requests) + 2,

@@ -9,7 +9,7 @@ import time
 
 from broker.contract import wire
 from learner.backends.torch import TorchBackend
-from rlearner_text.openai.pieces import TokenListener
+from rlearner_text.openai.token_events import TokenListener
 from rollout.engines.base import GenerationOutput
 from rollout.engines.hf.engine import HFEngine
 

@@ -1,6 +1,6 @@
 """Checks the learner's sections and the names in them before anything starts, without importing torch.
 
-``rlearner.doctor.lacking`` checks which packages they need.
+``rlearner.doctor.preflight`` checks which packages they need.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def check(config: dict[str, Any]) -> None:
     _check_names(config)
     _check_model(config)
     _check_training(config)
-    from learner.combinations import check_algorithm
+    from learner.algorithm_checks import check_algorithm
     from learner.credit.capacity import check_groups
 
     check_groups(config)

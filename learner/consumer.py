@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from broker.contract import wire
 from broker.jetstream.bus import LogRecord
-from learner.credit import intake
-from learner.credit.intake import RecordIntake
+from learner.credit import record_intake
 from learner.credit.ledger import Action, ForgetTicket, HoldGroup, Ledger, LedgerEntry, TakeGroup
+from learner.credit.record_intake import RecordIntake
 from learner.training import TrainingResult, TrainingThread
 
 
@@ -55,7 +55,7 @@ class RecordConsumer:
 
     def apply(self, entry: LogRecord) -> tuple[RecordIntake, list[Action]]:
         """Apply the next record, never while the ledger is full; return it decoded, with the actions to perform."""
-        read = intake.read_record(entry, self.ledger, self.training.backend.vocab_size)
+        read = record_intake.read_record(entry, self.ledger, self.training.backend.vocab_size)
         actions = self.ledger.apply(read.record, entry.seq)
         if read.group is not None and any(isinstance(action, HoldGroup) for action in actions):
             self._held[read.group.ticket] = read.group

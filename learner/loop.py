@@ -14,8 +14,8 @@ from broker.contract.streams import SAMPLES
 from broker.jetstream.bus import Bus, LogRecord
 from broker.runtime.process import Stop
 from learner.consumer import RecordConsumer
-from learner.credit.intake import RecordIntake
 from learner.credit.ledger import Action, ForgetTicket, IssueTicket, Ledger, RefuseRecord
+from learner.credit.record_intake import RecordIntake
 from learner.credit.records import LedgerRecorder
 from learner.credit.recovery import RecoveryResult
 from learner.credit.tickets import TicketIssuer

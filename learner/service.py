@@ -23,22 +23,22 @@ from broker.system import logs
 from broker.system.process_identity import this_process
 from learner.checkpoints import checkpoint
 from learner.config import AlgorithmSection, FailuresSection, TrainSection
-from learner.continuing import check_changes, read_settings
-from learner.credit.grants import TicketRules, rules_of
-from learner.credit.intake import rules_change
 from learner.credit.ledger import Ledger, RulesUpdate
+from learner.credit.record_intake import rules_change
 from learner.credit.recovery import Recovery
+from learner.credit.ticket_rules import TicketRules, rules_of
 from learner.give_up import FailureMonitor, watch_hubs
 from learner.loop import TrainingLoop
-from learner.opening import begin_imports, open_training
+from learner.loop_services import open_services, open_trackers
 from learner.prepare import data_digests, nothing_left, refuse_fewer_steps, run_folder, write_config
 from learner.reporting.missing_roles import required_roles, watch_missing_roles
 from learner.reporting.status import ID, LearnerStatus
-from learner.rivals import RivalDetector
+from learner.resume_checks import check_changes, read_settings
+from learner.rival_learners import RivalDetector
 from learner.run_folder import note_broker, note_epoch, noted_epoch
-from learner.services import open_services, open_trackers
+from learner.run_watch import EpochWatch
+from learner.training_setup import begin_imports, open_training
 from learner.warm_start import ModelPreparation, PreparationInterrupted
-from learner.watch import EpochWatch
 from rlearner_text.config import ModelSection
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ async def serve(
         url: address of the broker.
         rebase: continue although the broker has lost its store, see ``learner/credit/recovery.py``.
         take_over: start although another learner of the run is alive; it is fenced once this one has loaded.
-        force: continue with settings that a run should not change, see ``learner/continuing.py``.
+        force: continue with settings that a run should not change, see ``learner/resume_checks.py``.
 
     Raises:
         UserError: if another learner is alive or took over, the broker lost state, or the user must fix something.

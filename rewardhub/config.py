@@ -32,19 +32,19 @@ def check(config: dict[str, Any]) -> None:
         ConfigError: for an unknown name (lists the known ones), a missing file, module or function, bad arguments.
     """
     from broker.settings.runspec import domains, section
-    from rewardhub.rewards import function
+    from rewardhub.rewards import loading
 
     waits_s = section(config, "rewardhub", RewardhubSection).timeout_s
     for name, domain in domains(config).items():
         for index, reward in enumerate(domain.rewards):
             key = f"domains.{name}.rewards.{index}"
-            args = function.check(reward.name, reward.args, key)
+            args = loading.check(reward.name, reward.args, key)
             cpu_s = getattr(args, "cpu_s", None) if reward.name == "math_answer" else None
             if cpu_s is not None and 2 * cpu_s > waits_s:
                 allowed = f"at most half of rewardhub.timeout_s ({waits_s:g}), to stop a costly answer before the hub's timeout"
                 raise ConfigError(f"{key}.args.cpu_s", cpu_s, allowed)
             takes_s = getattr(args, "timeout_s", None)
-            if takes_s is not None and function.concurrency_of(reward) is None and takes_s >= waits_s:
+            if takes_s is not None and loading.concurrency_of(reward) is None and takes_s >= waits_s:
                 allowed = f"below rewardhub.timeout_s ({waits_s:g}), because the hub treats a late score as a failure"
                 raise ConfigError(f"{key}.args.timeout_s", takes_s, allowed)
 
@@ -55,7 +55,7 @@ def longest_scoring_s(config: dict[str, Any]) -> dict[str, float]:
     Assumes one hub for each pool, busy with ``max_groups`` such groups, and every try of every score at its timeout.
     """
     from broker.settings.runspec import domains, section
-    from rewardhub.rewards import function
+    from rewardhub.rewards import loading
 
     settings, greedy = section(config, "rewardhub", RewardhubSection), num_greedy(config["algorithm"]["adv_estimator"])
     tries = 1 + settings.max_retries
@@ -65,7 +65,7 @@ def longest_scoring_s(config: dict[str, Any]) -> dict[str, float]:
         singles: Counter[str] = Counter()  # rewards that the pool's workers compute, one sample at a time
         pools: dict[str, float] = {}
         for reward in domain.rewards:
-            if (own := function.concurrency_of(reward)) is None:
+            if (own := loading.concurrency_of(reward)) is None:
                 singles[reward.pool] += 1
                 took_s = math.ceil(singles[reward.pool] * scores / settings.workers) * settings.timeout_s * tries
             else:

@@ -23,7 +23,7 @@ def preflight_findings(config: dict[str, Any]) -> list[PreflightFinding]:
     if not rewards:
         return []
     from rewardhub.rewards.judge import JudgeArgs
-    from rlearner_text.openai.look import check_endpoint
+    from rlearner_text.openai.endpoint_check import check_endpoint
 
     judges = [(key, JudgeArgs.model_validate(args)) for key, args in rewards]
     each = {(args.base_url, args.api_key_env): (key, args) for key, args in reversed(judges)}

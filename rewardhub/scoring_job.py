@@ -13,8 +13,8 @@ from broker.contract import wire
 from broker.settings.config import DomainSection, RewardConfig
 from broker.system.workers.fault import TracebackLog
 from rewardhub.routing import Action, CloseAction, ForwardAction, GroupScoring, ScoreAction, find_refusal, sample_of
-from rewardhub.scorers import ScoreDispatcher
-from rewardhub.workers import NoWorkerError, ScoreError
+from rewardhub.score_dispatcher import ScoreDispatcher
+from rewardhub.worker_pool import NoWorkerError, ScoreError
 
 log = logging.getLogger(__name__)
 _traces: Final = TracebackLog()  # of this process

@@ -31,12 +31,12 @@ from broker.settings.config import RewardConfig
 from broker.settings.runspec import domains, section
 from broker.system import gpus
 from rewardhub.config import RewardhubSection, all_pools, pools_of_kinds
+from rewardhub.metrics import RewardhubMetrics
+from rewardhub.pool_trials import PoolTrials
 from rewardhub.routing import CloseAction, ForwardAction, GroupScoring, find_refusal, result_log
-from rewardhub.scorers import ScoreDispatcher
+from rewardhub.score_dispatcher import ScoreDispatcher
 from rewardhub.scoring_job import rescore_group, score_group
-from rewardhub.tally import RewardhubMetrics
-from rewardhub.trials import PoolTrials
-from rewardhub.workers import NoWorkerError
+from rewardhub.worker_pool import NoWorkerError
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""A worker process that scores one sample at a time for its hub. Started by ``rewardhub.workers``."""
+"""A worker process that scores one sample at a time for its hub. Started by ``rewardhub.worker_pool``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import msgspec
 from broker.errors import ConfigError
 from broker.system.workers import fault, limits, line
 from rewardhub import protocol
-from rewardhub.rewards import function
+from rewardhub.rewards import loading
 from rewardhub.rewards.base import NoScore, ResponseFault, Sample, Scored, check_scored, score_of_fault
 
 
@@ -25,7 +25,7 @@ class RewardWorker:
     def __init__(self, memory_mib: int | None = None) -> None:
         self._memory_mib = memory_mib
         self._allowance: limits.ResourceLimits | None = None  # counts from the first score; what rewards load before is free
-        self._rewards: dict[str, function.Score] = {}
+        self._rewards: dict[str, loading.Score] = {}
         self._loop = asyncio.Runner()  # one loop for all calls, so that a coroutine's clients stay usable
 
     def close(self) -> None:
@@ -49,13 +49,13 @@ class RewardWorker:
             spent = isinstance(error, MemoryError) or (self._allowance is not None and self._allowance.spent())
             return protocol.ScoreFailureReply(f"{request.name}: {fault.told(error)}", retry=True, spent=spent, trace=fault.trace(error))
 
-    def _reward(self, name: str, args: dict[str, object]) -> function.Score:
+    def _reward(self, name: str, args: dict[str, object]) -> loading.Score:
         key = json.dumps([name, args], sort_keys=True)
         if key not in self._rewards:
-            self._rewards[key] = function.load(name, args)
+            self._rewards[key] = loading.load(name, args)
         return self._rewards[key]
 
-    def _score(self, reward: function.Score, sample: Sample) -> Scored:
+    def _score(self, reward: loading.Score, sample: Sample) -> Scored:
         try:
             value = reward(sample)
             if inspect.isawaitable(value):

@@ -96,9 +96,9 @@ def _add_config_parser(commands: argparse._SubParsersAction[ArgumentParser], nam
 def _start(options: argparse.Namespace) -> int:
     from broker.runtime import process
     from broker.settings.runspec import load, validate
-    from learner.gpus import assign_gpus, forget_gpus
+    from learner.gpu_selection import assign_gpus, forget_gpus
     from learner.prepare import exit_code, name_run, run_folder
-    from rlearner.doctor.lacking import format_finding, learner_findings, require_installed
+    from rlearner.doctor.preflight import format_finding, learner_findings, require_installed
     from rlearner.doctor.references import reference_findings
 
     async def body(stop: process.Stop) -> int:
@@ -109,8 +109,8 @@ def _start(options: argparse.Namespace) -> int:
         for finding in await asyncio.to_thread(reference_findings, config):
             log.warning("%s", format_finding(finding))
         from learner.service import serve
-        from rlearner.ops.going_on import continue_line_at_exit
-        from rlearner.ops.leftovers import removed_on_failure
+        from rlearner.ops.continue_line import continue_line_at_exit
+        from rlearner.ops.folder_cleanup import removed_on_failure
 
         with contextlib.suppress(process.Stopped), removed_on_failure(run_folder(config)), continue_line_at_exit(config, options.broker):
             await serve(
@@ -132,7 +132,7 @@ def _check(options: argparse.Namespace) -> int:
     from broker.settings.runspec import load, validate
     from learner.credit import capacity
     from learner.prepare import name_run, run_folder, to_yaml
-    from rlearner.doctor.lacking import fleet_findings, format_finding, learner_findings
+    from rlearner.doctor.preflight import fleet_findings, format_finding, learner_findings
     from rlearner.doctor.trial import try_own_code
 
     config = load(options.config, options.overrides)

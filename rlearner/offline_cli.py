@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
     from broker.system import logs
     from learner.offline.config import validate
     from learner.prepare import name_run, run_folder
-    from rlearner.doctor.lacking import learner_findings, require_installed
+    from rlearner.doctor.preflight import learner_findings, require_installed
 
     logs.configure()
     logs.identify(role=options.pipeline)

@@ -12,9 +12,9 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from broker.errors import ConfigError
+from rlearner_text.atomic_folders import atomic_folder
 from rlearner_text.config import TinyModel
-from rlearner_text.folders import atomic_folder
-from rlearner_text.library import import_transformers
+from rlearner_text.transformers_import import import_transformers
 
 PAD: Final = "<|endoftext|>"
 UNKNOWN: Final = "<|unk|>"

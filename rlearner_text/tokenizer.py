@@ -17,7 +17,7 @@ import tokenizers
 from broker.errors import ConfigError
 from rlearner_text.chat_template import Chat, ChatTemplate, find_template
 from rlearner_text.hub import read_json, tokenizer_folder
-from rlearner_text.library import import_transformers
+from rlearner_text.transformers_import import import_transformers
 
 _SHORT: Final = 16  # tokens; decoded short texts are cached, because the answers of many episodes repeat
 _SHORT_KEPT: Final = 4096

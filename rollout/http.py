@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from broker.errors import ConfigError
-from rlearner_text.openai import keys
-from rlearner_text.openai.desk import GenerateHandler, ServedModel
+from rlearner_text.openai import api_keys
+from rlearner_text.openai.backends import GenerateHandler, ServedModel
 from rlearner_text.openai.server import HttpServer
 from rlearner_text.tokenizer import Tokenizer
 from rollout.config import RolloutSection
@@ -72,7 +72,7 @@ async def prepare_http(handle: GenerateHandler, served: ServedModel, *, bind: st
     Raises:
         UserError: if the port or the key is not available, or the model has no tokenizer.
     """
-    key, key_place = keys.find_key()
+    key, key_place = api_keys.find_key()
     tokenizer = await asyncio.to_thread(Tokenizer.load, served.path, trust_remote_code=trust_remote_code)
     server = HttpServer.with_key(handle, tokenizer, served, key)
     with _port_refused(port):

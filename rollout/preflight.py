@@ -22,7 +22,7 @@ def check_preflight(config: dict[str, Any]) -> list[PreflightFinding]:
     if section.engine != "openai":
         return models
     args = OpenAIArgs.model_validate(section.engine_args)
-    from rlearner_text.openai.look import check_endpoint
+    from rlearner_text.openai.endpoint_check import check_endpoint
 
     named = "api_key_env" in args.model_fields_set
     return [*models, check_endpoint("rollout.engine_args", args.base_url, args.api_key_env, named=named, needed=True)]

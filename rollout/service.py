@@ -26,12 +26,12 @@ from broker.settings.config import BrokerSection
 from broker.system import gpus
 from rlearner_text.config import check_model_path
 from rollout import replicas
-from rollout.answering import RequestHandler
 from rollout.config import RolloutSection
 from rollout.engines import ENGINES
 from rollout.engines.base import Engine, EngineConfig
-from rollout.meter import IntervalMetrics
-from rollout.options import check_arguments, server_section
+from rollout.interval_metrics import IntervalMetrics
+from rollout.request_handler import RequestHandler
+from rollout.server_options import check_arguments, server_section
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -272,9 +272,9 @@ class RolloutService:
         where = self._section.snapshot
         if where is None:
             return None
-        from rlearner_text.openai import keys
+        from rlearner_text.openai import api_keys
 
-        return SnapshotSource(where, keys.find_key()[0] if is_url(where) else "")
+        return SnapshotSource(where, api_keys.find_key()[0] if is_url(where) else "")
 
     def _first_weights(self) -> tuple[Mapping[str, Tensor], bool]:
         """Return the run's initial weights, from the engine or from disk, and whether they stay unchanged."""

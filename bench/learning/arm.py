@@ -27,9 +27,9 @@ from learner.algorithm.advantages import ADVANTAGES
 from learner.algorithm.episodes import episode_rewards
 from learner.backends import BACKENDS
 from learner.config import AlgorithmSection, EvalSection, TrainSection
-from learner.credit import intake
-from learner.credit.grants import rules_of
+from learner.credit import record_intake
 from learner.credit.ledger import Action, ForgetTicket, HoldGroup, IssueTicket, Ledger, TakeGroup
+from learner.credit.ticket_rules import rules_of
 from learner.evaluation.evaluation import EvaluationQueue
 from learner.training import TrainingThread
 from learner.weights.offering import probe
@@ -116,7 +116,7 @@ class TrainingArm:
             self._log.append(LogRecord(self._sequence, codec.decode(data, wire.Group), "", group.ticket, data))
 
     def _take_in(self, entry: LogRecord) -> None:
-        read = intake.read_record(entry, self.ledger, self._backend.vocab_size)
+        read = record_intake.read_record(entry, self.ledger, self._backend.vocab_size)
         if read.problem:
             raise UserError(f"record {entry.seq}: {read.problem}")
         actions = self.ledger.apply(read.record, entry.seq)
@@ -140,7 +140,7 @@ class TrainingArm:
         version = self.ledger.state.version
         trained = await self._training.finish(version)
         assert trained is not None
-        oldest, newest = intake.version_bounds(self._taken) or (version, version)
+        oldest, newest = record_intake.version_bounds(self._taken) or (version, version)
         self.lateness.append((version - oldest, version - newest))
         self.curve.append(float(np.mean([reward for group in self._taken for reward in episode_rewards(group)])))
         self.lines.append(trained.values)

@@ -26,7 +26,7 @@ from envhub.workers.calls import EnvironmentCalls
 from rlearner_text.tokenizer import Tokenizer
 from rollout.config import RolloutSection
 from rollout.engines.base import EngineConfig, GenerationOutput
-from rollout.engines.hf.core import EngineCore
+from rollout.engines.hf.engine_core import EngineCore
 
 PATIENCE_S = 3600.0  # nothing here waits for a network
 

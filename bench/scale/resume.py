@@ -19,11 +19,11 @@ from broker.jetstream.bus import LogRecord
 from broker.runtime.process import Stop
 from learner.checkpoints import checkpoint
 from learner.config import SamplesSection
-from learner.credit.grants import DomainRule, TicketRules
-from learner.credit.intake import RecordIntake
 from learner.credit.ledger import Action, GroupArrival, IssueTicket, Ledger, TicketEnd
+from learner.credit.record_intake import RecordIntake
 from learner.credit.records import LedgerRecorder
 from learner.credit.recovery import known_progress
+from learner.credit.ticket_rules import DomainRule, TicketRules
 from learner.reporting.metrics import MetricsFile, count_tickets
 
 GROUPS: Final = 1_000_000

@@ -20,9 +20,9 @@ from broker.contract.streams import EVALS, EVALTICKETS, SAMPLES, TICKETS
 from broker.runtime.process import Stop
 from broker.settings.config import DomainSection
 from learner.config import EvalSection
-from learner.credit import intake
-from learner.credit.grants import DomainRule, TicketRules
+from learner.credit import record_intake
 from learner.credit.ledger import Action, ForgetTicket, IssueTicket, Ledger
+from learner.credit.ticket_rules import DomainRule, TicketRules
 from learner.credit.tickets import TicketIssuer, TicketReaper
 from learner.disk_retry import DiskRetry
 from learner.evaluation.evaluation import EvaluationQueue
@@ -149,7 +149,7 @@ class SoakLearner:
 
     async def _read(self, until: int) -> None:
         async for entry in self.bus.read_log(SAMPLES, self.ledger.state.position + 1):
-            self._perform(self.ledger.apply(intake.read_record(entry, self.ledger, 10).record, entry.seq))
+            self._perform(self.ledger.apply(record_intake.read_record(entry, self.ledger, 10).record, entry.seq))
             while self.ledger.full:
                 await self._step()
             if self.ledger.state.version >= until and self.ledger.state.rules_epoch >= self.epoch:

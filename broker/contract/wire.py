@@ -182,7 +182,7 @@ class RulesChange(Message, frozen=True, tag="RulesChange"):
     """From this record on the learner runs by these rules; it appends one each time it takes the run over."""
 
     epoch: int  # incarnation of the learner that appended it
-    rules: dict[str, Any]  # steps, groups_per_step, max_staleness, domains and their weights, …; see learner/credit/grants.py
+    rules: dict[str, Any]  # steps, groups_per_step, max_staleness, domains and their weights, …; see learner/credit/ticket_rules.py
 
 
 class Parted(Message, frozen=True, tag="Parted"):

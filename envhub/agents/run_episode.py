@@ -20,7 +20,7 @@ from envhub.agents.session import AgentSession, SessionContext
 from envhub.envs import agent as agent_env
 from envhub.envs.agent import AgentArgs
 from envhub.task import EpisodeFailed, EpisodeResult, EpisodeTask
-from rlearner_text.openai.desk import ApiBackend
+from rlearner_text.openai.backends import ApiBackend
 from rlearner_text.openai.server import HttpServer
 from rlearner_text.tokenizer import Tokenizer
 

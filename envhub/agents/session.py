@@ -16,13 +16,13 @@ from envhub.agents.record import EpisodeRecord
 from envhub.servers.generate import ExpectedTokens, SampledTurn, TurnFailed, TurnRequest, mix
 from envhub.task import EpisodeTask
 from rlearner_text.incremental_tokenization import Conversation
-from rlearner_text.openai import tools
-from rlearner_text.openai.bodies import ChatBody, ChatMessage, CompletionBody, GenerationBody
-from rlearner_text.openai.desk import ServedModel
+from rlearner_text.openai import tool_calls
+from rlearner_text.openai.answer_store import AnswerStore
+from rlearner_text.openai.backends import ServedModel
 from rlearner_text.openai.generation import REPLY_ID_CHARS
-from rlearner_text.openai.kept import AnswerStore
-from rlearner_text.openai.pieces import TokenEvent, TokenListener
-from rlearner_text.openai.problems import HttpError
+from rlearner_text.openai.http_errors import HttpError
+from rlearner_text.openai.request_bodies import ChatBody, ChatMessage, CompletionBody, GenerationBody
+from rlearner_text.openai.token_events import TokenEvent, TokenListener
 from rlearner_text.tokenizer import Tokenizer
 
 AGAIN_AT_ONCE = 503  # the openai client tries again after that
@@ -44,7 +44,7 @@ class SessionContext:
 
 
 class AgentSession:
-    """See ``rlearner_text.openai.desk.ApiBackend``.
+    """See ``rlearner_text.openai.backends.ApiBackend``.
 
     Attributes:
         record: what was sampled.
@@ -112,9 +112,9 @@ class AgentSession:
     def _as_said(self, message: ChatMessage, most_calls: int | None) -> dict[str, Any]:
         plain = message.plain()
         if message.role == "assistant" and message.tool_calls:
-            prefix = message.tool_calls[0].id[: len(tools.prefix_of("x" * REPLY_ID_CHARS, 0))]
+            prefix = message.tool_calls[0].id[: len(tool_calls.prefix_of("x" * REPLY_ID_CHARS, 0))]
             if (text := self._said.get(prefix)) is not None:
-                words, calls = tools.split_calls(text, tools.tool_syntax(self._means.tokenizer), prefix, most_calls)
+                words, calls = tool_calls.split_calls(text, tool_calls.tool_syntax(self._means.tokenizer), prefix, most_calls)
                 if words == message.text and [one.model_dump() for one in message.tool_calls] == calls:
                     return {"role": "assistant", "content": text}
         return plain
@@ -149,7 +149,7 @@ class AgentSession:
         self.record.sampled(prompt, sampled)
         self.cut = sampled.finish_reason == "length"
         reply_id, _, index = ask.request_id.removeprefix("http.").partition(".")
-        self._said[tools.prefix_of(reply_id, int(index))] = tools.text_with_markers(self._means.tokenizer, sampled.token_ids)
+        self._said[tool_calls.prefix_of(reply_id, int(index))] = tool_calls.text_with_markers(self._means.tokenizer, sampled.token_ids)
         if versions := sampled.version_runs[::2]:
             self._newest = max(self._newest, *versions)
             self._on_tokens(min(versions))

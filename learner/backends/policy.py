@@ -16,7 +16,7 @@ from learner.backends.compiling import compile_blocks
 from learner.backends.lora import Adapters, Find, Merged
 from learner.config import LoraSection
 from rlearner_text.config import ModelSection, check_model_path
-from rlearner_text.library import import_transformers
+from rlearner_text.transformers_import import import_transformers
 
 _LOGIT_BUDGET: Final = 1 << 26  # logits held at once, 256 MiB in float32
 _PROBE_TOKENS: Final = 8

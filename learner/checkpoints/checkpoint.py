@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from broker.errors import UserError
-from rlearner_text.folders import begin_folder, finish_folder, remove_folder, sync_tree
+from rlearner_text.atomic_folders import begin_folder, finish_folder, remove_folder, sync_tree
 
 if TYPE_CHECKING:
     from learner.backends.base import Backend, Snapshot

@@ -20,8 +20,8 @@ from learner.config import CheckpointSection
 from learner.credit.ledger import Ledger
 from learner.credit.records import LedgerRecorder
 from learner.disk_retry import DiskRetry
+from learner.run_watch import EpochWatch
 from learner.training import TrainingThread
-from learner.watch import EpochWatch
 
 if TYPE_CHECKING:
     from learner.backends.base import Snapshot

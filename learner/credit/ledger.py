@@ -70,7 +70,7 @@ import msgspec
 from broker.contract import wire
 from broker.errors import UserError
 from learner.algorithm.selection import num_kept
-from learner.credit.grants import TicketRules, next_domain, task_seed
+from learner.credit.ticket_rules import TicketRules, next_domain, task_seed
 
 ZERO_STD = 1e-6
 LOST: Final = "lost"  # closed: the broker no longer knows the ticket

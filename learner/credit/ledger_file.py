@@ -13,8 +13,8 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from learner.credit.grants import TicketRules
 from learner.credit.ledger import LOST, Action, ForgetTicket, HoldGroup, IssueTicket, Ledger, LedgerEntry, RefuseRecord, SkipTickets
+from learner.credit.ticket_rules import TicketRules
 
 State = Literal[
     "issued",

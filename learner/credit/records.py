@@ -14,9 +14,9 @@ from broker.runtime.process import Stop
 from learner.config import SamplesSection
 from learner.credit import archive, ledger_file, ledger_segments
 from learner.credit.archive import SampleArchive
-from learner.credit.intake import RecordIntake, version_bounds
 from learner.credit.ledger import Action, Ledger, LedgerEntry, RulesUpdate, TicketEnd
 from learner.credit.ledger_file import LedgerLine, LedgerLineBuilder, digest
+from learner.credit.record_intake import RecordIntake, version_bounds
 from learner.disk_retry import DiskRetry
 
 AT_ONCE_BYTES: Final = 2**16  # writing a record up to this size is faster than starting work in a thread

@@ -29,7 +29,7 @@ from broker.contract import wire
 from broker.contract.streams import SAMPLES, TICKETS, Stream
 from broker.errors import LostState
 from broker.jetstream.bus import Bus, LogRecord
-from learner.credit import archive, intake, ledger_segments
+from learner.credit import archive, ledger_segments, record_intake
 from learner.credit.ledger import LOST, Ledger, LedgerEntry
 from learner.credit.tickets import REBASE
 from learner.run_folder import previous_broker
@@ -192,7 +192,7 @@ class Recovery:
         async for record in self._rest():
             while ahead.full:
                 ahead.complete_step()
-            ahead.apply(intake.read_record(record, ahead, self._vocab_size).record, record.seq)
+            ahead.apply(record_intake.read_record(record, ahead, self._vocab_size).record, record.seq)
         while ahead.full:
             ahead.complete_step()
         return ahead

@@ -14,8 +14,8 @@ from broker.settings.config import DomainSection
 from broker.settings.timeouts import seconds
 from learner.algorithm.episodes import episodes
 from learner.config import EvalSection
-from learner.credit.grants import task_seed
-from learner.credit.intake import version_bounds
+from learner.credit.record_intake import version_bounds
+from learner.credit.ticket_rules import task_seed
 from learner.evaluation import pass_at_k
 from learner.reporting.transcripts import Transcript
 

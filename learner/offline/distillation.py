@@ -21,7 +21,7 @@ from learner.offline.supervised import optimizer_metrics
 from rlearner_text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from learner.offline.served import ServedTeacher
+    from learner.offline.served_teacher import ServedTeacher
 
 MEAN: Final = AlgorithmSection(pg_variant="sft", loss_agg_mode="token-mean")
 
@@ -53,7 +53,7 @@ class DistillationPipeline:
         self._served: ServedTeacher | None = None
         self._taught_held_out: list[TrainSample] | None = None
         if distill.served:
-            from learner.offline.served import ServedTeacher
+            from learner.offline.served_teacher import ServedTeacher
 
             self._served = ServedTeacher(job, distill)
 

@@ -27,7 +27,7 @@ from learner.config import AlgorithmSection
 from learner.offline import PREFERENCES
 from learner.offline.base import REFERENCE, OfflineJob, log
 from learner.offline.config import DpoSection
-from learner.offline.pairs import load_pairs
+from learner.offline.preference_pairs import load_pairs
 from learner.offline.supervised import optimizer_metrics
 
 LIKELIHOOD: Final = AlgorithmSection(pg_variant="sft", loss_agg_mode="seq-mean-token-sum")

@@ -20,8 +20,8 @@ from torch.nn import functional
 from broker.errors import UserError
 from learner.backends.policy import load_model, pick_device
 from learner.offline.data import TokenizedExample, load_examples, micro_batches, shuffled_batches
+from rlearner_text.atomic_folders import atomic_folder
 from rlearner_text.config import ModelSection, check_model_path
-from rlearner_text.folders import atomic_folder
 from rlearner_text.hub import copy_tokenizer
 from rlearner_text.tokenizer import Tokenizer
 

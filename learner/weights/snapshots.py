@@ -14,7 +14,7 @@ from broker.weights.sender.send import WeightSender
 from broker.weights.snapshots.publish import SnapshotPublisher
 from broker.weights.snapshots.snapshot import NAME, NEWEST
 from learner.config import TrainSection
-from rlearner_text.openai import keys
+from rlearner_text.openai import api_keys
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class SnapshotServer:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._key, self._where = keys.find_key()
+        self._key, self._where = api_keys.find_key()
         self._runner: web.AppRunner | None = None
         self.address = ""
 
@@ -78,7 +78,7 @@ class SnapshotServer:
             self._runner = None
 
     async def _file(self, request: web.Request) -> web.StreamResponse:
-        if not keys.matches(request.headers.get("Authorization"), self._key):
+        if not api_keys.matches(request.headers.get("Authorization"), self._key):
             return web.Response(status=401, text="the API key is missing or wrong; send it as Authorization: Bearer KEY\n")
         name = request.match_info["name"]
         path = self._folder / name

@@ -14,7 +14,7 @@ from rlearner_text.hub import read_json, tokenizer_folder
 from rlearner_text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from rewardhub.rewards.reward_model import RewardModelArgs
+    from rewardhub.rewards.reward_model_args import RewardModelArgs
 
 # Names of the value head, a linear layer from the last hidden state to a number, in libraries that train such models.
 HEADS: Final = ("v_head.summary", "value_head.summary", "v_head", "value_head", "score")

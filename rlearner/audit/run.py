@@ -11,10 +11,10 @@ from broker.errors import UserError
 from learner.checkpoints import checkpoint
 from learner.credit import archive, ledger_file, ledger_segments
 from learner.reporting.metrics import read_lines
-from rlearner.audit import sources, tapped
+from rlearner.audit import sources, tap_records
+from rlearner.audit.ledger_audit import LedgerAudit
 from rlearner.audit.report import AuditReport, ranges
 from rlearner.audit.sources import AuditedRecord, SourceCoverage, check_lost, check_metrics, check_source, stored
-from rlearner.audit.tally import LedgerAudit
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def reconcile(
         held.append(check_source(log[1], tally, report, "the broker's log", first=log[0] if log[0] <= tally.position else None))
     check_lost(held, tally, report)
     if tap is not None:
-        tapped.check_tap(tap, tally, report, done=tally.done)
+        tap_records.check_tap(tap, tally, report, done=tally.done)
     tally.check()
     return report
 

@@ -8,10 +8,10 @@ from typing import Any, Final
 
 from broker.contract import wire
 from broker.jetstream.bus import LogRecord
-from learner.credit.intake import version_bounds
 from learner.credit.ledger_file import FINAL, LedgerLine, digest
+from learner.credit.record_intake import version_bounds
+from rlearner.audit.ledger_audit import LedgerAudit, check_staleness
 from rlearner.audit.report import AuditReport, ranges
-from rlearner.audit.tally import LedgerAudit, check_staleness
 
 COUNTED: Final = ("issued", *FINAL, "open")
 

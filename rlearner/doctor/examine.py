@@ -12,8 +12,8 @@ from typing import Any, Final
 from broker.errors import ConfigError, NotInstalled, UserError
 from broker.settings.preflight import PreflightFinding
 from broker.settings.runspec import load, validate
-from rlearner.doctor import broker_side, lacking, machine, packages, sandbox
-from rlearner.doctor.needs import MachineRequirements, requirements_of
+from rlearner.doctor import broker_checks, machine, packages, preflight, sandbox
+from rlearner.doctor.requirements import MachineRequirements, requirements_of
 
 LACKING: Final = "not installed"  # in the error of a plug-in whose package is missing
 AREAS: Final = (
@@ -88,13 +88,13 @@ def _offline(config: Mapping[str, Any]) -> bool:
     return not config.get("domains") and "data" in config
 
 
-def _looks(config: dict[str, Any], wanted: MachineRequirements) -> list[lacking.Look]:
+def _looks(config: dict[str, Any], wanted: MachineRequirements) -> list[preflight.Look]:
     project = packages.find_project()
     return [
-        *lacking.preflight_checks(config, wanted),
+        *preflight.preflight_checks(config, wanted),
         lambda: sandbox.sandbox_findings(wanted),
-        lambda: lacking.gpus(wanted),
-        lambda: [*broker_side.server_findings(wanted), *broker_side.address_findings(wanted), *broker_side.port_findings(wanted)],
+        lambda: preflight.gpus(wanted),
+        lambda: [*broker_checks.server_findings(wanted), *broker_checks.address_findings(wanted), *broker_checks.port_findings(wanted)],
         lambda: [*python(), *packages.base_findings(project)],
         lambda: _machine(wanted),
     ]
@@ -103,7 +103,7 @@ def _looks(config: dict[str, Any], wanted: MachineRequirements) -> list[lacking.
 def _machine(wanted: MachineRequirements) -> list[PreflightFinding]:
     folder = Path(wanted.run_dir)
     judged = machine.machine_findings(machine.measure_machine(wanted.run_dir), wanted, machine.model_bytes(wanted.model_path))
-    unwritable = broker_side.store_finding(folder.absolute())
+    unwritable = broker_checks.store_finding(folder.absolute())
     return judged if unwritable is None else [*judged, unwritable]
 
 

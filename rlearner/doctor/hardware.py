@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from broker.settings.preflight import PreflightFinding
-from rlearner.doctor.needs import MachineRequirements
+from rlearner.doctor.requirements import MachineRequirements
 
 QUERY: Final = ("index", "name", "memory.total", "memory.used", "driver_version", "compute_cap")
 SMI_TIMEOUT_S: Final = 15.0

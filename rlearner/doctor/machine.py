@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from broker.settings.preflight import PreflightFinding
-from rlearner.doctor.needs import MachineRequirements
+from rlearner.doctor.requirements import MachineRequirements
 
 GIB: Final = 1 << 30
 SHM_BYTES: Final = GIB  # NCCL and engines put their buffers there; containers give 64 MiB

@@ -12,7 +12,7 @@ from typing import Final
 
 from broker.errors import UserError
 from broker.settings.preflight import PreflightFinding
-from rlearner.doctor.needs import MachineRequirements
+from rlearner.doctor.requirements import MachineRequirements
 from rlearner_sandbox import Sandbox
 
 _COMMAND: Final = re.compile(r"(?:run|with|needed): (.+)$")  # the command in the probe's error

@@ -7,7 +7,7 @@ from typing import Any, Final
 from broker.settings.registry import resolve
 
 EPISODES: Final = "envhub.episodes.smoke:try_domains"
-SCORES: Final = "rewardhub.smoke:try_rewards"
+SCORES: Final = "rewardhub.reward_trial:try_rewards"
 
 
 async def try_own_code(config: dict[str, Any]) -> None:

@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     async def body(stop: Stop) -> None:
         from broker.settings.runspec import load, validate
-        from rlearner.doctor.lacking import require_fleet
+        from rlearner.doctor.preflight import require_fleet
         from rlearner.evaluate.run import evaluate
         from rlearner.evaluate.tasks import with_num_tasks
 

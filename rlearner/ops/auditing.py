@@ -13,7 +13,7 @@ from broker.contract.streams import SAMPLES
 from broker.errors import LostState
 from broker.jetstream.bus import Bus
 from learner.run_folder import connect_run, find_run
-from rlearner.audit import tapped
+from rlearner.audit import tap_records
 from rlearner.audit.report import AuditReport
 from rlearner.audit.run import read_books, reconcile
 from rlearner.audit.sources import AuditedRecord, stored
@@ -28,7 +28,7 @@ async def audit_run(options: argparse.Namespace) -> int:
     async with connect_run(options, place.name, place.folder) as (bus, why):
         books = read_books(place.folder)
         log = await read_log(bus) if bus else None
-    tap = tapped.read(Path(options.tap)) if options.tap else None
+    tap = tap_records.read(Path(options.tap)) if options.tap else None
     report = reconcile(books, log=log, tap=tap)
     if not bus:
         report.notes.append(f"the broker's log was not compared: {why}")

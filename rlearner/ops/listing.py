@@ -20,7 +20,7 @@ from broker.errors import UserError
 from broker.system.locks import lock
 from learner.reporting.metrics import read_lines
 from learner.run_folder import STORE, UP_LOCK, current_address, is_held, previous_broker
-from rlearner.ops.living import ask_broker
+from rlearner.ops.live_learners import ask_broker
 
 FINISHED, STOPPED, UNKNOWN, EVALUATION = "finished", "stopped", "broker away", "evaluation"
 LEFT = ("demos.log", "*.new")  # files that an ended run no longer needs; a finished one does not need its store either

@@ -16,9 +16,9 @@ from learner.checkpoints import checkpoint
 from learner.consumer import RecordConsumer
 from learner.credit import archive
 from learner.credit.ledger import Ledger
-from learner.opening import open_training
 from learner.reporting.metrics import count_tickets, finite
 from learner.training import TrainingThread
+from learner.training_setup import open_training
 from rlearner.replay.start import ReplayStart
 
 

@@ -14,9 +14,9 @@ from learner.checkpoints import checkpoint
 from learner.checkpoints.checkpoint import Checkpoint
 from learner.config import WarmStartSection
 from learner.credit import archive
-from learner.credit.grants import TicketRules
-from learner.credit.intake import rules_change
 from learner.credit.ledger import Ledger, RulesUpdate
+from learner.credit.record_intake import rules_change
+from learner.credit.ticket_rules import TicketRules
 from rlearner_text.config import ModelSection
 
 

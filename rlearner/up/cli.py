@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     async def body(stop: Stop) -> int:
         from broker.settings.runspec import load, validate
         from learner.prepare import exit_code, name_run
-        from rlearner.doctor.lacking import require_fleet, weights_overrides
+        from rlearner.doctor.preflight import require_fleet, weights_overrides
 
         def read(overrides: list[str]) -> dict[str, Any]:
             return validate(name_run(load(arguments.config, overrides), arguments.config))

@@ -28,16 +28,16 @@ from broker.settings.config import PRIVATE_STORE_GIB, BrokerSection
 from broker.settings.runspec import section
 from learner.checkpoints.checkpoint import newest_checkpoint
 from learner.config import EvalSection, TrainSection
-from learner.continuing import check_changes
 from learner.prepare import nothing_left, refuse_fewer_steps, run_folder
+from learner.resume_checks import check_changes
 from learner.run_folder import STORE, noted_epoch
-from rlearner.ops.going_on import continue_line
-from rlearner.ops.leftovers import removed_on_failure
+from rlearner.ops.continue_line import continue_line
+from rlearner.ops.folder_cleanup import removed_on_failure
 from rlearner.up.artifacts import write_artifacts
-from rlearner.up.board import LiveRunState
-from rlearner.up.claim import RunClaim, refuse_other_broker
-from rlearner.up.farewell import ShutdownDisplay
 from rlearner.up.fleet import ENDED_WELL, FleetProcess, ProcessFleet, cpu_seconds
+from rlearner.up.live_state import LiveRunState
+from rlearner.up.run_claim import RunClaim, refuse_other_broker
+from rlearner.up.shutdown_display import ShutdownDisplay
 from rlearner.up.view import screen
 
 DRAW_EVERY_S = 0.25
@@ -72,7 +72,7 @@ async def up(config: dict[str, Any], arguments: list[str], stop: Stop, *, force:
     Args:
         config: the validated configuration, with ``run.name`` set.
         arguments: for ``rlearner start``: the file and the overrides.
-        force: see ``learner/continuing.py``.
+        force: see ``learner/resume_checks.py``.
         rebase: continue even if the private broker's store is lost.
 
     Raises:

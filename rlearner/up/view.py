@@ -12,7 +12,7 @@ from rich.text import Text
 
 from broker.contract import wire
 from broker.runtime.presence import display_name
-from rlearner.up.board import LiveRunState, duration, sparkline
+from rlearner.up.live_state import LiveRunState, duration, sparkline
 
 STATE_COLOUR = {"serving": "green", "starting": "yellow", "draining": "yellow", "failed": "red"}
 

@@ -14,12 +14,12 @@ from typing import Any, Final, Protocol
 from aiohttp import web
 
 from broker.contract import wire
-from rlearner_text.openai import tools
-from rlearner_text.openai.bodies import MOST_CHOICES, ChatBody, CompletionBody, GenerationBody
-from rlearner_text.openai.desk import ApiBackend, ServedModel
-from rlearner_text.openai.guided import guides_of
-from rlearner_text.openai.problems import ENGINE_FAILED, HttpError
-from rlearner_text.openai.replies import AnswerChoice, AnswerWriter
+from rlearner_text.openai import tool_calls
+from rlearner_text.openai.answer_guides import guides_of
+from rlearner_text.openai.answers import AnswerChoice, AnswerWriter
+from rlearner_text.openai.backends import ApiBackend, ServedModel
+from rlearner_text.openai.http_errors import ENGINE_FAILED, HttpError
+from rlearner_text.openai.request_bodies import MOST_CHOICES, ChatBody, CompletionBody, GenerationBody
 from rlearner_text.openai.streaming import ChoiceEvents, EventStream, TokenBuffer
 from rlearner_text.tokenizer import Tokenizer
 
@@ -65,7 +65,7 @@ async def generate(
     _check_model(body, desk.served)
     _check_top(body, desk.served)
     if isinstance(body, ChatBody) and body.offered:
-        tools.tool_syntax(tokenizer)  # rejected before anything is sampled
+        tool_calls.tool_syntax(tokenizer)  # rejected before anything is sampled
     guides = await asyncio.to_thread(guides_of, body, tokenizer) if isinstance(body, ChatBody) else []
     if (odd := next((one for one in body.biases if one >= tokenizer.vocab_size), None)) is not None:
         allowed = f"token ids below {tokenizer.vocab_size}"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from rlearner_text.openai.bodies import ChatBody
-from rlearner_text.openai.chunks import partial_text_of
-from rlearner_text.openai.kept import Item
-from rlearner_text.openai.pieces import TokenEvent, TopLogprobs
-from rlearner_text.openai.replies import AnswerChoice, AnswerWriter, runs_of, usage
+from rlearner_text.openai.answer_store import Item
+from rlearner_text.openai.answers import AnswerChoice, AnswerWriter, runs_of, usage
+from rlearner_text.openai.request_bodies import ChatBody
 from rlearner_text.openai.responses import ResponsesBody
+from rlearner_text.openai.sse_chunks import partial_text_of
+from rlearner_text.openai.token_events import TokenEvent, TopLogprobs
 from rlearner_text.tokenizer import Tokenizer
 
 # Fields of the request that the response repeats.
@@ -108,7 +108,7 @@ class ResponsesFormat:
 
 
 class ResponseEvents:
-    """The events of one streamed response; see ``rlearner_text.openai.chunks.ChunkEvents`` for the timing of text."""
+    """The events of one streamed response; see ``rlearner_text.openai.sse_chunks.ChunkEvents`` for the timing of text."""
 
     def __init__(self, response: ResponsesFormat, spoken: Any, writer: AnswerWriter, prompt: Sequence[int]) -> None:
         self._response, self._spoken, self._writer, self._prompt = response, spoken, writer, prompt

@@ -11,9 +11,9 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import Field, PositiveInt, ValidationError
 
-from rlearner_text.openai.bodies import MOST_TOP_LOGPROBS, ChatBody, GenerationBody, StrictModel, check_extra, validation_error
-from rlearner_text.openai.kept import AnswerStore, Item
-from rlearner_text.openai.problems import HttpError
+from rlearner_text.openai.answer_store import AnswerStore, Item
+from rlearner_text.openai.http_errors import HttpError
+from rlearner_text.openai.request_bodies import MOST_TOP_LOGPROBS, ChatBody, GenerationBody, StrictModel, check_extra, validation_error
 
 T = TypeVar("T", bound=StrictModel)
 

@@ -13,15 +13,15 @@ from typing import Final
 from aiohttp import web
 
 from broker.contract import wire
-from rlearner_text.openai import keys
-from rlearner_text.openai.bodies import COMPLETION_TOKENS, ChatBody, CompletionBody, parse
-from rlearner_text.openai.chunks import ChatFormat
-from rlearner_text.openai.desk import ApiBackend, GenerateHandler, ServedModel, SingleKeyBackend
+from rlearner_text.openai import api_keys
+from rlearner_text.openai.answer_store import Item
+from rlearner_text.openai.backends import ApiBackend, GenerateHandler, ServedModel, SingleKeyBackend
 from rlearner_text.openai.generation import FAILED, generate
-from rlearner_text.openai.kept import Item
-from rlearner_text.openai.problems import HttpError
+from rlearner_text.openai.http_errors import HttpError
+from rlearner_text.openai.request_bodies import COMPLETION_TOKENS, ChatBody, CompletionBody, parse
 from rlearner_text.openai.response_events import ResponsesFormat
 from rlearner_text.openai.responses import ResponsesBody, chat_of, items_of
+from rlearner_text.openai.sse_chunks import ChatFormat
 from rlearner_text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,9 @@ class HttpServer:
     def with_key(cls, handle: GenerateHandler, tokenizer: Tokenizer, served: ServedModel, key: str) -> HttpServer:
         """Return a server with one key, one model and one engine."""
         desk = SingleKeyBackend(handle, tokenizer, served)
-        return cls(tokenizer, lambda header: desk if keys.matches(header, key) else None, lambda: (served.state(), served.policy_version()))
+        return cls(
+            tokenizer, lambda header: desk if api_keys.matches(header, key) else None, lambda: (served.state(), served.policy_version())
+        )
 
     async def start(self, bind: str, port: int) -> None:
         """Start serving; port 0 is any free one.

@@ -13,9 +13,9 @@ from typing import Any, Final, Protocol
 import msgspec
 from aiohttp import web
 
-from rlearner_text.openai.pieces import TokenEvent, TokenListener
-from rlearner_text.openai.problems import HttpError
-from rlearner_text.openai.replies import AnswerChoice
+from rlearner_text.openai.answers import AnswerChoice
+from rlearner_text.openai.http_errors import HttpError
+from rlearner_text.openai.token_events import TokenEvent, TokenListener
 
 HEADERS: Final = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
 encode: Final = msgspec.json.Encoder().encode  # runs once per token; twenty times as fast as the standard library's

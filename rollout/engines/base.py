@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from broker.contract import wire
-from rlearner_text.openai.pieces import TokenListener
+from rlearner_text.openai.token_events import TokenListener
 from rollout.config import RolloutSection
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class Engine(Protocol):
 
         The seconds of ``deadline_s`` start with this call; at the deadline the output so far is returned. With
         ``prompt_top_k`` it samples nothing and scores the context; an engine that cannot returns an error. The caller
-        (``rollout.answering``) then enforces the deadline by cancelling the call.
+        (``rollout.request_handler``) then enforces the deadline by cancelling the call.
         """
         ...
 

@@ -22,7 +22,7 @@ from rlearner_text.tokenizer import Tokenizer
 from rollout.engines.args import OpenAIArgs
 from rollout.engines.base import EngineConfig, EngineStats, GenerationOutput
 from rollout.engines.random import end_token
-from rollout.engines.turns import TurnSplitter
+from rollout.engines.turn_splitter import TurnSplitter
 from rollout.engines.weightless import VERSION, WeightlessEngine
 
 log = logging.getLogger(__name__)

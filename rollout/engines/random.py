@@ -16,15 +16,15 @@ import numpy as np
 
 from broker.contract import wire
 from broker.errors import UserError
-from rlearner_text.guides import GuideCompiler, GuideError
+from rlearner_text.guided_decoding import GuideCompiler, GuideError
 from rlearner_text.hub import read_json, tokenizer_folder
-from rlearner_text.openai.pieces import TokenEvent, TokenListener
+from rlearner_text.openai.token_events import TokenEvent, TokenListener
 from rlearner_text.tokenizer import Tokenizer
 from rollout.engines.args import RandomArgs
 from rollout.engines.base import EngineConfig, EngineStats, GenerationOutput
-from rollout.engines.hf.reshaping import MOVED, LogitOffsets, is_reshaped
-from rollout.engines.hf.reshaping import offsets_problem as reshaping_problem
-from rollout.engines.stopping import StopStrings
+from rollout.engines.hf.logit_offsets import MOVED, LogitOffsets, is_reshaped
+from rollout.engines.hf.logit_offsets import offsets_problem as reshaping_problem
+from rollout.engines.stop_strings import StopStrings
 from rollout.engines.weightless import VERSION, WeightlessEngine
 
 _KEY: Final = "model.path"

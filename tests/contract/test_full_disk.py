@@ -21,9 +21,9 @@ from broker.errors import UserError
 from broker.jetstream.bus import Bus
 from broker.runtime.process import Stop
 from learner.checkpoints import checkpoint
-from learner.opening import HEAVY
 from learner.reporting.metrics import read_lines
 from learner.service import serve
+from learner.training_setup import HEAVY
 
 SIZE_MIB = 4
 

@@ -27,8 +27,8 @@ from broker.settings import runspec
 from rewardhub.rewards.base import NoScore, Sample
 from rewardhub.rewards.judge import JudgeArgs, JudgeReward
 from rlearner_text.config import TinyModel
-from rlearner_text.openai import keys
-from rlearner_text.openai.desk import ServedModel
+from rlearner_text.openai import api_keys
+from rlearner_text.openai.backends import ServedModel
 from rlearner_text.tiny import _write_tokenizer
 from rollout.http import prepare_http
 
@@ -218,7 +218,7 @@ async def test_a_judge_asks_it(served: Api, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 async def test_a_port_that_is_taken(served: Api, model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(keys.VARIABLE, "long-enough-to-be-a-key")
+    monkeypatch.setenv(api_keys.VARIABLE, "long-enough-to-be-a-key")
     port = int(served.address.split(":")[2].removesuffix("/v1"))
     with pytest.raises(ConfigError, match=rf"^rollout\.http_port: {port} is not allowed; the port is not available \(.*in use.*\)"):
         await prepare_http(
@@ -232,19 +232,19 @@ async def test_a_port_that_is_taken(served: Api, model_path: str, monkeypatch: p
 
 def test_a_key_is_made_once_and_for_this_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    monkeypatch.delenv(keys.VARIABLE, raising=False)
-    key, where = keys.find_key()
-    assert (where, keys.find_key()) == (str(tmp_path / "rlearner/api_key"), (key, where))
+    monkeypatch.delenv(api_keys.VARIABLE, raising=False)
+    key, where = api_keys.find_key()
+    assert (where, api_keys.find_key()) == (str(tmp_path / "rlearner/api_key"), (key, where))
     assert (len(key) > 40, stat.S_IMODE(Path(where).stat().st_mode)) == (True, 0o600)
     assert [file.name for file in (tmp_path / "rlearner").iterdir()] == ["api_key"]
     Path(where).chmod(0o644)
     with pytest.raises(UserError, match="may be read by others"):
-        keys.find_key()
-    monkeypatch.setenv(keys.VARIABLE, "short")
+        api_keys.find_key()
+    monkeypatch.setenv(api_keys.VARIABLE, "short")
     with pytest.raises(UserError, match="the API key in RL_API_KEY is not allowed; at least 16"):
-        keys.find_key()
-    monkeypatch.setenv(keys.VARIABLE, "long-enough-to-be-a-key")
-    assert keys.find_key() == ("long-enough-to-be-a-key", "RL_API_KEY")
+        api_keys.find_key()
+    monkeypatch.setenv(api_keys.VARIABLE, "long-enough-to-be-a-key")
+    assert api_keys.find_key() == ("long-enough-to-be-a-key", "RL_API_KEY")
 
 
 async def test_a_server_process_offers_it_beside_the_stream(bus: Bus, broker_url: str, model_path: str, tmp_path: Path) -> None:

@@ -21,9 +21,9 @@ from broker.runtime.process import Stop, Stopped
 from broker.server.private_server import BrokerServer
 from broker.settings.runspec import publish_runspec
 from learner.checkpoints import checkpoint
-from learner.opening import open_training
+from learner.run_watch import EpochWatch
 from learner.service import serve
-from learner.watch import EpochWatch
+from learner.training_setup import open_training
 
 Meanwhile = Callable[[], Awaitable[None] | None]
 

@@ -14,9 +14,9 @@ from broker.contract.streams import EPISODES, SAMPLES, TICKETS
 from broker.jetstream.bus import Bus
 from broker.runtime.process import Stop
 from learner.credit import ledger_file, ledger_segments, orphans
-from learner.credit.grants import DomainRule, TicketRules
 from learner.credit.ledger import IssueTicket, Ledger, TicketEnd
 from learner.credit.orphans import OrphanReaper
+from learner.credit.ticket_rules import DomainRule, TicketRules
 from learner.service import serve
 
 

@@ -26,9 +26,9 @@ from broker.jetstream.bus import Bus
 from broker.runtime.announce import Announcer
 from broker.settings.runspec import newest_epoch, publish_runspec
 from broker.system.process_identity import this_process
-from learner import rivals
+from learner import rival_learners
 from learner.prepare import to_yaml
-from learner.rivals import RivalDetector
+from learner.rival_learners import RivalDetector
 from learner.run_folder import note_epoch
 from rlearner_text.config import TinyModel
 from rlearner_text.tiny import build_tiny
@@ -173,7 +173,7 @@ async def take_epoch(bus: Bus) -> int:
 @pytest.fixture
 def no_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waiting for a beat never ends by itself."""
-    monkeypatch.setattr(rivals, "SILENT_AFTER_S", 1e9)
+    monkeypatch.setattr(rival_learners, "SILENT_AFTER_S", 1e9)
 
 
 @pytest.mark.usefixtures("no_end")
@@ -197,8 +197,8 @@ async def test_a_holder_elsewhere_is_waited_for_and_refused_when_it_beats(
     async with listening(bus, tmp_path) as silent:
         began = asyncio.get_running_loop().time()
         assert await silent.refuse() == 1
-        assert asyncio.get_running_loop().time() - began > rivals.SILENT_AFTER_S - 1.0
-    monkeypatch.setattr(rivals, "SILENT_AFTER_S", 1e9)
+        assert asyncio.get_running_loop().time() - began > rival_learners.SILENT_AFTER_S - 1.0
+    monkeypatch.setattr(rival_learners, "SILENT_AFTER_S", 1e9)
     async with listening(bus, tmp_path) as patient:
         refusing = asyncio.create_task(patient.refuse())
         announcer = Announcer(bus, lambda: presence(ELSEWHERE))

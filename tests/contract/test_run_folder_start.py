@@ -18,7 +18,7 @@ from broker.server.private_server import BrokerServer
 from learner.prepare import to_yaml
 from learner.run_folder import STORE, note_broker, private_addresses
 from learner.service import serve
-from rlearner.up.claim import RunClaim
+from rlearner.up.run_claim import RunClaim
 
 
 async def start(*arguments: str, command: str = "start") -> tuple[int | None, str, str]:

@@ -21,7 +21,7 @@ from broker.contract import wire
 from broker.errors import UserError
 from rlearner_text.tokenizer import Tokenizer
 from rollout.engines.hf.model import SlotModel
-from rollout.engines.sglang import requests
+from rollout.engines.sglang import request_queue
 from rollout.engines.sglang.engine import SGLangEngine
 
 
@@ -95,7 +95,7 @@ async def test_an_abort_that_comes_too_early_is_said_again(engine: SGLangEngine,
 async def test_what_the_server_does_not_return_is_answered_without_it(
     engine: SGLangEngine, server: Double, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(requests, "RETURN_WITHIN_S", 0.5)
+    monkeypatch.setattr(request_queue, "RETURN_WITHIN_S", 0.5)
     server._paused = True  # as if it hung
     output = await asyncio.wait_for(engine.generate(ask("x", deadline_s=0.1)), LONG_S)
     assert (output.finish_reason, list(output.token_ids)) == ("deadline", [])
@@ -104,7 +104,7 @@ async def test_what_the_server_does_not_return_is_answered_without_it(
 
 async def test_an_answer_of_another_shape_costs_its_request_alone(engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(requests, "read_leg", lambda *_: 1 // 0)
+        patch.setattr(request_queue, "read_leg", lambda *_: 1 // 0)
         output = await asyncio.wait_for(engine.generate(ask("x")), LONG_S)
     assert output.error == "SGLang's answer cannot be read: ZeroDivisionError: integer division or modulo by zero"
     assert len((await engine.generate(ask("y"))).token_ids) == 12

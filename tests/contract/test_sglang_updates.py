@@ -26,9 +26,9 @@ from broker.weights.adapter import MergedModel, factor_shapes
 from broker.weights.probe import make_probe
 from rollout.engines.base import NO_VERSION
 from rollout.engines.hf.model import SlotModel
-from rollout.engines.sglang import weights
+from rollout.engines.sglang import weight_senders
 from rollout.engines.sglang.engine import SGLangEngine
-from rollout.engines.sglang.weights import BroadcastSender, meta_tensors
+from rollout.engines.sglang.weight_senders import BroadcastSender, meta_tensors
 
 
 @pytest.mark.parametrize(("mode", "spans"), [("keep", True), ("recompute", True), ("keep", False)], ids=["keep", "recompute", "old server"])
@@ -179,7 +179,7 @@ async def test_a_full_disk_is_a_failed_transfer_and_the_old_weights_serve(
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(weights, "save_file", full)
+        patch.setattr(weight_senders, "save_file", full)
         with pytest.raises(TransferFailed, match=r"cannot be written for SGLang to read: .*No space left"):
             await engine.update_weights(scaled(trained, 1.5), 1, "keep", None)
     assert not glob(f"/dev/shm/rlearner-weights-{os.getpid()}-*")

@@ -23,9 +23,9 @@ from broker.server.private_server import BrokerServer
 from broker.settings.runspec import publish_runspec
 from learner.checkpoints import checkpoint
 from learner.credit import store_gate as gate_module
-from learner.credit.grants import DomainRule, TicketRules
 from learner.credit.ledger import Ledger
 from learner.credit.store_gate import StoreGate
+from learner.credit.ticket_rules import DomainRule, TicketRules
 from learner.reporting.metrics import read_lines
 from learner.service import serve
 

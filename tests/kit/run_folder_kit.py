@@ -18,11 +18,11 @@ from broker.runtime.process import Stop
 from learner.algorithm.selection import num_kept
 from learner.checkpoints import checkpoint
 from learner.config import SamplesSection
-from learner.credit import intake, ledger_segments
-from learner.credit.grants import DomainRule, TicketRules
+from learner.credit import ledger_segments, record_intake
 from learner.credit.ledger import Action, IssueTicket, Ledger, LedgerEntry
 from learner.credit.ledger_file import LedgerLine, digest
 from learner.credit.records import LedgerRecorder
+from learner.credit.ticket_rules import DomainRule, TicketRules
 from learner.reporting.metrics import MetricsFile, count_tickets
 
 STEPS = 4
@@ -171,7 +171,7 @@ class World:
                 entry = self.log[ledger.state.position]
                 if entry.seq == die_at:
                     raise Killed
-                read = intake.read_record(entry, ledger, 100)
+                read = record_intake.read_record(entry, ledger, 100)
                 actions = ledger.apply(read.record, entry.seq)
                 await records.consumed(entry, read, actions)
                 self._publish(actions)
@@ -197,7 +197,7 @@ class World:
         data = one if isinstance(one, bytes) else codec.encode(one)
         message, error = decode(data, SAMPLES.messages)
         self.log.append(LogRecord(len(self.log) + 1, message, error, ticket, data))
-        bounds = intake.version_bounds([message]) if isinstance(message, wire.Group) else None
+        bounds = record_intake.version_bounds([message]) if isinstance(message, wire.Group) else None
         versions = {"oldest": bounds[0], "newest": bounds[1]} if bounds else {}
         self._see("sample", ticket=ticket, digest=digest(data), kind=type(message).__name__, **versions)
 

@@ -26,7 +26,7 @@ from sglang_wire import FIELDS, SAMPLING, SHIFT, join, late, load_folder
 from broker.contract import wire
 from rollout.config import RolloutSection
 from rollout.engines.base import EngineConfig, GenerationOutput
-from rollout.engines.hf.core import EngineCore
+from rollout.engines.hf.engine_core import EngineCore
 
 
 class Double:

@@ -18,8 +18,8 @@ from rlearner_text.tiny import build_tiny
 from rollout.config import RolloutSection
 from rollout.engines.base import EngineConfig
 from rollout.engines.vllm import engine as front
-from rollout.engines.vllm.loading import reload_weights
-from rollout.engines.vllm.start import RunningVLLM, open_llm
+from rollout.engines.vllm.startup import RunningVLLM, open_llm
+from rollout.engines.vllm.weight_loader import reload_weights
 
 sys.path.append(str(Path(__file__).parents[1] / "contract"))
 

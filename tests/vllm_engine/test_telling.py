@@ -16,7 +16,7 @@ from vllm_kit import prompt, renewed
 
 from broker.errors import TransferFailed
 from broker.weights.probe import make_probe
-from rlearner_text.openai.pieces import TokenEvent, TokenListener
+from rlearner_text.openai.token_events import TokenEvent, TokenListener
 from rollout.engines.base import StreamingEngine
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

@@ -18,8 +18,8 @@ from vllm_kit import CLOSE, assert_logprobs, assert_reread, in_flight, prompt, r
 from broker.errors import TransferFailed
 from broker.weights.probe import make_probe
 from rollout.engines.base import NO_VERSION, UpdateMode
-from rollout.engines.vllm import loading
-from rollout.engines.vllm.loading import reload_weights
+from rollout.engines.vllm import weight_loader
+from rollout.engines.vllm.weight_loader import reload_weights
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -168,7 +168,7 @@ async def test_nothing_sampled_after_a_load_that_broke_is_given_out(make: Any, f
 
     task = await in_flight(engine, context, tokens=110)
     with monkeypatch.context() as patch:
-        patch.setattr(loading, "reload_weights", half)
+        patch.setattr(weight_loader, "reload_weights", half)
         with pytest.raises(TransferFailed, match="vLLM could not load version 1: a worker failed"):
             await engine.update_weights(tensors, 1, "keep", None)
     output = await task

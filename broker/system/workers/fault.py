@@ -21,7 +21,7 @@ MAX_DISTINCT: Final = 100  # tracebacks in one log
 _ROOT: Final = Path(__file__).resolve().parents[3]
 _OURS: Final = tuple(f"{_ROOT / name}{os.sep}" for name in ("broker", "envhub", "learner", "rewardhub", "rlearner_text", "rollout"))
 _SUPPLIED: Final = tuple(f"{_ROOT / name}{os.sep}" for name in ("envhub/envs", "rewardhub/rewards"))  # runs where a user's own could
-_CALLERS: Final = (str(_ROOT / "rewardhub/rewards/function.py"), str(_ROOT / "rewardhub/rewards/base.py"))
+_CALLERS: Final = (str(_ROOT / "rewardhub/rewards/loading.py"), str(_ROOT / "rewardhub/rewards/base.py"))
 _LIBRARIES: Final = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _INSTALLED: Final = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("purelib", "platlib"))
 

@@ -13,7 +13,7 @@ from learner.backends.megatron.architecture import Architecture, architecture_of
 from learner.backends.megatron.files import WeightFiles
 from learner.config import MegatronSection
 from rlearner_text.config import ModelSection, check_model_path
-from rlearner_text.library import import_transformers
+from rlearner_text.transformers_import import import_transformers
 
 
 @dataclass(frozen=True)

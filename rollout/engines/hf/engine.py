@@ -15,12 +15,12 @@ import numpy.typing as npt
 import torch
 
 from broker.contract import wire
-from rlearner_text.openai.pieces import TokenEvent, TokenListener
+from rlearner_text.openai.token_events import TokenEvent, TokenListener
 from rollout.engines.base import NO_VERSION, EngineConfig, EngineStats, GenerationOutput, UpdateMode
-from rollout.engines.fit import materialized
-from rollout.engines.hf.core import EngineCore
-from rollout.engines.hf.memory import keep_freed_memory
-from rollout.engines.hf.reshaping import is_reshaped
+from rollout.engines.hf.engine_core import EngineCore
+from rollout.engines.hf.logit_offsets import is_reshaped
+from rollout.engines.hf.malloc_settings import keep_freed_memory
+from rollout.engines.update_check import materialized
 
 T = TypeVar("T")
 Command = Callable[[EngineCore], None]

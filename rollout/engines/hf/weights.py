@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from broker.weights.memory.copying import copy_all
-from rollout.engines.fit import check_fit
+from rollout.engines.update_check import check_fit
 
 
 class HeldWeights:

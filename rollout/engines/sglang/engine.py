@@ -21,16 +21,16 @@ from broker.contract import wire
 from broker.errors import TransferFailed, UserError
 from broker.weights.probe import check_probe
 from rollout.engines.base import EngineConfig, EngineStats, GenerationOutput, UpdateMode, request_problem
-from rollout.engines.fit import check_fit, materialized
-from rollout.engines.sglang.api import GenerateLeg, SGLangClient, SGLangRequestError, generate_body, read_leg, read_scores
 from rollout.engines.sglang.args import SGLangArgs
-from rollout.engines.sglang.child import HOST, SGLangProcess, data_parallel_copies, free_port, launch_command, server_options
-from rollout.engines.sglang.requests import ABORT_AGAIN_S, RETURN_WITHIN_S, SCORE_TIMEOUT_S, SGLangRequestQueue
+from rollout.engines.sglang.client import GenerateLeg, SGLangClient, SGLangRequestError, generate_body, read_leg, read_scores
+from rollout.engines.sglang.request_queue import ABORT_AGAIN_S, RETURN_WITHIN_S, SCORE_TIMEOUT_S, SGLangRequestQueue
+from rollout.engines.sglang.server_process import HOST, SGLangProcess, data_parallel_copies, free_port, launch_command, server_options
+from rollout.engines.update_check import check_fit, materialized
 
 if TYPE_CHECKING:
     import torch
 
-    from rollout.engines.sglang.weights import SGLangWeightSender
+    from rollout.engines.sglang.weight_senders import SGLangWeightSender
 
 log = logging.getLogger(__name__)
 
@@ -73,8 +73,8 @@ class SGLangEngine:
         self._ended = asyncio.get_running_loop().create_future()
         config, section = self._config, self._config.section
         command = launch_command(self._args)
-        from rollout.engines.hf.core import find_tokenizer  # these import torch
-        from rollout.engines.sglang.weights import make_sender, meta_tensors
+        from rollout.engines.hf.engine_core import find_tokenizer  # these import torch
+        from rollout.engines.sglang.weight_senders import make_sender, meta_tensors
 
         self._requests.tokenizer = await asyncio.to_thread(find_tokenizer, config)
         self._held, model = await asyncio.to_thread(

@@ -17,14 +17,14 @@ import numpy.typing as npt
 from broker.contract import wire
 from broker.errors import TransferFailed
 from broker.weights.probe import check_probe
-from rlearner_text.openai.pieces import TokenListener
+from rlearner_text.openai.token_events import TokenListener
 from rollout.engines.base import NO_VERSION, EngineConfig, EngineStats, GenerationOutput, UpdateMode, request_problem
-from rollout.engines.fit import check_fit
-from rollout.engines.hf.reshaping import offsets_problem as reshaping_problem
-from rollout.engines.vllm.loading import VLLMWeightLoader
-from rollout.engines.vllm.output import NOT_FINITE, top_rows
-from rollout.engines.vllm.requests import VLLMRequestQueue, fail_future
-from rollout.engines.vllm.start import check_installed, open_llm
+from rollout.engines.hf.logit_offsets import offsets_problem as reshaping_problem
+from rollout.engines.update_check import check_fit
+from rollout.engines.vllm.conversion import NOT_FINITE, top_rows
+from rollout.engines.vllm.request_queue import VLLMRequestQueue, fail_future
+from rollout.engines.vllm.startup import check_installed, open_llm
+from rollout.engines.vllm.weight_loader import VLLMWeightLoader
 
 if TYPE_CHECKING:
     import torch

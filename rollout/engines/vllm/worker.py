@@ -18,7 +18,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers import utils as layer_utils
 from vllm.platforms import current_platform
 
-from rollout.engines.vllm.store import OWNER, Layout, map_shared
+from rollout.engines.vllm.shared_weights import OWNER, Layout, map_shared
 
 BACKEND: Final = "rlearner"
 EXTENSION: Final = "rollout.engines.vllm.worker.WorkerExtension"

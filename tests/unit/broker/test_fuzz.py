@@ -42,9 +42,9 @@ from broker.weights.group import WaitMonitor
 from broker.weights.sender.membership import parse_session
 from broker.weights.store_messages import StoreMessages
 from learner.checkpoints import checkpoint
-from learner.credit import archive, intake, ledger_file, ledger_segments
-from learner.credit.grants import DomainRule, TicketRules
+from learner.credit import archive, ledger_file, ledger_segments, record_intake
 from learner.credit.ledger import Ledger
+from learner.credit.ticket_rules import DomainRule, TicketRules
 
 TOTAL = int(os.environ.get("RL_FUZZ", "4000"))
 SEED = int(os.environ.get("RL_FUZZ_SEED", "0"))
@@ -105,7 +105,7 @@ def taken_in(data: bytes) -> None:
     ledger = Ledger(RULES)
     ledger.open_credit()
     message, error = decode(data, SAMPLES.messages)
-    ledger.apply(intake.read_record(LogRecord(1, message, error, 1, data), ledger, 100).record, 1)
+    ledger.apply(record_intake.read_record(LogRecord(1, message, error, 1, data), ledger, 100).record, 1)
 
 
 def joined(data: bytes) -> None:

@@ -18,8 +18,8 @@ from broker.weights.memory.staging import FlatBuffer, plan_of
 from broker.weights.probe import make_probe
 from broker.weights.receiver.acceptance import OfferAcceptance
 from broker.weights.receiver.weight_loader import WeightLoader
-from rollout.engines.fit import check_fit, materialized
-from rollout.engines.vllm.store import SharedWeights
+from rollout.engines.update_check import check_fit, materialized
+from rollout.engines.vllm.shared_weights import SharedWeights
 
 FP8 = torch.float8_e4m3fn
 

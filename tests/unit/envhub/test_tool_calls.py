@@ -21,7 +21,7 @@ from envhub.episodes.runners import EpisodeLimits, EpisodeRunners
 from envhub.task import EpisodeTask
 from envhub.workers.calls import EnvironmentCalls
 from rlearner_text.incremental_tokenization import Conversation
-from rlearner_text.openai import tools
+from rlearner_text.openai import tool_calls
 from rlearner_text.template_rules import TemplateRules
 from rlearner_text.tokenizer import Tokenizer
 from rlearner_text.tool_calls import ToolCall, ToolCallError, ToolSyntax
@@ -45,7 +45,7 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]
     ],
 )
 def test_the_spelling_is_read_off_the_template(tokenizers: dict[str, Tokenizer], family: str, spelling: ToolSyntax) -> None:
-    assert tools.tool_syntax(tokenizers[family]) == spelling
+    assert tool_calls.tool_syntax(tokenizers[family]) == spelling
     assert TemplateRules(tokenizers[family], tools=json.dumps(TOOLS))._spelling.opener == spelling.opener
 
 

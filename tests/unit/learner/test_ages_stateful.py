@@ -6,8 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from learner.credit.grants import DomainRule, TicketRules
 from learner.credit.ledger import Action, ForgetTicket, GroupArrival, IssueTicket, Ledger, Record, RulesUpdate, TicketEnd
+from learner.credit.ticket_rules import DomainRule, TicketRules
 from learner.credit.tickets import TicketAges
 
 TIMEOUT_S = 10.0

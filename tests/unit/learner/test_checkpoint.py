@@ -13,8 +13,8 @@ from torch import Tensor
 from broker.errors import UserError
 from learner.backends.base import Snapshot
 from learner.checkpoints import checkpoint
-from learner.credit.grants import DomainRule, TicketRules
 from learner.credit.ledger import GroupArrival, Ledger
+from learner.credit.ticket_rules import DomainRule, TicketRules
 
 
 class Stub:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from broker.errors import ConfigError, UserError
-from learner.continuing import changes, check_changes, format_change
 from learner.prepare import to_yaml
+from learner.resume_checks import changes, check_changes, format_change
 from learner.run_folder import note_epoch
 from rlearner_text.config import TinyModel
 from rlearner_text.tiny import build_tiny

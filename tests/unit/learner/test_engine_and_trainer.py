@@ -16,7 +16,7 @@ from learner.config import AlgorithmSection, TrainSection
 from rlearner_text.config import ModelSection
 from rollout.config import RolloutSection
 from rollout.engines.base import EngineConfig
-from rollout.engines.hf.core import EngineCore
+from rollout.engines.hf.engine_core import EngineCore
 
 CLOSE = 1e-4
 

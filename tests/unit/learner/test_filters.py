@@ -12,9 +12,9 @@ from broker.contract import examples, wire
 from broker.errors import ConfigError, UserError
 from broker.jetstream.bus import LogRecord
 from learner.algorithm.filters import FILTERS, passes_filter
-from learner.credit import intake
-from learner.credit.grants import DomainRule, TicketRules
+from learner.credit import record_intake
 from learner.credit.ledger import ForgetTicket, GroupArrival, HoldGroup, IssueTicket, Ledger, TakeGroup
+from learner.credit.ticket_rules import DomainRule, TicketRules
 
 
 def group(*successes: bool, ticket: int = 1) -> wire.Group:
@@ -64,7 +64,7 @@ def test_a_function_of_the_users_decides_and_the_ledger_replaces_up_to_the_bound
             eval_step=-1,
             trajectories=[msgspec.structs.replace(one, version_runs=wire.column([0, 1], "<i4")) for one in there.trajectories],
         )
-        read = intake.read_record(LogRecord(ledger.state.position + 1, there, "", number, b""), ledger, vocab_size)
+        read = record_intake.read_record(LogRecord(ledger.state.position + 1, there, "", number, b""), ledger, vocab_size)
         assert isinstance(read.record, GroupArrival), read
         assert read.record.wanted is (number % 2 == 0)
         return list(ledger.apply(dataclasses.replace(read.record, oldest_version=ledger.state.version), ledger.state.position + 1))

@@ -8,7 +8,7 @@ import pytest
 
 from broker.errors import ConfigError, UserError
 from broker.system import gpus as broker_gpus
-from learner import gpus
+from learner import gpu_selection
 
 SMI = """#!/bin/sh
 case "$1" in
@@ -33,7 +33,7 @@ def machine(tmp_path, monkeypatch):
 
 def test_each_gpu_gets_a_rank(machine):
     config = {"train": {"backend": "fsdp2", "lr": 1.0}, "run": {"name": "x"}}
-    assert gpus.assign_gpus(config, "1-3", share=False) == {
+    assert gpu_selection.assign_gpus(config, "1-3", share=False) == {
         "train": {"backend": "fsdp2", "lr": 1.0, "device": "cuda", "ranks": 3},
         "run": {"name": "x"},
     }
@@ -42,32 +42,32 @@ def test_each_gpu_gets_a_rank(machine):
 
 
 def test_cpu_keeps_the_ranks_and_auto_keeps_all(machine):
-    assert gpus.assign_gpus({"train": {"ranks": 2}}, "cpu", share=False) == {"train": {"ranks": 2, "device": "cpu"}}
+    assert gpu_selection.assign_gpus({"train": {"ranks": 2}}, "cpu", share=False) == {"train": {"ranks": 2, "device": "cpu"}}
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
-    assert gpus.assign_gpus({"train": {"ranks": 2}}, "auto", share=False) == {"train": {"ranks": 2}}
-    assert gpus.assign_gpus({}, "0", share=False) == {"train": {"device": "cuda", "ranks": 1}}
+    assert gpu_selection.assign_gpus({"train": {"ranks": 2}}, "auto", share=False) == {"train": {"ranks": 2}}
+    assert gpu_selection.assign_gpus({}, "0", share=False) == {"train": {"device": "cuda", "ranks": 1}}
 
 
 def test_what_does_not_fit(machine):
     with pytest.raises(UserError, match=r"^--gpus 2-4: GPU 4 not on this machine; it has 0, 1, 2, 3$"):
-        gpus.assign_gpus({}, "2-4", share=False)
+        gpu_selection.assign_gpus({}, "2-4", share=False)
     with pytest.raises(ConfigError, match=r"^train.ranks: 2 is not allowed; 4 with --gpus 0-3, or nothing: each GPU gets a rank$"):
-        gpus.assign_gpus({"train": {"ranks": 2}}, "0-3", share=False)
+        gpu_selection.assign_gpus({"train": {"ranks": 2}}, "0-3", share=False)
     with pytest.raises(ConfigError, match=r"^train.device: 'cuda:1' is not allowed; cuda with --gpus 0, or nothing$"):
-        gpus.assign_gpus({"train": {"device": "cuda:1"}}, "0", share=False)
+        gpu_selection.assign_gpus({"train": {"device": "cuda:1"}}, "0", share=False)
 
 
 def test_a_taken_gpu_is_named_with_who_takes_it(machine, monkeypatch):
-    monkeypatch.setattr(gpus, "EACH_S", 0.01)
+    monkeypatch.setattr(gpu_selection, "EACH_S", 0.01)
     machine.write_text("GPU-cc, 4711, /usr/bin/python3\nGPU-cc, 4712, python3\nGPU-aa, 1, vllm\n")
-    assert gpus.gpu_users() == {0: ["pid 1 (vllm)"], 2: ["pid 4711 (python3)", "pid 4712 (python3)"]}
+    assert gpu_selection.gpu_users() == {0: ["pid 1 (vllm)"], 2: ["pid 4711 (python3)", "pid 4712 (python3)"]}
     line = r"^--gpus 1-3: GPU 2 is taken by pid 4711 \(python3\), pid 4712 \(python3\); end that, choose others, or add --share-gpus$"
     with pytest.raises(UserError, match=line):
-        gpus.refuse_taken([1, 2, 3], "1-3", patience_s=0.02)
-    gpus.refuse_taken([1, 3], "1,3", patience_s=0)
-    assert gpus.assign_gpus({}, "0", share=True)["train"]["ranks"] == 1
+        gpu_selection.refuse_taken([1, 2, 3], "1-3", patience_s=0.02)
+    gpu_selection.refuse_taken([1, 3], "1,3", patience_s=0)
+    assert gpu_selection.assign_gpus({}, "0", share=True)["train"]["ranks"] == 1
     answers = iter([{2: ["pid 1 (x)"]}, {}])  # one that is about to end
-    gpus.refuse_taken([2], "2", lambda: next(answers), patience_s=5)
+    gpu_selection.refuse_taken([2], "2", lambda: next(answers), patience_s=5)
 
 
 def test_the_command_refuses_in_one_line(tmp_path, machine):

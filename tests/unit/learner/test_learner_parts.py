@@ -15,9 +15,9 @@ from broker.settings.config import DomainSection
 from learner.algorithm.packing import MicroBatchCutter
 from learner.algorithm.samples import SampleScores, TrainSample
 from learner.config import AlgorithmSection, EvalSection
-from learner.credit import intake
-from learner.credit.grants import DomainRule, TicketRules
+from learner.credit import record_intake
 from learner.credit.ledger import GroupArrival, Ledger, TicketEnd
+from learner.credit.ticket_rules import DomainRule, TicketRules
 from learner.credit.tickets import TicketAges
 from learner.evaluation.evaluation import EvaluationQueue
 from learner.training import TrainingThread
@@ -60,17 +60,17 @@ def record(message: wire.Message | None, *, ticket: int = 0, error: str = "") ->
 
 def test_a_good_group() -> None:
     good = group([trajectory(0, 1.0, (0, 2)), trajectory(1, -0.5, (0, 1, 0, 3))])
-    assert intake.read_record(record(good), a_ledger(), 100) == intake.RecordIntake(GroupArrival(1, 0, (1.0, -0.5)), good)
+    assert record_intake.read_record(record(good), a_ledger(), 100) == record_intake.RecordIntake(GroupArrival(1, 0, (1.0, -0.5)), good)
 
 
 def test_a_closing() -> None:
     closed = wire.Closed(ticket=3, domain="lake", reason="late", detail="", by="h")
-    assert intake.read_record(record(closed), a_ledger(), 100) == intake.RecordIntake(TicketEnd(3, "late"))
+    assert record_intake.read_record(record(closed), a_ledger(), 100) == record_intake.RecordIntake(TicketEnd(3, "late"))
 
 
 def test_bytes_that_do_not_decode_end_the_ticket_in_the_header() -> None:
-    read = intake.read_record(record(None, ticket=2, error="truncated"), a_ledger(), 100)
-    assert read == intake.RecordIntake(TicketEnd(2, "malformed"), problem="truncated")
+    read = record_intake.read_record(record(None, ticket=2, error="truncated"), a_ledger(), 100)
+    assert read == record_intake.RecordIntake(TicketEnd(2, "malformed"), problem="truncated")
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_bytes_that_do_not_decode_end_the_ticket_in_the_header() -> None:
     ],
 )
 def test_a_group_that_cannot_be_trained_on(bad: wire.Group, problem: str) -> None:
-    read = intake.read_record(record(bad), a_ledger(), 100)
+    read = record_intake.read_record(record(bad), a_ledger(), 100)
     assert read.record == TicketEnd(1, "malformed")
     assert read.group is None
     assert problem in read.problem
@@ -96,7 +96,7 @@ def test_a_group_that_cannot_be_trained_on(bad: wire.Group, problem: str) -> Non
 
 def test_a_group_without_sampled_tokens_is_as_new_as_can_be() -> None:
     nothing = [trajectory(episode, runs=()) for episode in (0, 1)]
-    assert intake.read_record(record(group(nothing)), a_ledger(), 100).record == GroupArrival(1, 0, (1.0, 1.0))
+    assert record_intake.read_record(record(group(nothing)), a_ledger(), 100).record == GroupArrival(1, 0, (1.0, 1.0))
 
 
 # --------------------------------------------------------------------------------------------------- evaluation
@@ -297,7 +297,7 @@ async def test_a_step_that_could_stream_waits_if_it_is_told_to() -> None:
 
 def test_greedy_baselines_count_nowhere_but_as_baselines() -> None:
     with_baseline = group([trajectory(0, 1.0), msgspec.structs.replace(trajectory(1, 9.0), greedy=True)])
-    assert intake.episode_rewards(with_baseline) == (1.0,)
+    assert record_intake.episode_rewards(with_baseline) == (1.0,)
 
 
 async def test_an_abandoned_step_is_not_taken() -> None:

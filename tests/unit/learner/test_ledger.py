@@ -11,7 +11,6 @@ import pytest
 
 from broker.settings.config import DomainSection
 from learner.config import AlgorithmSection, TrainSection
-from learner.credit.grants import DomainRule, TicketRules, next_domain, rules_of, task_seed
 from learner.credit.ledger import (
     REMOVED,
     WITHDRAWN,
@@ -27,6 +26,7 @@ from learner.credit.ledger import (
     TicketEnd,
     is_zero_variance,
 )
+from learner.credit.ticket_rules import DomainRule, TicketRules, next_domain, rules_of, task_seed
 
 
 def rules(steps: int = 3, groups: int = 2, staleness: int = 1, on_late: str = "wait", **more: object) -> TicketRules:

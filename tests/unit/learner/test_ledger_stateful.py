@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
 from broker.contract import wire
-from learner.credit.grants import DomainRule, TicketRules
 from learner.credit.ledger import (
     Action,
     ForgetTicket,
@@ -26,6 +25,7 @@ from learner.credit.ledger import (
     TakeGroup,
     TicketEnd,
 )
+from learner.credit.ticket_rules import DomainRule, TicketRules
 
 REASONS = (
     "late",

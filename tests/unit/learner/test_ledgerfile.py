@@ -16,7 +16,7 @@ from broker.runtime.process import Stop
 from learner import disk_retry
 from learner.checkpoints import checkpoint
 from learner.config import SamplesSection
-from learner.credit import archive, intake, ledger_file, ledger_segments
+from learner.credit import archive, ledger_file, ledger_segments, record_intake
 from learner.credit.ledger import IssueTicket, Ledger
 from learner.credit.ledger_file import LedgerLine, LedgerLineBuilder
 from learner.credit.records import LedgerRecorder
@@ -150,7 +150,7 @@ async def test_an_earlier_incarnation_no_longer_archives(tmp_path: Path) -> None
     before = {path.name: path.read_bytes() for _, path in archive.archive_files(tmp_path / archive.FOLDER)}
     entry = world.log[ledger.state.position]
     await zombie.began(ledger.open_credit())
-    await zombie.consumed(entry, read := intake.read_record(entry, ledger, 100), ledger.apply(read.record, entry.seq))
+    await zombie.consumed(entry, read := record_intake.read_record(entry, ledger, 100), ledger.apply(read.record, entry.seq))
     await zombie.sync()
     zombie.close()
     assert f"{entry.seq:012d}.frames" in before

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from broker.contract import wire
-from learner.credit.grants import DomainRule, TicketRules
 from learner.credit.ledger import GroupArrival, Ledger, TicketEnd
+from learner.credit.ticket_rules import DomainRule, TicketRules
 from learner.reporting import metrics
 from learner.reporting.metrics import MetricsFile, count_tickets, finite, read_lines, step_metrics
 

@@ -13,9 +13,9 @@ import pytest
 from broker.errors import ConfigError, DataError
 from envhub.demos import write_demonstrations
 from learner.offline.data import conversation, load_examples, read_conversations
-from learner.offline.pairs import load_pairs
+from learner.offline.preference_pairs import load_pairs
 from rlearner_text.config import TinyModel
-from rlearner_text.masks import encode_supervised
+from rlearner_text.supervised_masks import encode_supervised
 from rlearner_text.tiny import build_tiny
 from rlearner_text.tokenizer import Tokenizer
 

@@ -11,12 +11,12 @@ from broker.errors import RlearnerError, UserError
 from broker.runtime.process import Stopped
 from broker.settings.runspec import load, validate
 from broker.system.process_identity import this_process
-from learner.gpus import forget_gpus, with_ranks
+from learner.gpu_selection import forget_gpus, with_ranks
 from learner.prepare import name_run, write_config
 from learner.run_folder import note_epoch
 from rlearner.cli import main
-from rlearner.ops.going_on import continue_line, continue_line_at_exit
-from rlearner.up.claim import RunClaim
+from rlearner.ops.continue_line import continue_line, continue_line_at_exit
+from rlearner.up.run_claim import RunClaim
 
 
 def made(folder: Path, *overrides: str) -> Path:

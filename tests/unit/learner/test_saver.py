@@ -22,8 +22,8 @@ from learner.backends.base import Snapshot
 from learner.checkpoints import checkpoint
 from learner.checkpoints.saver import CheckpointSaver
 from learner.config import CheckpointSection
-from learner.credit.grants import DomainRule, TicketRules
 from learner.credit.ledger import Ledger
+from learner.credit.ticket_rules import DomainRule, TicketRules
 
 RULES = TicketRules(steps=12, groups_per_step=1, max_staleness=1, on_late="wait", seed=0, domains=(DomainRule("lake", 1.0, 2, 2, 1.0),))
 

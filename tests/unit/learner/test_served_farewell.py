@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from learner.offline import served
+from learner.offline import served_teacher
 from learner.offline.config import DistillSection
 
 
@@ -30,9 +30,9 @@ class Silent:
 
 async def test_a_broker_that_is_gone_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     everything: Any = Silent()
-    monkeypatch.setattr(served, "FAREWELL_S", 0.05)
-    monkeypatch.setattr(served.carriers, "connect", lambda carrier, bus: everything)
-    asker = served._Asker(everything, everything, DistillSection(teacher="t"), "zmq")
+    monkeypatch.setattr(served_teacher, "FAREWELL_S", 0.05)
+    monkeypatch.setattr(served_teacher.carriers, "connect", lambda carrier, bus: everything)
+    asker = served_teacher._Asker(everything, everything, DistillSection(teacher="t"), "zmq")
     async with asyncio.timeout(60):
         await asker.close()
     assert everything.closed == 3

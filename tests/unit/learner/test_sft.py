@@ -18,7 +18,7 @@ from broker.errors import ConfigError, DataError, UserError
 from learner.offline.data import TokenizedExample, micro_batches, read_conversations, shuffled_batches
 from learner.offline.sft import _IGNORED, _Trainer, lr_scale, pad, run_sft
 from rlearner_text.config import TinyModel
-from rlearner_text.masks import encode_supervised
+from rlearner_text.supervised_masks import encode_supervised
 from rlearner_text.tiny import build_tiny
 from rlearner_text.tokenizer import Tokenizer
 

@@ -14,8 +14,8 @@ from bench.scale.virtual import MemoryBus, run
 from broker.contract import wire
 from broker.contract.streams import SAMPLES, TICKETS, Stream
 from broker.errors import LostState
-from learner.credit.grants import DomainRule, TicketRules
 from learner.credit.ledger import IssueTicket, Ledger, TicketEnd
+from learner.credit.ticket_rules import DomainRule, TicketRules
 from learner.credit.tickets import TicketIssuer, TicketReaper
 
 RTT_S = 0.05

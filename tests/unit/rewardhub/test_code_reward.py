@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from broker.errors import ConfigError
-from rewardhub.rewards import function
+from rewardhub.rewards import loading
 from rewardhub.rewards.base import InvalidScoreError, Sample, Scored
 from rewardhub.rewards.code import CodeArgs, CodeReward, last_block, same_output
 from rewardhub.rewards.code_tests import FunctionCallTests, InvalidTestsError, StatementTests, StdioTests, parse
@@ -229,4 +229,4 @@ def test_outputs_are_compared_line_by_line() -> None:
 @pytest.mark.parametrize(("args", "key"), [({"sandbox": "off"}, "sandbox"), ({"timeout_s": 0}, "timeout_s"), ({"cpu": 1}, "cpu")])
 def test_arguments_are_checked(args: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError, match=f"args.{key}"):
-        function.check("code", args)
+        loading.check("code", args)

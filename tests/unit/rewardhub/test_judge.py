@@ -13,10 +13,10 @@ from aiohttp import web
 
 from broker.errors import UserError
 from broker.settings.config import RewardConfig
-from rewardhub.hosts import RewardProcesses
+from rewardhub.reward_processes import RewardProcesses
 from rewardhub.rewards.base import NoScore, Sample, Scored
 from rewardhub.rewards.judge import JudgeArgs, JudgeReward
-from rewardhub.workers import ScoreError
+from rewardhub.worker_pool import ScoreError
 
 KEY = "sk-a-secret-of-this-test"
 Answer = tuple[int, Any] | Callable[[dict[str, Any]], Any]
@@ -206,7 +206,7 @@ async def test_its_process_takes_many_at_once_within_the_limit_and_is_replaced_w
 
 
 async def test_a_process_that_says_nothing_any_more_is_killed(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rewardhub.hosts.GRACE_S", 0.1)
+    monkeypatch.setattr("rewardhub.reward_processes.GRACE_S", 0.1)
     reward = RewardConfig(name="judge", args={"base_url": await serve(Endpoint(said("Score: 5"))), "timeout_s": 0.5})
     hosts = RewardProcesses()
     await hosts.start({"domains.essays.rewards.0": reward})

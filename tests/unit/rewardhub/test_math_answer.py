@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from rewardhub.rewards import function
+from rewardhub.rewards import loading
 from rewardhub.rewards.base import NoScore, ResponseFault, Sample, Scored
 
 # Rows in the manner of grade-school word problems: worked solution, then the marker and the number.
@@ -29,7 +29,7 @@ def sample(response: str, reference: str) -> Sample:
 
 
 def score(response: str, reference: str, **args: object) -> object:
-    return function.load("math_answer", args)(sample(response, reference))
+    return loading.load("math_answer", args)(sample(response, reference))
 
 
 @pytest.mark.parametrize(("question", "answer"), ROWS)
@@ -170,7 +170,7 @@ def test_precision_and_strictness_are_arguments() -> None:
     ],
 )
 def test_a_costly_answer_is_wrong_and_the_next_one_is_scored(formula: str) -> None:
-    scores = function.load("math_answer", {"cpu_s": 0.5})
+    scores = loading.load("math_answer", {"cpu_s": 0.5})
     cpu = time.process_time()
     with pytest.raises(ResponseFault, match="too_costly") as caught:
         scores(sample(rf"\boxed{{{formula}}}", "#### 18"))

@@ -14,7 +14,7 @@ from broker.errors import ConfigError
 from broker.settings import runspec
 from broker.settings.config import RewardConfig
 from rewardhub import config, protocol
-from rewardhub.rewards import REWARDS, base, function
+from rewardhub.rewards import REWARDS, base, loading
 from rewardhub.rewards.base import InvalidScoreError, check_scored, check_value
 from rewardhub.worker import RewardWorker
 
@@ -79,7 +79,7 @@ def test_values() -> None:
 
 def test_a_dotted_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(HERE).parent))
-    assert function.load("reward_functions:length", {})(sample()) == 4
+    assert loading.load("reward_functions:length", {})(sample()) == 4
 
 
 @pytest.mark.parametrize(
@@ -171,12 +171,12 @@ def test_an_answer_is_too_costly_before_the_hub_gives_up() -> None:
     ],
 )
 def test_a_form_that_a_response_has_or_has_not(args: dict[str, Any], response: str, value: float) -> None:
-    assert function.load("format", args)(sample(response)) == value
+    assert loading.load("format", args)(sample(response)) == value
 
 
 @pytest.mark.parametrize(("tokens", "value"), [(0, 0.0), (60, 0.0), (61, -0.025), (80, -0.5), (100, -1.0), (5000, -1.0)])
 def test_soft_overlong_punishment(tokens: int, value: float) -> None:
-    score = function.load("length", {"max_tokens": 100, "cache_tokens": 40})
+    score = loading.load("length", {"max_tokens": 100, "cache_tokens": 40})
     assert score(msgspec.structs.replace(sample(), num_tokens=tokens)) == value
 
 

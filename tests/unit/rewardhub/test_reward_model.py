@@ -15,9 +15,10 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen
 
 from broker.errors import ConfigError
 from broker.settings.config import RewardConfig
-from rewardhub.hosts import RewardProcesses
+from rewardhub.reward_processes import RewardProcesses
 from rewardhub.rewards.base import NoScore, Sample
-from rewardhub.rewards.reward_model import RewardModel, RewardModelArgs
+from rewardhub.rewards.reward_model import RewardModel
+from rewardhub.rewards.reward_model_args import RewardModelArgs
 from rlearner_text.config import TinyModel
 from rlearner_text.tiny import _write_tokenizer
 

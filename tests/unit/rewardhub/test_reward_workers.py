@@ -18,9 +18,9 @@ from waits import runs
 
 from broker.errors import UserError
 from broker.settings.config import RewardConfig
-from rewardhub import workers as workers_module
+from rewardhub import worker_pool as workers_module
 from rewardhub.rewards.base import Sample, Scored
-from rewardhub.workers import NoWorkerError, RewardWorkerPool, ScoreError
+from rewardhub.worker_pool import NoWorkerError, RewardWorkerPool, ScoreError
 
 HERE = str(Path(__file__).parents[2] / "kit" / "reward_functions.py")
 
@@ -214,7 +214,7 @@ async def test_cpu_time_is_counted_beyond_the_death_of_a_worker(workers: RewardW
 
 def test_workers_do_not_outlive_a_hub_that_is_killed(tmp_path: Path) -> None:
     code = (
-        "import asyncio, sys\nfrom rewardhub.workers import Workers\n"
+        "import asyncio, sys\nfrom rewardhub.worker_pool import Workers\n"
         "async def main():\n"
         "    pool = Workers(2, 5.0, [])\n"
         "    await pool.start()\n"

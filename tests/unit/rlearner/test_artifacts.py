@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from rlearner.up.artifacts import curve, domains_of, draw_rewards
+from rlearner.ops.drawing import curve, domains_of, draw_rewards
 
 LINES: list[dict[str, Any]] = [
     {"step": 1, "reward/mean": 0.1, "reward/max": 1.0, "reward/a/mean": 0.0, "reward/b/mean": 0.2, "env/success_rate": 0.25},

@@ -20,11 +20,11 @@ from learner.credit import archive, ledger_segments
 from learner.credit.archive import archive_files
 from learner.credit.ledger import GroupArrival, Ledger
 from learner.credit.ledger_file import LedgerLine, LedgerLineBuilder
-from rlearner.audit import tapped
+from rlearner.audit import tap_records
+from rlearner.audit.ledger_audit import LedgerAudit
 from rlearner.audit.report import AuditReport, ranges
 from rlearner.audit.run import read_books, reconcile
 from rlearner.audit.sources import check_metrics, stored
-from rlearner.audit.tally import LedgerAudit
 
 CLEAN = {"tickets": 12, "trained": 8, "filtered": 0, "dropped": 2, "dead": 2, "open": 0, "lost": 0, "trained_twice": 0}
 CLEAN |= {"not_archived": 0, "ok": True}
@@ -452,12 +452,12 @@ def test_a_long_run_is_audited_in_linear_time() -> None:
 def test_a_tap_that_is_none(tmp_path: Path) -> None:
     path = tmp_path / "tap.jsonl"
     with pytest.raises(UserError, match=r"^\S*tap\.jsonl: No such file or directory$"):
-        tapped.read(path)
+        tap_records.read(path)
     path.write_text('{"n": 1, "event": "open"}\n{"event": "open"}\n')
     with pytest.raises(DataError, match=r"tap\.jsonl:2: expected a tap's line, with `n` and `event`"):
-        tapped.read(path)
+        tap_records.read(path)
     path.write_text('{"n": 1, "event": "open"}\n{"n": 2, "ev')
-    assert tapped.read(path) == [{"n": 1, "event": "open"}]
+    assert tap_records.read(path) == [{"n": 1, "event": "open"}]
 
 
 def test_ranges() -> None:

@@ -8,8 +8,8 @@ from typing import Any
 from rich.console import Console
 
 from broker.contract import wire
-from rlearner.up.board import LiveRunState, duration, sparkline
-from rlearner.up.failures import FailedGroups, by_reason, shortened
+from rlearner.up.failed_groups import FailedGroups, by_reason, shortened
+from rlearner.up.live_state import LiveRunState, duration, sparkline
 from rlearner.up.view import health, screen
 
 LOGS = Path("runs/r/logs")

@@ -16,12 +16,12 @@ from packaging.requirements import Requirement
 from broker.errors import ConfigError, UserError
 from broker.settings.preflight import PreflightFinding
 from rlearner.doctor import examine as doctor
-from rlearner.doctor.broker_side import judge_address, judge_server, port_findings, read_server_info
+from rlearner.doctor.broker_checks import judge_address, judge_server, port_findings, read_server_info
 from rlearner.doctor.findings import as_json, exit_code, table, verdict
 from rlearner.doctor.hardware import GpuInfo, TorchBuild, gpu_findings, parse_smi, parse_torch
 from rlearner.doctor.machine import GIB, MachineResources, machine_findings, model_bytes
-from rlearner.doctor.needs import MachineRequirements, requirements_of
 from rlearner.doctor.packages import ProjectRequirements, base_findings, find_project, parsed, program_findings, tool_findings
+from rlearner.doctor.requirements import MachineRequirements, requirements_of
 from rlearner.doctor.sandbox import judge, namespaces, sandbox_findings
 
 PROJECT = ProjectRequirements(

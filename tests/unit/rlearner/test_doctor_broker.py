@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from rlearner.doctor.broker_side import address_findings
-from rlearner.doctor.needs import MachineRequirements
+from rlearner.doctor.broker_checks import address_findings
+from rlearner.doctor.requirements import MachineRequirements
 
 
 def test_a_cluster_is_asked_server_by_server() -> None:

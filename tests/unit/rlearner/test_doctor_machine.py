@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rlearner.doctor.machine import GIB, MachineResources, machine_findings, nearest
-from rlearner.doctor.needs import MachineRequirements
+from rlearner.doctor.requirements import MachineRequirements
 
 
 def test_adapters_have_no_optimizer_of_the_whole_model() -> None:

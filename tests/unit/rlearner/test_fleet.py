@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from rlearner.up import fleet as fleet_module
-from rlearner.up.farewell import ShutdownDisplay, waiting_line
 from rlearner.up.fleet import ProcessFleet, cpu_seconds
+from rlearner.up.shutdown_display import ShutdownDisplay, waiting_line
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
@@ -161,7 +161,7 @@ class Terminal(io.StringIO):
 
 def test_a_terminal_gets_one_line_and_a_file_a_line_at_growing_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("rlearner.up.farewell.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("rlearner.up.shutdown_display.time.monotonic", lambda: now[0])
     for out, expected in ((Terminal(), 8), (io.StringIO(), 2)):
         now[0] = 0.0
         farewell = ShutdownDisplay(out)
@@ -177,7 +177,7 @@ def test_a_second_signal_ends_the_whole_fleet_at_once(modules: Path) -> None:
     script = modules / "above.py"
     script.write_text(
         "import asyncio, sys\nfrom pathlib import Path\nfrom broker.runtime.process import Stop, main\n"
-        "from rlearner.up.farewell import Farewell\n"
+        "from rlearner.up.shutdown_display import Farewell\n"
         "from rlearner.up.fleet import Fleet\n\n\nasync def body(stop):\n"
         f"    fleet = Fleet(Path({str(modules / 'logs')!r}), {{'PYTHONPATH': {str(modules)!r}}})\n"
         "    stop.at_once.append(fleet.kill)\n    child = fleet.add('learner', 'stubborn', [])\n"

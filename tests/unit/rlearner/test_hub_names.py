@@ -8,7 +8,7 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from broker.errors import ConfigError
-from rlearner.doctor import lacking
+from rlearner.doctor import preflight
 from rlearner_text.config import check_model_path
 from rollout import preflight as rollout_looks
 
@@ -21,7 +21,7 @@ def test_a_hub_name_that_leads_nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path
     config = {"model": {"path": "Nobody/Nothing"}, "rollout": {"policy": "judge", "model_path": str(tmp_path)}}
     (found,) = rollout_looks.check_preflight(config)
     assert (found.name, found.status) == ("model.path", "missing")
-    assert lacking.format_finding(found) == (
+    assert preflight.format_finding(found) == (
         "model.path: Nobody/Nothing: no such folder here, not in the hub's cache, and the hub cannot be reached "
         "-> hf download Nobody/Nothing  # or a folder with the model"
     )

@@ -19,7 +19,7 @@ from envhub import preflight as envhub_looks
 from envhub.agents.imports import imported
 from rewardhub import preflight as rewardhub_looks
 from rlearner.cli import main
-from rlearner.doctor import hardware, lacking, packages
+from rlearner.doctor import hardware, packages, preflight
 from rlearner.doctor.hardware import GpuInfo, TorchBuild
 from rollout import preflight as rollout_looks
 
@@ -73,7 +73,7 @@ def test_a_gpu_that_is_not_there_is_refused_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(hardware, "find_gpus", lambda: ([], ""))
-    monkeypatch.setattr(lacking, "existing", lambda: [])
+    monkeypatch.setattr(preflight, "existing", lambda: [])
     file = tmp_path / "run.yaml"
     file.write_text(LAKE)
     assert main(["up", str(file), f"run.dir={tmp_path}", "train.device=cuda"]) == 2
@@ -83,21 +83,21 @@ def test_a_gpu_that_is_not_there_is_refused_before_anything_starts(
 def test_on_one_gpu_a_run_settles_for_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "find_gpus", lambda: ([GpuInfo(0, "H100", 81559, 0, "580.65.06", "9.0")], ""))
     monkeypatch.setattr(hardware, "find_torch", lambda: TorchBuild("2.13.0", "13.0", "2.27.7"))
-    monkeypatch.setattr(lacking, "existing", lambda: [0])
+    monkeypatch.setattr(preflight, "existing", lambda: [0])
     file = tmp_path / "run.yaml"
     file.write_text(LAKE)
-    assert lacking.weights_overrides(validate(load(str(file), []))) == ["train.weights_backend=shared"]
+    assert preflight.weights_overrides(validate(load(str(file), []))) == ["train.weights_backend=shared"]
     config = validate(load(str(file), ["train.weights_backend=shared"]))
-    assert lacking.weights_overrides(config) == []
-    assert [one.name for one in lacking.fleet_findings(config) if one.status == "missing" and one.name == "weights"] == []
+    assert preflight.weights_overrides(config) == []
+    assert [one.name for one in preflight.fleet_findings(config) if one.status == "missing" and one.name == "weights"] == []
     assert (
-        lacking.weights_overrides(validate(load(str(file), ["train.weights_backend=nccl"]))) == []
+        preflight.weights_overrides(validate(load(str(file), ["train.weights_backend=nccl"]))) == []
     )  # as asked for; the doctor's to refuse
 
 
 def test_the_learner_is_not_asked_for_what_others_need() -> None:
     config = {"rollout": {"engine": "no-such"}, "train": {"backend": "torch"}, "domains": {"g": {"env": "gem"}}}
-    assert [one.name for one in lacking.learner_findings(config) if one.name in ("no-such", "gem")] == []
+    assert [one.name for one in preflight.learner_findings(config) if one.name in ("no-such", "gem")] == []
 
 
 @pytest.mark.usefixtures("without_packages")
@@ -110,7 +110,7 @@ def test_the_learner_is_not_asked_for_what_others_need() -> None:
     ],
 )
 def test_what_trains_and_is_not_installed(train: dict[str, Any], extra: str, key: str) -> None:
-    (found,) = [one for one in lacking.learner_findings({"train": train}) if one.name == extra]
+    (found,) = [one for one in preflight.learner_findings({"train": train}) if one.name == extra]
     assert "; required by " in found.found
     assert found.found.endswith(key)
     assert f"[{extra}]'" in found.mend
@@ -118,9 +118,9 @@ def test_what_trains_and_is_not_installed(train: dict[str, Any], extra: str, key
 
 def test_the_first_missing_thing_is_refused_in_one_line() -> None:
     fine, missing = PreflightFinding("a", "x", "warning", "odd"), PreflightFinding("a", "y", "missing", "none there", "do this")
-    lacking.require_installed([fine])
+    preflight.require_installed([fine])
     with pytest.raises(NotInstalled, match=r"^y: none there -> do this$"):
-        lacking.require_installed([fine, missing])
+        preflight.require_installed([fine, missing])
 
 
 def test_imports_that_a_start_needs() -> None:

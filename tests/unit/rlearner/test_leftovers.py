@@ -9,7 +9,7 @@ from broker.errors import UserError
 from broker.runtime.process import Stopped
 from learner.run_folder import note_epoch
 from rlearner.cli import main
-from rlearner.ops.leftovers import removed_on_failure
+from rlearner.ops.folder_cleanup import removed_on_failure
 
 
 def start(folder: Path, problem: str, held: bool) -> None:

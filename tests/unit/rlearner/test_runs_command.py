@@ -10,7 +10,7 @@ from learner.run_folder import note_broker, note_epoch
 from rlearner.cli import main
 from rlearner.evaluate.cli import with_own_run_name
 from rlearner.ops.listing import age, size_text
-from rlearner.up.claim import RunClaim
+from rlearner.up.run_claim import RunClaim
 
 DEAD = "nats://127.0.0.1:9"
 

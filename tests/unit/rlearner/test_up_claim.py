@@ -7,7 +7,7 @@ import pytest
 
 from learner.run_folder import broker_address, note_broker, note_epoch, private_addresses
 from rlearner.cli import main
-from rlearner.up.claim import RunClaim
+from rlearner.up.run_claim import RunClaim
 
 DEAD = "nats://127.0.0.1:9"
 

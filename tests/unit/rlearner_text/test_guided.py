@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlearner_text.openai.guided import close_objects
+from rlearner_text.openai.answer_guides import close_objects
 
 CLOSED = {"additionalProperties": False}
 

@@ -9,9 +9,9 @@ import pytest
 from template_models import make_tokenizer_folder
 
 from broker.contract import wire
-from rlearner_text.openai.bodies import ChatBody, CompletionBody, parse
-from rlearner_text.openai.problems import HttpError
-from rlearner_text.openai.replies import AnswerChoice, AnswerWriter
+from rlearner_text.openai.answers import AnswerChoice, AnswerWriter
+from rlearner_text.openai.http_errors import HttpError
+from rlearner_text.openai.request_bodies import ChatBody, CompletionBody, parse
 from rlearner_text.tokenizer import Tokenizer
 
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from template_models import make_tokenizer_folder
 
 from broker.contract import wire
-from rlearner_text.openai.bodies import ChatBody, CompletionBody, GenerationBody, parse
-from rlearner_text.openai.chunks import ChunkEvents
-from rlearner_text.openai.pieces import TokenEvent
-from rlearner_text.openai.replies import AnswerChoice, AnswerWriter
-from rlearner_text.openai.spoken import PartialText
+from rlearner_text.openai.answers import AnswerChoice, AnswerWriter
+from rlearner_text.openai.partial_text import PartialText
+from rlearner_text.openai.request_bodies import ChatBody, CompletionBody, GenerationBody, parse
+from rlearner_text.openai.sse_chunks import ChunkEvents
+from rlearner_text.openai.token_events import TokenEvent
 from rlearner_text.tokenizer import Tokenizer
 
 HELLO = [{"role": "user", "content": "hello"}]

@@ -13,7 +13,7 @@ first = threading.Thread(target=import_module, args=("transformers.modeling_util
 first.start()
 while "transformers" not in sys.modules:
     time.sleep(0.001)
-from rlearner_text.library import import_transformers
+from rlearner_text.transformers_import import import_transformers
 import_transformers()
 from transformers import AutoModelForCausalLM
 print(AutoModelForCausalLM.__name__)

@@ -9,7 +9,7 @@ import pytest
 from template_models import make_tokenizer_folder
 
 from rlearner_text.config import TinyModel
-from rlearner_text.masks import check_messages, encode_supervised
+from rlearner_text.supervised_masks import check_messages, encode_supervised
 from rlearner_text.tiny import _write_tokenizer
 from rlearner_text.tokenizer import Tokenizer
 

@@ -10,13 +10,13 @@ import pytest
 from template_models import make_tokenizer_folder
 
 from broker.contract import wire
-from rlearner_text.openai.bodies import ChatBody, parse
-from rlearner_text.openai.kept import AnswerStore
-from rlearner_text.openai.pieces import TokenEvent
-from rlearner_text.openai.problems import HttpError
-from rlearner_text.openai.replies import AnswerChoice, AnswerWriter
+from rlearner_text.openai.answer_store import AnswerStore
+from rlearner_text.openai.answers import AnswerChoice, AnswerWriter
+from rlearner_text.openai.http_errors import HttpError
+from rlearner_text.openai.request_bodies import ChatBody, parse
 from rlearner_text.openai.response_events import ResponsesFormat
 from rlearner_text.openai.responses import ResponsesBody, chat_of, items_of
+from rlearner_text.openai.token_events import TokenEvent
 from rlearner_text.tokenizer import Tokenizer
 
 ADD = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": True}

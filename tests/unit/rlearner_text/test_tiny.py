@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from broker.errors import ConfigError
+from rlearner_text.atomic_folders import atomic_folder
 from rlearner_text.config import TinyModel, check_model_path
-from rlearner_text.folders import atomic_folder
 from rlearner_text.tiny import CHARACTERS, build_tiny, check_tiny
 from rlearner_text.tokenizer import Tokenizer
 

@@ -10,7 +10,7 @@ from template_models import make_tokenizer_folder
 from broker.errors import ConfigError
 from rlearner_text.incremental_tokenization import Conversation
 from rlearner_text.tokenizer import Tokenizer
-from rollout.engines.turns import TurnSplitter
+from rollout.engines.turn_splitter import TurnSplitter
 
 SYSTEM = "Answer\nin one word."
 ASKED = ("Where is\nthe goal?", "And now?", "Then?")

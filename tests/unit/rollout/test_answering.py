@@ -10,8 +10,8 @@ import pytest
 from waits import LONG_S, until
 
 from broker.contract import wire
-from rollout.answering import RequestHandler
 from rollout.engines.base import Engine, GenerationOutput
+from rollout.request_handler import RequestHandler
 
 
 class Slow:

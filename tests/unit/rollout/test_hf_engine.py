@@ -17,7 +17,7 @@ from broker.errors import TransferFailed, UserError
 from broker.weights.probe import make_probe
 from rollout.config import RolloutSection
 from rollout.engines.base import NO_VERSION, EngineConfig, GenerationOutput, UpdateMode
-from rollout.engines.hf.core import MAX_FAILURES, EngineCore
+from rollout.engines.hf.engine_core import MAX_FAILURES, EngineCore
 
 CLOSE = 1e-4
 Open = Callable[..., EngineCore]
@@ -453,7 +453,7 @@ def test_freed_memory_is_kept_where_the_c_library_can() -> None:
     import platform
     import resource
 
-    from rollout.engines.hf.memory import keep_freed_memory
+    from rollout.engines.hf.malloc_settings import keep_freed_memory
 
     assert keep_freed_memory() == (platform.libc_ver()[0] == "glibc")
     if platform.libc_ver()[0] != "glibc":

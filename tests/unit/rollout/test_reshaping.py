@@ -14,12 +14,12 @@ import transformers
 from template_models import make_tokenizer_folder
 
 from broker.contract import wire
-from rlearner_text.guides import GuideCompiler, GuideError
+from rlearner_text.guided_decoding import GuideCompiler, GuideError
 from rlearner_text.tokenizer import Tokenizer
 from rollout.config import RolloutSection
 from rollout.engines.base import EngineConfig, GenerationOutput
-from rollout.engines.hf.core import EngineCore
-from rollout.engines.hf.reshaping import MOVED
+from rollout.engines.hf.engine_core import EngineCore
+from rollout.engines.hf.logit_offsets import MOVED
 from rollout.engines.hf.sampling import probability_moved
 from rollout.engines.random import RandomEngine
 

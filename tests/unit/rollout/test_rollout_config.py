@@ -12,8 +12,8 @@ from rollout.checks import check
 from rollout.cli import parser
 from rollout.config import RolloutSection
 from rollout.engines.base import EngineStats
-from rollout.meter import IntervalMetrics
-from rollout.options import server_section
+from rollout.interval_metrics import IntervalMetrics
+from rollout.server_options import server_section
 
 CONFIG: dict[str, Any] = {
     "rollout": RolloutSection(max_running=16, engine_args={"kv_slots": 20}).model_dump(mode="json"),

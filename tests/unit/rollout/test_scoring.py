@@ -14,7 +14,7 @@ from broker.contract import codec, wire
 from broker.errors import WireError
 from rollout.config import RolloutSection
 from rollout.engines.base import NO_VERSION, REPLY_ROOM_BYTES, EngineConfig, request_problem
-from rollout.engines.hf.core import EngineCore
+from rollout.engines.hf.engine_core import EngineCore
 
 PROMPT = [5, 17, 40, 3, 99, 17, 6]
 

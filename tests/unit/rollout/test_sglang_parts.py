@@ -14,10 +14,10 @@ import torch
 from broker.contract import wire
 from broker.errors import ConfigError, UserError
 from rollout.config import RolloutSection
-from rollout.engines.sglang.api import SGLangRequestError, generate_body, read_leg, read_scores, read_top, shift_runs, truncate_runs
 from rollout.engines.sglang.args import SGLangArgs
-from rollout.engines.sglang.child import data_parallel_copies, launch_command, server_options
-from rollout.engines.sglang.weights import remove_stale_folders, split_tensors, weights_file_parent
+from rollout.engines.sglang.client import SGLangRequestError, generate_body, read_leg, read_scores, read_top, shift_runs, truncate_runs
+from rollout.engines.sglang.server_process import data_parallel_copies, launch_command, server_options
+from rollout.engines.sglang.weight_senders import remove_stale_folders, split_tensors, weights_file_parent
 
 
 def test_parts_of_an_update() -> None:
@@ -43,7 +43,7 @@ def test_what_a_killed_server_left_in_memory_is_removed(tmp_path: Path) -> None:
 
 
 def test_without_the_package_one_line_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout.engines.sglang.child.find_spec", lambda _: None)
+    monkeypatch.setattr("rollout.engines.sglang.server_process.find_spec", lambda _: None)
     with pytest.raises(UserError, match=r"engine sglang needs the package sglang; pip install 'rlearner\[sglang\]', or set the Python"):
         launch_command(SGLangArgs())
     assert launch_command(SGLangArgs(command=["x", "-m", "y"])) == ["x", "-m", "y"]

@@ -16,11 +16,11 @@ from broker.contract import wire
 from broker.errors import TransferFailed, UserError
 from rollout.config import RolloutSection
 from rollout.engines.base import EngineConfig, GenerationOutput
-from rollout.engines.fit import check_fit
+from rollout.engines.update_check import check_fit
+from rollout.engines.vllm.conversion import output_of, sampling_fields, seed_of, serial_of, top_rows, version_label, version_runs
 from rollout.engines.vllm.engine import VLLMEngine
-from rollout.engines.vllm.output import output_of, sampling_fields, seed_of, serial_of, top_rows, version_label, version_runs
-from rollout.engines.vllm.start import check_heads, check_installed, startup_error
-from rollout.engines.vllm.store import SharedWeights, map_shared
+from rollout.engines.vllm.shared_weights import SharedWeights, map_shared
+from rollout.engines.vllm.startup import check_heads, check_installed, startup_error
 
 Span = namedtuple("Span", "version start end")
 
@@ -105,7 +105,9 @@ def test_another_process_sees_the_shared_weights_change() -> None:
     there = map_shared(shared.path, shared.size_bytes, shared.layout)
     shared.fill({name: tensor + 1 for name, tensor in tensors.items()})
     assert there["a"].tolist() == [[1, 2, 3], [4, 5, 6]]
-    script = f"from rollout.engines.vllm.store import map_shared as m; t = m({shared.path!r}, {shared.size_bytes}, {shared.layout!r})"
+    script = (
+        f"from rollout.engines.vllm.shared_weights import map_shared as m; t = m({shared.path!r}, {shared.size_bytes}, {shared.layout!r})"
+    )
     found = subprocess.run(
         [sys.executable, "-c", f"{script}; print(t['b.c'].tolist())"], capture_output=True, text=True, check=True, timeout=60
     )

@@ -6,8 +6,8 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlearner_text.openai.pieces import TokenEvent, TokenListener
-from rollout.engines.vllm.streaming import CompletionStream, VersionSpan, likeliest
+from rlearner_text.openai.token_events import TokenEvent, TokenListener
+from rollout.engines.vllm.completion_stream import CompletionStream, VersionSpan, likeliest
 
 
 @dataclass

@@ -1,0 +1,74 @@
+"""Reads preference data: prompts with a chosen and a rejected answer; only the answers are trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from broker.errors import DataError
+from learner.offline.data import Messages, TokenizedExample, conversation
+from learner.offline.rows import Row, read_rows
+from rlearner_text.supervised_masks import encode_supervised
+from rlearner_text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class PreferencePair:
+    """Two conversations with the same beginning; the mask is 1 from where they differ."""
+
+    chosen: TokenizedExample
+    rejected: TokenizedExample
+
+
+def load_pairs(path: str | Path, tokenizer: Tokenizer, max_tokens: int, key: str = "data") -> tuple[list[PreferencePair], int]:
+    """Return every pair of the file, and the number of pairs left out because an answer ends beyond ``max_tokens``.
+
+    Rows are ``{"prompt": …, "chosen": …, "rejected": …}``, each a text (one message) or a list of messages; chosen and
+    rejected may also be whole conversations with the same beginning.
+
+    Raises:
+        ConfigError: if the file cannot be read, or the chat template refuses the messages.
+        DataError: if a row is malformed, or the file has no pair to train on.
+    """
+    pairs: list[PreferencePair] = []
+    number = num_long = 0
+    for number, row in read_rows(path, key):
+        try:
+            chosen, rejected, shared = _conversations(row)
+        except ValueError as error:
+            raise DataError(str(path), number, str(error)) from None
+        examples = [_example(tokenizer, messages, shared) for messages in (chosen, rejected)]
+        if all(len(example.token_ids) <= max_tokens for example in examples):
+            pairs.append(PreferencePair(*examples))
+        else:
+            num_long += 1
+    if not pairs:
+        raise DataError(str(path), number, f"no row has both answers within {max_tokens} tokens")
+    return pairs, num_long
+
+
+def _conversations(row: Row) -> tuple[Messages, Messages, int]:
+    """Return both conversations, and the number of messages that they share at the beginning."""
+    if missing := [key for key in ("chosen", "rejected") if key not in row]:
+        raise ValueError(f"the row has no key {missing[0]!r}; known: prompt, chosen, rejected")
+    chosen, rejected = (conversation(row.get("prompt"), row[key], key) for key in ("chosen", "rejected"))
+    shared = 0
+    while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
+        shared += 1
+    if shared in (len(chosen), len(rejected)):
+        raise ValueError("chosen and rejected are the same, or one is the beginning of the other")
+    if chosen[shared]["role"] != "assistant":
+        raise ValueError(f"chosen and rejected differ at message {shared}, of the {chosen[shared]['role']}, not assistant")
+    return chosen, rejected, shared
+
+
+def _example(tokenizer: Tokenizer, messages: Messages, shared: int) -> TokenizedExample:
+    """Return the conversation with the assistant's turns among its first ``shared`` messages masked."""
+    token_ids, mask = encode_supervised(tokenizer, messages)
+    turns = sum(message["role"] == "assistant" for message in messages[:shared])
+    for index, value in enumerate(mask):
+        if turns == 0 and value:
+            break
+        turns -= value and mask[index + 1 : index + 2] != [1]  # the last token of a turn
+        mask[index] = 0
+    return TokenizedExample(token_ids, mask)

@@ -1,0 +1,104 @@
+"""Opens the training thread that a configuration describes, for learners and replays; needs no broker."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache, partial
+from importlib import import_module
+from typing import Any, Final
+
+from broker.errors import ConfigError
+from broker.settings.registry import resolve
+from broker.settings.runspec import domains, section
+from learner.algorithm.advantages import ADVANTAGES
+from learner.backends import BACKENDS
+from learner.config import AlgorithmSection, TrainSection
+from learner.training import TrainingThread
+from rlearner_text.config import ModelSection
+from rlearner_text.transformers_import import import_transformers
+
+HEAVY: Final = ("transformers.models.auto.modeling_auto", "transformers.modeling_utils", "learner.reporting.trackers.tensorboard")
+
+
+def begin_imports(config: dict[str, Any]) -> None:
+    """Start importing the training libraries in a background thread: it takes seconds."""
+    asyncio.get_running_loop().run_in_executor(None, _try_libraries, section(config, "train", TrainSection).backend)
+
+
+def _try_libraries(backend: str) -> None:
+    with suppress(ConfigError, ImportError):  # open_training raises it again
+        _libraries(backend)
+
+
+def _libraries(backend: str) -> Any:
+    """Return the backend's class, imported with all that it needs.
+
+    Raises:
+        ConfigError: if there is no such backend.
+    """
+    with _collecting_later():
+        import_transformers()
+        found = resolve("backends", backend, BACKENDS)
+        for name in HEAVY:
+            import_module(name)
+    _freeze()
+    return found
+
+
+async def open_training(config: dict[str, Any], model_path: str, first_path: str) -> TrainingThread:
+    """Build the backend of a run's configuration in the training thread; the caller closes it.
+
+    Args:
+        config: validated.
+        model_path: the weights to continue from: a checkpoint's folder, or the first ones.
+        first_path: the weights that the run began with, source of the reference and the tokenizer.
+
+    Raises:
+        ConfigError: if the backend refuses the configuration.
+    """
+    train, algorithm = section(config, "train", TrainSection), section(config, "algorithm", AlgorithmSection)
+    table = domains(config)
+    backend = await asyncio.to_thread(_libraries, train.backend)
+    build = partial(
+        backend,
+        model_path,
+        train=train,
+        algorithm=algorithm,
+        model=section(config, "model", ModelSection),
+        seed=config["run"]["seed"],
+        ref_path=first_path,
+        max_length=max(domain.max_context_tokens for domain in table.values()),
+    )
+    training = TrainingThread(
+        build,
+        resolve("advantages", algorithm.adv_estimator, ADVANTAGES),
+        algorithm,
+        stream=train.streaming != "never",
+    )
+    try:
+        await training.open()
+    except BaseException:
+        await asyncio.to_thread(training.close)
+        raise
+    return training
+
+
+@contextmanager
+def _collecting_later() -> Iterator[None]:
+    """Disable garbage collection: scanning the 600,000 objects that imports create costs a fifth of the start."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+@cache
+def _freeze() -> None:
+    """Exclude the imported objects from garbage collection while training."""
+    gc.freeze()

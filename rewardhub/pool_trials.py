@@ -1,0 +1,53 @@
+"""Tests a failing pool by scoring failed episodes again; results are dropped, and no delivery is used."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+
+from broker.contract import wire
+from broker.settings.config import DomainSection
+from rewardhub.routing import ForwardAction, GroupScoring
+from rewardhub.score_dispatcher import ScoreDispatcher
+from rewardhub.scoring_job import score_group
+from rewardhub.worker_pool import NoWorkerError
+
+MAX_KEPT: Final = 5  # per pool
+
+
+class PoolTrials:
+    """The newest episodes of each pool that could not be scored, one per group."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, deque[wire.Group]] = {}
+
+    def keep(self, pool: str, scoring: GroupScoring) -> None:
+        """Keep the failed episode for later trials of its pool."""
+        failed = [one for one in scoring.group.trajectories if one.episode == scoring.failed_episode]
+        kept = self._kept.setdefault(pool, deque(maxlen=MAX_KEPT))
+        kept.append(msgspec.structs.replace(scoring.group, trajectories=failed))
+
+    def forget(self, pool: str) -> None:
+        """Drop the episodes of a pool that works."""
+        self._kept.pop(pool, None)
+
+    async def trial(self, pool: str, domains: Mapping[str, DomainSection], scorers: ScoreDispatcher) -> tuple[bool, str]:
+        """Score one of them again. Return whether it succeeded, and the failure.
+
+        Each is tried once: if all of them are themselves at fault, the next real groups are the trial.
+        """
+        kept = self._kept.get(pool)
+        while kept:
+            group = kept.popleft()
+            if group.domain in domains:
+                rewards = domains[group.domain].rewards
+                try:
+                    ending = await score_group(GroupScoring(group, rewards, 0), rewards, scorers)
+                except NoWorkerError as error:
+                    kept.append(group)  # the episode is not at fault
+                    return False, str(error)
+                return isinstance(ending, ForwardAction), "" if isinstance(ending, ForwardAction) else ending.detail
+        return True, ""

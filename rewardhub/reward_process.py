@@ -1,0 +1,86 @@
+"""The process of a reward that scores many samples at once, such as a judge or a reward model.
+
+Started by ``rewardhub.reward_processes``. Requests have numbers; answers come in any order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import socket
+import sys
+from typing import Any
+
+from broker.errors import RlearnerError
+from broker.system.workers import fault, limits, line
+from rewardhub import protocol
+from rewardhub.rewards import loading
+from rewardhub.rewards.base import NoScore, ResponseFault, check_scored, score_of_fault
+
+
+class RewardHost:
+    """Server of one reward for its hub."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._score: loading.Score | None = None
+
+    async def serve(self) -> None:
+        """Answer requests until the hub closes the connection."""
+        while (data := await _frame(self._reader)) is not None:
+            message = protocol.decode_numbered_request(data)
+            if isinstance(message, protocol.CancelScoreRequest):
+                if (task := self._tasks.get(message.number)) is not None:
+                    task.cancel()
+            else:
+                self._tasks[message.number] = asyncio.create_task(self._work(message))
+
+    async def _work(self, asked: protocol.NumberedRequest) -> None:
+        try:
+            answer = await self._answer(asked.what)
+            self._writer.write(line.frame(protocol.encode_message(protocol.NumberedReply(asked.number, answer))))
+            await self._writer.drain()
+        finally:
+            del self._tasks[asked.number]
+
+    async def _answer(self, what: protocol.LoadRewardRequest | protocol.ScoreRequest) -> protocol.ScoreReply | protocol.ScoreFailureReply:
+        try:
+            if isinstance(what, protocol.LoadRewardRequest):
+                await self._load(what)
+                return protocol.ScoreReply(None)
+            assert self._score is not None, "asked before it was loaded"
+            try:
+                value = self._score(what.sample)
+                scored = check_scored(await value if inspect.isawaitable(value) else value)
+            except ResponseFault as response:
+                scored = score_of_fault(response)
+            return protocol.ScoreReply(scored.value, notes=scored.notes)
+        except (RlearnerError, NoScore) as error:
+            return protocol.ScoreFailureReply(line.clean(f"{what.name}: {error}"), retry=False)
+        except Exception as error:  # noqa: BLE001 - an error of a library must not end other scores
+            return protocol.ScoreFailureReply(f"{what.name}: {fault.told(error)}", retry=True, trace=fault.trace(error))
+
+    async def _load(self, what: protocol.LoadRewardRequest) -> None:
+        self._score = await asyncio.to_thread(loading.load, what.name, what.args)  # loading a model takes long
+        start: Any = getattr(getattr(self._score, "__self__", None), "start", None)
+        if start is not None:
+            await start()
+
+
+async def _frame(reader: asyncio.StreamReader) -> bytes | None:
+    try:
+        (size,) = line.HEADER.unpack(await reader.readexactly(line.HEADER.size))
+        return await reader.readexactly(size)
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+
+
+async def main(number: int) -> None:
+    """Serve on the socket with this file descriptor."""
+    limits.be_expendable()
+    await RewardHost(*await asyncio.open_unix_connection(sock=socket.socket(fileno=number))).serve()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(int(sys.argv[1])))

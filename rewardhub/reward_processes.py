@@ -1,0 +1,261 @@
+"""The hub's processes for rewards that score many samples at once: one per reward, or per GPU."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+import psutil
+
+from broker.errors import UserError
+from broker.settings.config import RewardConfig
+from broker.system.workers import limits, line
+from broker.system.workers.output import WorkerOutput
+from broker.system.workers.start import start
+from rewardhub import protocol
+from rewardhub.rewards import loading
+from rewardhub.rewards.base import Sample, Scored
+from rewardhub.worker_pool import NoWorkerError, ScoreError, score_of_reply
+
+log = logging.getLogger(__name__)
+
+LOAD_S: Final = 900.0  # to load a reward model
+GRACE_S: Final = 5.0  # after a reward's own timeout, if it does not keep it
+
+
+class _Gone(Exception):
+    """The process exited or closed the connection."""
+
+
+class RewardProcess:
+    """One process and the connection to it, with any number of concurrent requests."""
+
+    def __init__(self, child: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.child, self._writer = child, writer
+        self._numbers = itertools.count(1)
+        self._open: dict[int, asyncio.Future[protocol.ScoreReply | protocol.ScoreFailureReply]] = {}
+        self._heard = time.monotonic()
+        self.gone = ""  # how it ended
+        self._listening = asyncio.create_task(self._listen(reader))
+
+    @classmethod
+    async def start(cls, output: WorkerOutput, env: Mapping[str, str]) -> RewardProcess:
+        """Start a process.
+
+        Raises:
+            OSError: if it cannot be started.
+        """
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                child = await asyncio.to_thread(start, "rewardhub.reward_process", theirs, output.file, env=env)
+        except BaseException:
+            ours.close()
+            raise
+        return cls(child, *await asyncio.open_unix_connection(sock=ours))
+
+    @property
+    def num_open(self) -> int:
+        """Requests without an answer yet."""
+        return len(self._open)
+
+    async def ask(
+        self, what: protocol.LoadRewardRequest | protocol.ScoreRequest, timeout_s: float
+    ) -> protocol.ScoreReply | protocol.ScoreFailureReply:
+        """Send one request and return its answer.
+
+        Raises:
+            TimeoutError: if no answer comes in time; a process that has sent nothing at all since is killed.
+            _Gone: if the process has exited.
+        """
+        if self.gone:
+            raise _Gone(self.gone)
+        number, asked = next(self._numbers), time.monotonic()
+        answer: asyncio.Future[protocol.ScoreReply | protocol.ScoreFailureReply] = asyncio.get_running_loop().create_future()
+        self._open[number] = answer
+        try:
+            self._send(protocol.NumberedRequest(number, what))
+            async with asyncio.timeout(timeout_s):
+                return await answer
+        except TimeoutError:
+            if self._heard < asked:
+                self.kill(f"was killed: it answered nothing for {timeout_s:g} s")
+            raise
+        finally:
+            del self._open[number]
+            if not self.gone and not (answer.done() and not answer.cancelled()):
+                self._send(protocol.CancelScoreRequest(number))
+
+    def _send(self, message: protocol.NumberedRequest | protocol.CancelScoreRequest) -> None:
+        self._writer.write(line.frame(protocol.encode_message(message)))
+
+    def kill(self, how: str) -> None:
+        """Kill it and its descendants."""
+        self.gone = self.gone or how
+        limits.kill_tree(self.child.pid)
+
+    async def close(self) -> None:
+        """Kill it and wait for it."""
+        self.kill("was closed")
+        self._listening.cancel()
+        await asyncio.gather(self._listening, return_exceptions=True)
+        self._writer.close()
+        await asyncio.to_thread(self.child.wait)
+
+    async def _listen(self, reader: asyncio.StreamReader) -> None:
+        how = ""
+        try:
+            while True:
+                (size,) = line.HEADER.unpack(await reader.readexactly(line.HEADER.size))
+                message = protocol.decode_numbered_reply(await reader.readexactly(size))
+                self._heard = time.monotonic()
+                if (answer := self._open.get(message.number)) is not None and not answer.done():
+                    answer.set_result(message.what)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            how = limits.how_ended(await asyncio.to_thread(self.child.wait))
+        except msgspec.DecodeError as error:
+            how = f"sent an answer that cannot be decoded: {error}"
+        self.kill(how)
+        for answer in self._open.values():
+            if not answer.done():
+                answer.set_exception(_Gone(self.gone))
+
+
+@dataclass
+class _Kind:
+    """One reward: its processes (None: not started yet), and how many samples it takes at once."""
+
+    reward: RewardConfig
+    envs: Sequence[Mapping[str, str]]
+    timeout_s: float
+    room: asyncio.Semaphore
+    processes: list[RewardProcess | None]
+    starting: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class RewardProcesses:
+    """The processes of all such rewards of a hub.
+
+    Args:
+        gpus: GPUs to use, one process of each model on each; empty: what the environment allows.
+
+    Attributes:
+        num_killed: processes that ended too early.
+        num_busy: samples that are being scored.
+    """
+
+    def __init__(self, gpus: Sequence[int] = ()) -> None:
+        self._gpus = list(gpus)
+        self._kinds: dict[str, _Kind] = {}
+        self._output: WorkerOutput | None = None
+        self._buried_cpu_s = 0.0
+        self.num_killed = self.num_busy = 0
+
+    async def start(self, rewards: Mapping[str, RewardConfig]) -> None:
+        """Start all processes of these rewards, given by their configuration keys.
+
+        Raises:
+            UserError: if a reward cannot be loaded here; names its key.
+        """
+        for key, reward in rewards.items():
+            try:
+                kind = self._kind(reward)
+                await asyncio.gather(*(self._process(kind, index) for index in range(len(kind.processes))))
+            except NoWorkerError as error:
+                raise UserError(f"{key}: {error}") from None
+
+    async def score(self, reward: RewardConfig, sample: Sample) -> Scored:
+        """Return the reward of one sample.
+
+        Raises:
+            ScoreError: if there is none.
+            NoWorkerError: if no process can be started here now.
+        """
+        kind = self._kind(reward)
+        async with kind.room:
+            self.num_busy += 1
+            try:
+                index = min(range(len(kind.processes)), key=lambda one: _load(kind.processes[one]))
+                process = await self._process(kind, index)
+                answer = await process.ask(protocol.ScoreRequest(reward.name, reward.args, sample), kind.timeout_s)
+            except TimeoutError:
+                raise ScoreError(f"{reward.name}: no score within {kind.timeout_s:g} s", retry=True) from None
+            except _Gone as error:
+                raise ScoreError(f"{reward.name}: its process {error}", retry=True) from None
+            finally:
+                self.num_busy -= 1
+        return score_of_reply(answer)
+
+    async def close(self) -> None:
+        """Kill all of them."""
+        living = [process for kind in self._kinds.values() for process in kind.processes if process is not None]
+        self._buried_cpu_s = self.cpu_s()
+        self._kinds.clear()
+        await asyncio.gather(*(process.close() for process in living))
+        if self._output is not None:
+            self._output.close()
+
+    def cpu_s(self) -> float:
+        """Return the CPU seconds of all of them so far."""
+        return self._buried_cpu_s + sum(_cpu_s(one.child.pid) for kind in self._kinds.values() for one in kind.processes if one)
+
+    def _kind(self, reward: RewardConfig) -> _Kind:
+        key = json.dumps([reward.name, reward.args], sort_keys=True)
+        if key not in self._kinds:
+            found = loading.concurrency_of(reward)
+            assert found is not None, f"{reward.name} scores one sample at a time"
+            envs: list[Mapping[str, str]] = [{}]
+            if found.on_gpu and self._gpus:
+                envs = [{"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": str(gpu)} for gpu in self._gpus]
+            room = asyncio.Semaphore(found.at_once * len(envs))
+            self._kinds[key] = _Kind(reward, envs, found.timeout_s + GRACE_S, room, [None] * len(envs))
+        return self._kinds[key]
+
+    async def _process(self, kind: _Kind, index: int) -> RewardProcess:
+        async with kind.starting:
+            process = kind.processes[index]
+            if process is not None and not process.gone:
+                return process
+            if process is not None:
+                self.num_killed += 1
+                log.warning("%s: its process %s; starting another", kind.reward.name, process.gone)
+                kind.processes[index] = None
+                await process.close()
+            self._output = self._output or WorkerOutput("a reward")
+            try:
+                process = await RewardProcess.start(self._output, kind.envs[index])
+            except OSError as error:
+                raise NoWorkerError(f"cannot start a process for {kind.reward.name}: {error}") from None
+            try:
+                answer = await process.ask(protocol.LoadRewardRequest(kind.reward.name, kind.reward.args), LOAD_S)
+                if isinstance(answer, protocol.ScoreFailureReply):
+                    raise NoWorkerError(answer.detail)
+            except (TimeoutError, _Gone) as error:
+                await process.close()
+                raise NoWorkerError(f"the process of {kind.reward.name} did not start: {error or f'no answer in {LOAD_S:g} s'}") from None
+            except BaseException:
+                await process.close()
+                raise
+            kind.processes[index] = process
+            return process
+
+
+def _load(process: RewardProcess | None) -> int:
+    return 0 if process is None else process.num_open
+
+
+def _cpu_s(pid: int) -> float:
+    try:
+        times = psutil.Process(pid).cpu_times()
+    except psutil.Error:
+        return 0.0
+    return float(times.user + times.system)

@@ -1,0 +1,80 @@
+"""Combines a hub's workers, for rewards that take one sample at a time, with processes that take many."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from broker.settings.config import RewardConfig
+from rewardhub.reward_processes import RewardProcesses
+from rewardhub.rewards import loading
+from rewardhub.rewards.base import Sample, Scored
+from rewardhub.worker_pool import RewardWorkerPool
+
+
+class ScoreDispatcher:
+    """All processes that score for a hub.
+
+    Args:
+        rewards: the hub's rewards by configuration key.
+        num_workers: processes for rewards that take one sample at a time.
+        timeout_s: for one score of such a process.
+        memory_mib: memory of such a process.
+        gpu_numbers: GPUs for reward models.
+    """
+
+    def __init__(
+        self, rewards: Mapping[str, RewardConfig], *, num_workers: int, timeout_s: float, memory_mib: int | None, gpu_numbers: Sequence[int]
+    ) -> None:
+        self._many, self._single = _divided(rewards)
+        self._workers = RewardWorkerPool(num_workers, timeout_s, self._single, memory_mib=memory_mib)
+        self._hosts = RewardProcesses(gpu_numbers)
+
+    def adopt(self, rewards: Mapping[str, RewardConfig]) -> None:
+        """Use these rewards from now on; new processes start with the first sample."""
+        self._many, self._single = _divided(rewards)
+        self._workers.adopt(self._single)
+
+    async def start(self) -> None:
+        """Start the processes that the rewards need; judges alone need no workers.
+
+        Raises:
+            UserError: if a reward cannot be loaded here, or no process can be started.
+        """
+        if self._single:
+            await self._workers.start()
+        await self._hosts.start(self._many)
+
+    async def score(self, reward: RewardConfig, sample: Sample) -> Scored:
+        """Return the reward of one sample.
+
+        Raises:
+            ScoreFailed: if there is none.
+            NoWorker: if no process can be started here now.
+        """
+        many = loading.concurrency_of(reward) is not None
+        return await (self._hosts.score(reward, sample) if many else self._workers.score(reward, sample))
+
+    async def close(self) -> None:
+        """Kill all processes."""
+        await self._workers.close()
+        await self._hosts.close()
+
+    def cpu_s(self) -> float:
+        """Return the CPU seconds of all processes so far."""
+        return self._workers.cpu_s() + self._hosts.cpu_s()
+
+    @property
+    def num_busy(self) -> int:
+        """Samples that are being scored."""
+        return self._workers.num_busy + self._hosts.num_busy
+
+    @property
+    def num_killed(self) -> int:
+        """Processes that ended too early."""
+        return self._workers.num_killed + self._hosts.num_killed
+
+
+def _divided(rewards: Mapping[str, RewardConfig]) -> tuple[dict[str, RewardConfig], list[RewardConfig]]:
+    """Return the rewards that take many samples at once, by key, and the others."""
+    many = {key: reward for key, reward in rewards.items() if loading.concurrency_of(reward) is not None}
+    return many, [reward for key, reward in rewards.items() if key not in many]

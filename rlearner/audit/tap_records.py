@@ -1,0 +1,114 @@
+"""Compares the ledger file with a tap, an independent recording of messages (``bench/tap.py``).
+
+A tap sees every attempt to publish, including those that the broker drops as duplicates, and it has no sequences.
+So what was consumed must have been seen at least as often, and what was seen must have a final state.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from broker.errors import DataError, UserError
+from rlearner.audit.ledger_audit import LedgerAudit, check_staleness
+from rlearner.audit.report import AuditReport
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a tap, without an incomplete last one.
+
+    Raises:
+        UserError: if the file cannot be read, or a line is not a tap's.
+    """
+    try:
+        rows = path.read_text(encoding="utf-8").split("\n")[:-1]
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    lines: list[dict[str, Any]] = []
+    for number, row in enumerate(rows, start=1):
+        try:
+            line = json.loads(row)
+        except json.JSONDecodeError as error:
+            raise DataError(str(path), number, str(error)) from None
+        if not isinstance(line, dict) or not isinstance(line.get("n"), int) or not isinstance(line.get("event"), str):
+            raise DataError(str(path), number, "expected a tap's line, with `n` and `event`")
+        lines.append(line)
+    return lines
+
+
+def check_tap(lines: Sequence[Mapping[str, Any]], tally: LedgerAudit, report: AuditReport, *, done: bool) -> None:
+    """Compare a tap with the ledger file.
+
+    Args:
+        done: the run has made all its steps, so every ticket seen must have a final state.
+    """
+    numbers = Counter(int(line["n"]) for line in lines)
+    newest = max(numbers, default=0)
+    report.fail_all("tap: its own lines {} are missing", set(range(1, newest + 1)) - numbers.keys())
+    report.fail_all("tap: its own lines {} appear twice", {number for number, times in numbers.items() if times > 1})
+    blind = sorted({str(line["event"]) for line in lines if line["event"] not in ("open", "ticket", "sample", "close")})
+    tickets = [line for line in lines if line["event"] == "ticket"]
+    samples = [line for line in lines if line["event"] == "sample"]
+    whole = not blind and any(line["event"] == "open" for line in lines)
+    _check_tickets(tickets, tally, report, done=done, whole=whole)
+    _check_samples(samples, tally, report, done=done, whole=whole)
+    report.notes.append(
+        f"tap: {len({line['ticket'] for line in tickets})} tickets and {len(samples)} records seen"
+        + (f"; it was interrupted ({', '.join(blind)}), so missing messages prove nothing" if blind else "")
+    )
+
+
+def _check_tickets(seen: Sequence[Mapping[str, Any]], tally: LedgerAudit, report: AuditReport, *, done: bool, whole: bool) -> None:
+    contents: dict[int, Mapping[str, Any]] = {}
+    for line in seen:
+        number = int(line["ticket"])
+        first = contents.setdefault(number, line)
+        if first["digest"] != line["digest"]:
+            report.fail(f"tap: ticket {number} went out with two different contents")
+    strangers = contents.keys() - tally.issued.keys()
+    newest = max(tally.issued, default=0)
+    lost = strangers if done else {number for number in strangers if number <= newest}
+    report.lost |= lost
+    report.fail_all("tap: tickets {} went out, but the ledger file has not issued them", lost)
+    skipped = {number for number, line in tally.issued.items() if not line.domain}  # by a rebase
+    if whole:
+        # the newest may not have been published when the learner was killed
+        unseen = {number for number in tally.issued.keys() - contents.keys() if number in tally.ended or number < max(contents, default=0)}
+        report.fail_all("tap: tickets {} never went out", unseen - skipped)
+    for number, line in sorted(contents.items()):
+        issued = tally.issued.get(number)
+        if (
+            issued is not None
+            and number not in skipped
+            and (line.get("domain"), line.get("task_index"), line.get("min_version"))
+            != (
+                issued.domain,
+                issued.task_index,
+                issued.min_version,
+            )
+        ):
+            report.fail(f"tap: ticket {number} went out with contents that differ from the ledger file")
+
+
+def _check_samples(seen: Sequence[Mapping[str, Any]], tally: LedgerAudit, report: AuditReport, *, done: bool, whole: bool) -> None:
+    times = Counter((int(line["ticket"]), str(line["digest"])) for line in seen)
+    consumed = Counter((line.ticket, line.digest) for lines in tally.records.values() for line in lines)
+    if whole:
+        for (number, digest), count in sorted(consumed.items()):
+            if times[number, digest] < count:
+                report.fail(f"tap: record {digest} of ticket {number} was consumed {count} times, seen {times[number, digest]} times")
+    if done:
+        lost = {number for number, _ in times if number in tally.issued and number not in tally.ended}
+        report.lost |= lost
+        report.fail_all("tap: records of tickets {} were seen, but they have no final state", lost)
+    by_digest = {(int(line["ticket"]), str(line["digest"])): line for line in seen}
+    for number, end in sorted(tally.trained.items()):
+        line = by_digest.get((number, end.digest))
+        if line is None:
+            continue  # counted above
+        if line.get("kind") != "Group":
+            report.fail(f"tap: what trained ticket {number} was a {line.get('kind')}")
+        check_staleness(report, end, int(line.get("oldest", -1)), int(line.get("newest", -1)), tally.max_staleness(end.step), "the tap")

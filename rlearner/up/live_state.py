@@ -1,0 +1,140 @@
+"""The state behind the live view, folded from metrics and presence messages. No I/O."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from broker.contract import wire
+from broker.system.reminders import Reminders
+from learner.reporting.training_signals import TrainingWarnings
+from rlearner.up.failed_groups import FailedGroups
+
+SPARKS = "▁▂▃▄▅▆▇█"
+
+
+def sparkline(values: list[float], width: int = 30) -> str:
+    """Return the newest values as block characters, scaled between their minimum and maximum."""
+    shown = [v for v in values[-width:] if math.isfinite(v)]
+    if not shown:
+        return ""
+    low, span = min(shown), max(shown) - min(shown)
+    return "".join(SPARKS[int((v - low) / span * 7.999) if span > 0 else 0] for v in shown)
+
+
+def duration(seconds: float) -> str:
+    """Format seconds: 65 becomes ``1:05``."""
+    whole = max(0, round(seconds))
+    hours, rest = divmod(whole, 3600)
+    minutes, secs = divmod(rest, 60)
+    return f"{hours}:{minutes:02d}:{secs:02d}" if hours else f"{minutes}:{secs:02d}"
+
+
+@dataclass
+class LiveRunState:
+    """State of a run as the operator sees it."""
+
+    run: str
+    total_steps: int
+    step: int = 0
+    phase: str = "starting"
+    line: dict[str, float] = field(default_factory=dict)  # the newest line of metrics.jsonl
+    rewards: list[float] = field(default_factory=list)
+    successes: list[float] = field(default_factory=list)
+    evals: list[tuple[int, float]] = field(default_factory=list)  # (step, success rate)
+    baselines: dict[str, float] = field(default_factory=dict)  # policy to success rate
+    processes: dict[str, wire.Presence] = field(default_factory=dict)
+    live: dict[str, wire.Metrics] = field(default_factory=dict)  # newest metrics of each process
+    failures: FailedGroups = field(default_factory=FailedGroups)
+    signals: TrainingWarnings = field(default_factory=TrainingWarnings)
+    news: list[str] = field(default_factory=list)  # lines not shown yet
+    _said: dict[str, Reminders] = field(default_factory=dict)
+    first_step_at: tuple[float, int] | None = None  # (monotonic seconds, step)
+    last_step_at: float = 0.0
+
+    def take(self, metrics: wire.Metrics, now: float) -> bool:
+        """Apply one message, and return whether it completes a step."""
+        self.live[f"{metrics.role}.{metrics.id}"] = metrics
+        if metrics.role != "learner":
+            return False
+        self.phase = metrics.text.get("phase", self.phase)
+        values = metrics.values
+        self.failures.take(values, metrics.text)
+        step = int(values.get("step", 0))
+        if step <= self.step or "reward/mean" not in values:
+            return False
+        self.step, self.line, self.last_step_at = step, dict(values), now
+        begun, over = self.signals.take(values)
+        self.news += [f"warning: {text}" for text in begun] + [f"no longer: {text}" for text in over]
+        self.first_step_at = self.first_step_at or (now, step)
+        self.rewards.append(values["reward/mean"])
+        self.successes.append(values.get("env/success_rate", math.nan))
+        if "eval/success_rate" in values:
+            self.evals.append((step, values["eval/success_rate"]))
+        for name, value in values.items():
+            parts = name.split("/")
+            if len(parts) == 3 and parts[0] == "eval" and parts[2] == "success_rate":
+                self.baselines[parts[1]] = value
+        return True
+
+    def see(self, present: Iterable[wire.Presence], now: float = 0.0) -> list[str]:
+        """Replace the processes that are alive. Return lines about those that stopped or resumed taking work."""
+        before, self.processes = self.processes, {f"{p.role}.{p.id}": p for p in present}
+        lines = []
+        for key, presence in self.processes.items():
+            had, has = bool(key in before and before[key].problem), bool(presence.problem)
+            if has and not had:
+                lines.append(f"{presence.role} {presence.id}: {presence.problem}")
+            elif had and not has:
+                lines.append(f"{presence.role} {presence.id} takes work again")
+            self._hear(key, presence, before[key].said if key in before else "", now)
+        return lines
+
+    def _hear(self, key: str, presence: wire.Presence, before: str, now: float) -> None:
+        """Queue a line that a process logged: the first at once, repeated ones at growing intervals."""
+        reminders = self._said.setdefault(key, Reminders())
+        if not presence.said:
+            reminders.over()
+        elif presence.said != before and not self._is_known(presence.said) and reminders.due(now):
+            self.news.append(f"{presence.role} {presence.id}: {presence.said}")
+
+    def said(self) -> list[str]:
+        """Return the newest warning or error of each process that is not already shown as a signal."""
+        return [f"{one.role} {one.id}: {one.said}" for one in self.processes.values() if one.said and not self._is_known(one.said)]
+
+    def _is_known(self, said: str) -> bool:
+        """Return whether this is a warning about learning, which the learner logs as well."""
+        return any(text[:100] in said for text in self.signals.active.values())
+
+    def problems(self) -> list[str]:
+        """Return why processes take no work, one line each."""
+        return [f"{presence.role} {presence.id}: {presence.problem}" for presence in self.processes.values() if presence.problem]
+
+    def eta_s(self) -> float | None:
+        """Return the seconds until the last step at the pace so far, None before two steps."""
+        if self.first_step_at is None or self.step <= self.first_step_at[1]:
+            return None
+        began, first = self.first_step_at
+        return (self.last_step_at - began) / (self.step - first) * (self.total_steps - self.step)
+
+    def plain(self) -> str:
+        """Return one log line, for output that is not a terminal."""
+        get = self.line.get
+        parts = [
+            f"step {self.step}/{self.total_steps}",
+            f"reward {get('reward/mean', 0):.3f}",
+            f"success {get('env/success_rate', 0):.3f}",
+            f"staleness {get('staleness/mean', 0):.2f} (max {get('staleness/max', 0):.0f})",
+            f"idle learner {get('trainer/idle_ratio', 0):.0%} generator {get('rollouter/idle_ratio', 0):.0%}",
+            f"{get('perf/tokens_per_s', 0):.0f} tokens/s",
+            f"{get('perf/samples_per_s', 0):.1f} samples/s",
+        ]
+        if "eval/success_rate" in self.line:
+            parts.append(f"eval success {self.line['eval/success_rate']:.3f}")
+        if self.failures.total:
+            parts.append(f"failed groups {self.failures.total}")
+        eta = self.eta_s()
+        if eta is not None:
+            parts.append(f"eta {duration(eta)}")
+        return "  ".join(parts)

@@ -1,0 +1,69 @@
+"""Decides whether ``rlearner up`` may run: once per run, and not if another broker holds its streams."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import IO
+
+from broker.errors import UserError
+from broker.system.locks import lock
+from learner.run_folder import STORE, UP_LOCK, noted_epoch, previous_broker, private_addresses
+from rlearner.ops.live_learners import ask_broker
+
+
+async def refuse_other_broker(folder: Path, run: str) -> None:
+    """Ask the broker that the run last used, unless it is a private one of this folder. Writes nothing.
+
+    Raises:
+        UserError: if a learner trains the run there, or only that broker can hold the run's streams.
+    """
+    url = previous_broker(folder, "")
+    if not url:
+        return
+    learners, problem = await ask_broker(url, run)
+    if learners:
+        one = learners[0]
+        raise UserError(f"run {run} is live at {url} (learner on {one.host}, process {one.pid}); `rlearner status {folder}` shows it")
+    trained_by_up = not private_addresses(folder) and (folder / STORE / "jetstream").exists()  # older version
+    if noted_epoch(folder) and not trained_by_up:
+        last = "; if it has lost its store, add --rebase, which counts the open tickets as dead" if problem else ""
+        raise UserError(
+            f"run {run} was last trained with the broker at {url}{problem}: "
+            f"continue with `rlearner start {folder} --broker {url}` and start the other processes by hand{last}"
+        )
+
+
+class RunClaim:
+    """Lock on a run's folder, held by this ``rlearner up`` until it is closed or the process exits.
+
+    Raises:
+        UserError: if another ``rlearner up`` holds it.
+    """
+
+    def __init__(self, folder: Path, run: str) -> None:
+        self._file: IO[bytes] = lock(folder / UP_LOCK, _held(folder, run), wait_s=0.5)  # `rlearner runs` may hold it
+        self._write(str(os.getpid()))
+
+    def note(self, url: str) -> None:
+        """Write the private broker's address to the lock file."""
+        self._write(url)
+
+    def _write(self, line: str) -> None:
+        self._file.write(f"{line}\n".encode())
+        self._file.flush()
+
+    def __enter__(self) -> RunClaim:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+def _held(folder: Path, run: str) -> str:
+    """Return the message for a folder that another ``rlearner up`` holds."""
+    file = folder / UP_LOCK
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    pid = next((line for line in reversed(lines) if line.isdecimal()), "unknown")
+    at = f" at {lines[-1]}" if lines and "://" in lines[-1] else ""
+    return f"run {run} is live{at} (`rlearner up`, process {pid}); `rlearner status {folder}` shows it"

@@ -1,0 +1,95 @@
+"""Converts requested answer formats and tool choices to guides, and checks that they compile."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from typing import Any, Final
+
+from broker.contract import wire
+from broker.contract.checks import MAX_GUIDE_CHARS
+from rlearner_text.guided_decoding import GuideCompiler, GuideError
+from rlearner_text.openai import tool_calls
+from rlearner_text.openai.http_errors import HttpError
+from rlearner_text.openai.request_bodies import ChatBody
+from rlearner_text.tokenizer import Tokenizer
+from rlearner_text.tool_calls import ToolSyntax
+
+_NAMED: Final = {"properties", "$defs", "definitions"}  # schemas by name
+_LISTED: Final = {"items", "prefixItems", "anyOf", "oneOf", "additionalProperties"}
+_OPEN: Final = {
+    "additionalProperties",
+    "patternProperties",
+    "allOf",
+    "anyOf",
+    "oneOf",
+    "$ref",
+}  # next to these, ``properties`` is not the whole schema
+
+
+def guides_of(body: ChatBody, tokenizer: Tokenizer) -> list[wire.Guide]:
+    """Return the guides that the answer to a chat must follow; empty if it is free.
+
+    A required call is exactly one call. With a ``response_format`` the answer is JSON of that format or, if tools are
+    offered, one call.
+
+    Raises:
+        HttpError: 400 if the guides cannot be compiled to a grammar, or the chat template has no tool calls.
+    """
+    param = "tools" if body.forced else "response_format"
+    try:
+        made = _forms(body, tokenizer)
+    except RecursionError:
+        raise HttpError(400, f"{param}: its schema is nested too deeply", param=param) from None
+    if made:
+        if (size := sum(len(one.schema) + len(one.before) + len(one.after) for one in made)) > MAX_GUIDE_CHARS:
+            raise HttpError(400, f"{param}: schemas of {size} characters are not allowed; at most {MAX_GUIDE_CHARS}", param=param)
+        try:
+            _guides(tokenizer).check(made)
+        except GuideError as error:
+            raise HttpError(400, f"{param}: its schema cannot be compiled to a grammar: {error}", param=param) from None
+    return made
+
+
+def _forms(body: ChatBody, tokenizer: Tokenizer) -> list[wire.Guide]:
+    if body.forced:
+        return _calls(body, tokenizer)
+    if (schema := body.response_format.wanted) is None:
+        return []
+    return [wire.Guide(schema=json.dumps(close_objects(schema))), *(_calls(body, tokenizer) if body.offered else [])]
+
+
+def close_objects(schema: Any) -> Any:
+    """Return a schema whose objects with named properties have no others, unless it allows them explicitly.
+
+    JSON Schema allows additional properties by default, and a policy that has not learned to end an object would keep
+    adding them.
+    """
+    if not isinstance(schema, dict):
+        return schema
+    made = dict(schema)
+    for key in _NAMED & schema.keys():
+        if isinstance(schema[key], dict):
+            made[key] = {name: close_objects(one) for name, one in schema[key].items()}
+    for key in _LISTED & schema.keys():
+        made[key] = [close_objects(one) for one in schema[key]] if isinstance(schema[key], list) else close_objects(schema[key])
+    return made if "properties" not in schema or _OPEN & schema.keys() else made | {"additionalProperties": False}
+
+
+@lru_cache(maxsize=8)
+def _guides(tokenizer: Tokenizer) -> GuideCompiler:
+    return GuideCompiler(tokenizer)
+
+
+def _calls(body: ChatBody, tokenizer: Tokenizer) -> list[wire.Guide]:
+    """Return guides for one call of any callable tool."""
+    how = tool_calls.tool_syntax(tokenizer)
+    return [_call(tool["function"], how) for tool in body.callable_tools]
+
+
+def _call(function: dict[str, Any], how: ToolSyntax) -> wire.Guide:
+    parameters = function.get("parameters") or {"type": "object", "properties": {}}
+    properties = {how.name_key: {"const": function["name"]}, how.arguments_key: parameters}
+    schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+    lifted = {key: parameters[key] for key in ("$defs", "definitions") if key in parameters}  # $ref starts at the root
+    return wire.Guide(schema=json.dumps(close_objects(schema | lifted)), before=how.before, after=how.after)

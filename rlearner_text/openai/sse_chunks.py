@@ -1,0 +1,124 @@
+"""Builds OpenAI's stream chunks from the pieces that an engine streams (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rlearner_text.openai import tool_calls
+from rlearner_text.openai.answers import AnswerChoice, AnswerWriter, runs_of, usage
+from rlearner_text.openai.partial_text import PartialText
+from rlearner_text.openai.request_bodies import ChatBody, GenerationBody
+from rlearner_text.openai.streaming import encode
+from rlearner_text.openai.token_events import TokenEvent, TopLogprobs
+from rlearner_text.tokenizer import Tokenizer
+
+
+class ChunkEvents:
+    """The chunks of one choice.
+
+    Every token is in exactly one chunk, with its logprob and version. Its text may follow a few tokens later, see
+    ``PartialText``.
+
+    Attributes:
+        top: likeliest tokens at every position so far, see ``rlearner_text.openai.token_events``.
+    """
+
+    def __init__(self, body: GenerationBody, tokenizer: Tokenizer, writer: AnswerWriter, index: int, prompt: Sequence[int]) -> None:
+        self._body, self._writer, self._index, self._prompt = body, writer, index, prompt
+        self._chat = isinstance(body, ChatBody)
+        self._spoken = partial_text_of(body, tokenizer)
+        self._told = self._offset = 0
+        self._begun = False
+        self.top: list[TopLogprobs] = []
+
+    def of(self, pieces: Sequence[TokenEvent]) -> list[dict[str, Any]]:
+        """Return one chunk with the new pieces."""
+        ids = [one for piece in pieces for one in piece.token_ids]
+        logprobs = [one for piece in pieces for one in piece.logprobs]
+        top = [one for piece in pieces for one in piece.top]
+        runs: list[list[int]] = []
+        for piece in pieces:
+            if runs and runs[-1][0] == piece.version:
+                runs[-1][1] += len(piece.token_ids)
+            else:
+                runs.append([piece.version, len(piece.token_ids)])
+        self.top += top
+        return [self._chunk(self._spoken.add(ids), ids, logprobs, runs, top)]
+
+    def last(self, choice: AnswerChoice) -> list[dict[str, Any]]:
+        """Return the chunks of the rest of a finished choice and of its end."""
+        text, calls = self._writer.said(choice)
+        ids = choice.reply.token_ids.array().tolist()[self._told :]
+        logprobs = choice.reply.logprobs.array().tolist()[self._told :]
+        rest = self._spoken.rest(text)
+        made = [self._chunk(rest, ids, logprobs, _behind(runs_of(choice.reply), self._told), ())] if ids or rest or not self._begun else []
+        if calls:
+            made.append(self._object({"delta": {"tool_calls": [{"index": n} | one for n, one in enumerate(calls)]}}))
+        end: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
+        made.append(self._object(end | {"finish_reason": "tool_calls" if calls else choice.reply.finish_reason}))
+        for one in made:
+            one["policy_version"] = choice.reply.policy_version
+        return made
+
+    def _chunk(
+        self, text: str, ids: Sequence[int], logprobs: Sequence[float], runs: list[list[int]], top: Sequence[TopLogprobs]
+    ) -> dict[str, Any]:
+        said: dict[str, Any] = {"text": text} if not self._chat else {"delta": {"content": text}}
+        if self._chat and not self._begun:
+            said["delta"] = {"role": "assistant", "content": text}
+        said["logprobs"] = self._writer.logprobs(ids, logprobs, top, self._offset)
+        if not self._chat and said["logprobs"] is not None:
+            self._offset += sum(map(len, said["logprobs"]["tokens"]))
+        said["version_runs"] = runs
+        first: dict[str, Any] = {}
+        if self._body.return_token_ids:
+            said["token_ids"] = list(ids)
+            if not self._begun:
+                (first if self._chat else said)["prompt_token_ids"] = list(self._prompt)
+        self._told += len(ids)
+        self._begun = True
+        made = self._object(said) | first
+        return made | ({"policy_version": runs[-1][0]} if runs else {})
+
+    def _object(self, choice: dict[str, Any]) -> dict[str, Any]:
+        kind = "chat.completion.chunk" if self._chat else "text_completion"
+        return self._writer.object(kind, [{"index": self._index, "logprobs": None, "finish_reason": None} | choice])
+
+
+def partial_text_of(body: GenerationBody, tokenizer: Tokenizer) -> PartialText:
+    """Return the incremental text of an answer to a request."""
+    opener = tool_calls.tool_syntax(tokenizer).opener if isinstance(body, ChatBody) and body.offered else None
+    ends = frozenset((*body.stop_token_ids, *tokenizer.eos_token_ids))
+    return PartialText(tokenizer, ends=ends, stops=body.stops, opener=opener)
+
+
+def usage_chunk(writer: AnswerWriter, body: GenerationBody, choices: Sequence[AnswerChoice]) -> dict[str, Any]:
+    """Return the chunk that ``stream_options.include_usage`` requests."""
+    return writer.object("chat.completion.chunk" if isinstance(body, ChatBody) else "text_completion", []) | {"usage": usage(choices)}
+
+
+class ChatFormat:
+    """Answer format of chats and completions; see ``rlearner_text.openai.generation.AnswerFormat``."""
+
+    def __init__(self, body: GenerationBody, tokenizer: Tokenizer, writer: AnswerWriter) -> None:
+        self._body, self._tokenizer, self._writer = body, tokenizer, writer
+        self.whole = writer.whole
+
+    def events(self, index: int, prompt: Sequence[int]) -> ChunkEvents:
+        return ChunkEvents(self._body, self._tokenizer, self._writer, index, prompt)
+
+    def ending(self, choices: Sequence[AnswerChoice]) -> list[bytes]:
+        counted = [encode(usage_chunk(self._writer, self._body, choices))] if self._body.stream_options.include_usage else []
+        return [*counted, b"[DONE]"]
+
+
+def _behind(runs: Sequence[Sequence[int]], told: int) -> list[list[int]]:
+    """Return runs of tokens without the first ``told`` tokens."""
+    made: list[list[int]] = []
+    for version, count in runs:
+        left = max(0, count - told)
+        told = max(0, told - count)
+        if left:
+            made.append([version, left])
+    return made

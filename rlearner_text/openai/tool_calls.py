@@ -1,0 +1,77 @@
+"""Tool calls in OpenAI's form: offered tools, and calls in the policy's output."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, Final
+
+from broker.errors import ConfigError
+from rlearner_text.openai.http_errors import HttpError
+from rlearner_text.tokenizer import Tokenizer
+from rlearner_text.tool_calls import PROBE, ToolCall, ToolCallError, ToolSyntax, UnknownSyntaxError, learn_syntax
+
+_ASKED: Final = {"role": "user", "content": "probe question 21312"}
+_SAID: Final = "probe answer 31213"
+_OFFERED: Final = [
+    {"type": "function", "function": {"name": "probe", "description": "probe", "parameters": {"type": "object", "properties": {}}}}
+]
+
+
+@lru_cache(maxsize=8)
+def tool_syntax(tokenizer: Tokenizer) -> ToolSyntax:
+    """Return how the model's chat template writes calls.
+
+    Raises:
+        HttpError: 400 if it does not write them as JSON.
+    """
+    try:
+        words = tokenizer.render_chat([_ASKED, {"role": "assistant", "content": _SAID}], add_generation_prompt=False, tools=_OFFERED)
+        called = tokenizer.render_chat([_ASKED, PROBE], add_generation_prompt=False, tools=_OFFERED)
+        found = learn_syntax(called, words[: words.index(_SAID)])[0]
+        return replace(found, after=found.after[: _end(found.after, tokenizer)])
+    except (UnknownSyntaxError, ConfigError, ValueError) as error:
+        said = error.allowed if isinstance(error, ConfigError) else str(error)
+        raise HttpError(400, f"the model's chat template cannot be used with tools: {said}", param="tools") from None
+
+
+def _end(text: str, tokenizer: Tokenizer) -> int:
+    """Return where the turn ends in the text that a template puts after a call."""
+    ends = [tokenizer.decode([one], skip_special_tokens=False) for one in tokenizer.eos_token_ids]
+    return min((at for end in ends if end and (at := text.find(end)) >= 0), default=len(text.rstrip()))
+
+
+def text_with_markers(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
+    """Return the text of an answer with special tokens, which may be markers of calls."""
+    ids = list(token_ids)
+    while ids and ids[-1] in tokenizer.eos_token_ids:
+        del ids[-1]
+    return tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def split_calls(text: str, how: ToolSyntax, prefix: str, most: int | None = None) -> tuple[str, list[dict[str, Any]]]:
+    """Split a text at its first call into words and calls; no calls if one does not parse.
+
+    Args:
+        text: from ``text_with_markers``.
+        how: from ``tool_syntax``.
+        prefix: of the calls' ids.
+        most: most calls to return; None: all.
+    """
+    try:
+        calls = how.calls(text)[:most]
+    except ToolCallError:
+        return text, []
+    words = text.partition(how.opener)[0] if how.opener else ""
+    return (words.rstrip() if calls else text), [_call(one, f"{prefix}{number:02d}") for number, one in enumerate(calls)]
+
+
+def prefix_of(reply_id: str, index: int) -> str:
+    """Return the prefix of the call ids in one choice; a client sends the ids back with the results."""
+    return f"call_{reply_id}{index:03d}"
+
+
+def _call(call: ToolCall, identifier: str) -> dict[str, Any]:
+    return {"id": identifier, "type": "function", "function": {"name": call.name, "arguments": json.dumps(call.arguments)}}

@@ -1,0 +1,345 @@
+"""The step loop of the Hugging Face engine, without threads: admit, forward, sample, finish, update."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from broker.contract import wire
+from broker.errors import TransferFailed, UserError
+from broker.weights.probe import check_probe
+from rlearner_text.guided_decoding import GuideCompiler, GuideError
+from rlearner_text.openai.token_events import TokenEvent
+from rlearner_text.tokenizer import Tokenizer
+from rollout.engines.base import NO_VERSION, EngineConfig, EngineStats, GenerationOutput, UpdateMode, request_problem
+from rollout.engines.hf.attention import Segment
+from rollout.engines.hf.logit_offsets import MOVED, LogitOffsets, is_reshaped
+from rollout.engines.hf.logit_offsets import offsets_problem as reshaping_problem
+from rollout.engines.hf.model import SlotModel, end_tokens
+from rollout.engines.hf.request_row import RequestRow, request_end_tokens
+from rollout.engines.hf.sampling import SamplingBatch, likeliest, probability_moved, sample, uniforms
+from rollout.engines.stop_strings import StopStrings
+from rollout.scheduler import GenerationJob, Scheduler
+
+MAX_FAILURES: Final = 3  # consecutive failed passes before the engine gives up
+
+
+class EngineCore:
+    """Continuous batching over one model. All methods run on one thread; finished outputs collect in ``outbox``."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        section = config.section
+        self.model = SlotModel(config)
+        self.scheduler = Scheduler(
+            num_slots=self.model.num_slots,
+            max_running=self.model.max_running,
+            prefix_cache=section.prefix_cache,
+            version=config.policy_version,
+        )
+        self.outbox: list[tuple[str, GenerationOutput]] = []
+        self.told: list[tuple[str, TokenEvent]] = []  # of requests with a tap, until the engine takes them
+        self._taps: dict[str, int] = {}  # requests that stream, with the number of likeliest tokens at each position
+        self._prefill_tokens = section.prefill_tokens
+        self._tokenizer = find_tokenizer(config)
+        self._guides = GuideCompiler(self._tokenizer, self.model.vocab_size) if self._tokenizer is not None else None
+        self._reshapings: dict[str, LogitOffsets] = {}  # of queued requests
+        self._end_ids = end_tokens(self.model.model) | frozenset(self._tokenizer.eos_token_ids if self._tokenizer else ())
+        self._requests: dict[str, wire.GenerateRequest] = {}
+        self._rows: dict[int, RequestRow] = {}  # by slot
+        self._reading: list[RequestRow] = []  # rows in prefill (more than one token to run), oldest first
+        self._stalled = False  # whether the current weights failed their probe
+        self._failures = 0
+        self._batch: tuple[list[RequestRow], SamplingBatch, npt.NDArray[np.uint64]] = ([], SamplingBatch.of([]), np.empty(0, np.uint64))
+        self._busy_s = self._pause_s = 0.0
+        self._generated = self._prefilled = self._hits = 0
+        self._finished: Counter[str] = Counter()
+
+    @property
+    def version(self) -> int:
+        return self.scheduler.version
+
+    @property
+    def can_step(self) -> bool:
+        """Whether there is work to compute."""
+        return bool(self._rows) and not self._stalled
+
+    def submit(
+        self, request: wire.GenerateRequest, now: float, top_logprobs: int | None = None, reshaping: LogitOffsets | str | None = None
+    ) -> None:
+        """Queue a request; answer it at once if it cannot run.
+
+        Args:
+            top_logprobs: stream its tokens, each with this many of the likeliest; None: do not stream.
+            reshaping: see ``reshape``.
+        """
+        why = request_problem(request, max_context_tokens=self.model.max_context, vocab_size=self.model.vocab_size)
+        if not why and request.sampling.stop and self._tokenizer is None:
+            why = "stop strings need a tokenizer, and the model's folder has none"
+        if not why and self.scheduler.job(request.request_id) is not None:
+            why = f"request_id {request.request_id!r} is already running or waiting"
+        if why or isinstance(reshaping, str):
+            self._answer(request.request_id, GenerationOutput(error=why or str(reshaping)))
+            return
+        if reshaping is not None:
+            self._reshapings[request.request_id] = reshaping
+        tokens = request.token_ids.array()
+        expected = request.expected_tokens or request.sampling.max_tokens
+        self._requests[request.request_id] = request
+        if top_logprobs is not None:
+            self._taps[request.request_id] = min(top_logprobs, self.model.vocab_size)
+        self.scheduler.submit(
+            GenerationJob(request.request_id, request.conversation_id, tokens, expected, request.min_version, now, now + request.deadline_s)
+        )
+
+    def reshape(self, sampling: wire.SamplingParams) -> LogitOffsets | str | None:
+        """Return a request's logit offsets, None without any, or an error; thread-safe, as a grammar takes a second."""
+        if not is_reshaped(sampling):
+            return None
+        if why := reshaping_problem(sampling, self.model.vocab_size, self._tokenizer):
+            return why
+        try:
+            return LogitOffsets(sampling, self.model.vocab_size, request_end_tokens(sampling, self._end_ids), self._guides)
+        except GuideError as error:
+            return f"guide: {error}"
+
+    def score(self, request: wire.GenerateRequest) -> GenerationOutput:
+        """Return the likeliest tokens at each position of a context, without a slot."""
+        why = request_problem(request, max_context_tokens=self.model.max_context, vocab_size=self.model.vocab_size)
+        if why or self.version < max(request.min_version, 0):
+            return GenerationOutput(error=why or f"no weights of version {request.min_version} or later to score with")
+        ids, logprobs = self.model.top_logprobs(request.token_ids.array().tolist(), request.prompt_top_k)
+        if not np.isfinite(logprobs).all():
+            return GenerationOutput(error="the model's logits are not finite")
+        return GenerationOutput(finish_reason="stop", top_ids=ids, top_logprobs=logprobs)
+
+    def abort(self, request_id: str) -> None:
+        job = self.scheduler.abort(request_id)
+        if job is not None:
+            self._end(job, "abort")
+
+    def admit(self, now: float) -> None:
+        """End jobs past their deadline and start waiting ones."""
+        for job in self.scheduler.expire(now):
+            self._end(job, "deadline")
+        if self._stalled:
+            return
+        for start in self.scheduler.admit(now):
+            params = self._requests[start.job.request_id].sampling
+            stops = StopStrings(self._tokenizer, params.stop) if params.stop and self._tokenizer else None
+            room = self.model.max_context - len(start.job.tokens)
+            reshaping = self._reshapings.pop(start.job.request_id, None)
+            row = RequestRow(start.job, params, start.reused, self.version, room, self._end_ids, stops, reshaping)
+            self._rows[start.slot] = row
+            self._hits += start.reused
+            if row.length - row.cached > 1:
+                self._reading.append(row)
+
+    def step(self) -> None:
+        """Run one forward pass and sample one token for every row whose context is complete.
+
+        Raises:
+            RuntimeError: if passes keep failing (out of memory, device lost); one failure only ends its requests.
+        """
+        began = time.perf_counter()
+        rows, segments = self._plan()
+        try:
+            self._sample(rows, segments, self._forward(rows, segments))
+            self._failures = 0
+        except RuntimeError as error:
+            self._failures += 1
+            if self._failures >= MAX_FAILURES:
+                raise
+            for row in rows:
+                if row.job.slot in self._rows:
+                    self.model.attention.wipe(row.job.slot)
+                    self._end(row.job, "error", f"the forward pass failed: {str(error).splitlines()[0]}", keep=False)
+        self._busy_s += time.perf_counter() - began
+
+    def update(self, tensors: Mapping[str, torch.Tensor], version: int, mode: UpdateMode, probe: wire.Probe | None) -> float:
+        """See ``Engine.update_weights``."""
+        began = time.perf_counter()
+        self.model.load_weights(tensors)
+        if mode == "abort":
+            for row in list(self._rows.values()):
+                self._end(row.job, "abort", keep=False)
+        if probe is not None:
+            try:
+                check_probe(probe, self.model.logprobs(probe.token_ids.array().tolist()).numpy())
+            except TransferFailed:
+                self._stalled = True
+                self.scheduler.update(NO_VERSION)
+                raise
+        self._set_version(version, weights_changed=True)
+        if mode == "recompute":
+            self._reread()
+        self._pause_s += time.perf_counter() - began
+        return time.perf_counter() - began
+
+    def adopt(self, version: int) -> None:
+        """See ``Engine.adopt``."""
+        self._set_version(version, weights_changed=False)
+
+    def stats(self) -> EngineStats:
+        """Return counters, each consistent on its own; thread-safe."""
+        return EngineStats(
+            running=self.scheduler.num_running,
+            waiting=self.scheduler.num_waiting,
+            slots=self.model.max_running,
+            busy_s=self._busy_s,
+            generated_tokens=self._generated,
+            prefill_tokens=self._prefilled,
+            prefix_hit_tokens=self._hits,
+            finished=dict(self._finished),
+            pause_s=self._pause_s,
+        )
+
+    def _set_version(self, version: int, *, weights_changed: bool) -> None:
+        self._stalled = False
+        changed = version != self.version
+        for job in self.scheduler.update(version, weights_changed=weights_changed):
+            self._end(job, "abort", keep=False)
+        if changed:
+            for row in self._rows.values():
+                row.new_version(version)
+
+    def _reread(self) -> None:
+        for row in self._rows.values():
+            row.cached = 0
+            self.scheduler.refreshed(row.job.slot)
+        self._reading = [row for row in self._rows.values() if row.length > 1]
+
+    def _plan(self) -> tuple[list[RequestRow], list[Segment]]:
+        """Return the rows of this pass by slot, and the tokens of each; prefill is bounded, decoding is not."""
+        if not self._reading:
+            rows = [self._rows[slot] for slot in sorted(self._rows)]
+            return rows, [Segment(row.job.slot, row.cached, 1) for row in rows]
+        share: dict[int, int] = {}
+        left = self._prefill_tokens
+        for row in self._reading:
+            share[row.job.slot] = min(row.length - row.cached, left)
+            left -= share[row.job.slot]
+        rows = [self._rows[slot] for slot in sorted(self._rows) if share.get(slot, 1)]
+        return rows, [Segment(row.job.slot, row.cached, share.get(row.job.slot, 1)) for row in rows]
+
+    def _forward(self, rows: list[RequestRow], segments: list[Segment]) -> torch.Tensor:
+        """Return the logits of the rows that this pass completes."""
+        ids = np.concatenate([row.tokens[row.cached : row.cached + s.new] for row, s in zip(rows, segments, strict=True)])
+        ends = np.cumsum([s.new for s in segments]) - 1
+        complete = np.array([row.cached + s.new == row.length for row, s in zip(rows, segments, strict=True)])
+        self._prefilled += len(ids) if self._reading else 0
+        device = self.model.device
+        wanted = torch.from_numpy(ends[complete]).to(device)
+        return self.model.forward(segments, torch.from_numpy(ids.astype(np.int64)).to(device), wanted)
+
+    def _sample(self, rows: list[RequestRow], segments: list[Segment], logits: torch.Tensor) -> None:
+        for row, segment in zip(rows, segments, strict=True):
+            row.cached += segment.new
+        if self._reading:
+            self._reading = [row for row in self._reading if row.length - row.cached > 0]
+            rows = [row for row in rows if row.cached == row.length]
+        if not rows:
+            return
+        if any(row.reshaping is not None for row in rows):
+            rows, logits, flags = self._reshaped(rows, logits)
+            if not rows:
+                return
+        else:
+            flags = {}
+        tokens, logprobs = self._draw(rows, logits)
+        self._generated += len(rows)
+        if self._taps:
+            self._tell(rows, tokens, logprobs, logits)
+        for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
+            if not math.isfinite(logprob):
+                self.model.attention.wipe(row.job.slot)
+                self._end(row.job, "error", "the model's logits are not finite", keep=False)
+                continue
+            if row.reshaping is not None:
+                row.reshaping.take(token, flags[row.job.request_id])
+            reason = row.add(token, logprob)
+            if reason is not None:
+                self._end(row.job, reason)
+
+    @torch.inference_mode()
+    def _reshaped(self, rows: list[RequestRow], logits: torch.Tensor) -> tuple[list[RequestRow], torch.Tensor, dict[str, bool]]:
+        """Return the rows that continue, their logits, and for each request whether its distribution was changed."""
+        offsets: dict[int, npt.NDArray[np.float32]] = {}
+        broken: set[int] = set()
+        for index, row in enumerate(rows):
+            if row.reshaping is not None:
+                try:
+                    offsets[index] = row.reshaping.offsets()
+                except GuideError as error:
+                    broken.add(index)
+                    self._end(row.job, "error", f"guide: {error}")
+        at = list(offsets)
+        shaped = logits.float()
+        if at:
+            own = shaped[at]
+            changed = own + torch.from_numpy(np.stack([offsets[index] for index in at])).to(own.device)
+            shaped = shaped.index_copy(0, torch.tensor(at, device=own.device), changed)
+            distances = probability_moved(own, changed, [rows[index].params for index in at]).tolist()
+        else:
+            distances = []
+        flags = {rows[index].job.request_id: distance > MOVED for index, distance in zip(at, distances, strict=True)}
+        left = [index for index in range(len(rows)) if index not in broken]
+        return [rows[index] for index in left], shaped[left] if broken else shaped, flags
+
+    @torch.inference_mode()
+    def _tell(self, rows: list[RequestRow], tokens: list[int], logprobs: list[float], logits: torch.Tensor) -> None:
+        """Collect the sampled tokens of requests that stream."""
+        tapped = [index for index, row in enumerate(rows) if row.job.request_id in self._taps and math.isfinite(logprobs[index])]
+        wanting = [index for index in tapped if self._taps[rows[index].job.request_id]]
+        top: dict[int, list[tuple[int, float]]] = {}
+        if wanting:
+            most = max(self._taps[rows[index].job.request_id] for index in wanting)
+            ids, values = (found.tolist() for found in likeliest(logits[wanting], [rows[index].params for index in wanting], most))
+            for index, row_ids, row_values in zip(wanting, ids, values, strict=True):
+                pairs = zip(row_ids, row_values, strict=True)
+                top[index] = [pair for pair in pairs if math.isfinite(pair[1])][: self._taps[rows[index].job.request_id]]
+        for index in tapped:
+            piece = TokenEvent([tokens[index]], [logprobs[index]], self.version, [top[index]] if index in top else ())
+            self.told.append((rows[index].job.request_id, piece))
+
+    @torch.inference_mode()
+    def _draw(self, rows: list[RequestRow], logits: torch.Tensor) -> tuple[list[int], list[float]]:
+        if rows != self._batch[0]:
+            seeds = np.array([row.seed for row in rows], dtype=np.uint64)
+            self._batch = (rows, SamplingBatch.of([row.params for row in rows], self.model.device), seeds)
+        _, batch, seeds = self._batch
+        positions = np.array([row.length for row in rows], dtype=np.int64)
+        tokens, logprobs = sample(logits, batch, torch.from_numpy(uniforms(seeds, positions)).to(self.model.device))
+        return tokens.tolist(), logprobs.tolist()
+
+    def _end(self, job: GenerationJob, reason: wire.FinishReason, error: str = "", *, keep: bool = True) -> None:
+        """Answer a job that left the queue or finished its row."""
+        row = self._rows.pop(job.slot, None) if job.slot >= 0 else None
+        if row is None:
+            self._answer(job.request_id, GenerationOutput(finish_reason=reason, error=error))
+            return
+        if row in self._reading:
+            self._reading.remove(row)
+        self.scheduler.finish(job.slot, row.kept() if keep else None)
+        self._answer(job.request_id, row.output(reason, error))
+
+    def _answer(self, request_id: str, output: GenerationOutput) -> None:
+        self._requests.pop(request_id, None)
+        self._reshapings.pop(request_id, None)
+        self._taps.pop(request_id, None)
+        self._finished[output.finish_reason] += 1
+        self.outbox.append((request_id, output))
+
+
+def find_tokenizer(config: EngineConfig) -> Tokenizer | None:
+    """Return the model's tokenizer; a model without one still generates, but without stop strings."""
+    try:
+        return Tokenizer.load(config.model_path, trust_remote_code=config.trust_remote_code)
+    except UserError:
+        return None

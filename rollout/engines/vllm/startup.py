@@ -1,0 +1,245 @@
+"""Starts vLLM: engine arguments, environment, and a one-line reason if it does not start."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from broker.errors import UserError
+from rlearner_text.tokenizer import Tokenizer
+from rollout.engines.args import VLLMArgs
+from rollout.engines.base import EngineConfig
+from rollout.engines.hf.engine_core import find_tokenizer
+from rollout.engines.hf.model import end_tokens, fitting_context, load_model, one_line
+from rollout.engines.hf.weights import HeldWeights
+from rollout.engines.vllm.shared_weights import OWNER, SharedWeights
+
+SPARE_SEQUENCES: Final = 2  # in addition to generation: the probe of new weights, and one scoring request
+CPU_KV_CACHE_GIB: Final = 1.0
+# As on one GPU. On the CPU vLLM would use another process, and both spin while the other computes: they take two cores,
+# or slow each other to half speed.
+IN_PROCESS: Final = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+CPU_BLOCK_TOKENS: Final = 32  # the prefix cache matches whole blocks; vLLM's 128 tokens match no short conversation
+_CAUSE: Final = re.compile(r"^(?:[\w.]+\.)?\w*(?:Error|Exception): .*\S", re.MULTILINE)
+_MEMORY: Final = re.compile(r"memory|KV cache|cache blocks", re.IGNORECASE)
+_LOWER: Final = (
+    "lower rollout.max_context_tokens or rollout.max_running, raise rollout.engine_args.kv_cache_gib or gpu_memory_utilization, "
+    "or spread the model over more GPUs by rollout.engine_args.tensor_parallel"
+)
+
+
+@dataclass
+class RunningVLLM:
+    """A running vLLM, and properties of its model.
+
+    Attributes:
+        llm: the AsyncLLM.
+        shared: the weights by the learner's names.
+        end_ids: tokens that end a generation.
+        tokenizer: of the model; without one there are no stop strings and no guides.
+        folder: holds vLLM's error log.
+    """
+
+    llm: Any
+    shared: SharedWeights
+    vocab_size: int
+    end_ids: frozenset[int]
+    tokenizer: Tokenizer | None
+    folder: Path
+
+    def close(self) -> None:
+        """Stop vLLM's processes; blocks until they have exited."""
+        handler, self.llm.output_handler = self.llm.output_handler, None
+        if handler is not None:  # before the processes exit, which it would report as an error
+            handler.get_loop().call_soon_threadsafe(handler.cancel)
+        self.llm.shutdown()
+        self.llm.shutdown = lambda: None  # __del__ calls it again, with a traceback at interpreter exit
+        self.shared.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def check_installed() -> None:
+    """Check that vLLM is installed.
+
+    Raises:
+        UserError: if it is not; names the extra.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise UserError("engine vllm needs the package vllm: pip install 'rlearner[vllm]' for GPUs, or make vllm-env for the CPU")
+
+
+def open_llm(config: EngineConfig) -> RunningVLLM:
+    """Load the model into shared memory, for names and updates, and into vLLM; blocks for about a minute.
+
+    Raises:
+        UserError: if vLLM is missing, the model cannot be loaded, or a setting does not fit it.
+    """
+    check_installed()
+    records = logging.getLogRecordFactory()
+    args = VLLMArgs.model_validate(config.section.engine_args)
+    on_cpu = uses_cpu(config, args)
+    folder = Path(tempfile.mkdtemp(prefix="rlearner-vllm-"))
+    shared: SharedWeights | None = None
+    try:
+        model = load_model(config, torch.device("cpu"))
+        check_heads(model.config.get_text_config(), args.tensor_parallel)
+        context = fitting_context(model, config.section.max_context_tokens)
+        tokenizer = find_tokenizer(config)
+        ends = end_tokens(model) | frozenset(tokenizer.eos_token_ids if tokenizer else ())
+        vocab_size = int(model.get_input_embeddings().num_embeddings)
+        shared = SharedWeights(HeldWeights(model).tensors())
+        del model
+        _environment(config, folder, on_cpu=on_cpu)
+        llm = _open(engine_args(config, args, context, has_tokenizer=tokenizer is not None, on_cpu=on_cpu), folder)
+        return RunningVLLM(llm, shared, vocab_size, ends, tokenizer, folder)
+    except BaseException:
+        if shared is not None:
+            shared.close()
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    finally:
+        logging.setLogRecordFactory(records)  # vLLM's would add a field to every line of this process
+
+
+def uses_cpu(config: EngineConfig, args: VLLMArgs) -> bool:
+    """Return whether the installed vLLM is the CPU build, and check that the settings fit.
+
+    Raises:
+        UserError: if GPUs or fp8 are requested of the CPU build.
+    """
+    from vllm.platforms import current_platform
+
+    on_cpu = bool(current_platform.is_cpu())
+    if on_cpu and config.device == "cuda":
+        raise UserError("GPUs are requested, but the installed vLLM is the CPU build; pip install 'rlearner[vllm]'")
+    if on_cpu and args.quantization:
+        raise UserError(f"rollout.engine_args.quantization: {args.quantization!r} is not allowed on the CPU; use null")
+    return on_cpu
+
+
+def check_heads(text_config: Any, tensor_parallel: int) -> None:
+    """Check that the attention heads can be split over the GPUs.
+
+    Raises:
+        UserError: if they cannot; names both numbers.
+    """
+    heads = getattr(text_config, "num_attention_heads", None)
+    if heads and heads % tensor_parallel:
+        fitting = [n for n in range(1, heads + 1) if heads % n == 0]
+        raise UserError(
+            f"rollout.engine_args.tensor_parallel: {tensor_parallel} is not allowed; the model's {heads} attention heads divide by "
+            f"{', '.join(map(str, fitting))}"
+        )
+
+
+def engine_args(config: EngineConfig, args: VLLMArgs, context: int, *, has_tokenizer: bool, on_cpu: bool) -> dict[str, Any]:
+    """Return the fields of vLLM's AsyncEngineArgs."""
+    section = config.section
+    sequences = section.max_running + SPARE_SEQUENCES
+    kv_cache_gib = args.kv_cache_gib or (CPU_KV_CACHE_GIB if on_cpu else None)
+    return {
+        "model": config.model_path,
+        "skip_tokenizer_init": not has_tokenizer,
+        "trust_remote_code": config.trust_remote_code,
+        "dtype": config.dtype,
+        "max_model_len": context,
+        "max_num_seqs": sequences,
+        "max_num_batched_tokens": max(section.prefill_tokens, sequences, context if on_cpu else 0),
+        # vLLM 0.32 on the CPU crashes on chunked prefill of a seeded request ("CPU Generator does not use offset").
+        "enable_chunked_prefill": not on_cpu,
+        "enable_prefix_caching": section.prefix_cache,
+        "tensor_parallel_size": args.tensor_parallel,
+        "distributed_executor_backend": IN_PROCESS if on_cpu and args.tensor_parallel == 1 else None,
+        "gpu_memory_utilization": args.gpu_memory_utilization,
+        "kv_cache_memory_bytes": None if kv_cache_gib is None else int(kv_cache_gib * 2**30),
+        "block_size": CPU_BLOCK_TOKENS if on_cpu else None,
+        "enforce_eager": on_cpu if args.enforce_eager is None else args.enforce_eager,
+        "quantization": args.quantization,
+        "logprobs_mode": "processed_logprobs",  # of the sampling distribution, with temperature and filters
+        "max_logprobs": -1,  # up to the whole vocabulary
+        "generation_config": "vllm",  # the model's folder must not change the sampling
+        "disable_log_stats": True,
+        "enable_log_requests": False,
+        **args.extra,
+    }
+
+
+def _environment(config: EngineConfig, folder: Path, *, on_cpu: bool) -> None:
+    """Set vLLM's environment variables for this process and its workers, except those that the user has set."""
+    # Forking a process with threads may hang, so vLLM's processes are spawned.
+    defaults = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    if on_cpu:
+        defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        if config.section.num_threads:
+            defaults["OMP_NUM_THREADS"] = str(config.section.num_threads)
+    os.environ[OWNER] = str(os.getpid())
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+    if "VLLM_LOGGING_CONFIG_PATH" not in os.environ or not os.path.exists(os.environ["VLLM_LOGGING_CONFIG_PATH"]):
+        path = folder / "logging.json"
+        path.write_text(json.dumps(_logging(folder / "errors.log")))
+        os.environ["VLLM_LOGGING_CONFIG_PATH"] = str(path)
+
+
+def _logging(errors: Path) -> dict[str, Any]:
+    """Return a logging configuration: warnings to stderr, errors also to a file, to find why a start failed."""
+    plain = {"format": "%(asctime)s %(levelname)s vllm %(processName)s %(message)s"}
+    return {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"plain": plain, "bare": {"format": "%(message)s"}},
+        "handlers": {
+            "stderr": {"class": "logging.StreamHandler", "formatter": "plain", "level": os.environ["VLLM_LOGGING_LEVEL"]},
+            "errors": {"class": "logging.FileHandler", "formatter": "bare", "level": "ERROR", "filename": str(errors), "delay": True},
+        },
+        "loggers": {"vllm": {"handlers": ["stderr", "errors"], "level": os.environ["VLLM_LOGGING_LEVEL"], "propagate": False}},
+    }
+
+
+def _open(fields: Mapping[str, Any], folder: Path) -> Any:
+    """Start the AsyncLLM.
+
+    Raises:
+        UserError: if it does not start.
+    """
+    from vllm.config import StructuredOutputsConfig
+    from vllm.config.weight_transfer import WeightTransferConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from rollout.engines.vllm.worker import BACKEND, EXTENSION
+
+    try:
+        own: dict[str, Any] = {"structured_outputs_config": StructuredOutputsConfig(backend="guidance")}  # as in engine hf
+        own |= {"worker_extension_cls": EXTENSION, "weight_transfer_config": WeightTransferConfig(backend=BACKEND)}
+        arguments = AsyncEngineArgs(**(own | dict(fields)))
+        return AsyncLLM.from_engine_args(arguments)
+    except (ValueError, TypeError, RuntimeError, OSError, KeyError, AssertionError, NotImplementedError) as error:
+        raise UserError(
+            f"engine vllm does not start with {fields['model']!r}: {startup_error(str(error), folder / 'errors.log')}"
+        ) from error
+
+
+def startup_error(said: str, errors: Path) -> str:
+    """Return in one line why vLLM did not start: the first error in its processes' log, else the one raised here."""
+    logged = _CAUSE.search(errors.read_text(errors="replace")) if errors.is_file() else None
+    found = logged[0].strip() if logged else one_line(ValueError(_pydantic(said)))
+    found = found if len(found) <= 400 else found[:400] + " …"
+    return f"{found}; {_LOWER}" if _MEMORY.search(found) else found
+
+
+def _pydantic(said: str) -> str:
+    """Return the message of a pydantic validation error: the text after 'Value error', else all of it."""
+    match = re.search(r"Value error, (.+?)(?: \[type=|$)", said, re.MULTILINE)
+    return match[1] if match else said
