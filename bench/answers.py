@@ -5,7 +5,7 @@
 The last line is JSON: ``adversarial`` and ``equivalent`` count the cases; ``voided`` had no score, which would void a group; ``over_2_s``
 took longer on the clock; ``executed`` made a file that only code from an answer would make; ``wrong_verdicts``; ``slowest_s``;
 ``neighbours_s``, how long 40 plain answers take next to a costly one; ``per_s``, ordinary answers a second.
-The cases are in ``bench.answer_cases``.
+The cases are in ``bench.support.answer_cases``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from bench.answer_cases import CANARY, AnswerPair, adversarial, pairs
+from bench.support.answer_cases import CANARY, AnswerPair, adversarial, pairs
 from broker.settings.config import RewardConfig
 from rewardhub.rewards.base import Sample
 from rewardhub.worker_pool import RewardWorkerPool, ScoreError

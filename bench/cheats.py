@@ -15,8 +15,8 @@ import sys
 import time
 from typing import Any, Final
 
-from bench import canonical
-from bench.cheat_programs import FUNCTIONS, SCRIPTS, SPECIAL
+from bench.support import canonical
+from bench.support.cheat_programs import FUNCTIONS, SCRIPTS, SPECIAL
 from broker.errors import UserError
 from rewardhub.rewards.base import Sample
 from rewardhub.rewards.code import CodeArgs, CodeReward

@@ -29,7 +29,7 @@ from typing import Any, Final
 
 import uvloop
 
-from bench.hub_scene import HubScene, scene
+from bench.support.hub_scene import HubScene, scene
 from broker.channel import carriers
 from broker.contract import wire
 from broker.errors import UserError

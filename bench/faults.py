@@ -1,6 +1,6 @@
 """How much of the time still trains while processes are killed: ``python -m bench.faults [--kills 5] [--kills-with-learner 5]``.
 
-One run: a step takes 3 s, a turn of generation about 1 s, both simulated (``bench/simulated.py``); two rollout servers, two
+One run: a step takes 3 s, a turn of generation about 1 s, both simulated (``bench/support/simulated.py``); two rollout servers, two
 environment hubs, two reward hubs, one learner, one broker, all real processes. First nothing is killed, which gives the undisturbed
 time of a step. Then every 10 step times a process is killed (SIGKILL) and started again at once, as by systemd: first any but the
 learner, each kind in turn, then every other one the learner (more often than its share of one process in eight). Effective training
@@ -27,8 +27,8 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any, Final
 
-from bench.fleet import RunFleet, RunProcess, run_audit
-from bench.watch import FleetWatch
+from bench.support.fleet import RunFleet, RunProcess, run_audit
+from bench.support.watch import FleetWatch
 from broker.jetstream.bus import Bus
 from broker.settings.runspec import validate
 from learner.prepare import to_yaml

@@ -21,8 +21,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from bench import made_up
-from bench.fleet import RunFleet
+from bench.support import made_up_hub
+from bench.support.fleet import RunFleet
 from broker.contract import wire
 from broker.contract.streams import SAMPLES, TICKETS
 from broker.jetstream.bus import Bus
@@ -63,9 +63,9 @@ def group(ticket: wire.Ticket, rng: random.Random) -> wire.Group:
         token_ids = numbers.integers(6, 60, PROMPT + RESPONSE).tolist()
         logprobs = (-3 - numbers.random(RESPONSE)).tolist()
         trajectories.append(
-            made_up.trajectory(episode, token_ids, logprobs, version=ticket.min_version, reward=reward, success=reward > 0.5)
+            made_up_hub.trajectory(episode, token_ids, logprobs, version=ticket.min_version, reward=reward, success=reward > 0.5)
         )
-    return made_up.group(ticket, trajectories)
+    return made_up_hub.group(ticket, trajectories)
 
 
 async def answer(bus: Bus, seed: int, pace_s: float) -> None:

@@ -18,8 +18,8 @@ import sys
 import time
 from collections.abc import Callable
 
-from bench.escape_scene import LIMITS, scene
-from bench.escapes import ESCAPES
+from bench.support.escape_scene import LIMITS, scene
+from bench.support.escapes import ESCAPES
 from broker.errors import UserError
 from rlearner_sandbox import Sandbox
 from rlearner_sandbox.command import ENVIRONMENT, python

@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from bench.engine import Requests, make_model, make_requests, measurable
-from bench.others import NEVER_QUIET, OtherLoad
-from bench.pairs import interval, median
-from bench.server_http import KEY, StreamedServer, add_tokenizer
+from bench.support.other_load import NEVER_QUIET, OtherLoad
+from bench.support.paired import interval, median
+from bench.support.server_http import KEY, StreamedServer, add_tokenizer
 from broker.channel import carriers
 from broker.channel.carriers import ChannelClient
 from broker.contract import wire
@@ -60,10 +60,10 @@ def asked(requests: Requests, turn: str) -> list[wire.GenerateRequest]:
 
 
 class BareEngine:
-    """``bench.server_bare`` in a process of its own, driven by lines."""
+    """``bench.support.server_bare`` in a process of its own, driven by lines."""
 
     def __init__(self, engine: str, folder: Path, threads: int, log: Path) -> None:
-        command = [sys.executable, "-m", "bench.server_bare", engine, str(folder), str(threads)]
+        command = [sys.executable, "-m", "bench.support.server_bare", engine, str(folder), str(threads)]
         read, write = os.pipe()
         self._commands = os.fdopen(write, "wb", buffering=0)
         answers, out = os.pipe()

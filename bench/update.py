@@ -8,11 +8,11 @@ A rollout server as its own process follows a sender of weights on a private nat
 ``--requests`` requests in flight, as hubs do: all of one length and evenly spread over it, so that any second is like any other. Windows
 of time take turns: nothing happens in one; new weights are sent every ``--every`` seconds, 2 at least, in the next; with ``--moved`` there
 is a third in which two processes that have nothing to do with the server broadcast as many bytes between them as often
-(``bench.update_bare``): what moving bytes takes from a server by being done on the same cores and memory. A round during which processes
+(``bench.support.update_bare``): what moving bytes takes from a server by being done on the same cores and memory. A round during which processes
 outside this run took more than ``--others`` of the processors does not count and is done again, ``disturbed`` times in all;
 ``others_share`` is what they took, the median over those that count.
 
-``tokens_lost_share``: 1 - tokens a second with updates / without, the median over the rounds (``*_interval`` as in bench.pairs);
+``tokens_lost_share``: 1 - tokens a second with updates / without, the median over the rounds (``*_interval`` as in bench.support.paired);
 ``by_second_lost_share``: the same from one second to the next: an update begins just after a report of the server, so that each second
 with one is followed by ``--every`` - 1 without; what it lacks of those, divided by ``--every``, is what updates cost. Neighbours differ
 less than windows do, so this says it more sharply, but for what an update costs after its second;
@@ -38,10 +38,10 @@ import torch
 import transformers
 
 from bench.engine import make_model, measurable
-from bench.others import NEVER_QUIET, OtherLoad
-from bench.pairs import by_second, interval, median
 from bench.server import ServedEngine, serving
-from bench.update_bare import ByteMovers
+from bench.support.other_load import NEVER_QUIET, OtherLoad
+from bench.support.paired import by_second, interval, median
+from bench.support.update_bare import ByteMovers
 from broker.contract import wire
 from broker.jetstream.bus import Bus
 from broker.jetstream.core_messages import watch_metrics

@@ -34,7 +34,7 @@ from typing import Any, Final
 
 import torch
 
-from bench.weights_ends import HOST, ChannelEnd, EndProcess, large_model, small_tensors
+from bench.support.weights_ends import HOST, ChannelEnd, EndProcess, large_model, small_tensors
 from broker.weights import fp8
 from broker.weights.group import serve_store
 from broker.weights.memory.copying import copy_into

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import yaml
 
-from bench import made_up
+from bench.support import made_up_hub
 from broker.contract import codec, wire
 from broker.contract.streams import SAMPLES, TICKETS
 from broker.jetstream.bus import Bus, Delivery
@@ -127,6 +127,7 @@ def _group() -> wire.Group:
     rng = np.random.default_rng(0)
     half = TOKENS // 2
     episodes = [
-        made_up.trajectory(i, rng.integers(6, 60, TOKENS).tolist(), [-1.0] * half, version=0, reward=float(i % 2)) for i in range(EPISODES)
+        made_up_hub.trajectory(i, rng.integers(6, 60, TOKENS).tolist(), [-1.0] * half, version=0, reward=float(i % 2))
+        for i in range(EPISODES)
     ]
-    return made_up.group(ticket, episodes)
+    return made_up_hub.group(ticket, episodes)

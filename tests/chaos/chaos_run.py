@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bench.fleet import RunFleet
+from bench.support.fleet import RunFleet
 from broker.settings.runspec import validate
 from learner.prepare import to_yaml
 

@@ -13,8 +13,8 @@ from typing import Any
 import chaos_run as chaos
 from reconcile import check_lines, reconcile
 
-from bench.fleet import RunFleet, run_audit
-from bench.watch import FleetWatch
+from bench.support.fleet import RunFleet, run_audit
+from bench.support.watch import FleetWatch
 from broker.contract.streams import EPISODES, SAMPLES, TICKETS
 from broker.jetstream.bus import Bus
 

@@ -14,7 +14,7 @@ import chaos_run as chaos
 import pytest
 from chaos_world import KEEP_ALL, LIMIT_S, World, world
 
-from bench.fleet import RunProcess
+from bench.support.fleet import RunProcess
 
 EVERY = os.environ.get("RL_CHAOS_BUCKETS", "") == "1"
 TIMEOUT_S = 10.0  # longest wait for one bucket

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from chaos_world import KEEP_ALL, LIMIT_S, SEED, world
 
-from bench.cluster import NODES, ClusterFleet
+from broker_cluster import NODES, ClusterFleet
 
 ROUNDS = int(os.environ.get("RL_CHAOS_CLUSTER", "0"))  # kills of each broker; `make chaos` has 5
 DOWN_S = 3.0  # longer than an election may take, so that the other two must do without it

@@ -11,7 +11,7 @@ import pytest
 from chaos_world import LIMIT_S, World, world
 from store_filler import LIMIT_MIB, Filler
 
-from bench.fleet import RunFleet
+from bench.support.fleet import RunFleet
 from broker.contract import wire
 from broker.contract.streams import RESERVE, RUNS, SAMPLES
 from broker.jetstream import reserve

@@ -14,7 +14,7 @@ import pytest
 from chaos_world import BROKER_KILLS, KILLS, LIMIT_S, SEED, World, world
 from windows import WINDOWS, Windows, windows
 
-from bench.fleet import RunProcess
+from bench.support.fleet import RunProcess
 
 ROLES = ("learner", "rollout", "envhub", "rewardhub", "broker")
 

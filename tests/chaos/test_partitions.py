@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from chaos_world import KEEP_ALL, LIMIT_S, World, world
 
-from bench.netns import network, why_not
-from bench.partitioned import PartitionedFleet
+from network_namespaces import network, why_not
+from partitioned_fleet import PartitionedFleet
 from broker.contract import wire
 from broker.contract.streams import MEMBERS
 

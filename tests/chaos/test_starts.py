@@ -13,7 +13,7 @@ import chaos_run as chaos
 import pytest
 from chaos_world import LIMIT_S, SEED, World, world
 
-from bench.fleet import RunProcess
+from bench.support.fleet import RunProcess
 
 EARLY_KILLS = int(os.environ.get("RL_CHAOS_EARLY_KILLS", "1"))  # of each process; `make chaos` has 10
 EARLY_S = 10.0  # after its start, within which a process is killed

@@ -16,7 +16,7 @@ import msgspec
 import nats
 from nats.aio.msg import Msg
 
-from bench.watch import FleetWatch
+from bench.support.watch import FleetWatch
 from broker.contract.streams import EPISODES, SAMPLES, TICKETS, WEIGHTS, WEIGHTSYNC, Stream
 
 ANYWHERE = "anywhere"

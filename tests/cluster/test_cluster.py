@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bench.cluster import NODES, ClusterNodes
+from broker_cluster import NODES, ClusterNodes
 from broker.contract import wire
 from broker.contract.examples import EXAMPLES
 from broker.contract.streams import CONTROL, SAMPLES, TICKETS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bench.fleet import RunFleet
+from bench.support.fleet import RunFleet
 from broker.contract import wire
 from broker.contract.streams import CONTROL
 from broker.jetstream.bus import Bus

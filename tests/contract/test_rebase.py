@@ -13,7 +13,7 @@ from typing import Any
 import learner_fleet as fleet
 import pytest
 
-from bench.fleet import free_port
+from bench.support.fleet import free_port
 from broker.contract import wire
 from broker.contract.streams import RUNS, SAMPLES, TICKETS
 from broker.errors import UserError

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from bench import made_up
+from bench.support import made_up_hub
 from broker.contract import wire
 from broker.contract.streams import EVALS, EVALTICKETS, SAMPLES, TICKETS
 from broker.jetstream.bus import Bus, Delivery
@@ -38,7 +38,7 @@ def trajectory(episode: int, reward: float, version: int, seed: int) -> wire.Tra
     rng = np.random.default_rng([seed, episode])
     n = PROMPT + RESPONSE
     turn = wire.Turn(start=PROMPT, end=n, reward=reward, valid=episode == 0, finish_reason="stop", server="made-up")
-    return made_up.trajectory(
+    return made_up_hub.trajectory(
         episode, rng.integers(6, 60, n).tolist(), [-2.0] * RESPONSE, version=version, reward=reward, turns=[turn],
         metrics={"moves": 2.0 + episode},
     )  # fmt: skip
@@ -47,7 +47,7 @@ def trajectory(episode: int, reward: float, version: int, seed: int) -> wire.Tra
 def group(ticket: wire.Ticket, version: int, rewards: tuple[float, ...] = (0.0, 1.0)) -> wire.Group:
     """The group of a ticket, all its tokens of one version."""
     trajectories = [trajectory(i, reward, version, ticket.number) for i, reward in enumerate(rewards)]
-    return made_up.group(ticket, trajectories, generate_s=0.5, env_step_s=0.25)
+    return made_up_hub.group(ticket, trajectories, generate_s=0.5, env_step_s=0.25)
 
 
 class Hub:
@@ -106,6 +106,6 @@ class Hub:
                 self.eval_tickets.append(ticket)
                 # every other held-out task succeeds
                 own = trajectory(0, float(ticket.task_index % 2), ticket.min_version, ticket.number)
-                answer = made_up.group(ticket, [own], eval_step=ticket.eval_step, policy=ticket.policy)
+                answer = made_up_hub.group(ticket, [own], eval_step=ticket.eval_step, policy=ticket.policy)
                 await self.bus.publish(EVALS, answer, ticket=ticket.number)
                 await delivery.ack()

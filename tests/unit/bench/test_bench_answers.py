@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from bench.answer_cases import adversarial, pairs
 from bench.answers import measure
+from bench.support.answer_cases import adversarial, pairs
 
 
 def test_there_are_enough_cases_and_each_stands_once() -> None:

@@ -8,8 +8,8 @@ import psutil
 import pytest
 
 from bench.engine import measurable
-from bench.others import OtherLoad
-from bench.pairs import by_second, interval, median
+from bench.support.other_load import OtherLoad
+from bench.support.paired import by_second, interval, median
 
 
 def test_the_interval_holds_the_median_with_95_percent() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from bench import made_up
+from bench.support import made_up_hub
 from broker.contract import wire
 from learner.config import TrackersSection
 from learner.reporting.showcase import EpisodeShowcase
@@ -52,14 +52,14 @@ def group(number: int) -> wire.Group:
     """Two episodes of five tokens of prompt and three sampled ones."""
     asked: dict[str, Any] = {"group_size": 2, "min_group_size": 1, "deadline_s": 9.0, "max_staleness": 1}
     ticket = wire.Ticket(number=number, domain="lake", task_index=7, seed=1, min_version=0, **asked)
-    return made_up.group(ticket, [made_up.trajectory(i, range(6, 14), [-1.0] * 3, version=0, reward=float(i)) for i in range(2)])
+    return made_up_hub.group(ticket, [made_up_hub.trajectory(i, range(6, 14), [-1.0] * 3, version=0, reward=float(i)) for i in range(2)])
 
 
 def test_a_transcript_is_the_whole_prompt_and_what_followed(tmp_path: Path) -> None:
     model = build_tiny(tmp_path / "model", TinyModel.model_validate({}))
     tokenizer = Tokenizer.load(model)
     prompt, text = tokenizer.encode("S F F H\nwhat now?"), tokenizer.encode("right")
-    one = made_up.trajectory(0, [*prompt, *text], [-1.0] * len(text), version=0, reward=1.0)
+    one = made_up_hub.trajectory(0, [*prompt, *text], [-1.0] * len(text), version=0, reward=1.0)
     assert TranscriptFactory({}, tmp_path).of(one) == Transcript("S F F H\nwhat now?", "right", 1.0, success=True)
 
 

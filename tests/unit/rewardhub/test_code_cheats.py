@@ -8,8 +8,8 @@ import json
 
 import pytest
 
-from bench import canonical
 from bench.cheats import FORMS, cheats, score, solutions
+from bench.support import canonical
 from rewardhub.rewards.code import CodeArgs, CodeReward
 
 TRIED = {

@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench.escape_scene import LIMITS, EscapeAttempt, scene
-from bench.escapes import ESCAPES
+from bench.support.escape_scene import LIMITS, EscapeAttempt, scene
+from bench.support.escapes import ESCAPES
 from rlearner_sandbox import NoSandbox, ProgramChecks, Sandbox, SandboxFailed, SandboxLimits, seccomp
 from rlearner_sandbox.command import FIRST_UID, NOBODY, advice, free_uid
 
@@ -88,7 +88,7 @@ def test_a_program_cannot_answer_for_its_tests(sandbox: Sandbox) -> None:
 @pytest.mark.sandbox
 def test_many_at_once_have_limits_of_their_own() -> None:
     code = (
-        "import concurrent.futures as f\nfrom bench.escape_scene import LIMITS\nfrom rlearner_sandbox import Sandbox\n"
+        "import concurrent.futures as f\nfrom bench.support.escape_scene import LIMITS\nfrom rlearner_sandbox import Sandbox\n"
         "sandbox = Sandbox(LIMITS)\n"
         "program = 'import os, time\\nfor _ in range(10):\\n    if not os.fork(): time.sleep(0.5); os._exit(0)\\nprint(1)'\n"
         "with f.ThreadPoolExecutor(3) as pool: print(*(e.stdout for e in pool.map(sandbox.run, [program] * 3)))\n"
@@ -104,7 +104,7 @@ def test_an_ordinary_user_has_a_sandbox_too() -> None:
     if other is None:
         pytest.skip("there is no Python 3.11 that an ordinary user may read")
     code = (
-        "from bench.escape_scene import LIMITS, scene\nfrom bench.escapes import ESCAPES\nfrom rlearner_sandbox import Sandbox\n"
+        "from bench.support.escape_scene import LIMITS, scene\nfrom bench.support.escapes import ESCAPES\nfrom rlearner_sandbox import Sandbox\n"
         "sandbox = Sandbox(LIMITS)\n"
         "for escape in ESCAPES:\n"
         "    if escape.name in ('network', 'host_proc', 'fork_bomb', 'writes_outside', 'namespaces', 'signals', 'inherited_files'):\n"

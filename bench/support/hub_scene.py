@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import psutil
 
-from bench.slow_server import SlowServer
+from bench.support.slow_server import SlowServer
 from broker.contract import wire
 from broker.contract.streams import MEMBERS, SAMPLES, TICKETS
 from broker.jetstream.bus import Bus
@@ -168,7 +168,7 @@ def _config(hanging: int | None) -> dict[str, Any]:
     overrides = ["envhub.step_timeout_s=3600", "envhub.episode_timeout_s=3600"]
     if hanging is not None:
         overrides += [
-            "domains.lake.env=bench.hub_scene:HangingLake",
+            "domains.lake.env=bench.support.hub_scene:HangingLake",
             "domains.lake.isolation=process",
             f"domains.lake.env_args.hanging={hanging}",
         ]

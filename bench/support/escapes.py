@@ -14,7 +14,7 @@ from typing import Final
 
 import psutil
 
-from bench.escape_scene import GOT, LIMITS, EscapeAttempt, EscapeResult, EscapeScene, says
+from bench.support.escape_scene import GOT, LIMITS, EscapeAttempt, EscapeResult, EscapeScene, says
 
 ENDS_WITHIN_S = 2.0  # the kernel ends what is left in a sandbox's namespace a moment after the sandbox itself
 

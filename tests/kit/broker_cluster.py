@@ -11,7 +11,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from bench.fleet import RunFleet, free_port
+from bench.support.fleet import RunFleet, free_port
 from broker.contract.streams import STREAMS
 from broker.jetstream.api import ask
 from broker.jetstream.bus import Bus

@@ -1,4 +1,4 @@
-"""A rollout server that answers after a fixed time, for ``bench.hub_scene``."""
+"""A rollout server that answers after a fixed time, for ``bench.support.hub_scene``."""
 
 from __future__ import annotations
 

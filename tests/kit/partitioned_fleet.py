@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from bench.cluster import settled
-from bench.fleet import RunFleet, RunProcess
-from bench.netns import MONITOR_PORT, NamespaceNetwork, broker_configuration
+from broker_cluster import settled
+from network_namespaces import MONITOR_PORT, NamespaceNetwork, broker_configuration
+from bench.support.fleet import RunFleet, RunProcess
 from broker.contract import wire
 from broker.jetstream.bus import Bus
 from broker.server.private_server import HEADROOM_BYTES, find_binary

@@ -21,7 +21,7 @@ class ByteMovers:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        command = [sys.executable, "-m", "bench.update_bare", str(port), str(size_bytes)]
+        command = [sys.executable, "-m", "bench.support.update_bare", str(port), str(size_bytes)]
         self._processes = [
             subprocess.Popen([*command, str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE if rank == 0 else None, bufsize=0)
             for rank in range(2)
