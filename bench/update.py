@@ -8,7 +8,7 @@ A rollout server as its own process follows a sender of weights on a private nat
 ``--requests`` requests in flight, as hubs do: all of one length and evenly spread over it, so that any second is like any other. Windows
 of time take turns: nothing happens in one; new weights are sent every ``--every`` seconds, 2 at least, in the next; with ``--moved`` there
 is a third in which two processes that have nothing to do with the server broadcast as many bytes between them as often
-(``bench.support.update_bare``): what moving bytes takes from a server by being done on the same cores and memory. A round during which processes
+(``bench.support.update_bare``): what moving bytes takes from a server on the same cores. A round during which processes
 outside this run took more than ``--others`` of the processors does not count and is done again, ``disturbed`` times in all;
 ``others_share`` is what they took, the median over those that count.
 

@@ -1,4 +1,4 @@
-"""Compares the ledger file with a tap, an independent recording of messages (``bench/tap.py``).
+"""Compares the ledger file with a tap, an independent recording of messages (``rlearner/audit/tap.py``).
 
 A tap sees every attempt to publish, including those that the broker drops as duplicates, and it has no sequences.
 So what was consumed must have been seen at least as often, and what was seen must have a final state.

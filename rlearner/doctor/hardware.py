@@ -122,7 +122,7 @@ def _weights(torch: TorchBuild | None, needs: MachineRequirements, count: int) -
             why = f"train.weights_backend=ipc has no effect: engine {needs.engine} takes weights in host memory, so they go by gloo"
             return [PreflightFinding("gpu", "weights", "warning", why, "train.weights_backend=shared")]
         why = "train.weights_backend=ipc: CUDA IPC was not run on a GPU before this release"
-        return [PreflightFinding("gpu", "weights", "warning", why, "python -m bench.gpu.ipc  # tests it here")]
+        return [PreflightFinding("gpu", "weights", "warning", why, "train.weights_backend=shared  # if it fails here")]
     if not needs.weights_by_nccl:
         return []
     if needs.weights_to_host:

@@ -22,7 +22,7 @@ def add_parsers(subparsers: Any) -> None:
         subparsers, "audit", "compare tickets, samples log, checkpoints and metrics; exit code 1 if they disagree", "auditing:audit_run"
     )
     audit.add_argument("--json", action="store_true", help="one JSON object")
-    audit.add_argument("--tap", metavar="FILE", default=None, help="also compare the messages that `python -m bench.tap` recorded")
+    audit.add_argument("--tap", metavar="FILE", default=None, help="also compare the messages that `python -m rlearner.audit.tap` recorded")
     trace = _add(subparsers, "trace", "show the path of one group from its ticket to the step that used it", "tracing:trace_run")
     trace.add_argument("group", metavar="GROUP", type=natural, help="number of the ticket")
     trace.add_argument("--json", action="store_true", help="one JSON object")

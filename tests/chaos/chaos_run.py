@@ -91,7 +91,7 @@ def start_all(fleet: RunFleet, file: Path, each: int = 2) -> None:
 
 def start_tap(fleet: RunFleet, out: Path) -> subprocess.Popen[bytes]:
     """A tap in a process of its own; it sees everything from here on."""
-    command = [sys.executable, "-m", "bench.tap", "--broker", fleet.url, "--run", fleet.run, "--out", str(out)]
+    command = [sys.executable, "-m", "rlearner.audit.tap", "--broker", fleet.url, "--run", fleet.run, "--out", str(out)]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
     assert child.stdout is not None
     assert child.stdout.readline() == b"ready\n"

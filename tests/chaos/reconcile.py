@@ -29,7 +29,7 @@ def reconcile(folder: Path, first: Mapping[int, tuple[int, str]], tap: Path, *, 
     Args:
         folder: of the run.
         first: by ticket, the first record of the log, as (sequence, kind).
-        tap: file of ``bench.tap``.
+        tap: file of ``rlearner.audit.tap``.
         issued: tickets that the broker has a sequence for.
         steps: of the run, each of ``groups`` groups unless a bound was met.
     """

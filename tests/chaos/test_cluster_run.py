@@ -9,9 +9,8 @@ import random
 from pathlib import Path
 
 import pytest
-from chaos_world import KEEP_ALL, LIMIT_S, SEED, world
-
 from broker_cluster import NODES, ClusterFleet
+from chaos_world import KEEP_ALL, LIMIT_S, SEED, world
 
 ROUNDS = int(os.environ.get("RL_CHAOS_CLUSTER", "0"))  # kills of each broker; `make chaos` has 5
 DOWN_S = 3.0  # longer than an election may take, so that the other two must do without it

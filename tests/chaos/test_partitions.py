@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 from chaos_world import KEEP_ALL, LIMIT_S, World, world
-
 from network_namespaces import network, why_not
 from partitioned_fleet import PartitionedFleet
+
 from broker.contract import wire
 from broker.contract.streams import MEMBERS
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-
 from broker_cluster import NODES, ClusterNodes
+
 from broker.contract import wire
 from broker.contract.examples import EXAMPLES
 from broker.contract.streams import CONTROL, SAMPLES, TICKETS

@@ -57,7 +57,7 @@ async def command(*arguments: str) -> tuple[int, str, str]:
 @asynccontextmanager
 async def tapped(url: str, run: str, out: Path) -> AsyncIterator[None]:
     """A tap in a process of its own, ready to see everything."""
-    arguments = ["-m", "bench.tap", "--broker", url, "--run", run, "--out", str(out)]
+    arguments = ["-m", "rlearner.audit.tap", "--broker", url, "--run", run, "--out", str(out)]
     child = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdout=asyncio.subprocess.PIPE, cwd=ROOT)
     assert child.stdout is not None
     assert await asyncio.wait_for(child.stdout.readline(), LONG_S) == b"ready\n"

@@ -13,6 +13,7 @@ from typing import Final
 
 from broker_cluster import settled
 from network_namespaces import MONITOR_PORT, NamespaceNetwork, broker_configuration
+
 from bench.support.fleet import RunFleet, RunProcess
 from broker.contract import wire
 from broker.jetstream.bus import Bus

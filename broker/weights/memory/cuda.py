@@ -1,4 +1,4 @@
-"""A GPU's memory that other processes of this host can open (CUDA IPC). NOT RUN ON A GPU YET: ``python -m bench.gpu.ipc`` checks it on one.
+"""A GPU's memory that other processes of this host can open (CUDA IPC). Not run on a GPU yet.
 
 The memory is asked of the driver itself, not of torch's allocator: a piece of its own begins where its handle says, is neither cut up nor
 moved (expandable segments cannot be exported this way at all), and has none of the reference counts that torch keeps in shared files for

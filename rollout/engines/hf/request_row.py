@@ -40,8 +40,8 @@ class RequestRow:
     )
 
     def __init__(
-        self, job: GenerationJob, params: SamplingParams, reused: int, version: int, room: int, end_ids: frozenset[int], stops: StopStrings | None,
-        reshaping: LogitOffsets | None = None,
+        self, job: GenerationJob, params: SamplingParams, reused: int, version: int, room: int, end_ids: frozenset[int],
+        stops: StopStrings | None, reshaping: LogitOffsets | None = None,
     ) -> None:  # fmt: skip
         self.reshaping = reshaping
         self.job, self.params, self.reused = job, params, reused

@@ -25,7 +25,6 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from bench import tap
 from broker.channel.bundle import pack
 from broker.channel.client import RequestClient
 from broker.channel.over_zmq import ZmqClient, ZmqServer
@@ -45,6 +44,7 @@ from learner.checkpoints import checkpoint
 from learner.credit import archive, ledger_file, ledger_segments, record_intake
 from learner.credit.ledger import Ledger
 from learner.credit.ticket_rules import DomainRule, TicketRules
+from rlearner.audit import tap
 
 TOTAL = int(os.environ.get("RL_FUZZ", "4000"))
 SEED = int(os.environ.get("RL_FUZZ_SEED", "0"))

@@ -193,7 +193,7 @@ def test_weights_that_nccl_cannot_carry() -> None:
 @pytest.mark.parametrize(
     ("engine", "why", "mend"),
     [
-        ("hf", "train.weights_backend=ipc: CUDA IPC was not run on a GPU before this release", "python -m bench.gpu.ipc"),
+        ("hf", "train.weights_backend=ipc: CUDA IPC was not run on a GPU before this release", "train.weights_backend=shared"),
         (
             "vllm",
             "train.weights_backend=ipc has no effect: engine vllm takes weights in host memory, so they go by gloo",

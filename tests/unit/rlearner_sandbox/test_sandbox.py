@@ -104,7 +104,8 @@ def test_an_ordinary_user_has_a_sandbox_too() -> None:
     if other is None:
         pytest.skip("there is no Python 3.11 that an ordinary user may read")
     code = (
-        "from bench.support.escape_scene import LIMITS, scene\nfrom bench.support.escapes import ESCAPES\nfrom rlearner_sandbox import Sandbox\n"
+        "from bench.support.escape_scene import LIMITS, scene\nfrom bench.support.escapes import ESCAPES\n"
+        "from rlearner_sandbox import Sandbox\n"
         "sandbox = Sandbox(LIMITS)\n"
         "for escape in ESCAPES:\n"
         "    if escape.name in ('network', 'host_proc', 'fork_bomb', 'writes_outside', 'namespaces', 'signals', 'inherited_files'):\n"

@@ -29,8 +29,8 @@ class Machine(RuleBasedStateMachine):
     def submit(self, conversation: str, new: list[int], fresh: bool, expected: int, ahead: int, time: float) -> None:
         history = ([] if fresh else self.histories.get(conversation, [])) + new
         self.histories[conversation] = history
-        job = GenerationJob(f"r{len(self.jobs)}", conversation, np.array(history, np.int32), expected, max(0, self.scheduler.version + ahead - 1),
-                  self.now, self.now + time)  # fmt: skip
+        job = GenerationJob(f"r{len(self.jobs)}", conversation, np.array(history, np.int32), expected,
+                  max(0, self.scheduler.version + ahead - 1), self.now, self.now + time)  # fmt: skip
         self.jobs.append(job)
         self.scheduler.submit(job)
 

@@ -1,4 +1,6 @@
-"""An independent record of a run's tickets and samples as they cross the wire: ``python -m bench.tap --broker URL --run RUN --out FILE``.
+"""An independent record of a run's tickets and samples as they cross the wire.
+
+    python -m rlearner.audit.tap --broker URL --run RUN --out FILE
 
 Plain subscriptions of nats-py next to the streams, MessagePack read without this project's decoders: what the learner's own books
 say can be held against it (``rlearner audit RUN --tap FILE``). It sees every attempt to publish. One JSON line for each message,
@@ -163,7 +165,7 @@ async def tap(url: str, run: str, out: Path, stop: asyncio.Event, ready: asyncio
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run until SIGINT or SIGTERM."""
-    parser = argparse.ArgumentParser(prog="python -m bench.tap", description="Record a run's tickets and samples on the wire.")
+    parser = argparse.ArgumentParser(prog="python -m rlearner.audit.tap", description="Record a run's tickets and samples on the wire.")
     parser.add_argument("--broker", required=True, metavar="URL")
     parser.add_argument("--run", required=True, metavar="NAME")
     parser.add_argument("--out", required=True, type=Path, metavar="FILE")
