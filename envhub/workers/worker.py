@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Awaitable
-from typing import Any
+from typing import Any, Final
 
 from broker.system.workers import line
 from broker.system.workers.fault import trace
@@ -15,6 +15,15 @@ from envhub.envs.base import Environment
 from envhub.workers import protocol, returned
 from envhub.workers.calls import raised
 from rlearner_text.tool_calls import ToolCall
+
+_METHODS: Final[dict[type, str]] = {  # what a request calls, for error messages
+    protocol.MakeEnvironment: "constructor",
+    protocol.ResetEnvironment: "reset",
+    protocol.StepEnvironment: "step",
+    protocol.UseTools: "use",
+    protocol.RenderState: "text_frame",
+    protocol.CloseEnvironment: "close",
+}
 
 
 class EnvironmentWorker:
@@ -27,11 +36,10 @@ class EnvironmentWorker:
 
     def answer(self, question: Any) -> Any:
         """Do what the hub asks; whatever the environment does becomes an answer."""
-        method = type(question).__name__.lower()
+        method = _METHODS[type(question)]
         try:
             match question:
                 case protocol.MakeEnvironment():
-                    method = "constructor"
                     self._environment = self._domain.make()
                     return protocol.EnvironmentMade()
                 case protocol.ResetEnvironment(task_index, split, seed):
@@ -41,7 +49,6 @@ class EnvironmentWorker:
                 case protocol.UseTools(calls):
                     return self._step("use", [ToolCall(*call) for call in calls])
                 case protocol.RenderState():
-                    method = "text_frame"
                     return protocol.RenderedState(returned.text("text_frame returned what", self._call("text_frame")))
                 case protocol.CloseEnvironment():
                     self._call("close")

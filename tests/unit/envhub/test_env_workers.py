@@ -265,11 +265,11 @@ async def test_a_module_that_starts_threads_is_imported_by_each_worker(
 def test_workers_do_not_outlive_a_hub_that_is_killed(tmp_path: Path) -> None:
     code = (
         "import asyncio, sys\nfrom broker.settings.config import DomainSection\nfrom envhub.domain import load_domain\n"
-        "from envhub.workers.worker_pool import Nurseries\n"
+        "from envhub.workers.worker_pool import WorkerPools\n"
         "async def main():\n"
         f"    args = dict(does=['waits_for_its_child in reset'], folder={str(tmp_path)!r})\n"
         "    section = DomainSection(env='tests/kit/envhub_bad.py:Bad', env_args=args)\n"
-        "    one = await Nurseries(None).environment(load_domain('d', section))\n"
+        "    one = await WorkerPools(None).environment(load_domain('d', section))\n"
         "    await one.constructor()\n"
         "    asyncio.create_task(one.reset(0, 'train', 0))\n"
         "    await asyncio.sleep(1)\n"

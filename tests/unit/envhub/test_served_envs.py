@@ -130,7 +130,7 @@ async def test_a_field_that_observations_lack_is_named(served: tuple[str, Counti
     with pytest.raises(ServerError, match="'picture': the server's observation has text, count"):
         await env.reset(0, "train", 0)
     await env.close()
-    shown = OpenEnv(OpenEnvArgs(url=served[0], observe="tests.unit.test_served_envs:shout"))
+    shown = OpenEnv(OpenEnvArgs(url=served[0], observe=f"{__file__}:shout"))
     assert (await shown.reset(0, "train", 0)).text == "COUNT 0"
     await shown.close()
 

@@ -214,9 +214,9 @@ async def test_cpu_time_is_counted_beyond_the_death_of_a_worker(workers: RewardW
 
 def test_workers_do_not_outlive_a_hub_that_is_killed(tmp_path: Path) -> None:
     code = (
-        "import asyncio, sys\nfrom rewardhub.worker_pool import Workers\n"
+        "import asyncio, sys\nfrom rewardhub.worker_pool import RewardWorkerPool\n"
         "async def main():\n"
-        "    pool = Workers(2, 5.0, [])\n"
+        "    pool = RewardWorkerPool(2, 5.0, [])\n"
         "    await pool.start()\n"
         "    print(*(w.child.pid for w in pool._living), flush=True)\n"
         "    await asyncio.sleep(600)\n"

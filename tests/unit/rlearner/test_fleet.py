@@ -83,8 +83,8 @@ def test_stop_insists(modules: Path) -> None:
 
 def test_no_child_outlives_a_killed_parent(modules: Path) -> None:
     program = (
-        "import sys, time\nfrom pathlib import Path\nfrom rlearner.up.fleet import Fleet\n"
-        f"child = Fleet(Path({str(modules)!r}) / 'logs', {{'PYTHONPATH': {str(modules)!r}}}).add('sleeper', 'sleeper', [])\n"
+        "import sys, time\nfrom pathlib import Path\nfrom rlearner.up.fleet import ProcessFleet\n"
+        f"child = ProcessFleet(Path({str(modules)!r}) / 'logs', {{'PYTHONPATH': {str(modules)!r}}}).add('sleeper', 'sleeper', [])\n"
         "print(child.pid, flush=True)\ntime.sleep(600)\n"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
@@ -177,13 +177,13 @@ def test_a_second_signal_ends_the_whole_fleet_at_once(modules: Path) -> None:
     script = modules / "above.py"
     script.write_text(
         "import asyncio, sys\nfrom pathlib import Path\nfrom broker.runtime.process import Stop, main\n"
-        "from rlearner.up.shutdown_display import Farewell\n"
-        "from rlearner.up.fleet import Fleet\n\n\nasync def body(stop):\n"
-        f"    fleet = Fleet(Path({str(modules / 'logs')!r}), {{'PYTHONPATH': {str(modules)!r}}})\n"
+        "from rlearner.up.shutdown_display import ShutdownDisplay\n"
+        "from rlearner.up.fleet import ProcessFleet\n\n\nasync def body(stop):\n"
+        f"    fleet = ProcessFleet(Path({str(modules / 'logs')!r}), {{'PYTHONPATH': {str(modules)!r}}})\n"
         "    stop.at_once.append(fleet.kill)\n    child = fleet.add('learner', 'stubborn', [])\n"
         "    while not child.last_lines():\n        await asyncio.sleep(0.02)\n"
         "    print(child.pid, flush=True)\n    await stop.asked.wait()\n"
-        "    await asyncio.to_thread(fleet.stop, patience_s=600.0, show=Farewell())\n\n\nsys.exit(main('up', body))\n"
+        "    await asyncio.to_thread(fleet.stop, patience_s=600.0, show=ShutdownDisplay())\n\n\nsys.exit(main('up', body))\n"
     )
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as above:
         assert above.stdout is not None
