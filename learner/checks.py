@@ -110,14 +110,16 @@ def _check_model(config: dict[str, Any]) -> None:
 
 
 def _check_training(config: dict[str, Any]) -> None:
-    from learner.backends import BACKENDS, KNOW, ONE_RANK
+    from learner.backends import BACKENDS, SINGLE_PROCESS_BACKENDS, SUPPORTED_OPTIONS
     from learner.backends.section_checks import check_deepspeed, check_megatron
 
     train = config["train"]
-    if train["ranks"] > 1 and train["backend"] in ONE_RANK:
-        raise ConfigError("train.ranks", train["ranks"], f"1 with train.backend {train['backend']}; more with {_all_but(ONE_RANK)}")
-    if train["backend"] in BACKENDS and train["backend"] not in KNOW["critic"] and config["algorithm"]["critic"]["enabled"]:
-        raise ConfigError("train.backend", train["backend"], f"{', '.join(KNOW['critic'])} with algorithm.critic.enabled")
+    if train["ranks"] > 1 and train["backend"] in SINGLE_PROCESS_BACKENDS:
+        raise ConfigError(
+            "train.ranks", train["ranks"], f"1 with train.backend {train['backend']}; more with {_all_but(SINGLE_PROCESS_BACKENDS)}"
+        )
+    if train["backend"] in BACKENDS and train["backend"] not in SUPPORTED_OPTIONS["critic"] and config["algorithm"]["critic"]["enabled"]:
+        raise ConfigError("train.backend", train["backend"], f"{', '.join(SUPPORTED_OPTIONS['critic'])} with algorithm.critic.enabled")
     check_options(train)
     check_fp8(train)
     check_layers(train["lora"], config["model"])
@@ -150,11 +152,13 @@ def check_options(train: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: if the backend lacks one.
     """
-    from learner.backends import BACKENDS, KNOW
+    from learner.backends import BACKENDS, SUPPORTED_OPTIONS
 
     for name in ("lora", "activation_offload", "optimizer_offload", "compile"):
-        if train[name] and train["backend"] in BACKENDS and train["backend"] not in KNOW[name]:
-            raise ConfigError(f"train.{name}", train[name], f"unset with train.backend {train['backend']}; {', '.join(KNOW[name])} take it")
+        if train[name] and train["backend"] in BACKENDS and train["backend"] not in SUPPORTED_OPTIONS[name]:
+            raise ConfigError(
+                f"train.{name}", train[name], f"unset with train.backend {train['backend']}; {', '.join(SUPPORTED_OPTIONS[name])} take it"
+            )
 
 
 def check_fp8(train: Mapping[str, Any]) -> None:
@@ -200,7 +204,7 @@ def _all_but(few: Collection[str]) -> str:
 
 def _check_divided(model: Mapping[str, Any], section: Mapping[str, int]) -> None:
     """Check the sizes of a local or tiny model now; any other model is checked when it is loaded."""
-    from learner.backends.megatron.architecture import Sizes, refuse_name, refuse_sizes
+    from learner.backends.megatron.architecture import ModelSizes, check_architecture, check_sizes
     from rlearner_text.hub import is_local, read_json
 
     if model["path"] is None:
@@ -208,13 +212,13 @@ def _check_divided(model: Mapping[str, Any], section: Mapping[str, int]) -> None
         found = [tiny[key] for key in ("num_layers", "num_heads", "num_kv_heads", "intermediate_size")]
     elif is_local(model["path"]):
         said = read_json(Path(model["path"]).expanduser() / "config.json", model["path"], "model.path")
-        refuse_name(str(next(iter(said.get("architectures") or []), said["model_type"])), model["path"])
+        check_architecture(str(next(iter(said.get("architectures") or []), said["model_type"])), model["path"])
         keys = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
         found = [said.get(key, said.get("num_attention_heads")) for key in keys]
     else:
         return
     if all(isinstance(size, int) and size > 0 for size in found):
-        refuse_sizes(Sizes(*found), section["tensor_parallel"], section["pipeline_parallel"])
+        check_sizes(ModelSizes(*found), section["tensor_parallel"], section["pipeline_parallel"])
 
 
 def _check_warm_start(config: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Training backends by name; a new one is one file plus one line here. Resolved by ``broker.settings.registry.resolve``."""
+"""Training backends by name, resolved by ``broker.settings.registry.resolve``."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ BACKENDS: Final[dict[str, str]] = {
     "torch": "learner.backends.torch:TorchBackend",
     "ddp": "learner.backends.ddp:DdpBackend",
     "fsdp2": "learner.backends.fsdp2:Fsdp2Backend",
-    "deepspeed": "learner.backends.deepspeed:DeepspeedBackend",
+    "deepspeed": "learner.backends.deepspeed.backend:DeepspeedBackend",
     "megatron": "learner.backends.megatron.backend:MegatronBackend",
 }
 
-ONE_RANK: Final = frozenset({"torch"})  # train in one process; what settings are checked by, without importing anything
+SINGLE_PROCESS_BACKENDS: Final = frozenset({"torch"})  # train in one process; known without importing them
 _PLAIN: Final = ("torch", "ddp", "fsdp2")
-# Which of them know an option of the section train, and a critic.
-KNOW: Final[dict[str, tuple[str, ...]]] = {
+# For each option of the section train, and for a critic, the backends that support it.
+SUPPORTED_OPTIONS: Final[dict[str, tuple[str, ...]]] = {
     "lora": (*_PLAIN, "deepspeed", "megatron"),
     "activation_offload": (*_PLAIN, "deepspeed", "megatron"),
     "optimizer_offload": (*_PLAIN, "megatron"),

@@ -1,4 +1,4 @@
-"""A student that learns a teacher's distributions: the torch backend with a divergence in place of the policy loss."""
+"""Distillation: the torch backend with a divergence from a teacher instead of the policy loss."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch import Tensor
 from broker.errors import ConfigError
 from learner.algorithm.losses.distill import candidates, kl, with_rest
 from learner.algorithm.samples import Array, TrainSample
-from learner.backends.batch import Batch
-from learner.backends.policy import Policy
+from learner.backends.models.batch import TokenBatch
+from learner.backends.models.policy import PolicyModel
 from learner.backends.torch import TorchBackend
 from rlearner_text.config import check_model_path
 
 
 @dataclass(frozen=True, eq=False)
 class TaughtSample(TrainSample):
-    """A sample with what a teacher elsewhere says about its T trained tokens."""
+    """A sample with a remote teacher's logprobs of its T trained tokens."""
 
     top_ids: Array | None = None  # (T, k) int64, the teacher's best candidates
     top_logprobs: Array | None = None  # (T, k) float32, natural log
@@ -33,45 +33,58 @@ class DistillBackend(TorchBackend):
     Args:
         direction: forward or reverse.
         top_k: compare the teacher's best candidates and the rest as one (``learner.algorithm.losses.distill.candidates``); 0 compares
-        all tokens.
-        teacher: folder or hub name of a teacher that is loaded here; None where samples bring what it says.
-        others: what ``TorchBackend`` takes.
+            all tokens.
+        teacher: folder or hub name of a teacher to load here; None if samples carry its logprobs.
+        others: arguments of ``TorchBackend``.
     """
 
     def __init__(self, model_path: str, *, direction: str, top_k: int, teacher: str | None, **others: Any) -> None:
         super().__init__(model_path, **others)
-        self._direction, self._top_k = direction, top_k
-        self._teacher = None
+        passes, loaded = self.worker.passes, None
         if teacher is not None:
             check_model_path(teacher, "distill.teacher")
-            self._teacher = Policy(teacher, others["model"], self.device, trainable=False, packing=self._packs)
-            self._packs = self._packs and self._can_pack(others["train"].packing, self._teacher)
-        # Models of one family pad the same vocabulary to different sizes: what only one of them has is left out.
-        self._width = min(self.vocab_size, self._teacher.vocab_size if self._teacher else self.vocab_size)
-        if top_k >= self._width:
-            raise ConfigError("distill.top_k", top_k, f"below {self._width}, the vocabulary; 0 compares all of it")
+            loaded = PolicyModel(teacher, others["model"], self.device, trainable=False, packing=passes.packs)
+            passes.packs = passes.packs and self.worker.models.can_pack(loaded)
+        passes.numerator = DivergenceNumerator(self.policy, loaded, direction=direction, top_k=top_k)
 
     @torch.no_grad()
     def divergence(self, samples: Sequence[TrainSample]) -> float:
-        """Mean over the trained tokens, in nats."""
-        total = count = 0.0
-        for part in self._slices(samples):
-            sums = self._run(part, train=False)
+        """Return the mean over the trained tokens, in nats."""
+        passes, total, count = self.worker.passes, 0.0, 0.0
+        for part in passes.slices(samples):
+            sums = passes.run_one(part, train=False)
             total, count = total + sums["pg_loss"], count + sums["tokens"]
         return total / max(count, 1.0)
 
-    def _numerator(self, samples: Sequence[TrainSample], batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+
+class DivergenceNumerator:
+    """The numerator of ``learner.backends.passes.ModelPasses``: a weighted sum over tokens.
+
+    Raises:
+        ConfigError: if ``top_k`` is not below the vocabulary.
+    """
+
+    def __init__(self, student: PolicyModel, teacher: PolicyModel | None, *, direction: str, top_k: int) -> None:
+        self._student, self._teacher, self._direction, self._top_k = student, teacher, direction, top_k
+        # Models of one family pad the same vocabulary to different sizes: what only one of them has is left out.
+        self._width = min(student.vocab_size, teacher.vocab_size if teacher else student.vocab_size)
+        if top_k >= self._width:
+            raise ConfigError("distill.top_k", top_k, f"below {self._width}, the vocabulary; 0 compares all of it")
+
+    def __call__(self, samples: Sequence[TrainSample], batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the sum with its gradient, and sums for the metrics."""
         if self._teacher is not None:
             with torch.no_grad():
                 features = self._teacher.features(batch)
-            (divergence,) = self.policy.map_logits(batch, self._to_teacher_here, features)
+            (divergence,) = self._student.map_logits(batch, self._to_teacher_here, features)
         else:
             columns = [_taught(samples, name) for name in ("top_ids", "top_logprobs")]
-            if (largest := int(columns[0].max())) >= self.vocab_size:
-                allowed = f"a smaller one: one of the teacher's best is token {largest}, and the student's model has {self.vocab_size}"
+            if (largest := int(columns[0].max())) >= self._student.vocab_size:
+                has = f"the student's model has {self._student.vocab_size}"
+                allowed = f"a smaller one: one of the teacher's best is token {largest}, and {has}"
                 raise ConfigError("distill.top_k", columns[0].shape[1], allowed)
-            columns = [column.to(self.device) for column in columns]
-            (divergence,) = self.policy.map_logits(batch, self._to_teacher_elsewhere, *columns)
+            columns = [column.to(self._student.device) for column in columns]
+            (divergence,) = self._student.map_logits(batch, self._to_teacher_elsewhere, *columns)
         total = (divergence * batch.advantages).sum()
         return total, {"pg_loss": total}
 
@@ -91,5 +104,5 @@ class DistillBackend(TorchBackend):
 def _taught(samples: Sequence[TrainSample], name: str) -> Tensor:
     columns: list[Array] = [column for sample in samples if (column := getattr(sample, name, None)) is not None]
     if len(columns) < len(samples):
-        raise ValueError("a sample brings no word of the teacher, and no teacher is loaded")
+        raise ValueError("a sample has no logprobs of the teacher, and no teacher is loaded")
     return torch.from_numpy(np.concatenate(columns))

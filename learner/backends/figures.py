@@ -1,4 +1,4 @@
-"""From the sums of an update to metrics by their published names."""
+"""Turns the sums of an update into metrics by their published names."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from learner.algorithm.losses.ratios import correction_metrics, ratio_metrics
 from learner.config import AlgorithmSection
 
 
-def figures(sums: Mapping[str, float], counts: BatchCounts, scale: float, algorithm: AlgorithmSection) -> dict[str, float]:
-    """The metrics of one update.
+def step_metrics(sums: Mapping[str, float], counts: BatchCounts, scale: float, algorithm: AlgorithmSection) -> dict[str, float]:
+    """Return the metrics of one update.
 
     Args:
         sums: over its tokens, as ``learner.backends.objective`` names them.
-        counts: of what was in it.
+        counts: of tokens and rows.
         scale: denominator of its loss.
     """
     tokens = counts.tokens
@@ -36,8 +36,8 @@ def figures(sums: Mapping[str, float], counts: BatchCounts, scale: float, algori
     return metrics | ratio_metrics(sums, tokens) | correction_metrics(sums, tokens)
 
 
-def average(rows: Sequence[Mapping[str, float]], num_epochs: int) -> dict[str, float]:
-    """The metrics of a step of several updates: their means; counts are those of one pass over the samples."""
+def average_metrics(rows: Sequence[Mapping[str, float]], num_epochs: int) -> dict[str, float]:
+    """Return the means of the metrics of several updates; counts are those of one pass over the samples."""
     if not rows:
         return {}
     totals = {name: sum(row[name] for row in rows) for name in rows[0]}

@@ -1,8 +1,7 @@
-"""Sharded data parallel on several ranks: weights, gradients and optimizer lie in parts of like size on all of them (FSDP2).
+"""Sharded data parallel (FSDP2): each rank holds an equal part of weights, gradients and optimizer.
 
-Each transformer block is gathered while it computes; gradients are summed and scattered after each backward pass, in float32. Offers and
-checkpoints gather the weights bucket by bucket, so no rank but rank 0's host memory ever holds the whole. See ``learner.backends.ranks``
-for who does what.
+Each transformer block is gathered while it computes; each backward pass sums and scatters gradients in float32.
+Offers and checkpoints gather the weights bucket by bucket, so only rank 0's host memory holds the whole model.
 """
 
 from __future__ import annotations
@@ -18,13 +17,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from learner.backends.ddp import DdpBackend
-from learner.backends.gathered import Gathered, buckets_of
-from learner.backends.optim import Optimizer
+from learner.backends.context import RunContext
+from learner.backends.models.model_set import ModelSet
+from learner.backends.optim import MasterOptimizer
+from learner.backends.passes import ModelPasses
+from learner.backends.ranks.group import RankGroup, RankLayout
+from learner.backends.torch import BuildWorker, TorchBackend
+from learner.backends.weights import ShardedWeights
+from learner.backends.worker import RankWorker, build_worker, prepare_process
 from learner.config import TrainSection
 
 
-class ShardedOptimizer(Optimizer):
+class ShardedOptimizer(MasterOptimizer):
     """AdamW over the parts that this rank holds."""
 
     def __init__(self, parameters: Mapping[str, DTensor], train: TrainSection, mesh: DeviceMesh) -> None:
@@ -34,7 +38,7 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def collect(self) -> None:
-        """After each backward pass: take the gradients that FSDP scattered."""
+        """After each backward pass, take the gradients that FSDP scattered."""
         for name, parameter in self._sharded.items():
             if parameter.grad is not None:
                 assert isinstance(parameter.grad, DTensor)
@@ -45,19 +49,17 @@ class ShardedOptimizer(Optimizer):
         super().collect()
 
     def discard(self) -> None:
-        """Forget the gradient."""
         for parameter in self._sharded.values():
             parameter.grad = None
         super().discard()
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
-        """Over all ranks."""
         squares = torch.stack([gradient.double().square().sum() for gradient in gradients]).sum().to(self._mesh.device_type)
         dist.all_reduce(squares)
         return squares.sqrt().float()
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
-        """Gathered; all ranks ask for the same at the same time."""
+        """Gather a tensor; collective."""
         if tensor.ndim == 0:
             return tensor
         like = self._sharded[name]
@@ -66,7 +68,7 @@ class ShardedOptimizer(Optimizer):
         return parts.full_tensor()
 
     def own(self, name: str, tensor: Tensor) -> Tensor:
-        """Scattered from rank 0; all ranks ask for the same at the same time."""
+        """Scatter a tensor of rank 0; collective."""
         if tensor.ndim == 0:
             tensor = tensor.to(self._mesh.device_type, copy=True)
             dist.broadcast(tensor, 0)
@@ -74,7 +76,7 @@ class ShardedOptimizer(Optimizer):
         return distribute_tensor(tensor.to(self._mesh.device_type), self._mesh, [Shard(0)]).to_local()
 
     def empty_state(self) -> dict[str, Tensor]:
-        """Of the names and shapes that ``state`` has; what rank 0 scatters is written over it."""
+        """Return tensors of the names and shapes of ``state``, to receive what rank 0 scatters."""
         found = {"updates": torch.tensor(self.updates)}
         for name, master in self._masters.items():
             shape = self._sharded[name].shape
@@ -83,62 +85,64 @@ class ShardedOptimizer(Optimizer):
         return found | {f"master.{name}": torch.empty(self._sharded[name].shape) for name in self._rounded}
 
 
-class Fsdp2Backend(DdpBackend):
-    """See ``learner.backends.base.Backend``."""
+class Fsdp2Weights(ShardedWeights):
+    """Weights that FSDP divides; reading them takes all ranks."""
 
-    target: ClassVar[str] = "learner.backends.fsdp2:Fsdp2Backend"
-    same_number: ClassVar[bool] = True  # of slices on every rank: each pass gathers and scatters
-    together: ClassVar[bool] = True
-
-    def _make_optimizer(self, train: TrainSection) -> Optimizer:
-        if self.size == 1:
-            return super()._make_optimizer(train)
-        self._meet()
-        self._mesh = init_device_mesh(self.device.type, (self.size,))
-        module = self.policy.module
-        self._shapes = self.policy.shapes()
-        precision = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-        layers = [layer for layer in module.modules() if type(layer).__name__ in (module._no_split_modules or ())]
-        for part in (*layers, module):
-            fully_shard(part, mesh=self._mesh, reshard_after_forward=True, mp_policy=precision)
-            part.set_gradient_divide_factor(1.0)  # a sum over ranks, like every other sum here
-            part.set_force_sum_reduction_for_comms(True)  # gloo knows no other
-        module.within = MethodType(_within, module)
-        register_fsdp_forward_method(module, "within")
-        self.policy.within = module.within
+    def divide(self) -> None:
+        """From now on read the module's tensors as FSDP left them."""
+        module = self._policy.module
         self._tensors = {**module.state_dict(), **dict(module.named_parameters())}
-        self._buckets = buckets_of(self._shapes)
-        trained = {n: p for n, p in module.named_parameters() if isinstance(p, DTensor) and p.requires_grad}
-        return ShardedOptimizer(trained, train, self._mesh)
-
-    def shapes(self) -> dict[str, Tensor]:
-        """As ``weights``, on the meta device."""
-        return super().shapes() if self.size == 1 else self._shapes
-
-    def weights(self) -> Mapping[str, Tensor]:
-        """The weights of now, gathered as they are asked for; all of it before the next step."""
-        return super().weights() if self.size == 1 else Gathered(list(self._shapes), self._buckets, self._gather_all)
-
-    def _gather_factors(self) -> dict[str, Tensor]:
-        """The adapters, whole, by all ranks at once."""
-        adapters = self.policy.adapters
-        return super()._gather_factors() if self.size == 1 or adapters is None else adapters.factors(self._find)
 
     @torch.no_grad()
-    def _gather(self, bucket: int) -> dict[str, Tensor]:
-        return {name: self.policy.whole(name, self._find) for name in self._buckets[bucket]}
+    def gather(self, bucket: int) -> dict[str, Tensor]:
+        return {name: self._policy.whole(name, self._find) for name in self.buckets[bucket]}
+
+    def factors(self) -> dict[str, Tensor]:
+        return {} if self._policy.adapters is None else self._policy.adapters.factors(self._find)
 
     def _find(self, name: str) -> Tensor:
-        """One of the module's tensors; all ranks ask for the same at the same time."""
         tensor = self._tensors[name].detach()
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
-    def _reduced_step(self, denominator: float, at: int) -> dict[str, float]:
-        return self._optimizer.step(denominator, at)  # FSDP has summed the gradients
+
+class Fsdp2Backend(TorchBackend):
+    """See ``learner.backends.base.Backend``."""
+
+    takes_ranks: ClassVar[bool] = True
+
+    @classmethod
+    def plan(cls, context: RunContext) -> tuple[RunContext, BuildWorker]:
+        """Divide the model only if there are several ranks."""
+        return context, _build_sharded if context.train.ranks > 1 else build_worker
+
+
+def _build_sharded(context: RunContext, ranks: RankGroup) -> RankWorker:
+    device = prepare_process(context)
+    models = ModelSet(context, device, ranks.rank)
+    ranks.join(device)
+    policy, module = models.policy, models.policy.module
+    mesh = init_device_mesh(device.type, (ranks.size,))
+    weights = Fsdp2Weights(policy)
+    precision = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    layers = [layer for layer in module.modules() if type(layer).__name__ in (module._no_split_modules or ())]
+    for part in (*layers, module):
+        fully_shard(part, mesh=mesh, reshard_after_forward=True, mp_policy=precision)
+        part.set_gradient_divide_factor(1.0)  # a sum over ranks, like every other sum here
+        part.set_force_sum_reduction_for_comms(True)  # the only reduction that gloo supports
+    module.within = MethodType(_within, module)
+    register_fsdp_forward_method(module, "within")
+    policy.within = module.within
+    weights.divide()
+    trained = {n: p for n, p in models.trained().items() if isinstance(p, DTensor)}
+    optimizer = ShardedOptimizer(trained, context.train, mesh)
+    passes = ModelPasses(context, models, optimizer, device, rank=ranks.rank)
+    layout = RankLayout.plain(ranks.size, same_number=True)  # each pass gathers and scatters
+    # FSDP has summed the gradients, so nothing is left to reduce.
+    return RankWorker(context, ranks, layout, device, models, optimizer, weights, passes, lambda: None, sharded=True)
 
 
 def _within(_: nn.Module, function: Callable[..., Tensor | tuple[Tensor, ...]], *arguments: object) -> Tensor | tuple[Tensor, ...]:
     found = function(*arguments)
     if isinstance(found, Tensor):
         return found
-    return tuple(tensor.clone() if tensor._is_view() else tensor for tensor in found)  # a hook on a view may be lost
+    return tuple(tensor.clone() if tensor._is_view() else tensor for tensor in found)  # hooks on views may be lost

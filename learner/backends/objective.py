@@ -1,4 +1,4 @@
-"""What is minimised: the policy loss under its correction, the divergence from the reference, the entropy bonus."""
+"""The training objective: corrected policy loss, divergence from the reference, entropy bonus."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from learner.algorithm.kl import kl_penalty
 from learner.algorithm.losses import LOSSES
 from learner.algorithm.losses.base import LossTokens, PolicyLoss
 from learner.algorithm.losses.ratios import correction_sums, ratio_sums
-from learner.backends.batch import Batch
+from learner.backends.models.batch import TokenBatch
 from learner.config import AlgorithmSection
 
 
-class Objective:
-    """The numerator of a loss; the denominator is known when the whole batch has been seen (``learner.algorithm.aggregation``)."""
+class PolicyObjective:
+    """The numerator of a loss; the denominator depends on the whole batch (``learner.algorithm.aggregation``)."""
 
     def __init__(self, algorithm: AlgorithmSection) -> None:
         self._algorithm = algorithm
@@ -25,12 +25,12 @@ class Objective:
         self._correct: CorrectionFunction = resolve("corrections", algorithm.correction, CORRECTIONS)
 
     def __call__(
-        self, batch: Batch, logprobs: Tensor, entropy: Tensor, ref_logprobs: Tensor | None, *, kl_coef: float, version: int
+        self, batch: TokenBatch, logprobs: Tensor, entropy: Tensor, ref_logprobs: Tensor | None, *, kl_coef: float, version: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """A slice's share of the numerator, with gradient, and sums for the metrics.
+        """Return a slice's share of the numerator, with gradient, and sums for the metrics.
 
         Args:
-            batch: T trained tokens; all tokens of its sequences.
+            batch: T trained tokens and all tokens of their sequences.
             logprobs: (T,) under the policy being trained.
             entropy: (T,) in nats.
             ref_logprobs: (T,) under the reference, None to leave the divergence out.
@@ -55,8 +55,8 @@ class Objective:
             losses = losses - algorithm.entropy_coef * entropy
         return (weights * losses).sum(), sums
 
-    def _proximal(self, batch: Batch, logprobs: Tensor, version: int) -> Tensor:
-        """Logprobs at the start of the step, (T,), without gradient; with one update that is the forward pass at hand."""
+    def _proximal(self, batch: TokenBatch, logprobs: Tensor, version: int) -> Tensor:
+        """Return logprobs at the start of the step, (T,), without gradient; with one update, those of this pass."""
         if self._algorithm.prox_logp_method == "interpolate":
             return interpolate(logprobs.detach(), batch.rollout_logprobs, batch.versions, version)
         return logprobs.detach() if batch.proximal_logprobs is None else batch.proximal_logprobs

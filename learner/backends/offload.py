@@ -1,4 +1,4 @@
-"""What the backward pass needs waits for it in host memory."""
+"""Keeps activations in host memory until the backward pass."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-_SMALLEST_BYTES: Final = 1 << 16  # below this a copy costs more than the room is worth
+_SMALLEST_BYTES: Final = 1 << 16  # below this a copy costs more than the memory is worth
 
 
 def activations_in_host_memory(wanted: bool) -> AbstractContextManager[Any]:
-    """Around a forward pass: activations go to pinned host memory, and come back when the backward pass asks for them.
+    """Around a forward pass, copy activations to pinned host memory until the backward pass needs them.
 
-    Weights stay where they are. Copies wait for nothing but the stream that they are made on, so they take their time from the
-    passes; on a CPU nothing is copied.
+    Weights stay in place. Copies run on the stream of the pass and so lengthen it; on a CPU nothing is copied.
     """
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack) if wanted else nullcontext()
 
 
 def pack(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
-    """What is kept of a tensor until the backward pass."""
+    """Return what autograd saves of a tensor."""
     if not _leaves(tensor):
         return tensor
     held = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
@@ -30,7 +29,7 @@ def pack(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
 
 
 def unpack(packed: Tensor | tuple[torch.device, Tensor]) -> Tensor:
-    """The tensor again, where it was."""
+    """Return the tensor on its device."""
     if isinstance(packed, Tensor):
         return packed
     device, held = packed

@@ -1,4 +1,4 @@
-"""AdamW over float32 weights, whatever the model computes in; learning-rate schedule, clipping, and their state."""
+"""AdamW over float32 weights for models of any dtype, with learning-rate schedule, clipping and state."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from learner.config import TrainSection
 
 
 def lr_factor(update: int, train: TrainSection) -> float:
-    """What ``train.lr`` is multiplied by at an update, counted from 0.
+    """Return the factor of ``train.lr`` at an update, counted from 0.
 
-    Linear over ``warmup_steps`` updates up to 1, which the last of them has; then constant, or linear or cosine towards 0,
-    which would be reached at update ``train.steps``: the last one still moves.
+    It rises linearly to 1 at the last of ``warmup_steps`` updates, then stays constant or falls linearly or as a cosine
+    towards 0, which it would reach at update ``train.steps``.
     """
     if update < train.warmup_steps:
         return (update + 1) / train.warmup_steps
@@ -26,12 +26,12 @@ def lr_factor(update: int, train: TrainSection) -> float:
     return 1.0 - progress if train.lr_schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-class Optimizer:
+class MasterOptimizer:
     """AdamW with decoupled decay on matrices only (biases and norms have none), for parameters of any floating dtype.
 
-    Parameters that are not float32 get a float32 master copy, which is what is updated and what gradients are summed in: at
-    usual learning rates most updates are smaller than bfloat16 can add. With ``optimizer_offload`` all of them get one, in host
-    memory, where their gradients, moments and updates are, too.
+    Parameters that are not float32 get a float32 master copy, which sums the gradients and is updated: at usual
+    learning rates most updates are smaller than bfloat16 can add. With ``optimizer_offload`` all parameters get one in
+    host memory, next to their gradients and moments.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], train: TrainSection) -> None:
@@ -40,7 +40,7 @@ class Optimizer:
         self._live = dict(parameters)
         self._masters = {name: _master(parameter, train.optimizer_offload) for name, parameter in self._live.items()}
         self._copied = [name for name, parameter in self._live.items() if self._masters[name] is not parameter]
-        self._rounded = [name for name in self._copied if self._live[name].dtype != torch.float32]  # their masters know more
+        self._rounded = [name for name in self._copied if self._live[name].dtype != torch.float32]
         groups = [
             {"params": [p for p in self._masters.values() if p.ndim >= 2], "weight_decay": train.weight_decay},
             {"params": [p for p in self._masters.values() if p.ndim < 2], "weight_decay": 0.0},
@@ -49,9 +49,13 @@ class Optimizer:
         for master in self._masters.values():
             self._adamw.state[master] = _fresh(master)
 
+    def backward(self, total: Tensor) -> None:
+        """Add to the gradient."""
+        total.backward()  # type: ignore[no-untyped-call]
+
     @torch.no_grad()
     def collect(self) -> None:
-        """After each backward pass: move low-precision gradients into the float32 sums, and offloaded ones to where their masters are."""
+        """After each backward pass, move gradients into the float32 sums of their masters."""
         for name in self._copied:
             live, master = self._live[name], self._masters[name]
             if live.grad is not None:
@@ -61,40 +65,39 @@ class Optimizer:
 
     @torch.no_grad()
     def gradients(self) -> list[Tensor]:
-        """The summed gradient, not yet normalised, in the order of the parameters; zeros where nothing was trained."""
+        """Return the summed gradient, not yet normalised, in parameter order; zeros where nothing was trained."""
         for master in self._masters.values():
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
         return [master.grad for master in self._masters.values() if master.grad is not None]
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
-        """Of all of them together, over all ranks that hold a part."""
+        """Return the norm of all gradients, over all ranks that hold a part."""
         found: Tensor = nn.utils.get_total_norm(gradients)
         return found
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
-        """A tensor of a parameter's shape, or a scalar, of which this process may hold a part."""
+        """Return the whole of a tensor of a parameter's shape, or of a scalar; this process may hold a part."""
         return tensor
 
     def own(self, name: str, tensor: Tensor) -> Tensor:
-        """The part of a whole tensor that this process holds."""
+        """Return the part of a whole tensor that this process holds."""
         return tensor
 
     def tensors(self) -> list[Tensor]:
-        """Live weights, master weights and moments: all that other ranks must have the same."""
+        """Return everything that ranks must agree on: live weights, master weights and moments."""
         found = [parameter.detach() for parameter in self._live.values()]
         found += [self._masters[name].detach() for name in self._copied]
         return found + [tensor for master in self._masters.values() for tensor in self._adamw.state[master].values()]
 
     @torch.no_grad()
     def step(self, denominator: float, at: int | None = None) -> dict[str, float]:
-        """Divide the gradient by ``denominator``, clip it to ``max_grad_norm``, update, and forget it.
+        """Divide the gradient by the loss's ``denominator``, clip it to ``max_grad_norm``, update, and drop it.
+
+        A gradient that is not finite changes only the count of updates.
 
         Args:
-            denominator: of the loss.
-            at: where the schedule of the learning rate stands, in steps from 0; None: every update is a step.
-
-        A gradient that is not finite changes nothing but the count of updates.
+            at: position in the schedule of the learning rate, in steps from 0; None counts every update.
 
         Returns:
             ``grad_norm`` before clipping, ``lr`` of this update, ``skipped`` (0 or 1).
@@ -117,22 +120,22 @@ class Optimizer:
         return {"grad_norm": float(norm), "lr": lr, "skipped": float(not finite)}
 
     def discard(self) -> None:
-        """Forget the gradient."""
+        """Drop the gradient."""
         self._adamw.zero_grad()
         for parameter in self._live.values():
             parameter.grad = None
 
     def state(self) -> dict[str, Tensor]:
-        """CPU copies of moments, master weights and counts, by ``<kind>.<parameter name>``; with parts on other ranks, all at once."""
+        """Return CPU copies of moments, masters and counts by ``<kind>.<parameter name>``; collective if sharded."""
         return {"updates": torch.tensor(self.updates)} | {name: _copy(tensor) for name, tensor in self._entries()}
 
     def gather_state(self) -> None:
-        """Another rank's part in ``state``: nothing of it is kept."""
+        """Take part in rank 0's ``state`` and keep nothing."""
         for _ in self._entries():
             pass
 
     def _entries(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors, each made when it is asked for."""
+        """Yield whole tensors, each gathered when it is read."""
         for name, master in self._masters.items():
             for kind, tensor in self._adamw.state[master].items():
                 yield f"{kind}.{name}", self.whole(name, tensor)
@@ -141,22 +144,22 @@ class Optimizer:
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take back what ``state`` gave, whole or not at all.
+        """Restore what ``state`` returned, completely or not at all.
 
         Raises:
-            UserError: names or shapes are those of another model.
+            UserError: if names or shapes are those of another model.
         """
         self.refuse(state, self.empty_state())
         self.take(state)
 
     def empty_state(self) -> dict[str, Tensor]:
-        """Of the names and shapes that ``state`` has."""
+        """Return tensors of the names and shapes of ``state``."""
         return self.state()
 
     def refuse(self, state: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> None:
         """
         Raises:
-            UserError: ``state`` has other names or shapes than ``held``.
+            UserError: if ``state`` has other names or shapes than ``held``.
         """
         if odd := sorted(held.keys() ^ state.keys()):
             raise UserError(f"the optimizer state belongs to another model: {len(odd)} entries differ, the first is {odd[0]}")
@@ -168,14 +171,14 @@ class Optimizer:
 
     @torch.no_grad()
     def take(self, state: Mapping[str, Tensor]) -> None:
-        """Take a state that fits."""
+        """Restore a state whose names and shapes were checked."""
         self.updates = int(state["updates"])
         for name, master in self._masters.items():
             for kind, tensor in self._adamw.state[master].items():
                 tensor.copy_(self.own(name, state[f"{kind}.{name}"]))
         for name in self._copied:
             if name not in self._rounded:
-                self._masters[name].copy_(self._live[name])  # which may have been loaded since it was copied
+                self._masters[name].copy_(self._live[name])  # the weights may have been loaded later
                 continue
             self._masters[name].copy_(self.own(name, state[f"master.{name}"]))
             self._live[name].copy_(self._masters[name])
@@ -188,7 +191,7 @@ def _master(parameter: nn.Parameter, offload: bool) -> nn.Parameter:
 
 
 def _fresh(master: Tensor) -> dict[str, Tensor]:
-    # What AdamW would make at its first step; made now, so that the state has the same entries from the start.
+    # AdamW would create these at its first step; the state must have the same entries from the start.
     return {
         "step": torch.zeros((), dtype=torch.float32, device=master.device),
         "exp_avg": torch.zeros_like(master),

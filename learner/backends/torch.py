@@ -1,215 +1,331 @@
-"""One process, one device, plain torch."""
+"""The training steps of every backend, and the backend ``torch``: one process, one device, plain torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Final, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
-from broker.errors import WireError
+from broker.contract import wire
+from broker.errors import ConfigError, WireError
+from broker.weights.adapter import PREFIX
 from learner.algorithm.aggregation import BatchCounts, denominator
-from learner.algorithm.kl import kl_penalty
-from learner.algorithm.packing import MicroBatchCutter, by_length, cut, minibatches
-from learner.algorithm.samples import Array, SampleScores, TrainSample
-from learner.backends.batch import Batch, collate
-from learner.backends.figures import average, figures
-from learner.backends.held import Held
-from learner.backends.offload import activations_in_host_memory
+from learner.algorithm.packing import MicroBatchCutter, cut, minibatches
+from learner.algorithm.samples import SampleScores, TrainSample
+from learner.backends.base import Snapshot
+from learner.backends.context import RunContext
+from learner.backends.figures import average_metrics, step_metrics
+from learner.backends.models.lora import FOLDER
+from learner.backends.models.policy import PolicyModel
+from learner.backends.ranks.collectives import broadcast_from_rank_0
 from learner.backends.ranks.dealing import Job
+from learner.backends.ranks.group import RankGroup, RankLayout
+from learner.backends.ranks.messages import (
+    BuildCommand,
+    CollectiveCommand,
+    DiscardCommand,
+    RunCommand,
+    ScoreCommand,
+    StepCommand,
+    SyncCommand,
+)
+from learner.backends.weights import GatheredWeights
+from learner.backends.worker import RankWorker, build_worker
+from rlearner_text.hub import copy_tokenizer
+
+T = TypeVar("T")
+BuildWorker = Callable[[RunContext, RankGroup], RankWorker]
+_CONTEXT: Final = TypeAdapter(RunContext)
 
 
-class TorchBackend(Held):
-    """See ``learner.backends.base.Backend``."""
+class TorchBackend:
+    """See ``learner.backends.base.Backend``, also for methods without a docstring.
+
+    Rank 0 makes one, which starts the other ranks; those call ``follow`` and execute its commands.
+
+    Args:
+        settings: the fields of ``RunContext``.
+
+    Attributes:
+        takes_ranks: whether ``train.ranks`` may exceed 1.
+        worker: this rank's.
+    """
+
+    takes_ranks: ClassVar[bool] = False
+
+    def __init__(self, model_path: str, **settings: Any) -> None:
+        context, build = self.plan(RunContext(model_path, **settings))
+        context.check()
+        kind, size = type(self), context.train.ranks
+        if size > 1 and not self.takes_ranks:
+            raise ConfigError("train.ranks", size, f"{kind.__name__} runs in one process; train.backend ddp takes several")
+        self._ranks = RankGroup.start(f"{kind.__module__}:{kind.__qualname__}", size, _CONTEXT.dump_python(context, mode="json"))
+        try:
+            self.worker = build(context.on_rank(0), self._ranks)
+        except BaseException:
+            self.close()
+            raise
+        self._context, self._models, self._passes = context, self.worker.models, self.worker.passes
+        self._counts, self._sums = BatchCounts(), dict[str, float]()
+        self._reward_kl: float | None = None
+
+    @classmethod
+    def plan(cls, context: RunContext) -> tuple[RunContext, BuildWorker]:
+        """Check settings before any rank starts; return those to use, and what builds a rank's worker from them."""
+        return context, build_worker
+
+    @classmethod
+    def follow(cls, build: BuildCommand) -> RankWorker:
+        """Build another rank's worker."""
+        context, build_worker = cls.plan(_CONTEXT.validate_python(build.settings))
+        ranks = RankGroup(build.size, build.rank, store=build.store)
+        try:
+            return build_worker(context.on_rank(build.rank), ranks)
+        except BaseException:
+            ranks.leave()
+            raise
 
     def cutter(self) -> MicroBatchCutter[TrainSample]:
-        """Cuts samples, in the order of the log, into micro-batches for ``forward_backward``."""
-        return MicroBatchCutter(self._micro_tokens, packed=self._packs)
+        budget = self._context.train.micro_batch_tokens * self.worker.layout.num_per_cut
+        return MicroBatchCutter(budget, packed=self._passes.packs)
 
     def forward_backward(self, samples: Sequence[TrainSample]) -> dict[str, float]:
-        """Add one micro-batch to the gradient of the update under way, not yet normalised.
-
-        Returns:
-            Sums over the micro-batch: ``tokens``, ``rows``, ``inputs``, ``pg_loss``, ``entropy`` and those of the loss's statistics.
-
-        Raises:
-            WireError: a token id that the model does not have; nothing is added then.
-        """
         trained = [sample for sample in samples if sample.num_inputs]
         self._check_ids(trained)
         # Without a KL or entropy term a row whose advantages are all 0 adds nothing to the gradient: it is measured, not trained.
-        every_row = self._kl_in_loss or self._algorithm.entropy_coef > 0
+        every_row = self._models.kl_in_loss or self._context.algorithm.entropy_coef > 0
         idle = [] if every_row else [s for s in trained if not s.advantages[s.positions].any()]
         skipped = {id(sample) for sample in idle}
         sums = {"tokens": 0.0, "rows": 0.0, "inputs": float(sum(sample.num_inputs for sample in trained))}
         jobs = [(part, True) for part in self._slices([sample for sample in trained if id(sample) not in skipped])]
         jobs += [(part, False) for part in self._slices(idle)]
-        for found in self._run_all(jobs):
+        for found in self._run(jobs):
             _add(sums, found)
         self._counts.add(sum(sample.num_tokens for sample in trained), len(trained))
         _add(self._sums, sums)
         return sums
 
     def step(self) -> dict[str, float]:
-        """One update over all that was added since the last step; the step's metrics by their published names."""
         num_rows = self._counts.rows
         return self._complete(self._take(), num_rows)
 
     def update(self, samples: Sequence[TrainSample]) -> dict[str, float]:
-        """A whole step at once: ``num_epochs`` passes in ``num_minibatches`` updates each, the critic's beside the policy's.
+        """Run a whole step: ``num_epochs`` passes in ``num_minibatches`` updates each, of the critic and the policy.
 
-        During the critic's warm-up the policy stays as it is. With more than one minibatch a pass takes the samples in an order drawn
-        from the run's seed, the version and the pass, so that it is the same after a resume; with one in the order they come in.
+        The policy does not change during the critic's warm-up. With several minibatches, seed, version and pass fix
+        the order of the samples, which is the same after a resume; with one, it is the order given.
         """
         rows = [sample for sample in samples if sample.num_inputs]
         self._check_ids(rows)
-        trains_policy = self._critic is None or self._version >= self._algorithm.critic.warmup_steps
+        algorithm = self._context.algorithm
+        trains_policy = self._models.critic is None or self.version >= algorithm.critic.warmup_steps
         done: list[dict[str, float]] = []
-        for epoch in range(self._algorithm.num_epochs):
-            for part in minibatches(rows, self._algorithm.num_minibatches, (self._seed, self._version, epoch)):
+        for epoch in range(algorithm.num_epochs):
+            for part in minibatches(rows, algorithm.num_minibatches, (self._context.seed, self.version, epoch)):
                 done.append(self._update(part, trains_policy))
-        metrics = average(done, self._algorithm.num_epochs) | {"actor/num_updates": float(len(done) if trains_policy else 0)}
+        metrics = average_metrics(done, algorithm.num_epochs) | {"actor/num_updates": float(len(done) if trains_policy else 0)}
         return self._complete(metrics, len(rows))
 
     def _update(self, part: Sequence[TrainSample], trains_policy: bool) -> dict[str, float]:
         found: dict[str, float] = {}
-        if self._critic is not None:
+        if self._models.critic is not None:
             sums = dict[str, float]()
-            for one in self._run_critic(self._slices(part)):
+            for one in self._run_critic([(piece, True) for piece in self._slices(part)]):
                 _add(sums, one)
-            found = self._critic_step(sums, self._version)
+            command = StepCommand(sums.get("tokens", 0.0), self.version, critic=True)
+            found = self._ranks.together(command, partial(self.worker.critic_step, sums, self.version))
         if trains_policy:
-            for micro in cut(part, self.cutter().budget, packed=self._packs):
+            for micro in cut(part, self.cutter().budget, packed=self._passes.packs):
                 self.forward_backward(micro)
             found |= self._take()
         return found
 
     @torch.no_grad()
     def score(self, samples: Sequence[TrainSample]) -> list[SampleScores]:
-        """What the models say about samples before the step: logprobs, divergence where it stands in the reward, values."""
         rows = [sample for sample in samples if sample.num_inputs]
         self._check_ids(rows)
         found: dict[int, SampleScores] = {}
-        pieces = self._slices(rows)
-        for piece, columns in zip(pieces, self._score_all(pieces), strict=True):
+        jobs = [(piece, False) for piece in self._slices(rows)]
+        scored = self._ranks.share_out(jobs, self.worker.layout, lambda slices, _: ScoreCommand(slices), self._passes.score)
+        for (piece, _), columns in zip(jobs, scored, strict=True):
             ends = np.cumsum([sample.num_tokens for sample in piece])[:-1].tolist()
             parts = [[None] * len(piece) if column is None else np.split(column, ends) for column in columns]
             found |= {id(sample): SampleScores(*row) for sample, row in zip(piece, zip(*parts, strict=True), strict=True)}
         kl = [scores.kl for scores in found.values() if scores.kl is not None]
         self._reward_kl = float(np.concatenate(kl).mean()) if kl else None
         empty = np.zeros(0, np.float32)
-        nothing = SampleScores(empty, None if self._kl_in_loss or self._ref is None else empty, None if self._critic is None else empty)
+        nothing = SampleScores(empty, empty if self._models.kl_in_reward else None, None if self._models.critic is None else empty)
         return [found.get(id(sample), nothing) for sample in samples]
 
-    def _score_all(self, pieces: Sequence[Sequence[TrainSample]]) -> list[list[Array | None]]:
-        """Of each piece: logprobs, divergence, values, over its trained tokens."""
-        return [self._score(piece) for piece in pieces]
-
-    @torch.no_grad()
-    def _score(self, piece: Sequence[TrainSample]) -> list[Array | None]:
-        batch = self._collate(piece)
-        logprobs, _ = self.policy.score(batch)
-        columns = [logprobs, None, self._critic.values(batch) if self._critic is not None else None]
-        if self._ref is not None and not self._kl_in_loss:
-            columns[1] = kl_penalty(logprobs, self._ref.score(batch)[0], self._algorithm.kl_estimator)
-        return [None if column is None else column.cpu().numpy() for column in columns]
+    def discard(self) -> None:
+        if self._ranks.leader is not None:
+            self._ranks.leader.tell(DiscardCommand())
+        self._passes.discard()
+        self._counts, self._sums = BatchCounts(), dict[str, float]()
 
     def _take(self) -> dict[str, float]:
-        """One update of the policy; its metrics."""
-        scale = denominator(self._algorithm.loss_agg_mode, self._counts, self._max_length)
-        done = self._optimizer_step(scale, self._version)
-        metrics = figures(self._sums, self._counts, scale, self._algorithm) | {f"actor/{name}": value for name, value in done.items()}
+        """Update the policy; return the metrics."""
+        algorithm = self._context.algorithm
+        scale = denominator(algorithm.loss_agg_mode, self._counts, self._context.max_length)
+        done = self._ranks.together(StepCommand(scale, self.version), partial(self.worker.step, scale, self.version))
+        metrics = step_metrics(self._sums, self._counts, scale, algorithm) | {f"actor/{name}": value for name, value in done.items()}
         self._counts, self._sums = BatchCounts(), dict[str, float]()
         return metrics
 
     def _complete(self, metrics: dict[str, float], num_rows: int) -> dict[str, float]:
-        """The step is over."""
-        if self._ref is not None:
-            metrics["actor/kl_coef"] = self._kl.value
+        """End the step."""
+        if self._models.ref is not None:
+            metrics["actor/kl_coef"] = self.kl_coef
             if self._reward_kl is not None:
                 metrics["actor/reward_kl"] = self._reward_kl
             kl = metrics.get("actor/kl_loss", self._reward_kl)
             if kl is not None:
-                self._kl.update(kl, num_rows)
-        self._version, self._reward_kl = self._version + 1, None
+                self._passes.kl.update(kl, num_rows)
+        self._passes.version, self._reward_kl = self.version + 1, None
         return metrics
 
-    def discard(self) -> None:
-        """Forget what was added since the last step, as if the step under way had not begun."""
-        self._optimizer.discard()
-        self._counts, self._sums, self._drawn = BatchCounts(), dict[str, float](), (0, 0)
+    def _run(self, jobs: Sequence[Job]) -> list[dict[str, float]]:
+        passes = self._passes
+        return self._ranks.share_out(
+            jobs, self.worker.layout, lambda slices, train: RunCommand(slices, train, passes.kl.value, passes.version), passes.run
+        )
 
-    def _critic_step(self, sums: Mapping[str, float], at: int) -> dict[str, float]:
-        assert self._critic is not None
-        return self._critic.step(sums, at)
-
-    def _run_critic(self, pieces: Sequence[Sequence[TrainSample]]) -> list[dict[str, float]]:
-        """Forward and backward; the sums of each slice, in order."""
-        assert self._critic is not None
-        return [self._critic.forward_backward(self._collate(piece)) for piece in pieces]
-
-    def _optimizer_step(self, denominator: float, at: int) -> dict[str, float]:
-        return self._optimizer.step(denominator, at)
-
-    def _run_all(self, jobs: Sequence[Job]) -> list[dict[str, float]]:
-        """The sums of each slice, in order."""
-        return [self._run(part, train=train) for part, train in jobs]
-
-    def _run(self, samples: Sequence[TrainSample], *, train: bool) -> dict[str, float]:
-        """One slice: forward, and backward if ``train``; its sums."""
-        batch = self._collate(samples)
-        adapters = self.policy.adapters
-        with adapters.dropping(self._draw) if train and adapters is not None else nullcontext():
-            with torch.set_grad_enabled(train), self._saving(train):
-                total, sums = self._numerator(samples, batch)
-            if train:
-                self._backward(total)
-                self._optimizer.collect()
-        return self._figures_of(batch, sums)
-
-    def _saving(self, train: bool) -> AbstractContextManager[Any]:
-        """Around a forward pass: where what the backward pass needs waits for it."""
-        return activations_in_host_memory(train and self._offload)
-
-    def _figures_of(self, batch: Batch, sums: Mapping[str, Tensor]) -> dict[str, float]:
-        values = torch.stack([value.detach().double() for value in sums.values()]).tolist()  # one transfer
-        counts = {"tokens": float(len(batch.targets)), "rows": float(batch.num_rows), "padded": float(batch.input_ids.numel())}
-        return counts | dict(zip(sums, values, strict=True))
-
-    def _backward(self, total: Tensor) -> None:
-        total.backward()  # type: ignore[no-untyped-call]
-
-    def _draw(self) -> int:
-        """A seed for the dropout of one slice: the same after a resume, and after a step that was begun again; another on each rank."""
-        version, count = self._drawn
-        self._drawn = (self._version, count + 1 if version == self._version else 1)
-        return int(np.random.SeedSequence((self._seed, *self._drawn, self.rank)).generate_state(1)[0])
-
-    def _numerator(self, samples: Sequence[TrainSample], batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """What is minimised, before it is divided, and sums for the metrics."""
-        reference = self._ref_logprobs(batch)  # first: the other pass keeps its activations
-        logprobs, entropy = self.policy.score(batch, entropy_grad=self._algorithm.entropy_coef > 0)
-        return self._objective(batch, logprobs, entropy, reference, kl_coef=self._kl.value, version=self._version)
-
-    @torch.no_grad()
-    def _ref_logprobs(self, batch: Batch) -> Tensor | None:
-        return self._ref.score(batch)[0] if self._ref is not None and self._kl_in_loss else None
+    def _run_critic(self, jobs: Sequence[Job]) -> list[dict[str, float]]:
+        passes, layout = self._passes, RankLayout.plain(self._ranks.size)  # every rank holds the whole critic
+        return self._ranks.share_out(
+            jobs, layout, lambda slices, _: RunCommand(slices, [], passes.kl.value, passes.version, critic=True), passes.run_critic
+        )
 
     def _slices(self, samples: Sequence[TrainSample]) -> list[list[TrainSample]]:
-        """What goes through the model at once."""
-        return by_length(samples, self._slice_tokens, packed=self._packs)
-
-    def _collate(self, samples: Sequence[TrainSample]) -> Batch:
-        return collate(samples, self.device, packed=self._packs)
+        return self._passes.slices(samples, self.worker.layout.num_at_once)
 
     def _check_ids(self, samples: Sequence[TrainSample]) -> None:
         for sample in samples:
             largest = int(sample.token_ids.max())
             if largest >= self.vocab_size:
                 raise WireError(f"group {sample.group}: token id {largest} is outside the model's vocabulary of {self.vocab_size}")
+
+    @property
+    def policy(self) -> PolicyModel:
+        """The model that is trained."""
+        return self._models.policy
+
+    @property
+    def device(self) -> torch.device:
+        return self.worker.device
+
+    @property
+    def vocab_size(self) -> int:
+        return self.policy.vocab_size
+
+    @property
+    def version(self) -> int:
+        """Steps completed, over all incarnations."""
+        return self._passes.version
+
+    @property
+    def kl_coef(self) -> float:
+        return self._passes.kl.value
+
+    def shapes(self) -> dict[str, Tensor]:
+        return self.worker.weights.shapes()
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """Return the live weights by state-dict name, adapters merged; sharded ones are gathered as they are read."""
+        weights = self.worker.weights
+        return GatheredWeights(list(weights.shapes()), weights.buckets, self._gather) if weights.buckets else weights.live()
+
+    def _gather(self, bucket: int) -> dict[str, Tensor]:
+        return self._ranks.together(CollectiveCommand("gather", [bucket]), partial(self.worker.weights.gather, bucket))
+
+    def adapter(self) -> wire.Adapter | None:
+        base, adapters = self._models.base_digest, self.policy.adapters
+        return None if adapters is None or not base else adapters.shown(base)
+
+    def factors(self) -> dict[str, Tensor]:
+        return {} if self.policy.adapters is None else self._on_all(CollectiveCommand("factors"), self.worker.weights.factors)
+
+    def logprobs(self, token_ids: Sequence[int] | npt.NDArray[np.generic]) -> Tensor:
+        return self._on_all(CollectiveCommand("logprobs", [int(token) for token in token_ids]), partial(self.worker.logprobs, token_ids))
+
+    def _on_all(self, call: CollectiveCommand, work: Callable[[], T]) -> T:
+        """Return ``work()``, on all ranks at the same time if none holds the whole model."""
+        return self._ranks.together(call, work) if self.worker.sharded else work()
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot(self._all_weights(), self.state())
+
+    def _all_weights(self) -> dict[str, Tensor]:
+        """Return copies of the weights, and of the adapters by peft's names."""
+        parts = (self.weights(), self.factors())
+        return {name: tensor.to("cpu", copy=True).contiguous() for part in parts for name, tensor in part.items()}
+
+    def save(self, path: str | Path, weights: Mapping[str, Tensor] | None = None) -> None:
+        """Write a snapshot's weights, configuration and tokenizer to a folder that transformers loads; from any thread.
+
+        Without ``weights`` the live ones are written. Adapters are merged in, and also saved for peft.
+        """
+        weights = self._all_weights() if weights is None else weights
+        merged = {name: tensor for name, tensor in weights.items() if not name.startswith(PREFIX)}
+        self.policy.module.save_pretrained(path, state_dict=merged)
+        copy_tokenizer(self._context.first_path, Path(path))
+        if self.policy.adapters is not None:
+            self.policy.adapters.save(Path(path) / FOLDER, {name: weights[name] for name in weights.keys() - merged.keys()})
+
+    def state(self) -> dict[str, Tensor]:
+        """Return copies of all but the weights that the next step depends on: optimizer, schedule, RNG, critic.
+
+        Raises:
+            RuntimeError: if a step is under way.
+        """
+        if self._counts.rows:
+            raise RuntimeError("a step is under way; its state is taken before or after")
+        return self._on_all(CollectiveCommand("state"), self.worker.state)
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Restore what ``state`` returned; a GPU's RNG only where there is a GPU.
+
+        Raises:
+            UserError: if it belongs to another model.
+        """
+        self._load_optimizer(_below("optimizer.", state))
+        if (critic := self._models.critic) is not None:
+            critic.load_state(_below("critic.", state))
+            self._sync(SyncCommand(critic.optimizer.updates, critic=True), critic.optimizer.tensors)
+        self._passes.version = int(state["version"])
+        if self._passes.kl.target is not None:
+            self._passes.kl.value = float(state["kl_coef"])
+        torch.set_rng_state(state["rng.cpu"])
+        if self.device.type == "cuda" and "rng.cuda" in state:
+            torch.cuda.set_rng_state(state["rng.cuda"], self.device)
+
+    def _load_optimizer(self, state: Mapping[str, Tensor]) -> None:
+        optimizer = self.worker.optimizer
+        if self.worker.sharded:
+            optimizer.refuse(state, optimizer.empty_state())
+            self._ranks.together(CollectiveCommand("load", [int(state["updates"])]), partial(optimizer.take, state))
+            return
+        optimizer.load_state(state)
+        self._sync(SyncCommand(optimizer.updates), optimizer.tensors)
+
+    def _sync(self, command: SyncCommand, tensors: Callable[[], Sequence[Tensor]]) -> None:
+        """Send rank 0's tensors to the other ranks."""
+        if self._ranks.leader is not None:
+            self._ranks.together(command, lambda: broadcast_from_rank_0(tensors(), self.device))
+
+    def close(self) -> None:
+        self._ranks.close()
+
+
+def _below(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
 
 
 def _add(into: dict[str, float], values: Mapping[str, float]) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from broker.errors import UserError
-from learner.backends.policy import load_model, pick_device
+from learner.backends.models.policy import load_model, pick_device
 from learner.offline.data import TokenizedExample, load_examples, micro_batches, shuffled_batches
 from rlearner_text.atomic_folders import atomic_folder
 from rlearner_text.config import ModelSection, check_model_path

@@ -1,5 +1,6 @@
 """What every training backend must do as the torch backend does it. Backends for several ranks run as two processes."""
 
+import dataclasses
 import os
 import signal
 import threading
@@ -11,8 +12,8 @@ import torch
 from backend_kit import VARIANTS, kit, make, run
 
 from learner.backends.ranks import leader as leader_module
-from learner.backends.ranks.leader import RankDied
-from learner.backends.ranks.messages import deal, pack, unpack
+from learner.backends.ranks.leader import RankExitedError
+from learner.backends.ranks.messages import deal_slices, pack_sample, unpack_sample
 from learner.config import AlgorithmSection
 
 CLOSE = ("actor/pg_loss", "actor/entropy", "actor/ppo_kl", "rollout_corr/kl", "actor/grad_norm")
@@ -55,7 +56,7 @@ def test_backend(path, expected, tmp_path, monkeypatch, name):
     # One life: as the torch backend, a checkpoint in the middle; a second: bit for bit the same from there, then a rank is killed.
     first = make(name, path)
     try:
-        held = sum(tensor.numel() for tensor in first._optimizer.tensors() if tensor.ndim)
+        held = sum(tensor.numel() for tensor in first.worker.optimizer.tensors() if tensor.ndim)
         total = 3 * sum(tensor.numel() for tensor in first.shapes().values())  # weights and two moments
         assert held == pytest.approx(HELD.get(name, 1) * total, rel=0.01)
         metrics = run(first, range(2))
@@ -81,7 +82,7 @@ def test_backend(path, expected, tmp_path, monkeypatch, name):
     close(run(alone, range(2, 5)), expected[2:])
 
     lines, seen = [], threading.Event()
-    monkeypatch.setattr(leader_module, "leave", lambda line: (lines.append(line), seen.set()))
+    monkeypatch.setattr(leader_module, "exit_at_once", lambda line: (lines.append(line), seen.set()))
     second = make(name, str(tmp_path))
     try:
         second.load_state(snapshot.state)
@@ -89,12 +90,12 @@ def test_backend(path, expected, tmp_path, monkeypatch, name):
         assert all(torch.equal(tensor, weights[name]) for name, tensor in second.weights().items())
         close([scanty(second)], [scanty(alone)])
         if name != "torch":
-            os.kill(second._leader.processes[0].pid, signal.SIGKILL)
+            os.kill(second._ranks.leader.processes[0].pid, signal.SIGKILL)
             assert seen.wait(10)
             (line,) = lines
             assert line.startswith("rank 1 (pid ")
             assert "ended by SIGKILL; so does the learner" in line
-            with pytest.raises(RankDied, match="rank 1"):
+            with pytest.raises(RankExitedError, match="rank 1"):
                 run(second, [5])
     finally:
         began = time.monotonic()
@@ -111,7 +112,7 @@ def test_two_ranks_give_the_gradient_of_one_in_every_aggregation(path):
         try:
             for mode in modes:
                 alone = make("torch", path, algorithm=AlgorithmSection(loss_agg_mode=mode), **frozen)
-                pair._algorithm = alone._algorithm
+                pair._context = dataclasses.replace(pair._context, algorithm=alone._context.algorithm)
                 gradients = [moments(backend) for backend in (pair, alone)]
                 assert gradients[1].norm() > 0.1
                 assert float((gradients[0] - gradients[1]).norm() / gradients[1].norm()) < 1e-6, mode
@@ -128,13 +129,13 @@ def moments(backend):
 
 def test_dealing_by_hand():
     # 9 to rank 0, 7 to rank 1, 5 to rank 1 (7 < 9), 3 to rank 0 (9 < 12), 2 to the lower of 12 and 12.
-    assert deal([3, 9, 2, 7, 5], 2) == [[0, 1, 2], [3, 4]]
-    assert deal([4], 3) == [[0], [], []]
+    assert deal_slices([3, 9, 2, 7, 5], 2) == [[0, 1, 2], [3, 4]]
+    assert deal_slices([4], 3) == [[0], [], []]
 
 
 def test_a_sample_crosses_unchanged():
     one = kit.samples(1, 1, temperature=0.7)[0]
-    again = unpack(pack(one))
+    again = unpack_sample(pack_sample(one))
     for name in ("token_ids", "loss_mask", "rollout_logprobs", "versions", "advantages"):
         assert np.array_equal(getattr(one, name), getattr(again, name))
     assert (again.group, again.temperature, again.values, again.proximal_logprobs) == (1, 0.7, None, None)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from backend_kit import kit, make, run
 
-from learner.backends import policy
+from learner.backends.models import policy
 from rlearner_text.config import ModelSection
 
 pytest.importorskip("deepspeed", reason="deepspeed is not installed: make test-deepspeed")

@@ -34,7 +34,7 @@ def test_a_critic_on_two_ranks_learns_and_resumes_as_in_one_process(path, with_c
         snapshot = first.snapshot()
         first.save(tmp_path, snapshot.weights)
         found += steps(first, range(2, 5))
-        last, offloaded = whole(first), first._critic.optimizer._copied
+        last, offloaded = whole(first), first.worker.models.critic.optimizer._copied
         assert bool(offloaded) == variant.endswith("offload")  # the critic's optimizer waits where the policy's does
         rows = kit.samples(9)
         values = [one.values for one in first.score(rows)]
@@ -101,7 +101,8 @@ def test_offloaded_activations_and_compiled_blocks_make_the_same_steps(path, mon
 def watch(backend, monkeypatch):
     """Counts what goes to host memory as if this were a GPU, what is gathered, and what of that is there as a backward pass begins."""
     seen, gathered, leaves = dict.fromkeys(("moved", "weights", "gathered", "kept"), 0), [], offload._leaves
-    module, backward = backend.policy.module, backend._backward
+    module, optimizer = backend.policy.module, backend.worker.optimizer
+    backward = optimizer.backward
     weights = list(module.parameters())
 
     def as_on_a_gpu(tensor):
@@ -126,8 +127,8 @@ def watch(backend, monkeypatch):
         backward(total)
 
     monkeypatch.setattr(offload, "_leaves", as_on_a_gpu)
-    monkeypatch.setattr(backend, "_backward", watched)
-    if not backend._sharded:
+    monkeypatch.setattr(optimizer, "backward", watched)
+    if not optimizer._sharded:
         return seen
     within = {id(part) for block in module.modules() if hasattr(block, "_z3_leaf") for part in block.modules() if part is not block}
     for part in module.modules():

@@ -10,7 +10,7 @@ from backend_kit import kit, make, run
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from broker.errors import ConfigError
-from learner.backends import policy
+from learner.backends.models import policy
 from learner.config import AlgorithmSection
 from rlearner_text.config import ModelSection
 

@@ -12,7 +12,7 @@ from critic_kit import PPO, agree, steps, whole
 
 from learner.backends import offload
 from learner.backends.ranks import leader as leader_module
-from learner.backends.ranks.leader import RankDied
+from learner.backends.ranks.leader import RankExitedError
 from learner.config import AlgorithmSection
 from rlearner_text.config import ModelSection
 
@@ -58,7 +58,7 @@ def test_a_critic_and_an_offloaded_optimizer_learn_and_resume_as_in_one_process(
 
     offloaded = make(variant, path, algorithm=PPO, optimizer_offload=True)
     try:
-        for optimizer in (offloaded._optimizer, offloaded._critic.optimizer):
+        for optimizer in (offloaded.worker.optimizer, offloaded.worker.models.critic.optimizer):
             assert optimizer._copied == list(optimizer._masters)
         assert steps(offloaded, range(2)) == found[:2]
         snapshot = offloaded.snapshot()
@@ -86,13 +86,13 @@ def test_a_critic_and_an_offloaded_optimizer_learn_and_resume_as_in_one_process(
 def test_a_critic_beside_adapters_on_two_copies_of_two_ranks(path, monkeypatch):
     expected = steps(make("torch", path, algorithm=PPO, lora={"rank": 4}), range(3))
     lines, seen = [], threading.Event()
-    monkeypatch.setattr(leader_module, "leave", lambda line: (lines.append(line), seen.set()))
+    monkeypatch.setattr(leader_module, "exit_at_once", lambda line: (lines.append(line), seen.set()))
     backend = make("megatron-tp2", path, ranks=4, algorithm=PPO, lora={"rank": 4}, optimizer_offload=True)
     try:
         agree(steps(backend, range(3)), expected)
-        os.kill(backend._leader.processes[1].pid, signal.SIGKILL)
+        os.kill(backend._ranks.leader.processes[1].pid, signal.SIGKILL)
         assert seen.wait(10)
-        with pytest.raises(RankDied, match="rank 2"):
+        with pytest.raises(RankExitedError, match="rank 2"):
             steps(backend, [3])
     finally:
         backend.close()

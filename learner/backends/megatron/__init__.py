@@ -1,15 +1,7 @@
-"""Training by Megatron-core: ``train.backend: megatron``.
+"""Training with Megatron-core: ``train.backend: megatron``.
 
-``backend`` is what the learner calls and what its ranks obey; see ``learner.backends.ranks`` for how they talk.
-
-- ``architecture``: which models there are in Megatron's terms (pure).
-- ``mapping``: Hugging Face's tensors as parts of Megatron's (pure).
-- ``shell``, ``files``: a model on disk, looked at without its weights, and these read a share at a time.
-- ``grid``: which rank holds what, and the groups in which ranks talk.
-- ``model``: Megatron's GPTModel for one stage. The only file that imports Megatron.
-- ``vocabulary``: logprobs and entropies of a divided vocabulary.
-- ``pipeline``: slices through the stages.
-- ``policy``: all of that as a model that scores tokens.
-- ``adapters``: factors beside its layers.
-- ``exchange``, ``optimizer``: tensors between ranks in Hugging Face's shapes, for offers and checkpoints that know of no ranks.
+``backend`` builds the workers from ``policy`` (a model that scores tokens), ``adapters`` and ``optimizer``. Below them,
+``model`` is Megatron's GPTModel for one stage and alone imports Megatron; ``grid`` assigns ranks, ``mapping`` and
+``architecture`` (pure) translate from Hugging Face, ``shell`` and ``files`` read models from disk, ``pipeline`` runs
+stages, ``vocabulary`` its divided output layer, and ``exchange`` moves tensors in Hugging Face's shapes.
 """

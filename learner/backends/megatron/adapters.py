@@ -1,9 +1,8 @@
-"""Adapters on Megatron's layers: peft's factors, divided as the layers are.
+"""Adapters on Megatron's layers: peft's factors, divided like the layers.
 
-peft has layers for Megatron (``LoraParallelLinear``), but on Megatron's own matrices, queries with keys and values, gate with up, whose
-factors no engine takes, and in Megatron's global groups, of which there are none here. So peft makes its factors on a transformers model
-without weights; their names, first values and files are those of every other backend. What a factor adds is added where Megatron's layer
-gives its result, each share of a layer by the rank that holds it.
+peft's layers for Megatron (``LoraParallelLinear``) adapt fused matrices, whose factors engines do not load, and need
+global groups. So peft creates the factors on a transformers model without weights, with the names, first values and
+files of every other backend, and a hook adds each share's contribution to the result of Megatron's layer.
 """
 
 from __future__ import annotations
@@ -17,27 +16,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from learner.backends.lora import Adapters
-from learner.backends.megatron.exchange import Exchange
-from learner.backends.megatron.grid import Grid, Groups
-from learner.backends.megatron.mapping import Part, as_it_is, take_share
-from learner.backends.megatron.model import library
+from learner.backends.megatron.exchange import TensorExchange
+from learner.backends.megatron.grid import ProcessGroups, RankGrid
+from learner.backends.megatron.mapping import TensorPart, take_share, whole_view
+from learner.backends.megatron.model import megatron_library
+from learner.backends.models.lora import LoraAdapters
 from learner.config import LoraSection
 
 
-class MegatronAdapters(Adapters):
-    """See ``learner.backends.lora.Adapters``.
-
-    Args:
-        module: transformers' model, on the meta device; left as it is.
+class MegatronAdapters(LoraAdapters):
+    """See ``learner.backends.models.lora.LoraAdapters``; ``module`` is on the meta device and stays unchanged.
 
     Attributes:
-        first: the factors by the module's names, whole, in host memory, until ``divide``.
-        live: this rank's shares of them, from then on.
-        exchange: for those.
+        first: the whole factors by the module's names, in host memory, until ``divide``.
+        live: this rank's shares of the factors, after ``divide``.
+        exchange: gathers and deals the shares.
     """
 
-    exchange: Exchange
+    exchange: TensorExchange
 
     def __init__(self, module: Any, section: LoraSection, seed: int, base: str) -> None:
         skeleton = _without_weights(module)
@@ -46,22 +42,17 @@ class MegatronAdapters(Adapters):
         self.live: dict[str, nn.Parameter] = {}
         self._disabled = False
 
-    def divide(self, model: nn.Module, parts: Sequence[Part], grid: Grid, groups: Groups, device: torch.device) -> None:
-        """Keep this rank's shares of the factors, and let them take part in the model's passes.
-
-        Args:
-            model: Megatron's, of this stage.
-            parts: of the model's weights, in all stages.
-        """
+    def divide(self, model: nn.Module, parts: Sequence[TensorPart], grid: RankGrid, groups: ProcessGroups, device: torch.device) -> None:
+        """Keep this rank's shares of the factors and hook ``model``, this stage's; ``parts`` are of all stages."""
         adapted = [part for part in parts if len(self.parts(part.name)) > 1]
         factors = [one for part in adapted for one in self._parts_of(part)]
         shapes = {name: tensor.to("meta") for name, tensor in self.first.items()}
-        self.exchange = Exchange(grid, groups, factors, shapes, device)
+        self.exchange = TensorExchange(grid, groups, factors, shapes, device)
         for part in self.exchange.own:
             share = take_share(self.first[part.name], part.dim, grid.tp, grid.share)
             self.live[part.name] = nn.Parameter(share.to(device, copy=True).contiguous())
-        self.first, self._layers = {}, []  # the whole factors go
-        holders: dict[str, list[Part]] = {}
+        self.first, self._layers = {}, []  # frees the whole factors
+        holders: dict[str, list[TensorPart]] = {}
         for part in adapted:
             if part.stage == grid.stage:
                 holders.setdefault(part.holder, []).append(part)
@@ -72,23 +63,23 @@ class MegatronAdapters(Adapters):
                 hook = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]  # as the layer, see ``compile_blocks``
             layer.register_forward_hook(hook)
 
-    def _parts_of(self, part: Part) -> list[Part]:
-        """Of A the inputs are divided where those of the layer are, of B the outputs."""
+    def _parts_of(self, part: TensorPart) -> list[TensorPart]:
+        """Divide A's inputs like the layer's inputs, and B's outputs like its outputs."""
         _, a, b = self.parts(part.name)
-        plain = replace(part, view=as_it_is)
+        plain = replace(part, view=whole_view)
         return [
             replace(plain, name=a, holder=a, dim=1 if part.dim == 1 else None),
             replace(plain, name=b, holder=b, dim=0 if part.dim == 0 else None),
         ]
 
-    def _adding(self, layer: Any, together: Sequence[Part], group: Any, device: torch.device) -> Callable[..., Any]:
-        """A hook behind one of Megatron's layers, which computes what several of Hugging Face's do."""
+    def _adding(self, layer: Any, together: Sequence[TensorPart], group: Any, device: torch.device) -> Callable[..., Any]:
+        """Return a forward hook of one of Megatron's layers, which fuses several of Hugging Face's."""
         rows = torch.arange(layer.weight.shape[0], device=device)
         of_each: list[tuple[Tensor, Tensor, Tensor, bool]] = []
         for part in together:
             a, b = (self.live[name] for name in self.parts(part.name)[1:])
-            of_each.append((a, b, part.view(rows).flatten(), part.dim == 1))  # where its outputs lie; whether inputs are divided
-        megatron = library()
+            of_each.append((a, b, part.view(rows).flatten(), part.dim == 1))  # its rows; whether inputs are divided
+        megatron = megatron_library()
 
         def hook(_: Any, arguments: tuple[Tensor, ...], found: tuple[Tensor, Any]) -> tuple[Tensor, Any] | None:
             if self._disabled:
@@ -108,7 +99,7 @@ class MegatronAdapters(Adapters):
 
 
 def _without_weights(module: Any) -> Any:
-    """The model with linear layers in host memory that take no room there, for peft to put factors beside them."""
+    """Return the model with linear layers in host memory that use no memory, for peft to add factors to."""
     skeleton = copy.deepcopy(module)
     for layer in skeleton.modules():
         if isinstance(layer, nn.Linear):

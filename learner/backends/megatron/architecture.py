@@ -1,4 +1,4 @@
-"""Which models there are in Megatron's terms, and which cannot be: decided from a Hugging Face configuration alone."""
+"""Translates Hugging Face configurations to Megatron's terms and refuses unsupported models."""
 
 from __future__ import annotations
 
@@ -8,16 +8,12 @@ from typing import Any, Final
 from broker.errors import ConfigError
 
 SUPPORTED: Final = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-ROPE_TYPES: Final = ("default", "linear", "llama3")  # frequencies that are the same for every length, and cosines that are not scaled
+ROPE_TYPES: Final = ("default", "linear", "llama3")  # frequencies independent of length, cosines not scaled
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """What ranks divide among themselves.
-
-    Attributes:
-        num_groups: key and value heads.
-    """
+class ModelSizes:
+    """Sizes that ranks divide; ``num_groups`` counts key-value heads."""
 
     num_layers: int
     num_heads: int
@@ -26,39 +22,30 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Architecture(Sizes):
-    """Sizes and switches of one decoder, all its layers alike.
-
-    Attributes:
-        qkv_bias: whether queries, keys and values have one.
-        qk_norm: whether queries and keys are normalised, head by head.
-        tied: whether the output layer is the embedding.
-    """
+class DecoderArchitecture(ModelSizes):
+    """Sizes and switches of a decoder whose layers are all alike."""
 
     hidden: int
     head_dim: int
     vocab: int
     max_positions: int
     eps: float
-    qkv_bias: bool
-    qk_norm: bool
-    tied: bool
+    qkv_bias: bool  # whether queries, keys and values have a bias
+    qk_norm: bool  # whether queries and keys are normalised per head
+    tied: bool  # whether the output layer shares the embedding's weights
 
 
-def architecture_of(config: Any, path: str) -> Architecture:
-    """
-    Args:
-        config: of transformers.
-        path: where it is from, for messages.
+def architecture_of(config: Any, path: str) -> DecoderArchitecture:
+    """Read a transformers configuration; ``path`` is for messages.
 
     Raises:
-        ConfigError: a model that is not of the Llama and Qwen families, or a variant of theirs that Megatron's layers are not told to be.
+        ConfigError: if the model is not of the Llama and Qwen families, or a variant that is not supported.
     """
     name = next(iter(config.architectures or []), type(config).__name__)
-    refuse_name(name, path)
+    check_architecture(name, path)
     if odd := _oddity(config):
         raise ConfigError("model.path", path, f"a plain {name} with train.backend megatron, not one with {odd}; fsdp2 takes it")
-    return Architecture(
+    return DecoderArchitecture(
         num_layers=config.num_hidden_layers,
         hidden=config.hidden_size,
         num_heads=config.num_attention_heads,
@@ -75,7 +62,7 @@ def architecture_of(config: Any, path: str) -> Architecture:
 
 
 def _oddity(config: Any) -> str:
-    """What no layer here does, empty if there is nothing."""
+    """Return the first unsupported setting; empty if there is none."""
     rope = config.rope_parameters or {}
     if (kind := rope.get("rope_type", "default")) not in ROPE_TYPES:
         return f"rope_type {kind}"
@@ -91,20 +78,14 @@ def _oddity(config: Any) -> str:
     return f"attention_dropout {config.attention_dropout}" if getattr(config, "attention_dropout", 0.0) else ""
 
 
-def refuse_name(name: str, path: str) -> None:
-    """
-    Raises:
-        ConfigError: a class of transformers that is not of the families.
-    """
+def check_architecture(name: str, path: str) -> None:
+    """Raise ConfigError if a transformers class is not supported."""
     if name not in SUPPORTED:
         raise ConfigError("model.path", path, f"one of {', '.join(SUPPORTED)} with train.backend megatron, not {name}")
 
 
-def refuse_sizes(shape: Sizes, tensor_parallel: int, pipeline_parallel: int) -> None:
-    """
-    Raises:
-        ConfigError: the model cannot be divided so; names what does not divide and what would.
-    """
+def check_sizes(shape: ModelSizes, tensor_parallel: int, pipeline_parallel: int) -> None:
+    """Raise ConfigError if ranks cannot divide the model so, with the values that would work."""
     for count, what in ((shape.num_heads, "attention heads"), (shape.num_groups, "key-value heads"), (shape.intermediate, "MLP columns")):
         if count % tensor_parallel:
             fitting = [size for size in range(1, shape.num_groups + 1) if divides(shape, size)]
@@ -115,6 +96,6 @@ def refuse_sizes(shape: Sizes, tensor_parallel: int, pipeline_parallel: int) -> 
         raise ConfigError("train.megatron.pipeline_parallel", pipeline_parallel, allowed)
 
 
-def divides(shape: Sizes, size: int) -> bool:
-    """Whether ``size`` ranks can hold a layer together."""
+def divides(shape: ModelSizes, size: int) -> bool:
+    """Return whether ``size`` ranks can divide a layer."""
     return not any(count % size for count in (shape.num_heads, shape.num_groups, shape.intermediate))

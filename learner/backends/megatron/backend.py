@@ -1,4 +1,4 @@
-"""Megatron-core: layers divided over tensor-parallel ranks, stages over pipeline-parallel ones, copies of both side by side."""
+"""The backend ``megatron``: tensor, pipeline and data parallel training with Megatron-core."""
 
 from __future__ import annotations
 
@@ -10,180 +10,147 @@ import torch
 from torch import Tensor
 
 from learner.algorithm.kl import kl_penalty
-from learner.algorithm.packing import MicroBatchCutter
-from learner.algorithm.samples import Array, TrainSample
-from learner.backends.batch import Batch
-from learner.backends.ddp import DdpBackend
-from learner.backends.gathered import Gathered, buckets_of
-from learner.backends.lora import Base
-from learner.backends.megatron.grid import Grid, Groups
-from learner.backends.megatron.model import library
+from learner.algorithm.samples import Array
+from learner.backends.context import RunContext
+from learner.backends.megatron.grid import ProcessGroups, RankGrid
+from learner.backends.megatron.model import megatron_library
 from learner.backends.megatron.optimizer import MegatronOptimizer
 from learner.backends.megatron.policy import Measured, MegatronPolicy
-from learner.backends.megatron.shell import Shell, open_shell
-from learner.backends.optim import Optimizer
+from learner.backends.megatron.shell import ModelShell, open_shell
+from learner.backends.models.batch import TokenBatch
+from learner.backends.models.model_set import ModelSet
+from learner.backends.passes import ModelPasses
 from learner.backends.ranks.collectives import sum_over_ranks
 from learner.backends.ranks.dealing import Job
-from learner.backends.ranks.meeting import join_alone
-from learner.backends.ranks.messages import deal
+from learner.backends.ranks.group import RankGroup, RankLayout
+from learner.backends.ranks.messages import deal_slices
 from learner.backends.section_checks import check_megatron
-from learner.config import TrainSection
-from rlearner_text.config import ModelSection
+from learner.backends.torch import BuildWorker, TorchBackend
+from learner.backends.weights import ShardedWeights
+from learner.backends.worker import RankWorker, prepare_process
 
-SLICES_PER_STAGE: Final = 4  # of p stages all compute for a share of 4p / (5p - 1) of the time, if slices are alike
+SLICES_PER_STAGE: Final = 4  # p stages then compute for 4p / (5p - 1) of the time, if slices are alike
 
 
-class MegatronBackend(DdpBackend):
-    """See ``learner.backends.base.Backend``."""
+class MegatronWeights(ShardedWeights):
+    """Weights that ranks hold parts of; rank 0 gathers them, together with all ranks, under Hugging Face's names."""
 
-    target: ClassVar[str] = "learner.backends.megatron.backend:MegatronBackend"
-    together: ClassVar[bool] = True
-    policy: MegatronPolicy  # type: ignore[assignment]  # of which nothing is asked that is not asked below
-    _ref: MegatronPolicy | Base | None  # type: ignore[assignment]
-    _optimizer: MegatronOptimizer
+    def __init__(self, policy: MegatronPolicy, rank: int) -> None:
+        super().__init__(policy)  # type: ignore[arg-type]
+        self._model, self._rank = policy, rank
 
-    def __init__(self, model_path: str, *, train: TrainSection, ref_path: str | None = None, **others: Any) -> None:
-        check_megatron({**train.model_dump(), "backend": "megatron"})
-        library()  # before CUDA is used, for it sets what CUDA reads then
-        algorithm, model, seat = others["algorithm"], others["model"], others.get("seat")
-        section, first = train.megatron, ref_path or model_path
-        wanted = [first if train.lora else model_path, *([first] if algorithm.kl_coef else [])]
-        self._shells = {path: open_shell(path, model, section) for path in wanted}  # what is wrong is said before any rank starts
-        rank = seat.rank if seat is not None else 0
-        self._grid = Grid(train.ranks, section.tensor_parallel, section.pipeline_parallel, rank)
-        self._groups: Groups | None = None
-        super().__init__(model_path, train=train, ref_path=ref_path, **others)
+    @torch.no_grad()
+    def gather(self, bucket: int) -> dict[str, Tensor]:
+        found = {name: self._model.gather(name) for name in self.buckets[bucket]}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
 
-    def _load(  # type: ignore[override]
-        self, path: str, model: ModelSection, *, trainable: bool = True, packing: bool
-    ) -> MegatronPolicy:
-        if self._groups is None:
-            self._meet()
-            if self.size == 1:
-                join_alone(self.device)
-                self._met = True
-            self._groups = Groups(self._grid)
-        shell: Shell = self._shells[path]
-        return MegatronPolicy(shell, self._grid, self._groups, self.device, trainable=trainable)
+    def factors(self) -> dict[str, Tensor]:
+        adapters = self._model.adapters
+        assert adapters is not None
+        found = {name: factor for name in adapters.exchange.shapes if (factor := self._model.gather_factor(name)) is not None}
+        return adapters.factors(found.__getitem__) if self._rank == 0 else {}
 
-    def _make_optimizer(self, train: TrainSection) -> Optimizer:
-        assert self._groups is not None
-        self.policy.divide_adapters()
-        self._shapes = self.policy.shapes()
-        self._buckets = buckets_of(self._shapes)
-        return MegatronOptimizer(self.policy, train, self._grid, self._groups, self.device)
 
-    # ------------------------------------------------------------------------------------------------ who does what
+class MegatronPasses(ModelPasses):
+    """Passes in which all stages of a copy take part, several slices at a time."""
 
-    def cutter(self) -> MicroBatchCutter[TrainSample]:
-        """With several slices for each stage, as a pipeline is filled and emptied for each micro-batch that is cut."""
-        found = super().cutter()
-        return MicroBatchCutter(found.budget * (SLICES_PER_STAGE if self._grid.pp > 1 else 1), packed=self._packs)
+    def __init__(self, *arguments: Any, policy: MegatronPolicy, grid: RankGrid, groups: ProcessGroups, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._policy, self._grid, self._groups = policy, grid, groups
 
-    @property
-    def num_at_once(self) -> int:
-        """Slices that are worked on at the same time: one in each stage of each copy."""
-        return self._grid.dp * self._grid.pp
-
-    @property
-    def num_copies(self) -> int:
-        """Of the model: so many deal the slices of a step out among themselves."""
-        return self._grid.dp
-
-    def copy_of(self, rank: int) -> int:
-        """Of which copy of the model a rank is a part."""
-        return self._grid.copy_of(rank)
-
-    @property
-    def speakers(self) -> Sequence[int]:
-        """Of each copy the rank that says what became of its slices."""
-        return self._grid.speakers
-
-    # ------------------------------------------------------------------------------------------------ passes
-
-    def _run_own(self, jobs: Sequence[Job]) -> list[dict[str, float]]:
-        batches = [self._collate(part) for part, _ in jobs]
-        references = self._references(batches) if self._kl_in_loss else [None] * len(jobs)
+    def run(self, jobs: Sequence[Job]) -> list[dict[str, float]]:
+        batches = [self.collate(part) for part, _ in jobs]
+        references = self._references(batches) if self.models.kl_in_loss else [None] * len(jobs)
         found: list[dict[str, float]] = [{} for _ in jobs]
 
         def loss(index: int, measured: Measured) -> Tensor:
             batch = batches[index]
-            total, sums = self._objective(batch, *measured, references[index], kl_coef=self._kl.value, version=self._version)
-            found[index] = self._figures_of(batch, sums)
+            total, sums = self.objective(batch, *measured, references[index], kl_coef=self.kl.value, version=self.version)
+            found[index] = self.sums_of(batch, sums)
             return total
 
         trained = [index for index, (_, train) in enumerate(jobs) if train]
-        self.policy.trained(
+        self._policy.trained(
             [batches[index] for index in trained],
             lambda place, measured: loss(trained[place], measured),
-            self._optimizer.collect,
-            partial(self._saving, True),
-            entropy_grad=self._algorithm.entropy_coef > 0,
+            self.optimizer.collect,
+            self.saving,
+            entropy_grad=self.algorithm.entropy_coef > 0,
         )
         idle = [index for index, (_, train) in enumerate(jobs) if not train]
-        for index, measured in zip(idle, self.policy.measured([batches[index] for index in idle]), strict=True):
+        for index, measured in zip(idle, self._policy.measured([batches[index] for index in idle]), strict=True):
             if measured is not None:
                 loss(index, measured)
         return found
 
-    def _references(self, batches: Sequence[Batch]) -> list[Tensor | None]:
-        assert self._ref is not None
-        if isinstance(self._ref, MegatronPolicy):
-            found = self._ref.measured(batches)
-        else:
-            assert self.policy.adapters is not None
-            with self.policy.adapters.off():
-                found = self.policy.measured(batches)
-        return [None if measured is None else measured[0] for measured in found]
-
-    def _score_own(self, pieces: Sequence[Sequence[TrainSample]]) -> list[list[Array | None]]:
-        batches = [self._collate(piece) for piece in pieces]
-        in_reward = self._ref is not None and not self._kl_in_loss
-        references = self._references(batches) if in_reward else [None] * len(pieces)
+    def score(self, jobs: Sequence[Job]) -> list[list[Array | None]]:
+        """Return each slice's logprobs, divergence and values; None what this rank does not know."""
+        batches = [self.collate(piece) for piece, _ in jobs]
+        references = self._references(batches) if self.models.kl_in_reward else [None] * len(jobs)
         found: list[list[Array | None]] = []
-        for measured, reference, values in zip(self.policy.measured(batches), references, self._values(batches), strict=True):
+        for measured, reference, values in zip(self._policy.measured(batches), references, self._values(batches), strict=True):
             logprobs = measured[0] if measured is not None else None
-            kl = kl_penalty(logprobs, reference, self._algorithm.kl_estimator) if logprobs is not None and reference is not None else None
+            kl = kl_penalty(logprobs, reference, self.algorithm.kl_estimator) if logprobs is not None and reference is not None else None
             found.append([None if column is None else column.cpu().numpy() for column in (logprobs, kl, values)])
         return found
 
+    def _references(self, batches: Sequence[TokenBatch]) -> list[Tensor | None]:
+        reference: Any = self.models.ref
+        if isinstance(reference, MegatronPolicy):
+            found = reference.measured(batches)
+        else:
+            assert self._policy.adapters is not None
+            with self._policy.adapters.off():
+                found = self._policy.measured(batches)
+        return [None if measured is None else measured[0] for measured in found]
+
     @torch.no_grad()
-    def _values(self, batches: Sequence[Batch]) -> list[Tensor | None]:
-        """Of the critic, each slice's by one of the ranks of a copy, for it is whole on all of them."""
-        if self._critic is None:
+    def _values(self, batches: Sequence[TokenBatch]) -> list[Tensor | None]:
+        """Return the critic's values; one rank of a copy runs each slice, since all hold the whole critic."""
+        if self.models.critic is None:
             return [None] * len(batches)
         found = [torch.zeros(len(batch.targets), device=self.device) for batch in batches]
-        for index in deal([batch.input_ids.numel() for batch in batches], self._grid.tp * self._grid.pp)[self._grid.place]:
-            found[index] = self._critic.values(batches[index])
-        assert self._groups is not None
-        sum_over_ranks(found, self.device, self._groups.model)  # one of them knows, the others say 0
+        for index in deal_slices([batch.input_ids.numel() for batch in batches], self._grid.tp * self._grid.pp)[self._grid.place]:
+            found[index] = self.models.critic.values(batches[index])
+        sum_over_ranks(found, self.device, self._groups.model)  # all ranks but one add 0
         return list(found)
 
-    def _reduced_step(self, denominator: float, at: int) -> dict[str, float]:
-        self._optimizer.reduce()
-        return self._optimizer.step(denominator, at)
 
-    def _optimizer_step(self, denominator: float, at: int) -> dict[str, float]:
-        return self._reduced_step(denominator, at) if self._leader is None else super()._optimizer_step(denominator, at)
+class MegatronBackend(TorchBackend):
+    """See ``learner.backends.base.Backend``."""
 
-    # ------------------------------------------------------------------------------------------------ weights
+    takes_ranks: ClassVar[bool] = True
 
-    def shapes(self) -> dict[str, Tensor]:
-        """As ``weights``, on the meta device."""
-        return self._shapes
+    @classmethod
+    def plan(cls, context: RunContext) -> tuple[RunContext, BuildWorker]:
+        """Read the models' configurations, so that errors in them are reported before any rank starts."""
+        check_megatron({**context.train.model_dump(), "backend": "megatron"})
+        megatron_library()  # sets what CUDA reads when it is first used
+        wanted = [context.policy_path, *([context.first_path] if context.algorithm.kl_coef else [])]
+        shells = {path: open_shell(path, context.model, context.train.megatron) for path in wanted}
+        return context, partial(_build_worker, shells)
 
-    def weights(self) -> Mapping[str, Tensor]:
-        """The weights of now by Hugging Face's names, gathered as they are asked for; all of it before the next step."""
-        return Gathered(list(self._shapes), self._buckets, self._gather_all)
 
-    @torch.no_grad()
-    def _gather(self, bucket: int) -> dict[str, Tensor]:
-        found = {name: self.policy.gather(name) for name in self._buckets[bucket]}
-        return {name: tensor for name, tensor in found.items() if tensor is not None}  # none elsewhere than on rank 0
-
-    def _gather_factors(self) -> dict[str, Tensor]:
-        """The adapters, whole, on rank 0; by all ranks at once."""
-        assert self.policy.adapters is not None
-        names = self.policy.adapters.exchange.shapes
-        found = {name: factor for name in names if (factor := self.policy.gather_factor(name)) is not None}
-        return self.policy.adapters.factors(found.__getitem__) if self.rank == 0 else {}
+def _build_worker(shells: Mapping[str, ModelShell], context: RunContext, ranks: RankGroup) -> RankWorker:
+    section = context.train.megatron
+    grid = RankGrid(ranks.size, section.tensor_parallel, section.pipeline_parallel, ranks.rank)
+    device = prepare_process(context)
+    ranks.join(device, alone=True)
+    groups = ProcessGroups(grid)
+    models = ModelSet(
+        context, device, ranks.rank, lambda path, trained: MegatronPolicy(shells[path], grid, groups, device, trainable=trained)
+    )
+    policy: MegatronPolicy = models.policy  # type: ignore[assignment]  # as loaded above
+    policy.divide_adapters()
+    weights = MegatronWeights(policy, ranks.rank)
+    optimizer = MegatronOptimizer(policy, context.train, grid, groups, device)
+    passes = MegatronPasses(context, models, optimizer, device, rank=ranks.rank, policy=policy, grid=grid, groups=groups)
+    at_once = grid.dp * grid.pp  # one in each stage of each copy
+    # A pipeline fills and empties once for each micro-batch that is cut, so a cut holds several slices for each stage.
+    layout = RankLayout(
+        [grid.copy_of(rank) for rank in range(ranks.size)],
+        grid.speakers,
+        at_once,
+        at_once * (SLICES_PER_STAGE if grid.pp > 1 else 1),
+    )
+    return RankWorker(context, ranks, layout, device, models, optimizer, weights, passes, optimizer.reduce, sharded=True)

@@ -1,4 +1,4 @@
-"""Tensors between ranks in Hugging Face's shapes: gathered for rank 0, and dealt out from it."""
+"""Gathers tensors in Hugging Face's shapes on rank 0 and deals them out from there."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from learner.backends.megatron.grid import Grid, Groups
-from learner.backends.megatron.mapping import Part, share_size, take_share
+from learner.backends.megatron.grid import ProcessGroups, RankGrid
+from learner.backends.megatron.mapping import TensorPart, share_size, take_share
 
 
-class Exchange:
-    """All ranks call the same at the same time.
+class TensorExchange:
+    """Collective operations; ``shapes`` are all tensors by Hugging Face's names, on the meta device."""
 
-    Args:
-        shapes: of all tensors by Hugging Face's names, on the meta device.
-    """
-
-    def __init__(self, grid: Grid, groups: Groups, parts: Sequence[Part], shapes: Mapping[str, Tensor], device: torch.device) -> None:
+    def __init__(
+        self, grid: RankGrid, groups: ProcessGroups, parts: Sequence[TensorPart], shapes: Mapping[str, Tensor], device: torch.device
+    ) -> None:
         self._grid, self._groups, self._device = grid, groups, device
         self.shapes = dict(shapes)
         self.own = [part for part in parts if part.stage == grid.stage]
@@ -27,11 +25,10 @@ class Exchange:
 
     @torch.no_grad()
     def gather(self, name: str, holders: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor | None:
-        """On rank 0 a whole tensor, elsewhere nothing.
+        """Return a whole tensor on rank 0, None elsewhere.
 
         Args:
-            holders: this rank's parameters, or tensors of their shapes, by Megatron's names.
-            dtype: theirs.
+            holders: this rank's parameters, or tensors of their shapes and ``dtype``, by Megatron's names.
         """
         part, grid = self._first[name], self._grid
         source, found = grid.at(0, 0, part.stage), None
@@ -48,13 +45,12 @@ class Exchange:
         dist.recv(found, source)
         return found
 
-    def _whole(self, part: Part, holder: Tensor) -> Tensor:
-        """Of all ranks of a layer."""
+    def _whole(self, part: TensorPart, holder: Tensor) -> Tensor:
         shape = list(self.shapes[part.name].shape)
         length = shape[part.dim] if part.dim is not None else 0
         if part.dim is not None:
             shape[part.dim] = share_size(length, self._grid.tp)
-        share = part.view(holder.detach()).reshape(shape).to(self._device).contiguous()  # an offloaded one comes from host memory
+        share = part.view(holder.detach()).reshape(shape).to(self._device).contiguous()  # from host memory
         if part.dim is None or self._grid.tp == 1:
             return share
         shares = [torch.empty_like(share) for _ in range(self._grid.tp)]
@@ -63,7 +59,7 @@ class Exchange:
 
     @torch.no_grad()
     def deal(self, whole: Tensor, name: str, holders: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-        """Write a tensor of rank 0's, on the meta device elsewhere, into all holders of it."""
+        """Write a tensor of rank 0, on the meta device elsewhere, into all its holders."""
         if whole.is_meta:
             found = torch.empty(whole.shape, dtype=dtype, device=self._device)
         else:
@@ -72,10 +68,10 @@ class Exchange:
             dist.broadcast(found, 0)
         for part in self.own:
             if part.name == name:
-                put(part, holders, take_share(found, part.dim, self._grid.tp, self._grid.share))
+                write_share(part, holders, take_share(found, part.dim, self._grid.tp, self._grid.share))
 
 
-def put(part: Part, holders: Mapping[str, Tensor], share: Tensor) -> None:
-    """Write a rank's share of a tensor to where it belongs."""
+def write_share(part: TensorPart, holders: Mapping[str, Tensor], share: Tensor) -> None:
+    """Write a rank's share of a tensor into its holder."""
     view = part.view(holders[part.holder].detach())
     view.copy_(share.reshape(view.shape))

@@ -1,4 +1,4 @@
-"""A model's weights on disk, read a share at a time: no rank ever holds more of them than it keeps."""
+"""Reads a model's weights from disk a share at a time, so that a rank holds only what it keeps."""
 
 from __future__ import annotations
 
@@ -17,13 +17,10 @@ from rlearner_text.hub import weights_folder
 
 
 class WeightFiles:
-    """The safetensors files of a model; a context, for they stay open.
-
-    Args:
-        path: folder or hub name.
+    """The safetensors files of a model, open within the context.
 
     Raises:
-        ConfigError: there is no such model, or its weights are of another format.
+        ConfigError: if the model does not exist, or its weights have another format.
     """
 
     def __init__(self, path: str) -> None:
@@ -51,10 +48,7 @@ class WeightFiles:
         self._stack.close()
 
     def refuse(self, shapes: Mapping[str, Tensor]) -> None:
-        """
-        Raises:
-            ConfigError: a tensor is missing or of another shape; names the first.
-        """
+        """Raise ConfigError if a tensor is missing or has another shape; the message has the first."""
         if missing := sorted(name for name in shapes if name not in self._open):
             raise ConfigError("model.path", self._path, f"{len(missing)} of its weights are missing, the first is {missing[0]}")
         for name, like in shapes.items():
@@ -63,11 +57,11 @@ class WeightFiles:
                 raise ConfigError("model.path", self._path, f"its {name} has shape {found}, its config.json says {tuple(like.shape)}")
 
     def whole(self, name: str) -> Tensor:
-        """A tensor as it is stored."""
+        """Return a tensor as it is stored."""
         return self.share(name, None, 1, 0)
 
     def share(self, name: str, dim: int | None, tp: int, share: int) -> Tensor:
-        """A rank's part of a tensor, filled up with zeros where the tensor ends."""
+        """Return a rank's part of a tensor, padded with zeros at the tensor's end."""
         stored = self._open[name].get_slice(name)
         if dim is None or tp == 1:
             whole: Tensor = stored[:]
@@ -83,11 +77,7 @@ class WeightFiles:
 
 
 class StoredWeights(Mapping[str, Tensor]):
-    """A model's weights, each read when it is asked for; the files are let go of with it.
-
-    Args:
-        like: names, and dtypes that they are cast to.
-    """
+    """A model's weights, each read on access and cast to the dtype of its namesake in ``like``."""
 
     def __init__(self, path: str, like: Mapping[str, Tensor]) -> None:
         self._like, self._files = like, ExitStack().enter_context(WeightFiles(path))

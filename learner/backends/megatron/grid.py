@@ -1,4 +1,4 @@
-"""Which rank holds what: its place in a pipeline, its share of a layer, its copy of the model; and the groups in which they talk."""
+"""Assigns each rank a pipeline stage, a share of each layer and a copy of the model; makes their groups."""
 
 from __future__ import annotations
 
@@ -9,14 +9,8 @@ import torch.distributed as dist
 
 
 @dataclass(frozen=True)
-class Grid:
-    """``size`` ranks as copies of a pipeline of stages of shares: neighbours share layers, as those talk most.
-
-    Attributes:
-        tp: ranks that hold a layer together.
-        pp: stages that the layers are divided into.
-        rank: of this process.
-    """
+class RankGrid:
+    """``size`` ranks as copies of ``pp`` stages, each divided by ``tp`` neighbours, which communicate most."""
 
     size: int
     tp: int
@@ -30,51 +24,51 @@ class Grid:
 
     @property
     def share(self) -> int:
-        """Which part of each layer this rank holds."""
+        """Part of each layer that this rank holds."""
         return self.rank % self.tp
 
     @property
     def stage(self) -> int:
-        """Which layers."""
+        """Pipeline stage of this rank."""
         return self.rank // (self.tp * self.dp)
 
     @property
     def copy(self) -> int:
-        """Of which copy of the model."""
+        """Copy of the model that this rank is a part of."""
         return self.copy_of(self.rank)
 
     def copy_of(self, rank: int) -> int:
-        """Of which copy of the model a rank is a part."""
+        """Return the copy of the model that a rank is a part of."""
         return rank // self.tp % self.dp
 
     @property
     def place(self) -> int:
-        """Of this rank among those of its copy."""
+        """Index of this rank in its copy."""
         return self.share + self.tp * self.stage
 
     def at(self, share: int, copy: int, stage: int) -> int:
-        """The rank at a place."""
+        """Return the rank at a place."""
         return share + self.tp * (copy + self.dp * stage)
 
     @property
     def speakers(self) -> list[int]:
-        """Of each copy of the model, one rank that knows the loss: the last stage's first."""
+        """For each copy, the first rank of the last stage, which computes the loss."""
         return [self.at(0, copy, self.pp - 1) for copy in range(self.dp)]
 
 
-class Groups:
-    """Communicators of one rank; all ranks make theirs at the same time.
+class ProcessGroups:
+    """The process groups of one rank; making them is collective.
 
     Attributes:
-        tp: that hold a layer together.
-        dp: that hold the same part of different copies.
-        model: of one copy.
-        pipeline: of one share through all stages.
+        tp: ranks that divide a layer.
+        dp: ranks that hold the same part of different copies.
+        model: ranks of one copy.
+        pipeline: ranks of one share in all stages.
         ends: the first and the last stage of one pipeline.
-        alone: of this rank.
+        alone: this rank.
     """
 
-    def __init__(self, grid: Grid) -> None:
+    def __init__(self, grid: RankGrid) -> None:
         shares, copies, stages = range(grid.tp), range(grid.dp), range(grid.pp)
         self.tp = _mine(grid, [[grid.at(s, c, p) for s in shares] for c in copies for p in stages])
         self.dp = _mine(grid, [[grid.at(s, c, p) for c in copies] for s in shares for p in stages])
@@ -85,6 +79,6 @@ class Groups:
         self.ends = _mine(grid, [sorted({line[0], line[-1]}) for line in pipelines])
 
 
-def _mine(grid: Grid, groups: list[list[int]]) -> Any:
+def _mine(grid: RankGrid, groups: list[list[int]]) -> Any:
     made = [(ranks, dist.new_group(ranks)) for ranks in groups]
     return next((group for ranks, group in made if grid.rank in ranks), None)

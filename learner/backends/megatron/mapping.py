@@ -1,8 +1,8 @@
-"""Hugging Face's tensors as parts of Megatron's: which rank holds which rows of which tensor. No communication, no Megatron.
+"""Maps Hugging Face's tensors to parts of Megatron's; pure functions.
 
-Megatron keeps the queries, keys and values of a layer in one matrix, group by group: the query heads of a group, its key head, its
-value head, then the next group. Gate and up projections lie one above the other. Divided over tensor-parallel ranks, each has whole
-groups, and its own part of the gate above its own part of the up projection.
+Megatron keeps the queries, keys and values of a layer in one matrix, group by group: query heads, key head,
+value head. Gate and up projections are stacked. A tensor-parallel rank has whole groups, and its part of the gate above
+its part of the up projection.
 """
 
 from __future__ import annotations
@@ -13,38 +13,33 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from learner.backends.megatron.architecture import Architecture
+from learner.backends.megatron.architecture import DecoderArchitecture
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """One Hugging Face tensor in one stage.
 
     Attributes:
-        name: Hugging Face's.
-        holder: Megatron's parameter, by its name in the stage's model.
-        dim: along which the ranks of a layer share it; None: each has it whole.
-        view: of a rank's holder, or anything of its shape, to this rank's share of the tensor; the same memory, perhaps of another shape.
-        copy: it is held elsewhere, too, and counts there.
-        summed: the ranks of a layer each see but a part of its gradient.
+        view: returns this rank's share of the tensor, in the memory of a holder or of a tensor of its shape.
     """
 
-    name: str
-    holder: str
+    name: str  # Hugging Face's name
+    holder: str  # name of Megatron's parameter in the stage's model
     stage: int
-    dim: int | None
+    dim: int | None  # dimension that the ranks of a layer divide; None if each has it whole
     view: Callable[[Tensor], Tensor]
-    copy: bool = False
-    summed: bool = False
+    copy: bool = False  # whether it duplicates a part of another stage, which counts
+    summed: bool = False  # whether each rank of a layer has only a part of its gradient
 
 
 def share_size(length: int, tp: int) -> int:
-    """Rows of each rank; of a vocabulary that does not divide the last ranks have rows that stand for nothing."""
+    """Return the rows of each rank; if they do not divide, the last ranks have padding."""
     return -(-length // tp)
 
 
 def take_share(whole: Tensor, dim: int | None, tp: int, share: int) -> Tensor:
-    """A rank's part of a whole tensor, filled up with zeros where that ends."""
+    """Return a rank's part of a whole tensor, padded with zeros at the tensor's end."""
     if dim is None or tp == 1:
         return whole
     size = share_size(whole.shape[dim], tp)
@@ -57,44 +52,44 @@ def take_share(whole: Tensor, dim: int | None, tp: int, share: int) -> Tensor:
     return torch.cat([piece, piece.new_zeros(missing)], dim)
 
 
-def parts_of(shape: Architecture, tp: int, pp: int) -> list[Part]:
-    """All of them, in the order of Hugging Face's models; of a tied embedding at both ends of a pipeline the first one counts."""
-    found = [Part("model.embed_tokens.weight", "embedding.word_embeddings.weight", 0, 0, as_it_is)]
+def parts_of(shape: DecoderArchitecture, tp: int, pp: int) -> list[TensorPart]:
+    """Return all parts in the order of Hugging Face's models; an embedding tied across stages counts in the first."""
+    found = [TensorPart("model.embed_tokens.weight", "embedding.word_embeddings.weight", 0, 0, whole_view)]
     per_stage = shape.num_layers // pp
     for layer in range(shape.num_layers):
         found += _layer(shape, tp, layer, layer // per_stage, layer % per_stage)
-    found.append(Part("model.norm.weight", "decoder.final_layernorm.weight", pp - 1, None, as_it_is))
+    found.append(TensorPart("model.norm.weight", "decoder.final_layernorm.weight", pp - 1, None, whole_view))
     if not shape.tied:
-        found.append(Part("lm_head.weight", "output_layer.weight", pp - 1, 0, as_it_is))
+        found.append(TensorPart("lm_head.weight", "output_layer.weight", pp - 1, 0, whole_view))
     elif pp > 1:
-        found.append(Part("model.embed_tokens.weight", "output_layer.weight", pp - 1, 0, as_it_is, copy=True))
+        found.append(TensorPart("model.embed_tokens.weight", "output_layer.weight", pp - 1, 0, whole_view, copy=True))
     return found
 
 
-def _layer(shape: Architecture, tp: int, layer: int, stage: int, place: int) -> Iterator[Part]:
+def _layer(shape: DecoderArchitecture, tp: int, layer: int, stage: int, place: int) -> Iterator[TensorPart]:
     theirs, ours = f"model.layers.{layer}.", f"decoder.layers.{place}."
     for kind in ("weight", "bias") if shape.qkv_bias else ("weight",):
         for name in ("q", "k", "v"):
             view = _heads(shape, tp, name)
-            yield Part(f"{theirs}self_attn.{name}_proj.{kind}", f"{ours}self_attention.linear_qkv.{kind}", stage, 0, view)
-    yield Part(f"{theirs}self_attn.o_proj.weight", f"{ours}self_attention.linear_proj.weight", stage, 1, as_it_is)
+            yield TensorPart(f"{theirs}self_attn.{name}_proj.{kind}", f"{ours}self_attention.linear_qkv.{kind}", stage, 0, view)
+    yield TensorPart(f"{theirs}self_attn.o_proj.weight", f"{ours}self_attention.linear_proj.weight", stage, 1, whole_view)
     if shape.qk_norm:
         for name in ("q", "k"):
             holder = f"{ours}self_attention.{name}_layernorm.weight"
-            yield Part(f"{theirs}self_attn.{name}_norm.weight", holder, stage, None, as_it_is, summed=True)
+            yield TensorPart(f"{theirs}self_attn.{name}_norm.weight", holder, stage, None, whole_view, summed=True)
     for index, name in enumerate(("gate", "up")):
-        yield Part(f"{theirs}mlp.{name}_proj.weight", f"{ours}mlp.linear_fc1.weight", stage, 0, _half(index))
-    yield Part(f"{theirs}mlp.down_proj.weight", f"{ours}mlp.linear_fc2.weight", stage, 1, as_it_is)
-    yield Part(f"{theirs}input_layernorm.weight", f"{ours}input_layernorm.weight", stage, None, as_it_is)
-    yield Part(f"{theirs}post_attention_layernorm.weight", f"{ours}pre_mlp_layernorm.weight", stage, None, as_it_is)
+        yield TensorPart(f"{theirs}mlp.{name}_proj.weight", f"{ours}mlp.linear_fc1.weight", stage, 0, _half(index))
+    yield TensorPart(f"{theirs}mlp.down_proj.weight", f"{ours}mlp.linear_fc2.weight", stage, 1, whole_view)
+    yield TensorPart(f"{theirs}input_layernorm.weight", f"{ours}input_layernorm.weight", stage, None, whole_view)
+    yield TensorPart(f"{theirs}post_attention_layernorm.weight", f"{ours}pre_mlp_layernorm.weight", stage, None, whole_view)
 
 
-def as_it_is(tensor: Tensor) -> Tensor:
-    """The whole holder."""
+def whole_view(tensor: Tensor) -> Tensor:
+    """Return the whole holder."""
     return tensor
 
 
-def _heads(shape: Architecture, tp: int, name: str) -> Callable[[Tensor], Tensor]:
+def _heads(shape: DecoderArchitecture, tp: int, name: str) -> Callable[[Tensor], Tensor]:
     groups, queries = shape.num_groups // tp, shape.num_heads // shape.num_groups
     places: dict[str, slice | int] = {"q": slice(0, queries), "k": queries, "v": queries + 1}
     wanted = places[name]

@@ -1,8 +1,7 @@
 """Megatron-core's GPTModel for one stage, with causal attention by torch and rotary positions by transformers.
 
-Megatron's own attention without Transformer Engine makes a (row, row) matrix and takes no packed rows; torch's kernel needs neither
-mask nor matrix. Everything else is Megatron's: parallel embedding, linear and output layers, norms, blocks. Nothing of its global
-state is used, as every module is told its process groups, and so nothing of it wants a GPU.
+Without Transformer Engine, Megatron's attention makes a (row, row) matrix and takes no packed rows; torch's needs
+none. Modules get their process groups as arguments, since Megatron's global state needs a GPU.
 """
 
 from __future__ import annotations
@@ -20,46 +19,41 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from learner.backends.attention import Packing, each_alone
-from learner.backends.megatron.architecture import Architecture
-from learner.backends.megatron.grid import Grid, Groups
+from learner.backends.megatron.architecture import DecoderArchitecture
+from learner.backends.megatron.grid import ProcessGroups, RankGrid
+from learner.backends.models.attention import PackedRow, attend_separately
 
 
 @dataclass
-class Row:
-    """How the tokens of a forward pass lie; goes through Megatron in the place of its own parameters of packed sequences.
+class RowLayout:
+    """The layout of a forward pass, which Megatron carries as its ``packed_seq_params``."""
 
-    Attributes:
-        positions: (L,) int64, each token's place in its own sequence.
-        packing: of the one row that there is; None where each row is a sequence.
-    """
-
-    positions: Tensor
-    packing: Packing | None
+    positions: Tensor  # (L,) int64, each token's place in its own sequence
+    packing: PackedRow | None  # of the only row; None if each row is a sequence
     qkv_format: str = "sbhd"
     cp_group: Any = None
 
 
 class CausalAttention(nn.Module):
-    """Takes the place of Megatron's core attention."""
+    """Replaces Megatron's core attention."""
 
     def __init__(self, config: Any, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
         super().__init__()
         self._scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: Row | None = None, **__: Any) -> Tensor:
-        """(tokens, rows, heads, width) each, fewer heads where heads share keys and values, to (tokens, rows, heads * width)."""
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: RowLayout | None = None, **__: Any) -> Tensor:
+        """Map (tokens, rows, heads, width) each, keys and values with fewer heads, to (tokens, rows, heads * width)."""
         shared = query.shape[2] != key.shape[2]
         query, key, value = (states.permute(1, 2, 0, 3) for states in (query, key, value))
         if packed_seq_params is not None and packed_seq_params.packing is not None:
-            found: Tensor = each_alone(packed_seq_params.packing, query, key, value, self._scale)  # (1, tokens, heads, width)
+            found: Tensor = attend_separately(packed_seq_params.packing, query, key, value, self._scale)  # (1, tokens, heads, width)
             return found.transpose(0, 1).flatten(2)
         attended = functional.scaled_dot_product_attention(query, key, value, scale=self._scale, is_causal=True, enable_gqa=shared)
         return attended.permute(2, 0, 1, 3).flatten(2)
 
 
-class Rotary(nn.Module):
-    """Takes the place of Megatron's rotary embedding: angles of any positions, at transformers' frequencies."""
+class RotaryEmbedding(nn.Module):
+    """Replaces Megatron's rotary embedding: angles of any positions, at transformers' frequencies."""
 
     inv_freq: Tensor
 
@@ -68,24 +62,24 @@ class Rotary(nn.Module):
         self.register_buffer("inv_freq", inv_freq.float(), persistent=False)
 
     def get_rotary_seq_len(self, *arguments: Any, **_: Any) -> Tensor:
-        """What Megatron passes on to ``forward``: the positions in place of a length. The parameters of the row come last."""
+        """Return positions, not a length: Megatron passes the result to ``forward``. The row is the last argument."""
         row = arguments[-1]
-        assert isinstance(row, Row)
+        assert isinstance(row, RowLayout)
         return row.positions
 
     def forward(self, positions: Tensor, **_: Any) -> Tensor:
-        """(L,) positions to (L, 1, 1, width) angles."""
+        """Return the angles, (L, 1, 1, width), of positions, (L,)."""
         angles = torch.outer(positions.float(), self.inv_freq)
         return torch.cat([angles, angles], -1)[:, None, None]
 
 
 @cache
-def library() -> Any:
-    """What is used of megatron-core."""
+def megatron_library() -> Any:
+    """Import the parts of megatron-core that are used."""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # lets Megatron overlap its all-reduces with the backward pass
     logging.getLogger("megatron").setLevel(logging.WARNING)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what it calls in torch, and what it would like to be installed
+        warnings.simplefilter("ignore")  # about torch functions that it calls and about optional packages
         gpt, specs = import_module("megatron.core.models.gpt"), import_module("megatron.core.models.gpt.gpt_layer_specs")
         block = import_module("megatron.core.transformer.transformer_block")
         norm = import_module("megatron.core.transformer.torch_norm")
@@ -94,7 +88,7 @@ def library() -> Any:
         parallel = import_module("megatron.core.tensor_parallel")
 
     class Trunk(gpt.GPTModel):  # type: ignore[name-defined, misc]
-        """Without its logits, which are wanted of few positions only."""
+        """GPTModel without logits, which are needed for few positions only."""
 
         def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
             return hidden_states
@@ -112,17 +106,17 @@ def library() -> Any:
     )
 
 
-def build(shape: Architecture, inv_freq: Tensor, dtype: torch.dtype, grid: Grid, groups: Groups) -> Any:
-    """The layers of one stage, on the CPU, with weights yet to be filled in."""
+def build(shape: DecoderArchitecture, inv_freq: Tensor, dtype: torch.dtype, grid: RankGrid, groups: ProcessGroups) -> Any:
+    """Build the layers of one stage on the CPU, with weights not yet initialised."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of defaults of its own that it no longer likes
-        model = _build(shape, dtype, grid, groups).to(dtype)  # norms, too, which are torch's and know nothing of the configuration
-    model.rotary_pos_emb = Rotary(inv_freq)
+        warnings.simplefilter("ignore")  # about its own deprecated defaults
+        model = _build(shape, dtype, grid, groups).to(dtype)  # also torch's norms
+    model.rotary_pos_emb = RotaryEmbedding(inv_freq)
     return model.eval()
 
 
-def _build(shape: Architecture, dtype: torch.dtype, grid: Grid, groups: Groups) -> Any:
-    megatron = library()
+def _build(shape: DecoderArchitecture, dtype: torch.dtype, grid: RankGrid, groups: ProcessGroups) -> Any:
+    megatron = megatron_library()
     config = megatron.Config(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden,
@@ -146,7 +140,7 @@ def _build(shape: Architecture, dtype: torch.dtype, grid: Grid, groups: Groups) 
         activation_func=functional.silu,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        bias_activation_fusion=False,  # the fused ones are compiled at the first step, and would round otherwise on another machine
+        bias_activation_fusion=False,  # fused kernels, compiled at the first step, round differently elsewhere
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         masked_softmax_fusion=False,

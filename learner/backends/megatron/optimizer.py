@@ -1,4 +1,4 @@
-"""AdamW over the parts that a rank holds, its state in Hugging Face's names and shapes."""
+"""AdamW over the parts that a rank holds, with its state in Hugging Face's names and shapes."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from learner.backends.megatron.grid import Grid, Groups
+from learner.backends.megatron.grid import ProcessGroups, RankGrid
 from learner.backends.megatron.policy import MegatronPolicy
-from learner.backends.optim import Optimizer
+from learner.backends.optim import MasterOptimizer
 from learner.backends.ranks.collectives import sum_over_ranks
 from learner.config import TrainSection
 
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 
 
-class MegatronOptimizer(Optimizer):
-    """Every rank updates what it holds; what several hold gets the same update on each."""
+class MegatronOptimizer(MasterOptimizer):
+    """Every rank updates its parts; parts on several ranks get the same update. Methods are collective."""
 
-    def __init__(self, policy: MegatronPolicy, train: TrainSection, grid: Grid, groups: Groups, device: torch.device) -> None:
+    def __init__(self, policy: MegatronPolicy, train: TrainSection, grid: RankGrid, groups: ProcessGroups, device: torch.device) -> None:
         parameters, self._exchange = policy.trained_parameters()
         super().__init__(parameters, train)
         self._grid, self._groups, self._device, parts = grid, groups, device, self._exchange.own
@@ -32,7 +32,7 @@ class MegatronOptimizer(Optimizer):
         self._at_ends = self._both_ends in parameters and policy.module.config.tie_word_embeddings and grid.pp > 1
 
     def reduce(self) -> None:
-        """Sum what several ranks have seen a part of; on all ranks at once."""
+        """Sum gradients of which several ranks have a part."""
         gradients = dict(zip(self._masters, self.gradients(), strict=True))
         if self._grid.tp > 1:
             sum_over_ranks([gradient for name, gradient in gradients.items() if name in self._summed], self._device, self._groups.tp)
@@ -42,7 +42,7 @@ class MegatronOptimizer(Optimizer):
             sum_over_ranks(list(gradients.values()), self._device, self._groups.dp)
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
-        """Over all ranks of a copy, each parameter once."""
+        """Return the norm over all ranks of a copy, each parameter once."""
         squares = torch.zeros((), dtype=torch.float64, device=self._device)
         for name, gradient in zip(self._masters, gradients, strict=True):
             if name not in self._copies and (name in self._divided or self._grid.share == 0):
@@ -51,7 +51,7 @@ class MegatronOptimizer(Optimizer):
         return squares.sqrt().float()
 
     def _entries(self) -> Iterator[tuple[str, Tensor]]:
-        """As those of a model that is not divided; whole on rank 0 alone."""
+        """Yield the entries of a model that is not divided; whole ones on rank 0 alone."""
         count = next(iter(self._adamw.state.values()))["step"]
         wanted = {kind: self._moments(kind) for kind in MOMENTS}
         for name in self._exchange.shapes:
@@ -67,7 +67,7 @@ class MegatronOptimizer(Optimizer):
         return {name: self._adamw.state[master][kind] for name, master in self._masters.items()}
 
     def empty_state(self) -> dict[str, Tensor]:
-        """Of the names and shapes that ``state`` has, on the meta device."""
+        """Return tensors of the names and shapes of ``state``, on the meta device."""
         found = {"updates": torch.tensor(self.updates)}
         for name, like in self._exchange.shapes.items():
             found[f"step.{name}"] = torch.zeros(())
@@ -76,7 +76,7 @@ class MegatronOptimizer(Optimizer):
 
     @torch.no_grad()
     def take(self, state: Mapping[str, Tensor]) -> None:
-        """Take rank 0's state, the others being called with an empty one; on all ranks at once."""
+        """Restore rank 0's state; other ranks pass an empty one."""
         self.updates = int(state["updates"])
         name = next(iter(self._exchange.shapes))
         count = state[f"step.{name}"].to(self._device, copy=True)

@@ -1,6 +1,6 @@
-"""Slices through the stages of a pipeline: one forward, one backward in turn, so that a stage keeps no more of them than it must.
+"""Runs slices through the stages of a pipeline, alternating forward and backward to keep few activations.
 
-Megatron's own schedules place their counters on a GPU; and here every rank knows all slices, so that no shapes need to be sent.
+Megatron's own schedules need a GPU for their counters; here every rank knows all slices, so no shapes are sent.
 The order is that of PipeDream-Flush (Narayanan et al. 2021, arXiv 2104.04473, figure 4).
 """
 
@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from learner.backends.megatron.grid import Grid, Groups
+from learner.backends.megatron.grid import ProcessGroups, RankGrid
 
-# Slice, and what the stage before made of it, to what this one makes; at the end, and with gradient, the loss.
+# Takes a slice and the previous stage's output; returns this stage's, or in the last stage, with gradient, the loss.
 Forward = Callable[[int, Tensor | None], Tensor | None]
 
 
-def order(num: int, stage: int, num_stages: int) -> list[tuple[bool, int]]:
-    """What a stage does with ``num`` slices: (whether backward, which slice). Pure."""
+def pass_order(num: int, stage: int, num_stages: int) -> list[tuple[bool, int]]:
+    """Return a stage's passes of ``num`` slices: (whether backward, which slice)."""
     ahead = min(num_stages - 1 - stage, num)
     found = [(False, index) for index in range(ahead)]
     for index in range(num - ahead):
@@ -28,31 +28,29 @@ def order(num: int, stage: int, num_stages: int) -> list[tuple[bool, int]]:
     return found + [(True, index) for index in range(num - ahead, num)]
 
 
-class Pipeline:
-    """One stage's side of it.
+class StagePipeline:
+    """One stage of the pipeline.
 
-    What a step made is sent, and what the next one needs is received, in one exchange: neighbours that send to each other at the same
-    time never wait for each other.
+    One exchange sends a pass's output and receives the next input, so neighbours never deadlock.
 
     Args:
-        device: where tensors are received.
-        dtype: of what passes between stages.
+        device: receives tensors.
+        dtype: of tensors between stages.
     """
 
-    def __init__(self, grid: Grid, groups: Groups, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, grid: RankGrid, groups: ProcessGroups, device: torch.device, dtype: torch.dtype) -> None:
         self._grid, self._group, self._device, self._dtype = grid, groups.pipeline, device, dtype
         self._before = grid.at(grid.share, grid.copy, grid.stage - 1) if grid.stage else None
         self._behind = grid.at(grid.share, grid.copy, grid.stage + 1) if grid.stage < grid.pp - 1 else None
 
     def run(self, shapes: Sequence[tuple[int, ...]], forward: Forward, done: Callable[[], None] | None) -> None:
-        """All slices, forward and, with ``done``, backward.
+        """Run all slices forward and, with ``done``, backward.
 
         Args:
-            shapes: of what passes between stages, for each slice.
-            forward: of one slice.
+            shapes: of the tensor between stages, for each slice.
             done: called after each backward pass.
         """
-        steps = order(len(shapes), self._grid.stage, self._grid.pp) if done else [(False, index) for index in range(len(shapes))]
+        steps = pass_order(len(shapes), self._grid.stage, self._grid.pp) if done else [(False, index) for index in range(len(shapes))]
         held: dict[int, tuple[Tensor | None, GradientEdge]] = {}
         made, to = None, None
         for is_backward, index in steps:
@@ -68,7 +66,7 @@ class Pipeline:
             made, to = None if left is None else left.detach(), self._behind
             if done:
                 assert left is not None
-                held[index] = arrived, get_gradient_edge(left)  # not what was made: only the next stage needs that
+                held[index] = arrived, get_gradient_edge(left)  # not the output: only the next stage needs it
         self._exchange(made, to, None, ())
 
     def _exchange(self, made: Tensor | None, to: int | None, source: int | None, shape: tuple[int, ...]) -> Tensor | None:
@@ -81,6 +79,6 @@ class Pipeline:
 
 
 def _backward(entered: Tensor | None, left: GradientEdge, gradient: Tensor | None) -> Tensor | None:
-    """What the stage before needs to go on."""
+    """Return the gradient that the previous stage needs."""
     torch.autograd.backward([left], None if gradient is None else [gradient])
     return None if entered is None else entered.grad

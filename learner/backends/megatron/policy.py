@@ -1,4 +1,4 @@
-"""A causal language model in Megatron's layers, divided over ranks, that scores only the tokens asked for."""
+"""A causal language model in Megatron's layers, divided over ranks, that scores only selected tokens."""
 
 from __future__ import annotations
 
@@ -12,113 +12,104 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from learner.backends.batch import Batch
-from learner.backends.compiling import prepare
 from learner.backends.megatron.adapters import MegatronAdapters
-from learner.backends.megatron.exchange import Exchange, put
+from learner.backends.megatron.exchange import TensorExchange, write_share
 from learner.backends.megatron.files import StoredWeights, WeightFiles
-from learner.backends.megatron.grid import Grid, Groups
+from learner.backends.megatron.grid import ProcessGroups, RankGrid
 from learner.backends.megatron.mapping import parts_of, share_size
-from learner.backends.megatron.model import Row, build, library
-from learner.backends.megatron.pipeline import Pipeline
-from learner.backends.megatron.shell import Shell
-from learner.backends.megatron.vocabulary import measure
-from learner.backends.policy import in_chunks
+from learner.backends.megatron.model import RowLayout, build, megatron_library
+from learner.backends.megatron.pipeline import StagePipeline
+from learner.backends.megatron.shell import ModelShell
+from learner.backends.megatron.vocabulary import measure_shares
+from learner.backends.models.batch import TokenBatch
+from learner.backends.models.compiling import check_compiler
+from learner.backends.models.policy import map_chunks
 from learner.config import LoraSection
 
 Measured = tuple[Tensor, Tensor]  # logprobs and entropies, (T,) each
 
 
 class MegatronPolicy:
-    """This rank's part of it; whoever computes calls it on all ranks of a copy at the same time, with the same slices.
-
-    Args:
-        shell: names, shapes and configuration.
+    """This rank's part of a model; all ranks of a copy call it at the same time with the same slices.
 
     Attributes:
-        module: transformers' model, on the meta device, for what is written beside weights.
-        model: Megatron's, of this stage.
-        adapters: what is trained of it, None if all of it is.
+        module: transformers' model, on the meta device, for the configuration saved with weights.
+        model: Megatron's model of this stage.
+        adapters: the trained part, None if all weights are trained.
     """
 
     unpackable = ""
 
-    def __init__(self, shell: Shell, grid: Grid, groups: Groups, device: torch.device, *, trainable: bool = True) -> None:
+    def __init__(self, shell: ModelShell, grid: RankGrid, groups: ProcessGroups, device: torch.device, *, trainable: bool = True) -> None:
         self.path, self.device, self.module, self._shape = shell.path, device, shell.module, shell.shape
         self._grid, self._groups, shape = grid, groups, shell.shape
         self._like, self._parts = shell.tensors, parts_of(shape, grid.tp, grid.pp)
         self.adapters: MegatronAdapters | None = None
         dtype = self.module.dtype
         self.model = build(shape, shell.inv_freq, dtype, grid, groups)
-        self.exchange = Exchange(grid, groups, self._parts, self._like, device)
+        self.exchange = TensorExchange(grid, groups, self._parts, self._like, device)
         holders = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
         with WeightFiles(shell.path) as files:
             for part in self.exchange.own:
-                put(part, holders, files.share(part.name, part.dim, grid.tp, grid.share))
+                write_share(part, holders, files.share(part.name, part.dim, grid.tp, grid.share))
         self.model.to(device).requires_grad_(trainable)
-        self._pipeline = Pipeline(grid, groups, device, dtype)
+        self._pipeline = StagePipeline(grid, groups, device, dtype)
         self._columns = share_size(shape.vocab, grid.tp)
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the input embeddings."""
         return self._shape.vocab
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank knows the logits."""
+        """Whether this rank computes logits."""
         return self._grid.stage == self._grid.pp - 1
 
     def adapt(self, section: LoraSection, seed: int) -> MegatronAdapters:
-        """Freeze it and train adapters, whose ``first`` values may be written to before ``divide_adapters``."""
+        """Freeze the model and train adapters, whose ``first`` values may be changed before ``divide_adapters``."""
         self.model.requires_grad_(False)
         self.adapters = MegatronAdapters(self.module, section, seed, self.path)
         return self.adapters
 
     def divide_adapters(self) -> None:
-        """From now on each rank has its shares of them."""
+        """Leave each rank its shares of the adapters."""
         if self.adapters is not None:
             self.adapters.divide(self.model, self._parts, self._grid, self._groups, self.device)
 
-    def trained_parameters(self) -> tuple[dict[str, nn.Parameter], Exchange]:
-        """What this rank holds of what is trained, and who has the rest."""
+    def trained_parameters(self) -> tuple[dict[str, nn.Parameter], TensorExchange]:
+        """Return this rank's trained parameters and the exchange that knows the other ranks'."""
         if self.adapters is not None:
             return self.adapters.live, self.adapters.exchange
         return dict(self.model.named_parameters()), self.exchange
 
     def tensors(self) -> dict[str, Tensor]:
-        """The adapters' first values, whole."""
+        """Return the adapters' first values, whole."""
         assert self.adapters is not None
         return self.adapters.first
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Those that it was loaded with, read from their files again."""
+        """Return the weights that were loaded, read from their files again."""
         return StoredWeights(self.path, self._like)
 
     def checkpoint_blocks(self) -> None:
-        """Keep only what enters each transformer block and compute the rest again in the backward pass."""
+        """Keep only the input of each transformer block and compute the rest again in the backward pass."""
         for layer in self.model.decoder.layers:
             layer.forward = partial(_again, layer.forward)
 
     def compile_blocks(self) -> None:
-        """See ``learner.backends.compiling``.
-
-        What is shared by ranks stays as it is, and lies between what is compiled: torch.compile takes no all-reduce that overlaps with
-        a product, and would try again for each variant.
-        """
-        prepare(self.device)
+        """Compile each block without layers that ranks divide: their overlapping all-reduces do not compile."""
+        check_compiler(self.device)
         for layer in self.model.decoder.layers:
             layer.forward = torch.compile(layer.forward, dynamic=True)
             for part in layer.modules() if self._grid.tp > 1 else ():
-                if isinstance(part, library().Parallel):
+                if isinstance(part, megatron_library().Parallel):
                     part.forward = torch.compiler.disable(part.forward)  # type: ignore[no-untyped-call]
 
     def shapes(self) -> dict[str, Tensor]:
-        """By Hugging Face's names, on the meta device."""
         return dict(self._like)
 
     def gather(self, name: str) -> Tensor | None:
-        """On rank 0 a whole tensor of now, adapters merged into it; all ranks ask for the same at the same time."""
+        """Return a whole live tensor with adapters merged on rank 0, None elsewhere; collective."""
         found = self.exchange.gather(name, dict(self.model.named_parameters()), self._like[name].dtype)
         if self.adapters is None:
             return found
@@ -127,12 +118,12 @@ class MegatronPolicy:
         return None if found is None else self.adapters.merged(name, ({held: found} | factors).__getitem__)
 
     def gather_factor(self, name: str) -> Tensor | None:
-        """Likewise one of the adapters' factors."""
+        """Return one of the adapters' whole factors on rank 0, None elsewhere; collective."""
         assert self.adapters is not None
         return self.adapters.exchange.gather(name, self.adapters.live, torch.float32)
 
-    def measured(self, batches: Sequence[Batch]) -> list[Measured | None]:
-        """Logprobs and entropies of slices, without gradient; None where this rank does not know them."""
+    def measured(self, batches: Sequence[TokenBatch]) -> list[Measured | None]:
+        """Return logprobs and entropies of slices, without gradient; None on ranks without logits."""
         found: list[Measured | None] = [None] * len(batches)
 
         def keep(index: int, measured: Measured) -> None:
@@ -144,27 +135,26 @@ class MegatronPolicy:
 
     def trained(
         self,
-        batches: Sequence[Batch],
+        batches: Sequence[TokenBatch],
         loss: Callable[[int, Measured], Tensor],
         done: Callable[[], None],
         saving: Callable[[], AbstractContextManager[Any]],
         *,
         entropy_grad: bool,
     ) -> None:
-        """Forward and backward.
+        """Run slices forward and backward.
 
         Args:
-            batches: slices.
-            loss: of one slice, where the logits are.
+            loss: of one slice, called on ranks with logits.
             done: called after each backward pass.
-            saving: around each forward pass: where what the backward pass needs waits for it.
+            saving: context of each forward pass, which keeps its activations.
             entropy_grad: let gradient flow through the entropy too.
         """
         self._run(batches, loss, done, saving, entropy_grad=entropy_grad)
 
     def _run(
         self,
-        batches: Sequence[Batch],
+        batches: Sequence[TokenBatch],
         finish: Callable[[int, Measured], Tensor | None],
         done: Callable[[], None] | None,
         saving: Callable[[], AbstractContextManager[Any]] = nullcontext,
@@ -179,36 +169,36 @@ class MegatronPolicy:
         shapes = [(batch.input_ids.shape[1], batch.input_ids.shape[0], self._shape.hidden) for batch in batches]
         self._pipeline.run(shapes, forward, done)
 
-    def _through(self, batch: Batch, entered: Tensor | None) -> Tensor:
-        """The stage's layers: (tokens, rows, hidden) from what the stage before made."""
+    def _through(self, batch: TokenBatch, entered: Tensor | None) -> Tensor:
+        """Run the stage's layers on the output of the previous stage, (tokens, rows, hidden) both."""
         ids = batch.input_ids
         positions = batch.position_ids[0] if batch.position_ids is not None else torch.arange(ids.shape[1], device=self.device)
         self.model.set_input_tensor(entered)
-        left: Tensor = self.model(ids, None, None, packed_seq_params=Row(positions, batch.packing))
+        left: Tensor = self.model(ids, None, None, packed_seq_params=RowLayout(positions, batch.packing))
         self.model.set_input_tensor(None)
         return left
 
-    def _measure(self, hidden: Tensor, batch: Batch, entropy_grad: bool) -> Measured:
-        """(tokens, rows, hidden) of the last layer to what the trained tokens are asked for."""
+    def _measure(self, hidden: Tensor, batch: TokenBatch, entropy_grad: bool) -> Measured:
+        """Return logprobs and entropies of the trained tokens from the last layer's (tokens, rows, hidden)."""
         features = hidden.transpose(0, 1).flatten(0, 1).index_select(0, batch.predictors)
         columns = [batch.targets] if batch.temperature is None else [batch.targets, batch.temperature]
 
         def function(logits: Tensor, targets: Tensor, temperature: Tensor | None = None) -> tuple[Tensor, ...]:
             first = self._columns * self._grid.share
             share = {"first": first, "vocab": self._shape.vocab, "group": self._groups.tp}
-            return measure(logits, targets, temperature, **share, entropy_grad=entropy_grad)
+            return measure_shares(logits, targets, temperature, **share, entropy_grad=entropy_grad)
 
-        logprobs, entropy = in_chunks(function, self._logits, features, columns, self._columns)
+        logprobs, entropy = map_chunks(function, self._logits, features, columns, self._columns)
         return logprobs, entropy
 
     def _logits(self, features: Tensor) -> Tensor:
-        """(t, hidden) to this rank's columns, (t, columns)."""
+        """Return this rank's columns of the logits, (t, columns), of (t, hidden)."""
         tied = self._shape.tied
         logits: Tensor = self.model.output_layer(features, weight=self.model.shared_embedding_or_output_weight() if tied else None)[0]
         return logits
 
     def logprobs(self, token_ids: Tensor) -> Tensor:
-        """log p(token[i + 1] | token[: i + 1]) at temperature 1, (n,) int64 to (n - 1,) float32; all ranks ask at the same time."""
+        """Return log p(token[i + 1] | token[: i + 1]) at temperature 1, (n,) int64 to (n - 1,) float32; collective."""
         if len(token_ids) < 2:
             return torch.zeros(0, device=self.device)
         (measured,) = self.measured([_one_row(token_ids)])
@@ -219,11 +209,11 @@ class MegatronPolicy:
 
 
 def _again(forward: Callable[..., Any], hidden_states: Tensor, **named: Any) -> Any:
-    # By its place, for of what is named nothing is saved where the hooks of ``activations_in_host_memory`` see it.
+    # Positional, since the hooks of ``activations_in_host_memory`` do not see keyword arguments.
     return checkpoint(forward, hidden_states, use_reentrant=False, preserve_rng_state=False, **named)
 
 
-def _one_row(ids: Tensor) -> Batch:
+def _one_row(ids: Tensor) -> TokenBatch:
     nothing = torch.zeros(len(ids) - 1, device=ids.device)
     where = torch.arange(len(ids) - 1, device=ids.device)
-    return Batch(ids[None, :-1], where, ids[1:], torch.zeros_like(where), nothing, nothing, None, 1, torch.zeros_like(where))
+    return TokenBatch(ids[None, :-1], where, ids[1:], torch.zeros_like(where), nothing, nothing, None, 1, torch.zeros_like(where))

@@ -1,4 +1,4 @@
-"""Logprobs and entropies from logits whose vocabulary is divided over ranks: three sums over the ranks, and a maximum."""
+"""Computes logprobs and entropies from logits whose vocabulary is divided over ranks."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from learner.backends.megatron.model import library
+from learner.backends.megatron.model import megatron_library
 
 
-def measure(
+def measure_shares(
     logits: Tensor, targets: Tensor, temperature: Tensor | None, *, first: int, vocab: int, group: Any, entropy_grad: bool
 ) -> tuple[Tensor, Tensor]:
-    """Logprob of each target and entropy of its distribution in nats, (T,) float32 each, the same on all ranks.
+    """Return each target's logprob and its distribution's entropy in nats, (T,) float32 each, on all ranks.
 
-    Every rank goes on with the same loss, so the gradient of a sum over ranks is, on each of them, that of its own part.
+    Every rank continues with the same loss, so the gradient of a sum over ranks is, on each rank, that of its own part.
 
     Args:
         logits: (T, columns) of this rank.
@@ -51,5 +51,5 @@ def measure(
 
 
 def _over_ranks(tensor: Tensor, group: Any) -> Tensor:
-    found: Tensor = library().sum_of_shares(tensor.contiguous(), group=group)
+    found: Tensor = megatron_library().sum_of_shares(tensor.contiguous(), group=group)
     return found

@@ -1,7 +1,7 @@
 """One learner on several ranks of one machine.
 
-Rank 0 is the learner's own process: it alone talks to the broker, holds the ledger, cuts micro-batches, offers weights and writes
-checkpoints. The other ranks are children of it that do as they are told and die with it.
+Rank 0 is the learner process: it alone talks to the broker, holds the ledger, cuts micro-batches, offers weights and
+writes checkpoints. The other ranks are its children; they execute its commands and exit with it.
 
 Data flow of a step::
 
@@ -16,12 +16,12 @@ Data flow of a step::
       all-reduce of the summed gradient (torch.distributed: gloo on a CPU, nccl on GPUs)
       divide by the global denominator, clip, update: the same on every rank
 
-Which rank computes what depends on the samples and their order alone, so the same layout gives the same bits after a resume, and any
-layout the same gradient up to the order of a sum. Samples cross processes as msgpack, gradients and weights through torch.distributed;
-nothing is pickled. A socket that closes says that a process is gone: children leave when rank 0 is gone, and when a child is gone rank 0
-says so in one line and ends at once, as if it had been killed; whoever supervises it starts it again, and it resumes.
+The assignment of slices depends only on the samples and their order, so the same layout gives the same bits after a
+resume, and any layout the same gradient up to the order of a sum. Samples are sent as msgpack, gradients and weights by
+torch.distributed; nothing is pickled. A closed socket means that a process has ended: children exit with rank 0, and
+when a child ends, rank 0 logs one line and exits at once, as if killed; its supervisor restarts it, and it resumes.
 
-``messages`` is what crosses, ``link`` how, ``leader`` rank 0's side, ``follower`` the children's, ``dealing`` who gets which slices,
-``meeting`` and ``collectives`` what all do at once, ``critic`` what becomes of a critic. A backend for several ranks subclasses
-``learner.backends.ddp.DdpBackend`` and is one file and one line of the registry.
+``messages`` and ``link`` are the protocol, ``leader`` is rank 0's side, ``follower`` the children's, ``dealing`` deals
+slices, ``group`` is a process among the ranks, ``meeting`` and ``collectives`` wrap torch.distributed. A backend for
+several ranks subclasses ``learner.backends.torch.TorchBackend`` and builds a ``learner.backends.worker.RankWorker``.
 """

@@ -1,4 +1,4 @@
-"""Tensors of all ranks at once."""
+"""Collective operations on lists of tensors."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _BUCKET_ELEMENTS: Final = 8 << 20  # reduced at once: 32 MiB of float32
 
 
 @torch.no_grad()
-def from_rank_0(tensors: Sequence[Tensor], device: torch.device) -> None:
-    """In place, on all ranks at once."""
+def broadcast_from_rank_0(tensors: Sequence[Tensor], device: torch.device) -> None:
+    """Overwrite tensors with those of rank 0."""
     for tensor in tensors:
-        here = tensor.to(device)  # what was offloaded
+        here = tensor.to(device)  # an offloaded tensor is on the CPU
         dist.broadcast(here, 0)
         if here is not tensor:
             tensor.copy_(here)
@@ -24,11 +24,7 @@ def from_rank_0(tensors: Sequence[Tensor], device: torch.device) -> None:
 
 @torch.no_grad()
 def sum_over_ranks(tensors: Sequence[Tensor], device: torch.device, group: Any = None) -> None:
-    """In place; many small ones at once.
-
-    Args:
-        group: of the ranks; None for all.
-    """
+    """Sum tensors in place over the ranks of a group, or all ranks; small tensors share a transfer."""
     bucket: list[Tensor] = []
     for index, tensor in enumerate(tensors):
         bucket.append(tensor)

@@ -1,4 +1,4 @@
-"""Slices dealt out to ranks, and what became of them put in order. Pure."""
+"""Assigns slices to ranks and puts their results in order; pure functions."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from learner.algorithm.samples import TrainSample
-from learner.backends.ranks.messages import Sample, deal, filler, pack, unpack
+from learner.backends.ranks.messages import SampleMessage, deal_slices, filler_sample, pack_sample, unpack_sample
 
 T = TypeVar("T")
 Job = tuple[Sequence[TrainSample], bool]  # a slice, and whether it is trained
-Share = tuple[int | None, bool]  # which of the slices, None for one that only keeps the others company; whether it is trained
+Share = tuple[int | None, bool]  # index of the slice, None for a filler that trains nothing; whether it is trained
 
 
 def deal_jobs(jobs: Sequence[Job], num: int, *, same_number: bool) -> list[list[Share]]:
-    """What each of ``num`` takes: those that are trained, then the others.
+    """Return the shares of ``num`` copies: slices that are trained, then the others.
 
     Args:
-        same_number: all take as many, be it of nothing.
+        same_number: whether fillers give all copies the same number of slices.
     """
     dealt: list[list[Share]] = [[] for _ in range(num)]
     for kind in (True, False):
         indices = [index for index, (_, train) in enumerate(jobs) if train == kind]
-        parts = deal([sum(sample.num_inputs for sample in jobs[index][0]) for index in indices], num)
+        parts = deal_slices([sum(sample.num_inputs for sample in jobs[index][0]) for index in indices], num)
         most = max(len(part) for part in parts)
         for shares, part in zip(dealt, parts, strict=True):
             shares += [(indices[index], kind) for index in part]
@@ -30,23 +30,23 @@ def deal_jobs(jobs: Sequence[Job], num: int, *, same_number: bool) -> list[list[
     return dealt
 
 
-def packed(jobs: Sequence[Job], shares: Sequence[Share]) -> list[list[Sample]]:
-    """One rank's, to send them."""
-    return [[] if index is None else [pack(sample) for sample in jobs[index][0]] for index, _ in shares]
+def pack_slices(jobs: Sequence[Job], shares: Sequence[Share]) -> list[list[SampleMessage]]:
+    """Return one rank's slices as messages."""
+    return [[] if index is None else [pack_sample(sample) for sample in jobs[index][0]] for index, _ in shares]
 
 
-def unpacked(slices: Sequence[Sequence[Sample]]) -> list[list[TrainSample]]:
-    """As they were."""
-    return [[unpack(sample) for sample in part] or [filler()] for part in slices]
+def unpack_slices(slices: Sequence[Sequence[SampleMessage]]) -> list[list[TrainSample]]:
+    """Return the samples of slices that were sent."""
+    return [[unpack_sample(sample) for sample in part] or [filler_sample()] for part in slices]
 
 
-def own(jobs: Sequence[Job], shares: Sequence[Share]) -> list[Job]:
-    """One rank's, to do them here."""
-    return [([filler()] if index is None else jobs[index][0], train) for index, train in shares]
+def own_jobs(jobs: Sequence[Job], shares: Sequence[Share]) -> list[Job]:
+    """Return one rank's jobs, to run here."""
+    return [([filler_sample()] if index is None else jobs[index][0], train) for index, train in shares]
 
 
-def in_order(dealt: Sequence[Sequence[Share]], done: Sequence[Sequence[T]]) -> list[T]:
-    """What the ranks made of the slices, in the order of the slices."""
+def merge_in_order(dealt: Sequence[Sequence[Share]], done: Sequence[Sequence[T]]) -> list[T]:
+    """Return the results of the ranks in the order of the slices."""
     pairs = [pair for shares, results in zip(dealt, done, strict=True) for pair in zip(shares, results, strict=True)]
     found = {index: result for (index, _), result in pairs if index is not None}
     return [found[index] for index in sorted(found)]

@@ -1,4 +1,4 @@
-"""A rank that does as rank 0 says: ``python -m learner.backends.ranks.follower FD``, FD being its end of a socket."""
+"""The process of a rank above 0: ``python -m learner.backends.ranks.follower FD``, its end of a socket."""
 
 from __future__ import annotations
 
@@ -10,27 +10,24 @@ from typing import TYPE_CHECKING, Final
 from broker.errors import UserError
 from broker.settings.registry import resolve
 from broker.system import logs
-from learner.backends.ranks.link import Gone, Link
-from learner.backends.ranks.messages import Build
+from learner.backends.ranks.link import LinkClosedError, RankLink
+from learner.backends.ranks.messages import BuildCommand
 
 if TYPE_CHECKING:
-    from learner.backends.ddp import DdpBackend
+    from learner.backends.worker import RankWorker
 
 log = logging.getLogger(__name__)
 
-_FAREWELL_S: Final = 5.0  # in which rank 0 has ended, too, if what went wrong here is not this rank's alone
+_FAREWELL_S: Final = 5.0  # in which rank 0 ends, too, if it fails for the same reason
 
 
 def main(descriptor: int) -> int:
-    """Serve until rank 0 closes the socket.
-
-    What torch says about a rank that was lost, and what is wrong with settings that all ranks have, is rank 0's to say, in one line.
-    """
+    """Serve until rank 0 closes the socket; rank 0 reports lost peers and wrong settings, in one line for all ranks."""
     logs.configure()
-    link = Link(socket.socket(fileno=descriptor))
+    link = RankLink(socket.socket(fileno=descriptor))
     try:
         _serve(link)
-    except Gone:
+    except LinkClosedError:
         return 0
     except UserError as error:
         if link.closes(_FAREWELL_S):
@@ -45,18 +42,18 @@ def main(descriptor: int) -> int:
     return 0
 
 
-def _serve(link: Link) -> None:
+def _serve(link: RankLink) -> None:
     build = link.command()
-    if not isinstance(build, Build):
-        raise TypeError(f"the first command was {type(build).__name__}")
+    if not isinstance(build, BuildCommand):
+        raise TypeError(f"first command: expected Build, got {type(build).__name__}")
     logs.identify(role="learner", process_id=f"rank-{build.rank}")
-    backend: DdpBackend = resolve("backends", build.backend, {}).follow(build)
+    worker: RankWorker = resolve("backends", build.backend, {}).follow(build)
     try:
         while True:
-            if (reply := backend.obey(link.command())) is not None:
+            if (reply := worker.obey(link.command())) is not None:
                 link.send(reply)
-    except Gone:
-        backend.part()
+    except LinkClosedError:
+        worker.part()
 
 
 if __name__ == "__main__":

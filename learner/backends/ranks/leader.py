@@ -1,4 +1,4 @@
-"""Rank 0's side: starts the other ranks, talks to them, and ends when one of them does."""
+"""Rank 0's side: starts the other ranks, sends them commands, and exits when one of them does."""
 
 from __future__ import annotations
 
@@ -19,50 +19,50 @@ from typing import Any, Final
 
 from broker.errors import RlearnerError
 from broker.system.children import spawn
-from learner.backends.ranks.link import Gone, Link
-from learner.backends.ranks.messages import Build, Reply
+from learner.backends.ranks.link import LinkClosedError, RankLink
+from learner.backends.ranks.messages import BuildCommand, Reply
 
 log = logging.getLogger(__name__)
 
-EXIT_RANK_DIED: Final = 1  # a supervisor starts the learner again
+EXIT_RANK_DIED: Final = 1  # a supervisor restarts the learner
 _LEAVE_S: Final = 10.0
 
 
-class RankDied(RlearnerError):
-    """One of the other ranks ended."""
+class RankExitedError(RlearnerError):
+    """Another rank ended."""
 
 
-def leave(line: str) -> None:
-    """End this process at once, as a kill would; everything that must last is on disk or in the broker."""
+def exit_at_once(line: str) -> None:
+    """Exit at once, as if killed; everything that must last is on disk or in the broker."""
     log.critical("%s", line)
     logging.shutdown()
     os._exit(EXIT_RANK_DIED)
 
 
-class Leader:
-    """Ranks 1 … size - 1, started when it is made.
+class RankLeader:
+    """Ranks 1 … size - 1, started by the constructor.
 
     Args:
-        backend: "module:attribute" of what they build.
+        backend: "module:attribute" of the backend that they build.
         settings: its arguments.
         on_death: called with one line, from a thread, when a rank ends by itself.
 
     Attributes:
-        store: file in which the ranks meet.
+        store: file of the rendezvous.
     """
 
     def __init__(self, backend: str, size: int, settings: dict[str, Any], *, on_death: Callable[[str], None] | None = None) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="rlearner-ranks-"))
         self.store = str(self._folder / "store")
-        self._on_death = on_death or (lambda line: leave(line))
+        self._on_death = on_death or (lambda line: exit_at_once(line))
         self._closing = self._armed = False
         self.died = ""
         self.processes: list[subprocess.Popen[bytes]] = []
-        self._links: list[Link] = []
+        self._links: list[RankLink] = []
         self._watchers: list[threading.Thread] = []
         for rank in range(1, size):
             self._start(rank)
-            self._links[-1].send(Build(backend, rank, size, self.store, settings))
+            self._links[-1].send(BuildCommand(backend, rank, size, self.store, settings))
 
     def _start(self, rank: int) -> None:
         ours, theirs = socket.socketpair()
@@ -70,7 +70,7 @@ class Leader:
         with theirs, os.fdopen(os.dup(2), "wb") as output:  # their logs go where this process's go
             process = spawn(command, output, pass_fds=[theirs.fileno()])
         self.processes.append(process)
-        self._links.append(Link(ours))
+        self._links.append(RankLink(ours))
         watcher = threading.Thread(target=self._watch, args=(rank, process), name=f"rank-{rank}", daemon=True)
         watcher.start()
         self._watchers.append(watcher)
@@ -85,29 +85,29 @@ class Leader:
             self._on_death(self.died)
 
     def arm(self) -> None:
-        """From now on the end of a rank is the end of this process. Before, what is wrong is better said by rank 0, which does the same.
+        """From now on exit when a rank ends. Before, rank 0 fails by itself for the same reason and reports it better.
 
         Raises:
-            RankDied: one has ended already.
+            RankExitedError: if one has ended already.
         """
         self._armed = True
         if self.died:
             self._on_death(self.died)
-            raise RankDied(self.died)
+            raise RankExitedError(self.died)
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Around whatever needs the others: turns what torch says about a lost peer into one line.
+        """Around work with other ranks, turn torch's errors about a lost peer into one line.
 
         Raises:
-            RankDied: one is gone; by default this process has ended before.
+            RankExitedError: if a rank ended; by default this process exits first.
         """
         try:
             yield
-        except (Gone, RuntimeError) as error:
+        except (LinkClosedError, RuntimeError) as error:
             self._wait_for_news(1.0)
-            if self.died or isinstance(error, Gone):
-                raise RankDied(self.died or "a rank closed its connection") from None
+            if self.died or isinstance(error, LinkClosedError):
+                raise RankExitedError(self.died or "a rank closed its connection") from None
             raise
 
     def _wait_for_news(self, seconds: float) -> None:
@@ -117,20 +117,20 @@ class Leader:
                 return
 
     def tell(self, message: Any) -> None:
-        """The same to all."""
+        """Send a message to all ranks."""
         for link in self._links:
             link.send(message)
 
     def tell_one(self, rank: int, message: Any) -> None:
-        """To one."""
+        """Send a message to one rank."""
         self._links[rank - 1].send(message)
 
     def replies(self) -> list[Reply]:
-        """One from each, rank 1 first."""
+        """Receive a reply from each rank, in order."""
         return [link.reply() for link in self._links]
 
     def close(self) -> None:
-        """Let them leave, all at once; insists after ten seconds."""
+        """Close the links and wait for the ranks to exit; kill them after ten seconds."""
         self._closing = True
         for link in self._links:
             link.close()

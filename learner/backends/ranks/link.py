@@ -1,4 +1,4 @@
-"""A socket between rank 0 and one other rank: frames of a length and so many bytes of msgpack."""
+"""A socket between rank 0 and one other rank; frames are a length and that many bytes of msgpack."""
 
 from __future__ import annotations
 
@@ -14,48 +14,41 @@ from learner.backends.ranks.messages import Command, Reply
 _HEADER: Final = struct.Struct("<Q")
 
 
-class Gone(Exception):
+class LinkClosedError(Exception):
     """The process at the other end has ended."""
 
 
-class Link:
-    """One end."""
+class RankLink:
+    """One end of the socket."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
         self._command, self._reply = msgspec.msgpack.Decoder(Command), msgspec.msgpack.Decoder(Reply)
 
     def send(self, message: Any) -> None:
-        """
+        """Send a message.
+
         Raises:
-            Gone: nobody is there to read it.
+            LinkClosedError: if the other end has closed.
         """
         body = msgspec.msgpack.encode(message)
         try:
             self._socket.sendall(_HEADER.pack(len(body)) + body)
         except OSError as error:
-            raise Gone(str(error)) from None
+            raise LinkClosedError(str(error)) from None
 
     def command(self) -> Command:
-        """The next one; waits for as long as it takes.
-
-        Raises:
-            Gone: there will be none.
-        """
+        """Wait for the next command; raises ``LinkClosedError`` if the other end has closed."""
         found: Command = self._command.decode(self._frame())
         return found
 
     def reply(self) -> Reply:
-        """The next one; waits for as long as it takes.
-
-        Raises:
-            Gone: there will be none.
-        """
+        """Wait for the next reply; raises ``LinkClosedError`` if the other end has closed."""
         found: Reply = self._reply.decode(self._frame())
         return found
 
     def closes(self, seconds: float) -> bool:
-        """Whether the other end is closed before so much time has passed; what it still says goes unheard."""
+        """Return whether the other end closes in time; drop everything that it still sends."""
         deadline = time.monotonic() + seconds
         try:
             while (left := deadline - time.monotonic()) > 0:
@@ -81,9 +74,9 @@ class Link:
             try:
                 part = self._socket.recv(min(missing, 1 << 20))
             except OSError as error:
-                raise Gone(str(error)) from None
+                raise LinkClosedError(str(error)) from None
             if not part:
-                raise Gone("the other end has closed")
+                raise LinkClosedError("the other end has closed")
             parts.append(part)
             missing -= len(part)
         return b"".join(parts)

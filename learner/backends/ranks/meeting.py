@@ -1,4 +1,4 @@
-"""How ranks meet: a device for each, and one process group."""
+"""Gives each rank a device and joins ranks in one process group."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import torch.distributed as dist
 from broker.errors import ConfigError
 from learner.config import TrainSection
 
-_TIMEOUT: Final = timedelta(minutes=10)  # of one collective; a rank that ended is seen at once, this is for one that stands still
+_TIMEOUT: Final = timedelta(minutes=10)  # of one collective, for a rank that hangs; one that exits is noticed at once
 
 
-def on_rank(train: TrainSection, rank: int) -> TrainSection:
-    """The settings of one rank: each its own GPU.
+def settings_on_rank(train: TrainSection, rank: int) -> TrainSection:
+    """Return the settings of one rank, each with its own GPU.
 
     Raises:
-        ConfigError: a device that is not for several ranks, or fewer GPUs than ranks.
+        ConfigError: if ranks cannot share the device, or there are fewer GPUs than ranks.
     """
     if train.ranks == 1 or train.device == "cpu" or (train.device == "auto" and not torch.cuda.is_available()):
         return train
@@ -33,8 +33,8 @@ def on_rank(train: TrainSection, rank: int) -> TrainSection:
     return train.model_copy(update={"device": f"cuda:{rank}"})
 
 
-def join(store: str, rank: int, size: int, device: torch.device) -> None:
-    """Meet the others, on the loopback interface."""
+def join_group(store: str, rank: int, size: int, device: torch.device) -> None:
+    """Join the other ranks on the loopback interface."""
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
     if loopback is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
@@ -42,13 +42,13 @@ def join(store: str, rank: int, size: int, device: torch.device) -> None:
     dist.init_process_group(_take(device), store=meeting, rank=rank, world_size=size, timeout=_TIMEOUT)
 
 
-def join_alone(device: torch.device) -> None:
-    """A group of one, for libraries that know no work without a group."""
+def join_single_group(device: torch.device) -> None:
+    """Make a group of one, for libraries that need a group."""
     dist.init_process_group(_take(device), store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
 
 
 def _take(device: torch.device) -> str:
-    """What communicates between tensors of a device."""
+    """Return the backend of torch.distributed for a device."""
     if device.type != "cuda":
         return "gloo"
     torch.cuda.set_device(device)

@@ -1,7 +1,8 @@
-"""What rank 0 tells the other ranks, and what they answer. Frames of msgpack over a socket that only these processes hold."""
+"""Commands of rank 0 and replies of the other ranks, msgpack frames over a private socket."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
@@ -21,8 +22,8 @@ _DTYPES: Final = {
 }
 
 
-class Sample(msgspec.Struct, frozen=True, array_like=True):
-    """A ``TrainSample``; columns as little-endian bytes, None where it has none."""
+class SampleMessage(msgspec.Struct, frozen=True, array_like=True):
+    """A ``TrainSample``; columns are little-endian bytes, None if missing."""
 
     columns: tuple[bytes | None, ...]  # in the order of _DTYPES
     group: int
@@ -30,8 +31,8 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
     temperature: float
 
 
-class Build(msgspec.Struct, frozen=True, tag=True):
-    """The first: make the backend and join."""
+class BuildCommand(msgspec.Struct, frozen=True, tag=True):
+    """The first command: build the backend and join."""
 
     backend: str  # "module:attribute"
     rank: int
@@ -40,90 +41,96 @@ class Build(msgspec.Struct, frozen=True, tag=True):
     settings: dict[str, Any]  # sections and other arguments of the backend
 
 
-class Run(msgspec.Struct, frozen=True, tag=True):
-    """Forward passes, and backward passes where ``train``. Answered by ``Sums``."""
+class RunCommand(msgspec.Struct, frozen=True, tag=True):
+    """Run forward passes, and backward passes where ``train``; the reply is ``SumsReply``."""
 
-    slices: list[list[Sample]]
+    slices: list[list[SampleMessage]]
     train: list[bool]
     kl_coef: float
     version: int
-    critic: bool = False  # of the critic's passes, all trained
+    critic: bool = False  # passes of the critic, all trained
 
 
-class Score(msgspec.Struct, frozen=True, tag=True):
-    """Logprobs and divergence before the step. Answered by ``Columns``."""
+class ScoreCommand(msgspec.Struct, frozen=True, tag=True):
+    """Compute scores before the step; the reply is ``ColumnsReply``."""
 
-    slices: list[list[Sample]]
+    slices: list[list[SampleMessage]]
 
 
-class Step(msgspec.Struct, frozen=True, tag=True):
+class StepCommand(msgspec.Struct, frozen=True, tag=True):
     """Reduce the gradient, divide, clip, update."""
 
-    denominator: float  # of the critic, its trained tokens
+    denominator: float  # for the critic, its trained tokens
     at: int
-    critic: bool = False  # of the critic, which may be another number of times
+    critic: bool = False
 
 
-class Discard(msgspec.Struct, frozen=True, tag=True):
-    """Forget the gradient."""
+class DiscardCommand(msgspec.Struct, frozen=True, tag=True):
+    """Drop the gradient."""
 
 
-class Sync(msgspec.Struct, frozen=True, tag=True):
-    """Take weights and optimizer from rank 0."""
+class SyncCommand(msgspec.Struct, frozen=True, tag=True):
+    """Receive weights and optimizer from rank 0."""
 
     updates: int
-    critic: bool = False  # the critic's
+    critic: bool = False
 
 
-class Call(msgspec.Struct, frozen=True, tag=True):
-    """Take part in an operation of the backend that needs all ranks."""
+class CollectiveCommand(msgspec.Struct, frozen=True, tag=True):
+    """Take part in an operation that needs all ranks."""
 
     name: str
     numbers: list[int] = []
 
 
-class Sums(msgspec.Struct, frozen=True, tag=True):
-    """Of each slice."""
+class SumsReply(msgspec.Struct, frozen=True, tag=True):
+    """The sums of each slice."""
 
     slices: list[dict[str, float]]
 
 
-class Columns(msgspec.Struct, frozen=True, tag=True):
-    """Of each slice: float32 columns over its trained tokens, None what was not asked for."""
+class ColumnsReply(msgspec.Struct, frozen=True, tag=True):
+    """Float32 columns over each slice's trained tokens, None if not computed."""
 
     slices: list[list[bytes | None]]
 
 
-Command = Build | Run | Score | Step | Discard | Sync | Call
-Reply = Sums | Columns
+Command = BuildCommand | RunCommand | ScoreCommand | StepCommand | DiscardCommand | SyncCommand | CollectiveCommand
+Reply = SumsReply | ColumnsReply
 
 
-class Filler(TrainSample):
-    """One token to read and none to train: a pass that adds nothing, for ranks that have none of their own when others do."""
+def results_of(reply: Reply) -> Sequence[dict[str, float]] | Sequence[list[Array | None]]:
+    """Return a reply's result of each slice."""
+    if isinstance(reply, SumsReply):
+        return reply.slices
+    return [[None if column is None else np.frombuffer(column, "<f4") for column in columns] for columns in reply.slices]
+
+
+class FillerSample(TrainSample):
+    """One token to read and none to train, for a pass that adds nothing on ranks that have fewer slices than others."""
 
     @property
     def num_inputs(self) -> int:
-        """The model must be given something."""
-        return 1
+        return 1  # the model needs an input
 
 
-def filler() -> Filler:
-    """A slice of this alone has a gradient of zero."""
+def filler_sample() -> FillerSample:
+    """Return a sample whose gradient is zero."""
     zeros = np.zeros(1, np.float32)
-    return Filler(zeros.astype(np.int32), zeros.astype(np.uint8), zeros, zeros.astype(np.int32), zeros, group=0, reward=0.0)
+    return FillerSample(zeros.astype(np.int32), zeros.astype(np.uint8), zeros, zeros.astype(np.int32), zeros, group=0, reward=0.0)
 
 
-def pack(sample: TrainSample) -> Sample:
-    """To send it."""
+def pack_sample(sample: TrainSample) -> SampleMessage:
+    """Return a sample as a message."""
     columns = (getattr(sample, name) for name in _DTYPES)
     data = tuple(
         None if c is None else np.ascontiguousarray(c, dtype).tobytes() for c, dtype in zip(columns, _DTYPES.values(), strict=True)
     )
-    return Sample(data, sample.group, float(sample.reward), float(sample.temperature))
+    return SampleMessage(data, sample.group, float(sample.reward), float(sample.temperature))
 
 
-def unpack(sample: Sample) -> TrainSample:
-    """As it was."""
+def unpack_sample(sample: SampleMessage) -> TrainSample:
+    """Return the sample of a message."""
     found: dict[str, Array | None] = {
         name: None if data is None else np.frombuffer(data, dtype)
         for (name, dtype), data in zip(_DTYPES.items(), sample.columns, strict=True)
@@ -131,8 +138,8 @@ def unpack(sample: Sample) -> TrainSample:
     return TrainSample(**found, group=sample.group, reward=sample.reward, temperature=sample.temperature)  # type: ignore[arg-type]
 
 
-def deal(costs: list[int], num_ranks: int) -> list[list[int]]:
-    """Which slices each rank takes, ascending: the largest first, each to whoever has least so far, the lowest rank among equals."""
+def deal_slices(costs: list[int], num_ranks: int) -> list[list[int]]:
+    """Return each rank's slices, ascending; the largest go first, to the rank with the least cost, then the lowest."""
     dealt: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):

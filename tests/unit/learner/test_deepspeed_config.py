@@ -6,7 +6,7 @@ import pytest
 
 from broker.errors import ConfigError
 from broker.settings.runspec import validate
-from learner.backends import KNOW
+from learner.backends import SUPPORTED_OPTIONS
 from learner.offline import config as offline
 
 LAKE = {"env": "frozenlake", "group_size": 4, "max_context_tokens": 256, "sampling": {"max_tokens": 4}, "deadline_s": 60}
@@ -23,9 +23,7 @@ def test_what_the_stages_take():
     assert "did you mean 'train.deepspeed.stage'?" in refused({"backend": "deepspeed", "deepspeed": {"stages": 1}})
     line = "train.deepspeed.offload_param: True is not allowed; false with train.deepspeed.stage 2: only stage 3 divides weights"
     assert refused({"backend": "deepspeed", "deepspeed": {"offload_param": True}}) == line
-    line = (
-        f"train.optimizer_offload: True is not allowed; unset with train.backend deepspeed; {', '.join(KNOW['optimizer_offload'])} take it"
-    )
+    line = f"train.optimizer_offload: True is not allowed; unset with train.backend deepspeed; {', '.join(SUPPORTED_OPTIONS['optimizer_offload'])} take it"
     assert refused({"backend": "deepspeed", "optimizer_offload": True}) == line
     for option in ({"activation_offload": True}, {"compile": True, "deepspeed": {"stage": 3}}):
         assert validate({"domains": {"lake": LAKE}, "train": {"backend": "deepspeed", **option}})

@@ -8,7 +8,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from learner.backends import offload
-from learner.backends.deepspeed_saved import places_for_weights
+from learner.backends.deepspeed.saved import save_views_as_places
 
 HERE, GONE = SimpleNamespace(name="AVAILABLE"), SimpleNamespace(name="NOT_AVAILABLE")
 
@@ -57,7 +57,7 @@ def test_nothing_of_a_gathered_weight_is_held(monkeypatch, trained, offloaded):
     ours = inputs.clone().requires_grad_()
     divided = Divided(made)
     made.weight.requires_grad_(trained)
-    with places_for_weights(offloaded):
+    with save_views_as_places(offloaded):
         hidden = made(ours).square()
     held = StorageWeakRef(made.weight.untyped_storage())
     divided.drop()
@@ -81,7 +81,7 @@ def test_a_view_of_what_was_gathered_before_stays_as_it_is():
     divided.drop()
     divided.gather()
     inputs = torch.randn(4, 5, requires_grad=True)
-    with places_for_weights(False):
+    with save_views_as_places(False):
         out = inputs @ early
     divided.drop()
     out.sum().backward()

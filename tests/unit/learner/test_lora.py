@@ -165,9 +165,9 @@ def test_dropout_is_drawn_anew_for_each_slice_and_only_in_training(tmp_path):
     assert losses[0][0] != losses[0][1]
     assert losses[0] == losses[1]
     seeds = set()
-    for trainer.rank in range(4):  # their slices are others, and so must be what they leave out
+    for trainer.worker.passes.rank in range(4):  # their slices are others, and so must be what they leave out
         trainer.discard()
-        seeds.add(trainer._draw())
+        seeds.add(trainer.worker.passes.draw_seed())
     assert len(seeds) == 4
 
 
@@ -183,7 +183,7 @@ def test_the_reference_is_the_base_without_a_second_copy(tmp_path):
     found, expected = (one.update(samples(7))["actor/kl_loss"] for one in (trainer, alone))
     assert found == pytest.approx(expected, rel=1e-4)
     assert found > 1e-4
-    assert not isinstance(trainer._ref, type(full._ref))
+    assert not isinstance(trainer.worker.models.ref, type(full.worker.models.ref))
     held = sum(p.numel() for p in trainer.policy.module.parameters())
     assert held < 1.5 * sum(p.numel() for p in full.policy.module.parameters())
 

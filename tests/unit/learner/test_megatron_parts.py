@@ -15,14 +15,14 @@ from transformers import AutoConfig, LlamaConfig, Qwen2Config, Qwen3Config
 
 from broker.errors import ConfigError
 from broker.settings.runspec import validate
-from learner.backends.megatron.architecture import Architecture, architecture_of, refuse_sizes
-from learner.backends.megatron.grid import Grid
+from learner.backends.megatron.architecture import DecoderArchitecture, architecture_of, check_sizes
+from learner.backends.megatron.grid import RankGrid
 from learner.backends.megatron.mapping import parts_of, take_share
-from learner.backends.megatron.pipeline import Pipeline, order
+from learner.backends.megatron.pipeline import StagePipeline, pass_order
 from learner.offline import config as offline
 
 LAKE = {"env": "frozenlake", "group_size": 4, "max_context_tokens": 256, "sampling": {"max_tokens": 4}, "deadline_s": 60}
-SHAPE = Architecture(
+SHAPE = DecoderArchitecture(
     num_layers=4, hidden=6, num_heads=4, num_groups=2, head_dim=3, intermediate=10, vocab=7, max_positions=64, eps=1e-6,
     qkv_bias=True, qk_norm=True, tied=False,
 )  # fmt: skip
@@ -30,7 +30,7 @@ SHAPE = Architecture(
 
 def test_places_by_hand() -> None:
     # 8 ranks, 2 to a layer, 2 stages, so 2 copies: neighbours share layers, halves are stages.
-    grids = [Grid(8, 2, 2, rank) for rank in range(8)]
+    grids = [RankGrid(8, 2, 2, rank) for rank in range(8)]
     assert [(one.share, one.copy, one.stage) for one in grids] == [
         (0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0), (0, 0, 1), (1, 0, 1), (0, 1, 1), (1, 1, 1)
     ]  # fmt: skip
@@ -41,16 +41,16 @@ def test_places_by_hand() -> None:
 def test_the_order_of_a_pipeline_by_hand() -> None:
     forward, backward = (lambda i: (False, i)), (lambda i: (True, i))
     first = [forward(0), forward(1), backward(0), forward(2), backward(1), backward(2)]
-    assert order(3, 0, 2) == first
-    assert order(3, 1, 2) == [forward(0), backward(0), forward(1), backward(1), forward(2), backward(2)]
-    assert order(1, 0, 4) == [forward(0), backward(0)]
-    assert order(0, 0, 2) == []
+    assert pass_order(3, 0, 2) == first
+    assert pass_order(3, 1, 2) == [forward(0), backward(0), forward(1), backward(1), forward(2), backward(2)]
+    assert pass_order(1, 0, 4) == [forward(0), backward(0)]
+    assert pass_order(0, 0, 2) == []
 
 
 @given(st.integers(0, 9), st.integers(1, 5))
 def test_a_pipeline_never_waits_for_what_comes_later(num: int, num_stages: int) -> None:
     """Between two steps a stage gives away what it made and takes what it needs, and both must be met by the neighbours' own exchanges."""
-    steps = [order(num, stage, num_stages) for stage in range(num_stages)]
+    steps = [pass_order(num, stage, num_stages) for stage in range(num_stages)]
 
     def exchange(stage: int, position: int) -> set[tuple[int, int, bool, int]]:
         """Before a step: (from, to, whether a gradient, which slice)."""
@@ -74,15 +74,17 @@ def test_a_pipeline_never_waits_for_what_comes_later(num: int, num_stages: int) 
     assert at == [2 * num + 1] * num_stages
     for stage in range(num_stages):  # never more of them held than there are stages from here on
         held = most = 0
-        for is_backward, _ in order(num, stage, num_stages):
+        for is_backward, _ in pass_order(num, stage, num_stages):
             held += -1 if is_backward else 1
             most = max(most, held)
         assert most <= num_stages - stage
 
 
 def test_a_stage_lets_go_of_what_it_has_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Pipeline, "_exchange", lambda self, made, to, source, shape: None if source is None else torch.full(shape, 2.0))
-    first_but_one = Pipeline(Grid(4, 1, 4, 1), SimpleNamespace(pipeline=None), torch.device("cpu"), torch.float32)  # type: ignore[arg-type]
+    monkeypatch.setattr(
+        StagePipeline, "_exchange", lambda self, made, to, source, shape: None if source is None else torch.full(shape, 2.0)
+    )
+    first_but_one = StagePipeline(RankGrid(4, 1, 4, 1), SimpleNamespace(pipeline=None), torch.device("cpu"), torch.float32)  # type: ignore[arg-type]
     weight, sent = torch.ones(3, requires_grad=True), []
 
     def forward(index: int, entered: torch.Tensor | None) -> torch.Tensor:
@@ -98,7 +100,7 @@ def test_a_stage_lets_go_of_what_it_has_sent(monkeypatch: pytest.MonkeyPatch) ->
     assert weight.grad.tolist() == [6 * 5 * 2.0 * 2.0] * 3  # slices, rows, what entered, the slope from behind
 
 
-def whole_tensors(shape: Architecture) -> dict[str, torch.Tensor]:
+def whole_tensors(shape: DecoderArchitecture) -> dict[str, torch.Tensor]:
     """Each element another number."""
     sizes = {
         "embed_tokens.weight": (shape.vocab, shape.hidden), "lm_head.weight": (shape.vocab, shape.hidden), "norm.weight": (shape.hidden,),
@@ -169,7 +171,7 @@ def test_every_element_has_its_place_and_comes_back(tp: int, pp: int) -> None:
 
 
 def test_a_tied_embedding_lies_at_both_ends_of_a_pipeline_and_counts_once() -> None:
-    tied = Architecture(**{**vars(SHAPE), "tied": True})
+    tied = DecoderArchitecture(**{**vars(SHAPE), "tied": True})
     assert [(part.holder, part.stage, part.copy) for part in parts_of(tied, 1, 2) if "embed" in part.name] == [
         ("embedding.word_embeddings.weight", 0, False), ("output_layer.weight", 1, True)
     ]  # fmt: skip
@@ -222,9 +224,9 @@ def test_what_a_configuration_says() -> None:
     ],
 )
 def test_sizes_that_do_not_divide_the_model(heads: tuple[int, int], tp: int, pp: int, line: str) -> None:
-    shape = Architecture(**{**vars(SHAPE), "num_heads": heads[0], "num_groups": heads[1], "num_layers": 6, "intermediate": 48})
+    shape = DecoderArchitecture(**{**vars(SHAPE), "num_heads": heads[0], "num_groups": heads[1], "num_layers": 6, "intermediate": 48})
     with pytest.raises(ConfigError) as caught:
-        refuse_sizes(shape, tp, pp)
+        check_sizes(shape, tp, pp)
     assert str(caught.value) == line
 
 

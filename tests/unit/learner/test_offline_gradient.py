@@ -75,7 +75,7 @@ def plain_divergence(student, teacher, one, direction, top_k):
 @pytest.mark.parametrize("direction", ["forward", "reverse"])
 def test_a_distillation_step(paths, direction, top_k, budget, packing, monkeypatch):
     if budget == 24:
-        monkeypatch.setattr("learner.backends.policy._LOGIT_BUDGET", 23 * 5)  # five tokens at a time, computed again going back
+        monkeypatch.setattr("learner.backends.models.policy._LOGIT_BUDGET", 23 * 5)  # five tokens at a time, computed again going back
     rows = samples(4, count=7, advantage=1.0)
     student, teacher = (AutoModelForCausalLM.from_pretrained(path) for path in paths)
     values = torch.cat([plain_divergence(student, teacher, one, direction, top_k) for one in rows])

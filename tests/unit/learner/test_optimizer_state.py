@@ -7,11 +7,11 @@ import weakref
 import torch
 from torch import Tensor, nn
 
-from learner.backends.optim import Optimizer
+from learner.backends.optim import MasterOptimizer
 from learner.config import TrainSection
 
 
-class Counting(Optimizer):
+class Counting(MasterOptimizer):
     """Makes a tensor for each that is asked for, as who gathers does, and knows how many live at the same time."""
 
     made = alive = most = 0

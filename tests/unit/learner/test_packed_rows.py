@@ -13,8 +13,8 @@ from torch_backend_kit import VOCAB, backend, gradient, plain_logprobs, sample, 
 from broker.errors import ConfigError
 from learner.algorithm.aggregation import MODES
 from learner.algorithm.packing import cut
-from learner.backends.attention import LIKE, layout, positions
-from learner.backends.batch import collate
+from learner.backends.models.attention import MAX_LENGTH_RATIO, piece_layout, positions
+from learner.backends.models.batch import collate
 from learner.config import AlgorithmSection, CriticSection, TrainSection
 from rlearner_text.config import ModelSection
 
@@ -67,8 +67,8 @@ def accumulated(path, batches, algorithm, train, **rest):
 
 def test_the_layout_by_hand():
     # 4 and 5 are like each other (5 <= 1.25 * 4), 8 is not; 8 and 8 need no spreading; 30 stands alone.
-    found = layout([4, 5, 8, 8, 30], CPU)
-    assert LIKE == 1.25
+    found = piece_layout([4, 5, 8, 8, 30], CPU)
+    assert MAX_LENGTH_RATIO == 1.25
     assert [(p.start, p.stop, p.num, p.longest) for p in found] == [(0, 9, 2, 5), (9, 25, 2, 8), (25, 55, 1, 30)]
     assert found[0].spread.tolist() == [0, 1, 2, 3, 3, 4, 5, 6, 7, 8]  # the first sequence's last token again in its fifth place
     assert found[0].gather.tolist() == [0, 1, 2, 3, 5, 6, 7, 8, 9]
@@ -79,7 +79,7 @@ def test_the_layout_by_hand():
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=12))
 def test_a_layout_takes_every_token_there_and_back(lengths):
     states = torch.randn(1, 2, sum(lengths), 3)
-    pieces = layout(lengths, CPU)
+    pieces = piece_layout(lengths, CPU)
     assert [piece.start for piece in pieces] == [0, *(piece.stop for piece in pieces[:-1])]
     assert torch.equal(torch.cat([piece.flat(piece.rows(states)) for piece in pieces]), states[0].transpose(0, 1))
 
@@ -193,4 +193,4 @@ def test_bfloat16(tmp_path):
 def accumulated_masters(path, train):
     trainer = backend(path, train=train, model=ModelSection(dtype="bfloat16"))
     trainer.forward_backward(samples(4, 12))
-    return torch.cat([master.grad.flatten() for master in trainer._optimizer._masters.values()])
+    return torch.cat([master.grad.flatten() for master in trainer.worker.optimizer._masters.values()])

@@ -12,8 +12,8 @@ import pytest
 from broker.errors import ConfigError
 from broker.system import logs
 from learner.backends.ranks import follower
-from learner.backends.ranks.link import Link
-from learner.backends.ranks.messages import Build, Discard, Sums
+from learner.backends.ranks.link import RankLink
+from learner.backends.ranks.messages import BuildCommand, DiscardCommand, SumsReply
 
 
 class Failing:
@@ -24,7 +24,7 @@ class Failing:
     parted = False
 
     @classmethod
-    def follow(cls, build: Build) -> Failing:
+    def follow(cls, build: BuildCommand) -> Failing:
         assert build.rank == 2
         if cls.at_build:
             raise cls.error
@@ -33,11 +33,11 @@ class Failing:
     def __init__(self) -> None:
         self.done = 0
 
-    def obey(self, _: Any) -> Sums:
+    def obey(self, _: Any) -> SumsReply:
         self.done += 1
         if self.done == 2:
             raise self.error
-        return Sums([{"n": 1.0}])
+        return SumsReply([{"n": 1.0}])
 
 
 @pytest.fixture
@@ -46,16 +46,16 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(logs, "configure", lambda: None)
     monkeypatch.setattr(logs, "identify", lambda **_: None)
 
-    def start(error: Exception, *, at_build: bool = False) -> Link:
+    def start(error: Exception, *, at_build: bool = False) -> RankLink:
         monkeypatch.setattr(Failing, "error", error)
         monkeypatch.setattr(Failing, "at_build", at_build)
         ours, theirs = socket.socketpair()
-        link = Link(ours)
+        link = RankLink(ours)
         found.append(theirs.detach())
-        link.send(Build("any:Any", 2, 3, "store", {}))
+        link.send(BuildCommand("any:Any", 2, 3, "store", {}))
         if not at_build:
-            link.send(Discard())
-            link.send(Discard())
+            link.send(DiscardCommand())
+            link.send(DiscardCommand())
         return link
 
     found: list[int] = []
@@ -77,7 +77,7 @@ def test_what_went_wrong_here_alone_is_raised(started: Any, monkeypatch: pytest.
     link = start(RuntimeError("CUDA out of memory"))
     with pytest.raises(RuntimeError, match="out of memory"):
         follower.main(descriptors[0])
-    assert link.reply() == Sums([{"n": 1.0}])
+    assert link.reply() == SumsReply([{"n": 1.0}])
     link.close()
 
 

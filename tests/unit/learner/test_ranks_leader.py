@@ -8,7 +8,7 @@ import time
 import pytest
 
 from learner.backends.ranks import leader as module
-from learner.backends.ranks.leader import Leader
+from learner.backends.ranks.leader import RankLeader
 
 
 class Stubborn:
@@ -32,7 +32,7 @@ class Stubborn:
 
 def test_ranks_that_do_not_leave_are_given_one_time_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_LEAVE_S", 0.2)
-    leader, ranks = Leader("nothing:Nothing", 1, {}), [Stubborn() for _ in range(4)]
+    leader, ranks = RankLeader("nothing:Nothing", 1, {}), [Stubborn() for _ in range(4)]
     leader.processes = ranks  # type: ignore[assignment]
     leader.close()
     assert all(rank.killed for rank in ranks)

@@ -236,8 +236,8 @@ def test_bfloat16_gradients_are_summed_in_float32(tmp_path):
     for trainer, one in zip(single, rows, strict=True):
         many.forward_backward([one])
         trainer.forward_backward([one])
-        total = total + torch.cat([m.grad.flatten() for m in trainer._optimizer._masters.values()])
-    found = torch.cat([m.grad.flatten() for m in many._optimizer._masters.values()])
+        total = total + torch.cat([m.grad.flatten() for m in trainer.worker.optimizer._masters.values()])
+    found = torch.cat([m.grad.flatten() for m in many.worker.optimizer._masters.values()])
     assert float((found - total).norm() / total.norm()) < 1e-6
 
 

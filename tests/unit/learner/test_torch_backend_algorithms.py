@@ -15,7 +15,7 @@ from learner.algorithm.corrections import CORRECTIONS
 from learner.algorithm.kl import KlCoefficient
 from learner.algorithm.losses import LOSSES
 from learner.algorithm.packing import minibatches
-from learner.backends.critic import Critic, value_losses
+from learner.backends.models.critic import ValueModel, value_losses
 from learner.config import AlgorithmSection, CriticSection, TrainSection
 
 few = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -347,7 +347,7 @@ def test_a_state_without_a_critic_is_refused(path):
 
 def test_the_critics_state_fits_another_process(path):
     trainer = backend(path, algorithm=CRITIC)
-    assert isinstance(trainer._critic, Critic)
+    assert isinstance(trainer.worker.models.critic, ValueModel)
     state = trainer.state()
     assert all(isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu" for tensor in state.values())
     assert any(name.startswith("critic.weight.trunk.") for name in state)

@@ -13,8 +13,8 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from learner.algorithm.aggregation import MODES
 from learner.algorithm.packing import cut
-from learner.backends import policy as policy_module
-from learner.backends.batch import collate
+from learner.backends.models import policy as policy_module
+from learner.backends.models.batch import collate
 from learner.config import AlgorithmSection
 
 CPU = torch.device("cpu")

@@ -11,7 +11,8 @@ from torch_backend_kit import backend, gradient, samples, save_model
 from broker.errors import ConfigError
 from broker.settings.runspec import validate
 from learner import backends
-from learner.backends import compiling, offload
+from learner.backends import offload
+from learner.backends.models import compiling
 from learner.config import AlgorithmSection, TrainSection
 
 NAMES = ("actor/pg_loss", "actor/grad_norm", "actor/entropy")
@@ -43,7 +44,7 @@ def test_an_offloaded_optimizer_makes_the_same_steps(tmp_path, kind):
     (plain, expected), (offloaded, found) = made
     assert found == expected
     assert all(torch.equal(offloaded.weights()[name], tensor) for name, tensor in plain.weights().items())
-    optimizer = offloaded._optimizer
+    optimizer = offloaded.worker.optimizer
     live = {tensor.data_ptr() for tensor in offloaded.policy.tensors().values()}
     assert not any(master.data_ptr() in live for master in optimizer._masters.values())
     assert {master.dtype for master in optimizer._masters.values()} == {torch.float32}
@@ -150,7 +151,7 @@ def resolved(algorithm=None, **train):
         (
             {"compile": True, "backend": "elsewhere"},
             "train.compile",
-            f"unset with train.backend elsewhere; {', '.join(backends.KNOW['compile'])} take it",
+            f"unset with train.backend elsewhere; {', '.join(backends.SUPPORTED_OPTIONS['compile'])} take it",
         ),
         (
             {"lora": {}, "backend": "elsewhere"},
@@ -160,7 +161,7 @@ def resolved(algorithm=None, **train):
         (
             {"algorithm": {"adv_estimator": "gae", "critic": {"enabled": True}}, "backend": "elsewhere"},
             "train.backend",
-            f"{', '.join(backends.KNOW['critic'])} with algorithm.critic.enabled",
+            f"{', '.join(backends.SUPPORTED_OPTIONS['critic'])} with algorithm.critic.enabled",
         ),
     ],
 )

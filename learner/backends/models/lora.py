@@ -1,7 +1,7 @@
-"""Low-rank adapters by peft: frozen weights W, and beside each linear layer's W two small factors that are trained.
+"""Low-rank adapters by peft: each linear layer keeps its frozen weight W and trains two small factors.
 
-A layer computes ``x W' + (x A') B' * alpha / rank`` (Hu et al., LoRA, 2021, arXiv 2106.09685). Who knows no adapters is given
-``W + B A * alpha / rank``, computed in float32 and cast to W's dtype. The factors are float32 whatever the model computes in.
+A layer computes ``x W' + (x A') B' * alpha / rank`` (Hu et al., LoRA, 2021, arXiv 2106.09685). Merged weights are
+``W + B A * alpha / rank``, computed in float32 and cast to W's dtype. The factors are always float32.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -21,32 +21,27 @@ from broker.errors import ConfigError
 from broker.weights.adapter import PREFIX, merge
 from learner.config import LoraSection
 
-if TYPE_CHECKING:
-    from learner.backends.batch import Batch
-    from learner.backends.policy import Policy
-
 FOLDER: Final = "adapter"  # in a checkpoint: the adapters in peft's format
-_NAME: Final = "default"  # peft's of an only adapter
+_NAME: Final = "default"  # peft's name of a single adapter
 _WEIGHTS: Final = "adapter_model.safetensors"
 _CONFIG: Final = "adapter_config.json"
 
-Find = Callable[[str], Tensor]  # a tensor of the module by the module's name for it
+Find = Callable[[str], Tensor]  # returns a tensor of the module by the module's name
 
 
-class Adapters:
-    """Injects factors into a model; the model's class and what it is called with stay as they are.
+class LoraAdapters:
+    """Injects factors into a model, whose class and arguments stay the same.
 
     Args:
         module: a transformers model, which is frozen.
-        section: of the config.
-        seed: of the factors A; the factors B start at 0, and so the model computes what it did.
-        base: folder or hub name of the frozen weights, for the adapter's own configuration.
+        seed: of the factors A; the factors B start at 0, so the model's results stay the same.
+        base: folder or hub name of the frozen weights, for the adapter's configuration.
 
     Attributes:
-        names: Hugging Face's names of the model's tensors by the module's, factors left out.
+        names: Hugging Face's names of the model's tensors by the module's names, without factors.
 
     Raises:
-        ConfigError: peft is missing, or ``target_modules`` names no linear layers.
+        ConfigError: if peft is missing, or ``target_modules`` names no linear layers.
     """
 
     def __init__(self, module: nn.Module, section: LoraSection, seed: int, base: str) -> None:
@@ -77,7 +72,7 @@ class Adapters:
         self._found = {plain: name for name, plain in self.names.items()}
 
     def merged(self, name: str, find: Find) -> Tensor:
-        """A weight by Hugging Face's name, as a model without adapters has it."""
+        """Return a weight by Hugging Face's name, merged as in a model without adapters."""
         weight = find(self._found[name])
         if name not in self._factors:
             return weight
@@ -85,24 +80,20 @@ class Adapters:
         return merge(weight, a, b, self._scale)
 
     def parts(self, name: str) -> list[str]:
-        """The module's tensors that ``merged`` asks for."""
+        """Return the names of the module's tensors that ``merged`` reads."""
         return [self._found[name], *self._factors.get(name, ())]
 
     def shown(self, base: str) -> wire.Adapter:
-        """What an offer says of them.
-
-        Args:
-            base: digest of the weights below them.
-        """
+        """Describe the adapters for an offer; ``base`` is the digest of the weights below them."""
         return wire.Adapter(base=base, targets=sorted(self._config.target_modules), rank=self._config.r, scale=self._scale)
 
     def factors(self, find: Find) -> dict[str, Tensor]:
-        """All of them, by peft's names; live."""
+        """Return all live factors by peft's names."""
         return {_exported(name): find(name) for pair in self._factors.values() for name in pair}
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Within it the model computes what the frozen weights say. Not for passes that gradient flows through."""
+        """Within it the model computes with the frozen weights alone; only for passes without gradient."""
         self._disable(True)
         try:
             yield
@@ -111,12 +102,12 @@ class Adapters:
 
     def _disable(self, disabled: bool) -> None:
         for layer in self._layers:
-            # Not by enable_adapters, which also takes the factors their gradient: FSDP asks for that once, in the first pass.
+            # enable_adapters would also change requires_grad of the factors, which FSDP reads once, in the first pass.
             layer._disable_adapters = disabled
 
     @contextmanager
     def dropping(self, seed: Callable[[], int]) -> Iterator[None]:
-        """Within it the adapters' dropout is at work, from a seed of its own; nothing where there is none."""
+        """Within it the adapters' dropout is active, if there is any, with a seed for itself."""
         if self._dropouts:
             torch.manual_seed(seed())
         for dropout in self._dropouts:
@@ -127,10 +118,8 @@ class Adapters:
             for dropout in self._dropouts:
                 dropout.eval()
 
-    # ------------------------------------------------------------------------------------------------ on disk
-
     def save(self, folder: Path, factors: Mapping[str, Tensor]) -> None:
-        """Write them as peft reads them; from any thread."""
+        """Write the factors in peft's format; callable from any thread."""
         from safetensors.torch import save_file
 
         folder.mkdir()
@@ -139,10 +128,10 @@ class Adapters:
 
     @torch.no_grad()
     def load(self, folder: Path, find: Find) -> None:
-        """Take back what ``save`` wrote, bit for bit.
+        """Restore what ``save`` wrote, bit for bit.
 
         Raises:
-            ConfigError: nothing is there, or it was trained with other settings.
+            ConfigError: if the folder has no adapters, or they were trained with other settings.
         """
         from safetensors.torch import load_file
 
@@ -161,23 +150,8 @@ class Adapters:
         return {"rank": self._config.r, "alpha": self._config.lora_alpha}
 
 
-class Base:
-    """The model that the adapters were put on: a reference policy without weights of its own."""
-
-    unpackable = ""
-
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
-
-    def score(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """As ``Policy.score``, without gradient."""
-        assert self._policy.adapters is not None
-        with self._policy.adapters.off(), torch.no_grad():
-            return self._policy.score(batch)
-
-
-class Merged(Mapping[str, Tensor]):
-    """Weights under Hugging Face's names, each merged when it is asked for."""
+class MergedWeights(Mapping[str, Tensor]):
+    """Weights by Hugging Face's names, each merged when it is read."""
 
     def __init__(self, names: Sequence[str], find: Find) -> None:
         self._names, self._find = dict.fromkeys(names), find
@@ -207,10 +181,10 @@ def _peft(section: LoraSection) -> Any:
 
 
 def _targets(module: Any, section: LoraSection) -> list[str]:
-    """Last names of the linear layers that get adapters.
+    """Return the last names of the linear layers that get adapters.
 
     Raises:
-        ConfigError: there are none of a name; the output layer is among them.
+        ConfigError: if no inner linear layer has a name, or the output layer has it.
     """
     head, linear = module.get_output_embeddings(), dict[str, bool]()
     for name, layer in module.named_modules():

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from broker.errors import ConfigError
-from learner.backends.attention import enable
-from learner.backends.batch import Batch
-from learner.backends.compiling import compile_blocks
-from learner.backends.lora import Adapters, Find, Merged
+from learner.backends.models.attention import enable_packing
+from learner.backends.models.batch import TokenBatch
+from learner.backends.models.compiling import compile_blocks
+from learner.backends.models.lora import Find, LoraAdapters, MergedWeights
 from learner.config import LoraSection
 from rlearner_text.config import ModelSection, check_model_path
 from rlearner_text.transformers_import import import_transformers
@@ -22,18 +22,18 @@ _LOGIT_BUDGET: Final = 1 << 26  # logits held at once, 256 MiB in float32
 _PROBE_TOKENS: Final = 8
 
 
-class Policy:
-    """Weights of one causal language model on one device, in evaluation mode: no dropout, so that logprobs equal the engines'.
+class PolicyModel:
+    """A causal language model on one device, in evaluation mode: without dropout, so that logprobs equal the engines'.
 
-    The vocabulary-sized part of the forward pass, mostly the largest, runs for trained positions only, and in chunks that are
-    computed again in the backward pass where one chunk does not hold them all.
+    The vocabulary-sized part of the forward pass, usually the largest, runs for trained positions only; if one chunk
+    does not hold them all, chunks are computed again in the backward pass.
 
     Args:
         packing: let it take packed rows if it can.
 
     Attributes:
-        unpackable: why it takes no packed rows, empty if it does.
-        adapters: what is trained of it, None if all of it is.
+        unpackable: why it takes no packed rows; empty if it does.
+        adapters: the trained part, None if all weights are trained.
     """
 
     def __init__(self, path: str, model: ModelSection, device: torch.device, *, trainable: bool = True, packing: bool = False) -> None:
@@ -43,27 +43,27 @@ class Policy:
         self.head = self.module.get_output_embeddings()
         if self.head is None:
             raise ConfigError("model.path", path, f"{type(self.module).__name__} has no output embeddings, so it is no language model")
-        self.unpackable = enable(self.module, device) if packing else "it was not asked to"
-        self._head_rows = int(self.head.weight.shape[0])  # looked up now: a sharded weight has none outside its own call
+        self.unpackable = enable_packing(self.module, device) if packing else "it was not asked to"
+        self._head_rows = int(self.head.weight.shape[0])  # a sharded weight has no rows later
         self._plain_head = self._head_is_plain()
-        self.adapters: Adapters | None = None
-        self.within: Callable[..., Any] = _call  # around a function that reads weights; a sharded model gathers them for it
+        self.adapters: LoraAdapters | None = None
+        self.within: Callable[..., Any] = _call  # calls a function that reads weights; sharded models gather them
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the input embeddings."""
+        """Number of rows of the input embeddings."""
         return int(self.module.get_input_embeddings().num_embeddings)
 
-    def adapt(self, section: LoraSection, seed: int) -> Adapters:
-        """Freeze it and train adapters; see ``learner.backends.lora``."""
-        self.adapters = Adapters(self.module, section, seed, self.path)
+    def adapt(self, section: LoraSection, seed: int) -> LoraAdapters:
+        """Freeze the model and train adapters; see ``learner.backends.models.lora``."""
+        self.adapters = LoraAdapters(self.module, section, seed, self.path)
         return self.adapters
 
     def checkpoint_blocks(self) -> None:
-        """Keep only what enters each transformer block and compute the rest again in the backward pass.
+        """Keep only the input of each transformer block and compute the rest again in the backward pass.
 
         Raises:
-            ConfigError: the model cannot.
+            ConfigError: if the model does not support it.
         """
         from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -72,17 +72,16 @@ class Policy:
             raise ConfigError("train.gradient_checkpointing", True, f"false: {type(self.module).__name__} has no blocks to checkpoint")
         self.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         for block in blocks:
-            block.training = True  # they look at it; what is inside them stays in evaluation mode, without dropout
+            block.training = True  # blocks check it; their layers stay in evaluation mode, without dropout
 
     def compile_blocks(self) -> None:
-        """See ``learner.backends.compiling``."""
+        """See ``learner.backends.models.compiling``."""
         compile_blocks(self.module, self.device)
 
-    def score(self, batch: Batch, *, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
-        """Logprob of each trained token and the entropy of its distribution in nats, each (T,) float32, at the batch's temperatures.
+    def score(self, batch: TokenBatch, *, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
+        """Return each trained token's logprob and entropy in nats, (T,) float32, at the batch's temperatures.
 
         Args:
-            batch: of ``collate``.
             entropy_grad: let gradient flow through the entropy too.
         """
         columns = [batch.targets] if batch.temperature is None else [batch.targets, batch.temperature]
@@ -93,23 +92,22 @@ class Policy:
         logprobs, entropy = self.map_logits(batch, measure, *columns)
         return logprobs, entropy
 
-    def map_logits(self, batch: Batch, function: Callable[..., tuple[Tensor, ...]], *columns: Tensor) -> tuple[Tensor, ...]:
-        """``function(logits (t, vocabulary), *columns (t, …))`` over the trained tokens, in chunks; its results, (T, …) each.
+    def map_logits(self, batch: TokenBatch, function: Callable[..., tuple[Tensor, ...]], *columns: Tensor) -> tuple[Tensor, ...]:
+        """Apply ``function(logits (t, vocabulary), *columns (t, …))`` to chunks of the trained tokens; return (T, …) each.
 
         Args:
-            batch: of ``collate``.
-            function: of logits that predict t of the T tokens, and what of the columns belongs to them; tensors (t, …) out.
+            function: takes the logits of t of the T tokens and their part of the columns; returns tensors (t, …).
             columns: (T, …) each.
         """
         found: tuple[Tensor, ...] = self.within(self._map_logits, batch, function, *columns)
         return found
 
-    def _map_logits(self, batch: Batch, function: Callable[..., tuple[Tensor, ...]], *columns: Tensor) -> tuple[Tensor, ...]:
+    def _map_logits(self, batch: TokenBatch, function: Callable[..., tuple[Tensor, ...]], *columns: Tensor) -> tuple[Tensor, ...]:
         features = self.features(batch)
-        return in_chunks(function, self.logits, features, columns, self._head_rows if self._plain_head else 0)
+        return map_chunks(function, self.logits, features, columns, self._head_rows if self._plain_head else 0)
 
-    def features(self, batch: Batch) -> Tensor:
-        """What ``logits`` makes the logits of the T trained tokens from: hidden states, or the logits of a head that is not plain."""
+    def features(self, batch: TokenBatch) -> Tensor:
+        """Return the input of ``logits`` for the T trained tokens: hidden states, or logits without a plain head."""
         if not self._plain_head:
             return self._selected_logits(batch)
         hidden = self.module.base_model(**batch.inputs(), use_cache=False).last_hidden_state
@@ -117,13 +115,13 @@ class Policy:
         return selected
 
     def logits(self, features: Tensor) -> Tensor:
-        """(t, …) of ``features`` to (t, vocabulary)."""
+        """Return the logits, (t, vocabulary), of ``features``, (t, …)."""
         logits: Tensor = self.head(features) if self._plain_head else features
         return logits
 
     @torch.no_grad()
     def logprobs(self, token_ids: Tensor) -> Tensor:
-        """log p(token[i + 1] | token[: i + 1]) at temperature 1, (n,) int64 to (n - 1,) float32, on the model's device."""
+        """Return log p(token[i + 1] | token[: i + 1]) at temperature 1, (n,) int64 to (n - 1,) float32."""
         if len(token_ids) < 2:
             return torch.zeros(0, device=self.device)
         found: Tensor = self.within(self._logprobs, token_ids)
@@ -135,9 +133,9 @@ class Policy:
         return chosen
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Parameters, then persistent buffers, by state-dict name in the model's order; tied ones once, under the first name.
+        """Return parameters, then persistent buffers, by state-dict name in order; tied ones once, by the first name.
 
-        With adapters: as a model without them has them, each computed when it is asked for.
+        Adapters are merged into each weight when it is read.
         """
         tensors = self.tensors()
         plain = {name: name for name in tensors} if self.adapters is None else self.adapters.names
@@ -149,30 +147,30 @@ class Policy:
                 distinct.append(plain[name])
         if self.adapters is None:
             return {name: tensors[name] for name in distinct}
-        return Merged(distinct, lambda name: self.whole(name, tensors.__getitem__))
+        return MergedWeights(distinct, lambda name: self.whole(name, tensors.__getitem__))
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that the module holds, live, by the module's own names: parameters, then persistent buffers."""
+        """Return the module's live parameters, then its persistent buffers, by the module's names."""
         found = dict(self.module.named_parameters())
         found |= {name: tensor for name, tensor in self.module.state_dict().items() if name not in found}
         return {name: tensor.detach() for name, tensor in found.items()}
 
     def whole(self, name: str, find: Find) -> Tensor:
-        """One of ``weights``, made from the module's tensors."""
+        """Return one of ``weights``, computed from the module's tensors."""
         return find(name) if self.adapters is None else self.adapters.merged(name, find)
 
     def parts(self, name: str) -> list[str]:
-        """The module's tensors that ``whole`` asks for."""
+        """Return the names of the module's tensors that ``whole`` reads."""
         return [name] if self.adapters is None else self.adapters.parts(name)
 
     def shapes(self) -> dict[str, Tensor]:
-        """As ``weights``, on the meta device."""
+        """Return ``weights`` on the meta device."""
         tensors = self.tensors()
         held = tensors if self.adapters is None else {plain: tensors[name] for name, plain in self.adapters.names.items()}
         return {name: held[name].to("meta") for name in self.weights()}
 
-    def _selected_logits(self, batch: Batch) -> Tensor:
-        # The model's own forward, but its head sees only the positions wanted; whatever it does to the logits still happens.
+    def _selected_logits(self, batch: TokenBatch) -> Tensor:
+        # The model's forward pass, which may change logits, with a head that sees only the selected positions.
         def select(_: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             return (args[0].flatten(0, 1).index_select(0, batch.predictors)[None], *args[1:])
 
@@ -185,7 +183,7 @@ class Policy:
 
     @torch.no_grad()
     def _head_is_plain(self) -> bool:
-        """Whether logits are just ``head(last hidden state)``: some models cap or scale them. Tried, not looked up."""
+        """Decide by a trial run whether logits are ``head(last hidden state)``: some models cap or scale them."""
         ids = torch.arange(_PROBE_TOKENS, device=self.device)[None] % self.vocab_size
         try:
             ours = self.head(self.module.base_model(input_ids=ids, use_cache=False).last_hidden_state)
@@ -194,14 +192,14 @@ class Policy:
         return bool(torch.equal(ours, self.module(input_ids=ids, use_cache=False).logits))
 
 
-def in_chunks(
+def map_chunks(
     function: Callable[..., tuple[Tensor, ...]],
     logits: Callable[[Tensor], Tensor],
     features: Tensor,
     columns: Sequence[Tensor],
     width: int,
 ) -> tuple[Tensor, ...]:
-    """``function(logits(features), *columns)``, of as many rows at once as logits fit the budget, each chunk computed again going back.
+    """Return ``function(logits(features), *columns)``, in chunks that fit the budget; backward passes repeat them.
 
     Args:
         features: (T, …), as are the columns.
@@ -227,7 +225,7 @@ def _call(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _measure(logits: Tensor, targets: Tensor, temperature: Tensor | None, entropy_grad: bool) -> tuple[Tensor, Tensor]:
-    """(T, vocabulary) logits to the targets' logprobs and the entropies, (T,) each."""
+    """Return the targets' logprobs and the entropies, (T,) each, of (T, vocabulary) logits."""
     logits = logits.float()
     if temperature is not None:
         logits = logits / temperature[:, None]
@@ -240,10 +238,10 @@ def _measure(logits: Tensor, targets: Tensor, temperature: Tensor | None, entrop
 
 
 def load_model(path: str, section: ModelSection, device: torch.device) -> Any:
-    """A causal language model in evaluation mode.
+    """Load a causal language model in evaluation mode.
 
     Raises:
-        ConfigError: there is none at the path, or it lacks some weights, which transformers would silently draw at random.
+        ConfigError: if the path holds none, or weights are missing, which transformers would initialise at random.
     """
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
@@ -267,10 +265,10 @@ def load_model(path: str, section: ModelSection, device: torch.device) -> Any:
 
 
 def pick_device(wanted: str) -> torch.device:
-    """``auto`` is cuda where there is one.
+    """Return the device; ``auto`` is cuda if available.
 
     Raises:
-        ConfigError: no such device on this machine.
+        ConfigError: if this machine does not have it.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted == "auto":

@@ -1,4 +1,4 @@
-"""Samples to tensors: padded rows or one packed row for the forward pass, one flat row of trained tokens for the loss."""
+"""Turns samples into tensors: padded or packed rows for the forward pass, flat trained tokens for the loss."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from learner.algorithm.samples import Array, TrainSample
-from learner.backends.attention import Packing, layout, positions
+from learner.backends.models.attention import PackedRow, piece_layout, positions
 
 
 @dataclass(frozen=True)
-class Batch:
+class TokenBatch:
     """S sequences, T trained tokens among them, in the order of the sequences.
 
-    Padded: S rows of L input tokens; a causal model's trained positions see nothing of the padding behind them.
-    Packed: one row that holds the sequences one behind the other.
+    Padded: S rows of L input tokens; a causal model's trained positions do not see the padding after them.
+    Packed: one row of all sequences, one after the other.
     """
 
     input_ids: Tensor  # (S, L) int64, or packed (1, L)
@@ -35,22 +35,22 @@ class Batch:
     values: Tensor | None = None  # (T,) float32, likewise
     returns: Tensor | None = None  # (T,) float32, likewise
     position_ids: Tensor | None = None  # (1, L) int64, packed: each token's place in its own sequence
-    packing: Packing | None = None  # packed: where the sequences begin and end
+    packing: PackedRow | None = None  # packed: where the sequences begin and end
 
     def inputs(self) -> dict[str, Any]:
-        """What a transformers model is called with."""
+        """Return the arguments of a transformers model."""
         if self.packing is None:
             return {"input_ids": self.input_ids}
         return {"input_ids": self.input_ids, "position_ids": self.position_ids, "packing": self.packing}
 
 
-def collate(samples: Sequence[TrainSample], device: torch.device, *, packed: bool = False) -> Batch:
+def collate(samples: Sequence[TrainSample], device: torch.device, *, packed: bool = False) -> TokenBatch:
     """Build the tensors of a slice; every sample has at least one trained token.
 
-    A sequence ends before its last trained token, which is only predicted: what follows it would be computed for nothing.
+    A sequence ends before its last trained token, which is only predicted; later tokens are not needed.
 
     Args:
-        packed: all sequences in one row, for models that ``learner.backends.attention.enable`` accepted.
+        packed: all sequences in one row, for models that ``learner.backends.models.attention.enable_packing`` accepted.
     """
     lengths = [sample.num_inputs for sample in samples]
     starts: Array
@@ -73,7 +73,7 @@ def collate(samples: Sequence[TrainSample], device: torch.device, *, packed: boo
             return None
         return put(np.concatenate([column[s.positions] for column, s in zip(columns, samples, strict=True)]))
 
-    return Batch(
+    return TokenBatch(
         input_ids=put(ids),
         predictors=put(np.concatenate([start + s.positions - 1 for start, s in zip(starts, samples, strict=True)])),
         targets=put(np.concatenate([s.token_ids[s.positions] for s in samples]).astype(np.int64)),
@@ -87,5 +87,5 @@ def collate(samples: Sequence[TrainSample], device: torch.device, *, packed: boo
         values=optional("values"),
         returns=optional("returns"),
         position_ids=put(positions(lengths)[None]) if packed else None,
-        packing=Packing(layout(lengths, device)) if packed else None,
+        packing=PackedRow(piece_layout(lengths, device)) if packed else None,
     )

@@ -1,4 +1,4 @@
-"""torch.compile for the blocks of a transformers model, one by one: they are alike, so one is compiled for all."""
+"""Applies torch.compile to each block of a transformers model, so that equal blocks share compiled code."""
 
 from __future__ import annotations
 
@@ -10,28 +10,27 @@ import torch
 
 from broker.errors import ConfigError
 
-_VARIANTS: Final = 32  # of one block: with and without gradient, adapters, packing, a row alone; beyond that torch gives up compiling
+_VARIANTS: Final = 32  # of one block, by gradient, adapters, packing, single rows; torch stops compiling beyond
 
 
 def compile_blocks(module: Any, device: torch.device) -> None:
-    """Compile each transformer block in place, for rows of any length. What lies between them is left as it is.
+    """Compile each transformer block in place, for rows of any length, during the first passes.
 
-    Compiling happens in the first passes. Kernels are picked by the first shapes that are seen, so two lives of a run may differ
-    in the last bit.
+    Kernels are chosen by the first shapes, so a resumed run may differ in the last bit.
 
     Raises:
-        ConfigError: the model names no blocks, or there is no compiler.
+        ConfigError: if the model names no blocks, or there is no compiler.
     """
-    prepare(device)
+    check_compiler(device)
     for block in blocks_of(module):
         block.compile(dynamic=True)
 
 
 def blocks_of(module: Any) -> list[Any]:
-    """Its transformer blocks.
+    """Return the transformer blocks.
 
     Raises:
-        ConfigError: it names none.
+        ConfigError: if the model names none.
     """
     names = set(module._no_split_modules or ())
     if not (blocks := [block for block in module.modules() if type(block).__name__ in names]):
@@ -39,10 +38,11 @@ def blocks_of(module: Any) -> list[Any]:
     return blocks
 
 
-def prepare(device: torch.device) -> None:
-    """
+def check_compiler(device: torch.device) -> None:
+    """Check for a compiler and raise torch's limit of variants.
+
     Raises:
-        ConfigError: there is no compiler.
+        ConfigError: if there is no compiler.
     """
     if device.type == "cpu" and not any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "clang++")):
         raise ConfigError("train.compile", True, "false: on a CPU it needs a C++ compiler, and neither g++ nor clang++ is on PATH")

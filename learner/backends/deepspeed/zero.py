@@ -1,9 +1,8 @@
-"""The engine and the optimizer of DeepSpeed's ZeRO, as the learner's steps need them.
+"""Adapts the engine and the optimizer of DeepSpeed's ZeRO to the learner's steps.
 
-A step here is any number of backward passes that nobody has counted before, and its gradient is divided by what is known only at its
-end. So DeepSpeed is left to accumulate without a fixed number of passes (``managed_gradient_accumulation``, from 0.19.8 on) and to
-measure the norm of the averaged gradient; dividing and clipping happen in the one place that all of its stages call, the optimizer's
-own ``step``, in one multiplication.
+The number of backward passes of a step and the denominator of its gradient are known only at its end. So DeepSpeed
+accumulates without a fixed number of passes (``managed_gradient_accumulation``, since 0.19.8) and measures the norm of
+the averaged gradient; one multiplication in the optimizer's ``step``, which all stages call, divides and clips.
 """
 
 from __future__ import annotations
@@ -20,32 +19,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from learner.backends.compiling import blocks_of, prepare
-from learner.backends.optim import Optimizer, lr_factor
-from learner.backends.policy import Policy
+from learner.backends.models.compiling import blocks_of, check_compiler
+from learner.backends.models.policy import PolicyModel
+from learner.backends.optim import MasterOptimizer, lr_factor
 from learner.config import DeepspeedSection, TrainSection
 
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 
 
-class Whole(nn.Module):
-    """A model whose forward pass is whatever function of it is wanted, so that the engine sees each of them as one."""
+class FunctionModule(nn.Module):
+    """A model whose forward pass is any function of it, so that the engine sees each call as a forward pass."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 
     def forward(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What the function returns."""
         return function(*arguments)
 
 
-class DividedPolicy(Policy):
-    """Of stage 3: what gathers weights for a layer and drops them again are hooks around it."""
+class DividedPolicy(PolicyModel):
+    """The policy of stage 3, whose layers have hooks that gather weights and drop them again."""
 
     def compile_blocks(self) -> None:
-        """Each block by itself, its weights gathered all at once: hooks stand around what is compiled, and none within."""
-        prepare(self.device)
+        """Compile each block and gather its weights all at once, so that no hook is inside of what is compiled."""
+        check_compiler(self.device)
         leaves = importlib.import_module("deepspeed.utils.z3_leaf_module")
         for block in blocks_of(self.module):
             leaves.set_z3_leaf_module(block, True)
@@ -53,13 +51,13 @@ class DividedPolicy(Policy):
 
 
 class ScaledAdamW(torch.optim.AdamW):
-    """Multiplies the gradients that it is given by ``factor()`` first; makes no update where that is None."""
+    """AdamW that multiplies gradients by ``factor()`` first, and makes no update if that is None."""
 
     factor: Callable[[], float | None]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update of the parameters that DeepSpeed shows at the moment."""
+        """Update the parameters that DeepSpeed currently exposes."""
         factor = self.factor()
         if factor is None:
             return
@@ -71,7 +69,7 @@ class ScaledAdamW(torch.optim.AdamW):
 
 
 def settings_of(section: DeepspeedSection, dtype: torch.dtype) -> dict[str, Any]:
-    """DeepSpeed's own configuration."""
+    """Return DeepSpeed's configuration."""
     zero: dict[str, Any] = {
         "stage": section.stage,
         "overlap_comm": False,
@@ -89,7 +87,7 @@ def settings_of(section: DeepspeedSection, dtype: torch.dtype) -> dict[str, Any]
         zero["stage3_max_live_parameters"] = zero["stage3_max_reuse_distance"] = section.max_live_parameters
     low = dtype == torch.bfloat16
     return {
-        "train_micro_batch_size_per_gpu": 1,  # DeepSpeed wants a number, and makes nothing of it
+        "train_micro_batch_size_per_gpu": 1,  # required, but without effect here
         "managed_gradient_accumulation": False,
         "zero_optimization": zero,
         "zero_force_ds_cpu_optimizer": False,
@@ -99,16 +97,16 @@ def settings_of(section: DeepspeedSection, dtype: torch.dtype) -> dict[str, Any]
     } | ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}} if low else {})
 
 
-class ZeroOptimizer(Optimizer):
-    """AdamW over the parts that this rank holds, by DeepSpeed.
+class ZeroOptimizer(MasterOptimizer):
+    """DeepSpeed's AdamW over the parts that this rank holds; every method is collective.
 
     Args:
         module: the model; its parameters become DeepSpeed's.
         parameters: those that are trained, by name.
 
     Attributes:
-        engine: around the model; call it to run a function of the model.
-        dirty: something was added since the last step.
+        engine: wraps the model; call it to run a function of the model.
+        dirty: whether something was added since the last step.
     """
 
     def __init__(self, module: nn.Module, parameters: Mapping[str, nn.Parameter], train: TrainSection, device: torch.device) -> None:
@@ -125,7 +123,7 @@ class ZeroOptimizer(Optimizer):
         self._adamw.factor = self._factor
         self._denominator: float | None = None
         self._sharded = train.deepspeed.stage == 3
-        self.engine = initialize(Whole(module), self._adamw, settings_of(train.deepspeed, dtype), device)
+        self.engine = initialize_engine(FunctionModule(module), self._adamw, settings_of(train.deepspeed, dtype), device)
         self._zero = self.engine.optimizer
         held = [parameter for group in self._adamw.param_groups for parameter in group["params"]]
         self._flat: list[Tensor] = list(getattr(self._zero, "fp32_partitioned_groups_flat", held))
@@ -135,28 +133,22 @@ class ZeroOptimizer(Optimizer):
             self._zero._lazy_init_hp_params_optimizer_state()  # lets each parameter find its moments before the first step
 
     def backward(self, total: Tensor) -> None:
-        """Add to the gradient; every rank at once."""
         self.engine.backward(total, scale_wrt_gas=False)
         self.dirty = True
 
     def collect(self) -> None:
-        """DeepSpeed has collected them."""
+        """DeepSpeed collects gradients by itself."""
 
     def gradients(self) -> list[Tensor]:
-        """
-        Raises:
-            TypeError: they are DeepSpeed's.
-        """
-        raise TypeError("DeepSpeed keeps its gradients to itself")
+        raise TypeError("DeepSpeed's gradients cannot be read")
 
     def tensors(self) -> list[Tensor]:
-        """Parts of the live weights, the float32 ones and the moments that this rank holds."""
         live = [getattr(parameter, "ds_tensor", parameter).detach() for parameter in self._live.values()]
         return live + [one for flat in self._flat for one in (flat.detach(), *(self._adamw.state[flat][kind] for kind in MOMENTS))]
 
     @torch.no_grad()
     def step(self, denominator: float, at: int | None = None) -> dict[str, float]:
-        """As ``Optimizer.step``, on every rank at once; something must have been added, be it nothing but zeros."""
+        """As ``MasterOptimizer.step``; a gradient must have been added, even of zeros."""
         lr = self._train.lr * lr_factor(self.updates if at is None else at, self._train)
         for group in self._adamw.param_groups:
             group["lr"] = lr
@@ -168,21 +160,19 @@ class ZeroOptimizer(Optimizer):
         return {"grad_norm": norm, "lr": lr, "skipped": float(not math.isfinite(norm))}
 
     def discard(self) -> None:
-        """Forget the gradient; every rank at once."""
         if self.dirty:
             self._denominator = None  # a step that makes no update
             self.engine.step()
             self.dirty = False
 
     def _norm(self) -> float:
-        """Of the averaged gradient, not finite where that is not."""
         found = float(self.engine.get_global_grad_norm())
-        return found if found >= 0 else math.inf  # DeepSpeed says -1
+        return found if found >= 0 else math.inf  # DeepSpeed returns -1 for a gradient that is not finite
 
     def _factor(self) -> float | None:
         if self._denominator is None:
             return None
-        norm = float(self._zero._global_grad_norm)  # the engine knows it only after the step
+        norm = float(self._zero._global_grad_norm)  # the engine has it only after the step
         if not (math.isfinite(norm) and norm >= 0):
             return None
         limit, clip = self._train.max_grad_norm, 1.0
@@ -200,7 +190,7 @@ class ZeroOptimizer(Optimizer):
             yield f"master.{name}", self._whole(parameter, None)
 
     def empty_state(self) -> dict[str, Tensor]:
-        """Of the names and shapes that ``state`` has; what rank 0 sends is written over it."""
+        """Return tensors of the names and shapes of ``state``, to receive what rank 0 sends."""
         found = {"updates": torch.tensor(self.updates)}
         for name, shape in self._shapes.items():
             found[f"step.{name}"] = torch.zeros(())
@@ -209,7 +199,7 @@ class ZeroOptimizer(Optimizer):
 
     @torch.no_grad()
     def take(self, state: Mapping[str, Tensor]) -> None:
-        """Take rank 0's state; every rank at once. Live weights are those that the model was loaded with."""
+        """Restore rank 0's state; live weights stay as the model was loaded."""
         self.updates = int(state["updates"])
         for name, parameter in self._live.items():
             step = self._from_first(state[f"step.{name}"])
@@ -226,7 +216,7 @@ class ZeroOptimizer(Optimizer):
         return found
 
     def _whole(self, parameter: Any, kind: str | None) -> Tensor:
-        """Moments of a parameter, or with None its float32 weights."""
+        """Return whole moments of a parameter, or its float32 weights if ``kind`` is None."""
         found: Tensor = self._zero.get_full_hp_param(parameter, kind) if self._sharded else parameter.get_full_hp_param(kind)
         return found
 
@@ -241,22 +231,22 @@ class ZeroOptimizer(Optimizer):
         self._zero.set_local_hp_param(padded[rank * size : (rank + 1) * size], parameter, kind)
 
 
-def library() -> Any:
-    """The package."""
+def deepspeed_library() -> Any:
+    """Import DeepSpeed."""
     return importlib.import_module("deepspeed")
 
 
-def initialize(model: nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any], device: torch.device) -> Any:
-    """The engine. The process group is there already."""
+def initialize_engine(model: nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any], device: torch.device) -> Any:
+    """Return DeepSpeed's engine; the process group must exist."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     os.environ["LOCAL_RANK"] = str(device.index or 0)  # the GPU that DeepSpeed takes
-    for category in (DeprecationWarning, FutureWarning):  # what DeepSpeed calls in torch
+    for category in (DeprecationWarning, FutureWarning):  # of torch functions that DeepSpeed calls
         warnings.filterwarnings("ignore", message=r".*`torch\.\S+` is deprecated", category=category)
-    deepspeed = library()
+    deepspeed = deepspeed_library()
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    deepspeed.ops.__compatible_ops__ = {}  # or it would compile one that is for inference alone, for a minute
+    deepspeed.ops.__compatible_ops__ = {}  # otherwise it spends a minute compiling one for inference
     low: Any = importlib.import_module("deepspeed.runtime.bf16_optimizer")
-    low.see_memory_usage = lambda *_, **__: None  # prints, whatever the level
+    low.see_memory_usage = lambda *_, **__: None  # it prints at any log level
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
     return engine  # the model's modes stay: evaluation, but for blocks that are checkpointed
 

@@ -1,4 +1,4 @@
-"""A value model: the policy's architecture with one number per position in place of the vocabulary."""
+"""A value model: the policy's architecture with one output per position instead of the vocabulary."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from broker.errors import UserError
-from learner.backends.attention import enable
-from learner.backends.batch import Batch
-from learner.backends.optim import Optimizer
-from learner.backends.policy import load_model
+from learner.backends.models.attention import enable_packing
+from learner.backends.models.batch import TokenBatch
+from learner.backends.models.policy import load_model
+from learner.backends.optim import MasterOptimizer
 from learner.config import CriticSection, TrainSection
 from rlearner_text.config import ModelSection
 
@@ -21,16 +21,16 @@ _SUMS: Final = ("loss", "clipped", "values", "error", "returns", "returns_square
 
 
 def value_losses(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
-    """``0.5 max((V - R)^2, (V_old + clip(V - V_old, ±clip) - R)^2)``. Schulman et al., PPO's reference implementation (2017).
+    """Return ``0.5 max((V - R)^2, (V_old + clip(V - V_old, ±clip) - R)^2)``, as in PPO (Schulman et al., 2017).
 
     Args:
         values: (T,) now, with gradient.
         old_values: (T,) at the start of the step.
         returns: (T,) targets.
-        clip: largest useful move, None for the plain squared error.
+        clip: largest useful move; None for the plain squared error.
 
     Returns:
-        Losses (T,), and where the clipped branch was the worse one (T,) bool.
+        Losses (T,), and where the clipped branch is the larger one, (T,) bool.
     """
     plain = torch.square(values - returns)
     if clip is None:
@@ -39,11 +39,11 @@ def value_losses(values: Tensor, old_values: Tensor, returns: Tensor, clip: floa
     return 0.5 * torch.maximum(plain, bounded), bounded > plain
 
 
-class Critic:
-    """V of the state in which each trained token was sampled. The head starts at 0, and so do all values.
+class ValueModel:
+    """The value of the state in which each trained token was sampled. The head starts at 0, so all values do.
 
     Args:
-        path: weights of the trunk, those that the policy started from.
+        path: weights of the trunk, with which the policy started.
 
     Attributes:
         unpackable: why it takes no packed rows, empty if it does.
@@ -52,23 +52,23 @@ class Critic:
     def __init__(self, path: str, section: CriticSection, train: TrainSection, model: ModelSection, device: torch.device) -> None:
         self._section = section
         loaded = load_model(path, model, device)
-        self.unpackable = enable(loaded, device) if train.packing != "padded" else "it was not asked to"
+        self.unpackable = enable_packing(loaded, device) if train.packing != "padded" else "it was not asked to"
         self.module = nn.ModuleDict({"trunk": loaded.base_model, "head": nn.Linear(loaded.config.get_text_config().hidden_size, 1)})
         nn.init.zeros_(self.module["head"].weight)  # type: ignore[arg-type]
         nn.init.zeros_(self.module["head"].bias)  # type: ignore[arg-type]
         self.module.to(device).requires_grad_(True)
         own = {"lr": section.lr, "weight_decay": section.weight_decay, "max_grad_norm": section.max_grad_norm}
-        self.optimizer = Optimizer(dict(self.module.named_parameters()), train.model_copy(update=own))
+        self.optimizer = MasterOptimizer(dict(self.module.named_parameters()), train.model_copy(update=own))
 
-    def values(self, batch: Batch) -> Tensor:
-        """(T,) float32."""
+    def values(self, batch: TokenBatch) -> Tensor:
+        """Return the values of the trained tokens, (T,) float32."""
         hidden = self.module["trunk"](**batch.inputs(), use_cache=False).last_hidden_state
         chosen = hidden.flatten(0, 1).index_select(0, batch.predictors).float()
         values: Tensor = self.module["head"](chosen)[:, 0]
         return values
 
-    def forward_backward(self, batch: Batch) -> dict[str, float]:
-        """Add a slice to the gradient of the update under way, not yet normalised; sums over its tokens, and their number."""
+    def forward_backward(self, batch: TokenBatch) -> dict[str, float]:
+        """Add a slice to the gradient, not yet normalised; return sums over its tokens, and their number."""
         assert batch.values is not None
         assert batch.returns is not None
         values = self.values(batch)
@@ -81,10 +81,10 @@ class Critic:
         return {"tokens": float(len(losses))} | sums
 
     def step(self, sums: Mapping[str, float], at: int) -> dict[str, float]:
-        """Update, normalised over all tokens since the last one; metrics by their published names.
+        """Update, normalised over all tokens since the last update; return metrics by their published names.
 
         Args:
-            sums: of all that was added since.
+            sums: over everything added since.
             at: steps completed.
         """
         count = max(sums.get("tokens", 0.0), 1.0)
@@ -101,16 +101,16 @@ class Critic:
         }
 
     def state(self) -> dict[str, Tensor]:
-        """CPU copies of weights, moments and counts."""
+        """Return CPU copies of weights, moments and counts."""
         weights = {_PREFIX + name: tensor.detach().to("cpu", copy=True) for name, tensor in self.module.named_parameters()}
         return weights | {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state().items()}
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take back what ``state`` gave.
+        """Restore what ``state`` returned.
 
         Raises:
-            UserError: it belongs to another model, or there was no critic.
+            UserError: if it belongs to another model, or has no critic.
         """
         weights = {name.removeprefix(_PREFIX): value for name, value in state.items() if name.startswith(_PREFIX)}
         own = dict(self.module.named_parameters())

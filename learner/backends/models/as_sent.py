@@ -1,4 +1,4 @@
-"""What servers compute that are sent rounded weights: the learner's own model with these in place, a module at a time."""
+"""Runs the learner's model with the rounded weights that servers compute with, a module at a time."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import torch
 from torch import Tensor, nn
 
 from broker.weights import fp8
-from learner.backends.policy import Policy
+from learner.backends.models.policy import PolicyModel
 
 
 @contextmanager
-def as_sent(policy: Policy) -> Iterator[None]:
-    """Within it the model computes what ``broker.weights.fp8`` makes of its weights; not for passes that gradient flows through.
+def quantized_as_sent(policy: PolicyModel) -> Iterator[None]:
+    """Within it the model computes with weights as ``broker.weights.fp8`` rounds them; for passes without gradient.
 
-    Each module's weights are rounded when it is called and are back when it returns, so one module's are held twice and no more, and
-    backends that gather a block's weights for its pass (FSDP2, ZeRO) need not gather the model.
+    Each module's weights are rounded when it is called and restored when it returns. So only one module's weights are
+    held twice, and backends that gather a block's weights for its pass (FSDP2, ZeRO) need not gather the model.
     """
     adapters = policy.adapters
     with ExitStack() as stack:
         modules = dict(policy.module.named_modules())
         if any(module._compiled_call_impl is not None for module in modules.values()):
-            stack.enter_context(torch.compiler.set_stance("force_eager"))  # compiled blocks look at no hooks
+            stack.enter_context(torch.compiler.set_stance("force_eager"))  # compiled blocks ignore hooks
         if adapters is not None:
             stack.enter_context(adapters.off())  # merged below
 
@@ -40,13 +40,13 @@ def as_sent(policy: Policy) -> Iterator[None]:
             if plain:
                 swap = _Swap(plain, lambda whole: policy.whole(whole, live))
                 stack.callback(module.register_forward_pre_hook(swap.put).remove)
-                hook = module.register_forward_hook(swap.back, always_call=True, prepend=True)  # before others let go of them
+                hook = module.register_forward_hook(swap.back, always_call=True, prepend=True)  # before others
                 stack.callback(hook.remove)
         yield
 
 
 class _Swap:
-    """One module's weights, out of the way while it computes."""
+    """Replaces one module's weights while it computes."""
 
     def __init__(self, names: dict[str, str], whole: Any) -> None:
         self._names, self._whole = names, whole
@@ -54,7 +54,7 @@ class _Swap:
 
     @torch.no_grad()
     def put(self, module: nn.Module, _: Any) -> None:
-        """Rounded ones in their place."""
+        """Put the rounded weights in."""
         own = _own(module)
         for last, name in self._names.items():
             weight = self._whole(name)
@@ -64,7 +64,7 @@ class _Swap:
                 own[last] = nn.Parameter(rounded, requires_grad=False)
 
     def back(self, module: nn.Module, *_: Any) -> None:
-        """Its own again."""
+        """Restore the module's weights."""
         _own(module).update(self._held)
         self._held.clear()
 

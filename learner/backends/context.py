@@ -1,0 +1,56 @@
+"""The settings that a training backend is built from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from broker.errors import ConfigError
+from learner.backends.ranks.meeting import settings_on_rank
+from learner.config import AlgorithmSection, TrainSection
+from rlearner_text.config import ModelSection
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """The arguments of ``learner.backends.base.Backend``."""
+
+    model_path: str
+    train: TrainSection
+    algorithm: AlgorithmSection
+    model: ModelSection
+    seed: int
+    ref_path: str | None = None
+    max_length: int | None = None
+
+    @property
+    def first_path(self) -> str:
+        """The weights that the run began with; unlike a checkpoint that was resumed from, they are never deleted."""
+        return self.ref_path or self.model_path
+
+    @property
+    def policy_path(self) -> str:
+        """The weights of the policy, below its adapters if it has any."""
+        return self.first_path if self.train.lora else self.model_path
+
+    @property
+    def packing(self) -> bool:
+        """Whether models should take packed rows if they can."""
+        return self.train.packing != "padded"
+
+    def on_rank(self, rank: int) -> RunContext:
+        """Return the settings of one rank, with its own device."""
+        return replace(self, train=settings_on_rank(self.train, rank))
+
+    def check(self) -> None:
+        """
+        Raises:
+            ConfigError: if settings exclude each other.
+        """
+        algorithm = self.algorithm
+        if self.model.dtype == "float16":
+            raise ConfigError("model.dtype", self.model.dtype, "the torch backend trains in float32 or bfloat16")
+        if algorithm.dual_clip is not None and algorithm.dual_clip <= 1:
+            allowed = "it bounds the ratio from above and must exceed 1; 3 is usual"
+            raise ConfigError("algorithm.dual_clip", algorithm.dual_clip, allowed)
+        if algorithm.loss_agg_mode == "seq-mean-token-sum-norm" and self.max_length is None:
+            raise ConfigError("algorithm.loss_agg_mode", algorithm.loss_agg_mode, "it needs a maximum length")

@@ -1,0 +1,118 @@
+"""DeepSpeed's ZeRO: ranks hold parts of the optimizer (stage 1), of the gradients (2), of the weights (3).
+
+A single rank can keep its optimizer in host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from broker.errors import ConfigError
+from learner.backends.context import RunContext
+from learner.backends.deepspeed.saved import save_views_as_places
+from learner.backends.deepspeed.zero import DividedPolicy, ZeroOptimizer, deepspeed_library
+from learner.backends.models.lora import Find
+from learner.backends.models.model_set import ModelSet
+from learner.backends.models.policy import PolicyModel
+from learner.backends.passes import ModelPasses
+from learner.backends.ranks.group import RankGroup, RankLayout
+from learner.backends.ranks.messages import filler_sample
+from learner.backends.section_checks import check_deepspeed
+from learner.backends.torch import BuildWorker, TorchBackend
+from learner.backends.weights import ShardedWeights
+from learner.backends.worker import RankWorker, prepare_process
+
+
+class ZeroWeights(ShardedWeights):
+    """Weights that DeepSpeed divides in stage 3, where reading them takes all ranks.
+
+    Args:
+        sharded: whether it is stage 3; in other stages shapes are kept and weights are whole.
+    """
+
+    def __init__(self, policy: PolicyModel, sharded: bool) -> None:
+        super().__init__(policy)
+        self._sharded = sharded
+        self.buckets = self.buckets if sharded else ()
+
+    def divide(self) -> None:
+        """From now on read the module's tensors as DeepSpeed left them."""
+        module = self._policy.module
+        self._tensors = {**module.state_dict(keep_vars=True), **dict(module.named_parameters())}
+
+    @torch.no_grad()
+    def gather(self, bucket: int) -> dict[str, Tensor]:
+        names = self.buckets[bucket]
+        with self._whole([part for name in names for part in self._policy.parts(name)]) as find:
+            return {name: self._policy.whole(name, find).clone() for name in names}
+
+    def factors(self) -> dict[str, Tensor]:
+        adapters = self._policy.adapters
+        if adapters is None or not self._sharded:
+            return super().factors()
+        with self._whole([name for name, tensor in self._tensors.items() if tensor.requires_grad]) as find:
+            return {name: factor.clone() for name, factor in adapters.factors(find).items()}
+
+    @contextmanager
+    def _whole(self, names: Sequence[str]) -> Iterator[Find]:
+        """Within it these of the module's tensors are whole on every rank; entered by all ranks at the same time."""
+        held = {name: self._tensors[name] for name in names}
+        with deepspeed_library().zero.GatheredParameters([tensor for tensor in held.values() if hasattr(tensor, "ds_id")]):
+            yield lambda name: held[name].detach()
+
+
+class DeepspeedBackend(TorchBackend):
+    """See ``learner.backends.base.Backend``."""
+
+    takes_ranks: ClassVar[bool] = True
+
+    @classmethod
+    def plan(cls, context: RunContext) -> tuple[RunContext, BuildWorker]:
+        """Check ``train.deepspeed``."""
+        train = context.train
+        check_deepspeed({**train.model_dump(), "backend": "deepspeed"})
+        own = {"optimizer_offload": train.deepspeed.offload_optimizer}  # of the critic, which DeepSpeed does not train
+        return replace(context, train=train.model_copy(update=own)), _build_worker
+
+
+def _build_worker(context: RunContext, ranks: RankGroup) -> RankWorker:
+    train, sharded = context.train, context.train.deepspeed.stage == 3
+    device = prepare_process(context)
+
+    def load(path: str, trained: bool) -> PolicyModel:
+        kind = DividedPolicy if trained and sharded else PolicyModel
+        return kind(path, context.model, device, trainable=trained, packing=context.packing)
+
+    models = ModelSet(context, device, ranks.rank, load)
+    policy, module = models.policy, models.policy.module
+    ranks.before_leaving = _destroy_group
+    ranks.join(device, alone=True)
+    weights = ZeroWeights(policy, sharded)
+    trained = models.trained()
+    if len(kinds := {str(parameter.dtype).removeprefix("torch.") for parameter in trained.values()}) > 1:
+        raise ConfigError("train.backend", "deepspeed", f"fsdp2: {policy.path} has weights of {' and '.join(sorted(kinds))}")
+    optimizer = ZeroOptimizer(module, trained, train, device)
+    policy.within = optimizer.engine
+    weights.divide()
+    saving = partial(save_views_as_places, train.activation_offload) if sharded else None
+    passes = ModelPasses(context, models, optimizer, device, rank=ranks.rank, saving=saving)
+
+    def reduce() -> None:
+        if not optimizer.dirty:  # DeepSpeed makes no update without a gradient, yet moments must decay
+            passes.run_one([filler_sample()], train=True)
+
+    layout = RankLayout.plain(ranks.size, same_number=True)  # stages 2 and 3 reduce in each backward pass
+    return RankWorker(context, ranks, layout, device, models, optimizer, weights, passes, reduce, sharded=True)
+
+
+def _destroy_group() -> None:
+    comm = deepspeed_library().comm
+    if comm.is_initialized():
+        comm.destroy_process_group()  # also clears DeepSpeed's own record of the group

@@ -1,0 +1,66 @@
+"""Saves views of gathered weights for the backward pass without keeping the weights (ZeRO's stage 3).
+
+A linear layer saves a transposed view of its weight. Such a view would keep every layer's gathered weights
+in memory from the forward to the backward pass, which gathers them again. So only the view's place in its weight is
+saved, and the view is made from the weight that the backward pass gathers.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from learner.backends import offload
+
+
+@dataclass(frozen=True)
+class SavedView:
+    """A view of a weight; ``offset`` from the weight's start, in elements."""
+
+    weight: Any
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def view(self) -> Tensor:
+        """Return the view; a weight that is not gathered is gathered by all ranks."""
+        missing = self.weight.ds_status.name == "NOT_AVAILABLE"
+        if missing:
+            self.weight.all_gather()
+        data: Tensor = self.weight.data
+        found = data.as_strided(self.size, self.stride, data.storage_offset() + self.offset)
+        if missing:
+            self.weight.partition()  # the view keeps its memory
+        return found
+
+
+def save_views_as_places(offloaded: bool) -> AbstractContextManager[Any]:
+    """Around a forward pass, save views of gathered weights as places.
+
+    Args:
+        offloaded: whether activations go to host memory, see ``learner.backends.offload``.
+    """
+
+    def pack(tensor: Tensor) -> Any:
+        place = _place(tensor)
+        if place is not None:
+            return place
+        return offload.pack(tensor) if offloaded else tensor
+
+    def unpack(packed: Any) -> Tensor:
+        return packed.view() if isinstance(packed, SavedView) else offload.unpack(packed)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def _place(tensor: Tensor) -> SavedView | None:
+    weight = tensor._base
+    if not isinstance(weight, nn.Parameter) or not hasattr(weight, "ds_id") or weight.dtype != tensor.dtype:
+        return None
+    if weight.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
+        return None  # a view of an earlier gathering
+    return SavedView(weight, tensor.size(), tensor.stride(), int(tensor.storage_offset()) - int(weight.storage_offset()))

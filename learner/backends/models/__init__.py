@@ -1,0 +1,1 @@
+"""The models of a training backend: policy, reference, critic and adapters, and their batches."""

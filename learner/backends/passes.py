@@ -1,0 +1,138 @@
+"""Forward and backward passes of one rank through its models, a slice of samples at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from learner.algorithm.kl import KlCoefficient, kl_penalty
+from learner.algorithm.packing import by_length
+from learner.algorithm.samples import Array, TrainSample
+from learner.backends.context import RunContext
+from learner.backends.models.batch import TokenBatch, collate
+from learner.backends.models.model_set import ModelSet
+from learner.backends.objective import PolicyObjective
+from learner.backends.offload import activations_in_host_memory
+from learner.backends.optim import MasterOptimizer
+from learner.backends.ranks.dealing import Job
+
+CPU_SLICE_TOKENS: Final = 2048  # larger slices pad more and exceed the cache
+
+Numerator = Callable[[Sequence[TrainSample], TokenBatch], tuple[Tensor, dict[str, Tensor]]]
+
+
+class ModelPasses:
+    """Runs slices through the models and adds to the gradients.
+
+    Args:
+        rank: of this process; dropout differs between ranks.
+        saving: context of a forward pass that is trained: where activations wait for the backward pass.
+
+    Attributes:
+        packs: whether slices become packed rows.
+        version: steps completed, over all incarnations.
+        kl: weight of the divergence from the reference.
+        numerator: what is minimised, before it is divided, and sums for the metrics.
+    """
+
+    def __init__(
+        self,
+        context: RunContext,
+        models: ModelSet,
+        optimizer: MasterOptimizer,
+        device: torch.device,
+        *,
+        rank: int = 0,
+        saving: Callable[[], AbstractContextManager[Any]] | None = None,
+    ) -> None:
+        algorithm, tokens = context.algorithm, context.train.micro_batch_tokens
+        self.algorithm, self.models, self.optimizer, self.device = algorithm, models, optimizer, device
+        self.packs, self.version = models.packs, 0
+        self.kl = KlCoefficient(algorithm.kl_coef, algorithm.kl_target, algorithm.kl_horizon)
+        self.objective = PolicyObjective(algorithm)
+        self.saving = saving or partial(activations_in_host_memory, context.train.activation_offload)
+        self.numerator: Numerator = self._policy_loss
+        self._slice_tokens = min(tokens, CPU_SLICE_TOKENS) if device.type == "cpu" else tokens
+        self._seed, self.rank, self._drawn = context.seed, rank, (0, 0)
+
+    def slices(self, samples: Sequence[TrainSample], num_at_once: int = 1) -> list[list[TrainSample]]:
+        """Cut samples into slices that go through a model at once.
+
+        Args:
+            num_at_once: slices that are worked on at the same time; where there are fewer, they are cut smaller.
+        """
+        found = by_length(samples, self._slice_tokens, packed=self.packs)
+        if num_at_once == 1 or not found or len(found) >= num_at_once or len(samples) <= len(found):
+            return found
+        budget = -(-sum(sample.num_inputs for sample in samples) // num_at_once)
+        return by_length(samples, min(budget, self._slice_tokens), packed=True)
+
+    def collate(self, samples: Sequence[TrainSample]) -> TokenBatch:
+        """Return the tensors of a slice."""
+        return collate(samples, self.device, packed=self.packs)
+
+    def run(self, jobs: Sequence[Job]) -> list[dict[str, float]]:
+        """Run each slice forward, and backward where it is trained; return its sums."""
+        return [self.run_one(samples, train=train) for samples, train in jobs]
+
+    def run_one(self, samples: Sequence[TrainSample], *, train: bool) -> dict[str, float]:
+        """Run one slice; return its sums."""
+        batch = self.collate(samples)
+        adapters = self.models.policy.adapters
+        with adapters.dropping(self.draw_seed) if train and adapters is not None else nullcontext():
+            with torch.set_grad_enabled(train), self.saving() if train else nullcontext():
+                total, sums = self.numerator(samples, batch)
+            if train:
+                self.optimizer.backward(total)
+                self.optimizer.collect()
+        return self.sums_of(batch, sums)
+
+    def run_critic(self, jobs: Sequence[Job]) -> list[dict[str, float]]:
+        """Run each slice forward and backward through the critic; return its sums."""
+        assert self.models.critic is not None
+        return [self.models.critic.forward_backward(self.collate(samples)) for samples, _ in jobs]
+
+    @torch.no_grad()
+    def score(self, jobs: Sequence[Job]) -> list[list[Array | None]]:
+        """Return each slice's logprobs, divergence and values; None what the algorithm does not need."""
+        return [self._score(samples) for samples, _ in jobs]
+
+    def _score(self, samples: Sequence[TrainSample]) -> list[Array | None]:
+        batch, models = self.collate(samples), self.models
+        logprobs, _ = models.policy.score(batch)
+        columns = [logprobs, None, models.critic.values(batch) if models.critic is not None else None]
+        if models.ref is not None and models.kl_in_reward:
+            columns[1] = kl_penalty(logprobs, models.ref.score(batch)[0], self.algorithm.kl_estimator)
+        return [None if column is None else column.cpu().numpy() for column in columns]
+
+    def discard(self) -> None:
+        """Drop the gradient, and draw the same seeds again."""
+        self.optimizer.discard()
+        self._drawn = (0, 0)
+
+    def sums_of(self, batch: TokenBatch, sums: Mapping[str, Tensor]) -> dict[str, float]:
+        """Return a slice's sums as numbers, with its counts."""
+        values = torch.stack([value.detach().double() for value in sums.values()]).tolist()  # one transfer
+        counts = {"tokens": float(len(batch.targets)), "rows": float(batch.num_rows), "padded": float(batch.input_ids.numel())}
+        return counts | dict(zip(sums, values, strict=True))
+
+    def draw_seed(self) -> int:
+        """Return a seed for one slice's dropout: the same after a resume or a repeated step, different on each rank."""
+        version, count = self._drawn
+        self._drawn = (self.version, count + 1 if version == self.version else 1)
+        return int(np.random.SeedSequence((self._seed, *self._drawn, self.rank)).generate_state(1)[0])
+
+    def _policy_loss(self, _: Sequence[TrainSample], batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        reference = self._reference(batch)  # first: the other pass keeps its activations
+        logprobs, entropy = self.models.policy.score(batch, entropy_grad=self.algorithm.entropy_coef > 0)
+        return self.objective(batch, logprobs, entropy, reference, kl_coef=self.kl.value, version=self.version)
+
+    @torch.no_grad()
+    def _reference(self, batch: TokenBatch) -> Tensor | None:
+        return self.models.ref.score(batch)[0] if self.models.ref is not None and self.models.kl_in_loss else None

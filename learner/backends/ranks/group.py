@@ -1,0 +1,110 @@
+"""This process among the ranks that train together, and how work is shared out among them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from learner.backends.ranks.dealing import Job, Share, deal_jobs, merge_in_order, own_jobs, pack_slices
+from learner.backends.ranks.leader import RankLeader
+from learner.backends.ranks.meeting import join_group, join_single_group
+from learner.backends.ranks.messages import Command, SampleMessage, results_of
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """How copies of the model lie on the ranks."""
+
+    copies: Sequence[int]  # for each rank, the copy of the model that it holds or is a part of
+    speakers: Sequence[int]  # for each copy, the rank that reports the results of its slices
+    num_at_once: int  # slices that are worked on at the same time
+    num_per_cut: int  # slices that one micro-batch is cut for
+    same_number: bool = False  # whether all ranks must run as many slices as each other
+
+    @classmethod
+    def plain(cls, size: int, *, same_number: bool = False) -> RankLayout:
+        """A copy, or as much of one as FSDP gives it, on each rank."""
+        return cls(range(size), range(size), size, size, same_number)
+
+    def deal(self, jobs: Sequence[Job]) -> list[list[Share]]:
+        """Return for each rank the slices that it runs."""
+        dealt = deal_jobs(jobs, len(self.speakers), same_number=self.same_number)
+        return [dealt[copy] for copy in self.copies]
+
+
+class RankGroup:
+    """This process among the ranks; rank 0 of several has a leader of the others."""
+
+    def __init__(self, size: int = 1, rank: int = 0, *, store: str | None = None, leader: RankLeader | None = None) -> None:
+        self.size, self.rank, self.leader, self._store = size, rank, leader, store
+        self.before_leaving: Callable[[], None] = lambda: None  # called before the process group is destroyed
+        self._joined = False
+
+    @classmethod
+    def start(cls, target: str, size: int, settings: dict[str, Any]) -> RankGroup:
+        """Start the other ranks, which build the backend ``target`` ("module:attribute") from ``settings``."""
+        if size == 1:
+            return cls()
+        leader = RankLeader(target, size, settings)
+        return cls(size, store=leader.store, leader=leader)
+
+    def join(self, device: torch.device, *, alone: bool = False) -> None:
+        """Join the process group; with ``alone`` a single process makes a group of one."""
+        if self.leader is not None:
+            with self.leader.working():
+                self.leader.arm()
+                join_group(self.leader.store, self.rank, self.size, device)
+        elif self._store is not None:
+            join_group(self._store, self.rank, self.size, device)
+        elif alone:
+            join_single_group(device)
+        else:
+            return
+        self._joined = True
+
+    def together(self, command: Command, work: Callable[[], T]) -> T:
+        """Return ``work()``, while the other ranks, if there are any, execute ``command``."""
+        if self.leader is None:
+            return work()
+        with self.leader.working():
+            self.leader.tell(command)
+            return work()
+
+    def share_out(
+        self,
+        jobs: Sequence[Job],
+        layout: RankLayout,
+        command: Callable[[list[list[SampleMessage]], list[bool]], Command],
+        work: Callable[[Sequence[Job]], list[T]],
+    ) -> list[T]:
+        """Run jobs here by ``work`` and elsewhere by ``command(slices, whether trained)``; return results in order."""
+        if self.leader is None:
+            return work(jobs)
+        dealt = layout.deal(jobs)
+        with self.leader.working():
+            for rank, shares in enumerate(dealt[1:], 1):
+                self.leader.tell_one(rank, command(pack_slices(jobs, shares), [train for _, train in shares]))
+            done: list[Any] = [work(own_jobs(jobs, dealt[0]))]
+            done += [results_of(reply) for reply in self.leader.replies()]
+        return merge_in_order([dealt[rank] for rank in layout.speakers], [done[rank] for rank in layout.speakers])
+
+    def leave(self) -> None:
+        """Leave the process group."""
+        if self._joined and dist.is_initialized():
+            self.before_leaving()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        self._joined = False
+
+    def close(self) -> None:
+        """Stop the other ranks and leave."""
+        if self.leader is not None:
+            self.leader.close()
+            self.leader = None
+        self.leave()

@@ -1,0 +1,89 @@
+"""The policy's weights as the learner reads them: whole, by state-dict name, from one rank or gathered from all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final
+
+from torch import Tensor
+
+from learner.backends.models.policy import PolicyModel
+
+BUCKET_BYTES: Final = 32 << 20  # of weights gathered at once
+
+
+class PolicyWeights:
+    """The weights of a policy that this process holds whole."""
+
+    buckets: Sequence[Sequence[str]] = ()  # names gathered together; empty where nothing must be gathered
+
+    def __init__(self, policy: PolicyModel) -> None:
+        self._policy = policy
+
+    def shapes(self) -> dict[str, Tensor]:
+        """Return all weights on the meta device."""
+        return self._policy.shapes()
+
+    def live(self) -> Mapping[str, Tensor]:
+        """Return the live tensors, adapters merged into them."""
+        return self._policy.weights()
+
+    def gather(self, bucket: int) -> dict[str, Tensor]:
+        """Return the whole weights of a bucket; called by all ranks at the same time.
+
+        Raises:
+            TypeError: if every rank holds all weights.
+        """
+        raise TypeError(f"{type(self).__name__} gathers no bucket {bucket}")
+
+    def factors(self) -> dict[str, Tensor]:
+        """Return the whole adapters by peft's names; collective if sharded."""
+        return {} if self._policy.adapters is None else self._policy.adapters.factors(self._policy.tensors().__getitem__)
+
+
+class ShardedWeights(PolicyWeights):
+    """The weights of a policy that ranks are about to divide; shapes are those of now."""
+
+    def __init__(self, policy: PolicyModel) -> None:
+        super().__init__(policy)
+        self._shapes = policy.shapes()
+        self.buckets = buckets_of(self._shapes)
+
+    def shapes(self) -> dict[str, Tensor]:
+        """Return all weights on the meta device."""
+        return self._shapes
+
+
+class GatheredWeights(Mapping[str, Tensor]):
+    """Whole tensors by name; reading one gathers its bucket and drops the bucket before."""
+
+    def __init__(self, names: Sequence[str], buckets: Sequence[Sequence[str]], gather: Callable[[int], dict[str, Tensor]]) -> None:
+        self._names, self._gather = list(names), gather
+        self._bucket = {name: index for index, bucket in enumerate(buckets) for name in bucket}
+        self._held: tuple[int, dict[str, Tensor]] = (-1, {})
+
+    def __getitem__(self, name: str) -> Tensor:
+        index = self._bucket[name]
+        if self._held[0] != index:
+            self._held = (-1, {})
+            self._held = (index, self._gather(index))
+        return self._held[1][name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def buckets_of(shapes: Mapping[str, Tensor]) -> list[list[str]]:
+    """Group neighbouring names into buckets of at most ``BUCKET_BYTES``."""
+    buckets: list[list[str]] = []
+    room = 0
+    for name, tensor in shapes.items():
+        if tensor.nbytes > room or not buckets:
+            buckets.append([])
+            room = BUCKET_BYTES
+        buckets[-1].append(name)
+        room -= tensor.nbytes
+    return buckets
