@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from broker.errors import ConfigError
-from learner.backends.ranks.meeting import settings_on_rank
+from learner.backends.ranks.rendezvous import settings_on_rank
 from learner.config import AlgorithmSection, TrainSection
 from rlearner_text.config import ModelSection
 

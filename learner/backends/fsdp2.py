@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from learner.backends.context import RunContext
 from learner.backends.models.model_set import ModelSet
-from learner.backends.optim import MasterOptimizer
+from learner.backends.optimizer import MasterOptimizer
 from learner.backends.passes import ModelPasses
 from learner.backends.ranks.group import RankGroup, RankLayout
 from learner.backends.torch import BuildWorker, TorchBackend

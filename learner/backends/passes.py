@@ -14,12 +14,12 @@ from torch import Tensor
 from learner.algorithm.kl import KlCoefficient, kl_penalty
 from learner.algorithm.packing import by_length
 from learner.algorithm.samples import Array, TrainSample
+from learner.backends.activation_offload import activations_in_host_memory
 from learner.backends.context import RunContext
 from learner.backends.models.batch import TokenBatch, collate
 from learner.backends.models.model_set import ModelSet
 from learner.backends.objective import PolicyObjective
-from learner.backends.offload import activations_in_host_memory
-from learner.backends.optim import MasterOptimizer
+from learner.backends.optimizer import MasterOptimizer
 from learner.backends.ranks.dealing import Job
 
 CPU_SLICE_TOKENS: Final = 2048  # larger slices pad more and exceed the cache

@@ -21,7 +21,6 @@ from learner.algorithm.packing import MicroBatchCutter, cut, minibatches
 from learner.algorithm.samples import SampleScores, TrainSample
 from learner.backends.base import Snapshot
 from learner.backends.context import RunContext
-from learner.backends.figures import average_metrics, step_metrics
 from learner.backends.models.lora import FOLDER
 from learner.backends.models.policy import PolicyModel
 from learner.backends.ranks.collectives import broadcast_from_rank_0
@@ -36,6 +35,7 @@ from learner.backends.ranks.messages import (
     StepCommand,
     SyncCommand,
 )
+from learner.backends.step_metrics import average_metrics, step_metrics
 from learner.backends.weights import GatheredWeights
 from learner.backends.worker import RankWorker, build_worker
 from rlearner_text.hub import copy_tokenizer

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from broker.weights import fp8
 from learner.backends.context import RunContext
-from learner.backends.models.as_sent import quantized_as_sent
+from learner.backends.models.fake_quantization import quantized_as_sent
 from learner.backends.models.model_set import ModelSet
 from learner.backends.models.policy import pick_device
-from learner.backends.optim import MasterOptimizer
+from learner.backends.optimizer import MasterOptimizer
 from learner.backends.passes import ModelPasses
 from learner.backends.ranks.collectives import broadcast_from_rank_0, sum_over_ranks
 from learner.backends.ranks.dealing import unpack_slices

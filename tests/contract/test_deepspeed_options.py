@@ -7,7 +7,7 @@ from backend_kit import kit, make, run
 from critic_kit import PPO, agree, steps, whole
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from learner.backends import offload
+from learner.backends import activation_offload
 from learner.config import AlgorithmSection
 
 pytest.importorskip("deepspeed", reason="deepspeed is not installed: make test-deepspeed")
@@ -100,7 +100,7 @@ def test_offloaded_activations_and_compiled_blocks_make_the_same_steps(path, mon
 
 def watch(backend, monkeypatch):
     """Counts what goes to host memory as if this were a GPU, what is gathered, and what of that is there as a backward pass begins."""
-    seen, gathered, leaves = dict.fromkeys(("moved", "weights", "gathered", "kept"), 0), [], offload._leaves
+    seen, gathered, leaves = dict.fromkeys(("moved", "weights", "gathered", "kept"), 0), [], activation_offload._leaves
     module, optimizer = backend.policy.module, backend.worker.optimizer
     backward = optimizer.backward
     weights = list(module.parameters())
@@ -126,7 +126,7 @@ def watch(backend, monkeypatch):
         gathered.clear()
         backward(total)
 
-    monkeypatch.setattr(offload, "_leaves", as_on_a_gpu)
+    monkeypatch.setattr(activation_offload, "_leaves", as_on_a_gpu)
     monkeypatch.setattr(optimizer, "backward", watched)
     if not optimizer._sharded:
         return seen

@@ -10,7 +10,7 @@ import torch
 from backend_kit import kit, make, run
 from critic_kit import PPO, agree, steps, whole
 
-from learner.backends import offload
+from learner.backends import activation_offload
 from learner.backends.ranks import leader as leader_module
 from learner.backends.ranks.leader import RankExitedError
 from learner.config import AlgorithmSection
@@ -132,7 +132,7 @@ def test_offloaded_activations_make_the_same_steps_and_weights_stay(path, monkey
     backend = make(variant, path, ranks=ranks, activation_offload=True, **more)
     trained, _ = backend.policy.trained_parameters()
     weights = {one.untyped_storage().data_ptr() for one in (*backend.policy.model.parameters(), *trained.values())}
-    leaves, moved = offload._leaves, []
+    leaves, moved = activation_offload._leaves, []
 
     def as_on_a_gpu(tensor):
         class Large:
@@ -145,7 +145,7 @@ def test_offloaded_activations_make_the_same_steps_and_weights_stay(path, monkey
             moved.append(tensor.nbytes)
         return moves
 
-    monkeypatch.setattr(offload, "_leaves", as_on_a_gpu)
+    monkeypatch.setattr(activation_offload, "_leaves", as_on_a_gpu)
     try:
         close(run(backend, range(2)), expected)
         assert sum(moved) > 5e4  # also of checkpointed layers what enters them: 128 bytes a token

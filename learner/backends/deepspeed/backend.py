@@ -16,8 +16,8 @@ from torch import Tensor
 
 from broker.errors import ConfigError
 from learner.backends.context import RunContext
-from learner.backends.deepspeed.saved import save_views_as_places
-from learner.backends.deepspeed.zero import DividedPolicy, ZeroOptimizer, deepspeed_library
+from learner.backends.deepspeed.saved_views import save_views_as_places
+from learner.backends.deepspeed.zero_optimizer import DividedPolicy, ZeroOptimizer, deepspeed_library
 from learner.backends.models.lora import Find
 from learner.backends.models.model_set import ModelSet
 from learner.backends.models.policy import PolicyModel

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from learner.backends.megatron.exchange import TensorExchange
 from learner.backends.megatron.grid import ProcessGroups, RankGrid
 from learner.backends.megatron.mapping import TensorPart, take_share, whole_view
 from learner.backends.megatron.model import megatron_library
+from learner.backends.megatron.tensor_exchange import TensorExchange
 from learner.backends.models.lora import LoraAdapters
 from learner.config import LoraSection
 

@@ -14,9 +14,9 @@ from learner.algorithm.samples import Array
 from learner.backends.context import RunContext
 from learner.backends.megatron.grid import ProcessGroups, RankGrid
 from learner.backends.megatron.model import megatron_library
+from learner.backends.megatron.model_shell import ModelShell, open_shell
 from learner.backends.megatron.optimizer import MegatronOptimizer
 from learner.backends.megatron.policy import Measured, MegatronPolicy
-from learner.backends.megatron.shell import ModelShell, open_shell
 from learner.backends.models.batch import TokenBatch
 from learner.backends.models.model_set import ModelSet
 from learner.backends.passes import ModelPasses

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from learner.backends.megatron.grid import ProcessGroups, RankGrid
 from learner.backends.megatron.policy import MegatronPolicy
-from learner.backends.optim import MasterOptimizer
+from learner.backends.optimizer import MasterOptimizer
 from learner.backends.ranks.collectives import sum_over_ranks
 from learner.config import TrainSection
 

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from learner.backends.megatron.adapters import MegatronAdapters
-from learner.backends.megatron.exchange import TensorExchange, write_share
-from learner.backends.megatron.files import StoredWeights, WeightFiles
 from learner.backends.megatron.grid import ProcessGroups, RankGrid
 from learner.backends.megatron.mapping import parts_of, share_size
 from learner.backends.megatron.model import RowLayout, build, megatron_library
+from learner.backends.megatron.model_shell import ModelShell
 from learner.backends.megatron.pipeline import StagePipeline
-from learner.backends.megatron.shell import ModelShell
+from learner.backends.megatron.tensor_exchange import TensorExchange, write_share
 from learner.backends.megatron.vocabulary import measure_shares
+from learner.backends.megatron.weight_files import StoredWeights, WeightFiles
 from learner.backends.models.batch import TokenBatch
-from learner.backends.models.compiling import check_compiler
+from learner.backends.models.block_compilation import check_compiler
 from learner.backends.models.policy import map_chunks
 from learner.config import LoraSection
 

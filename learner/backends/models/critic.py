@@ -12,7 +12,7 @@ from broker.errors import UserError
 from learner.backends.models.attention import enable_packing
 from learner.backends.models.batch import TokenBatch
 from learner.backends.models.policy import load_model
-from learner.backends.optim import MasterOptimizer
+from learner.backends.optimizer import MasterOptimizer
 from learner.config import CriticSection, TrainSection
 from rlearner_text.config import ModelSection
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from broker.errors import ConfigError
 from learner.backends.models.attention import enable_packing
 from learner.backends.models.batch import TokenBatch
-from learner.backends.models.compiling import compile_blocks
+from learner.backends.models.block_compilation import compile_blocks
 from learner.backends.models.lora import Find, LoraAdapters, MergedWeights
 from learner.config import LoraSection
 from rlearner_text.config import ModelSection, check_model_path
@@ -75,7 +75,7 @@ class PolicyModel:
             block.training = True  # blocks check it; their layers stay in evaluation mode, without dropout
 
     def compile_blocks(self) -> None:
-        """See ``learner.backends.models.compiling``."""
+        """See ``learner.backends.models.block_compilation``."""
         compile_blocks(self.module, self.device)
 
     def score(self, batch: TokenBatch, *, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from learner.backends.ranks.dealing import Job, Share, deal_jobs, merge_in_order, own_jobs, pack_slices
 from learner.backends.ranks.leader import RankLeader
-from learner.backends.ranks.meeting import join_group, join_single_group
 from learner.backends.ranks.messages import Command, SampleMessage, results_of
+from learner.backends.ranks.rendezvous import join_group, join_single_group
 
 T = TypeVar("T")
 

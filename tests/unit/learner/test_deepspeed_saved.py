@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from learner.backends import offload
-from learner.backends.deepspeed.saved import save_views_as_places
+from learner.backends import activation_offload
+from learner.backends.deepspeed.saved_views import save_views_as_places
 
 HERE, GONE = SimpleNamespace(name="AVAILABLE"), SimpleNamespace(name="NOT_AVAILABLE")
 
@@ -52,7 +52,7 @@ def test_nothing_of_a_gathered_weight_is_held(monkeypatch, trained, offloaded):
         left.append(tensor.shape)
         return True
 
-    monkeypatch.setattr(offload, "_leaves", as_on_a_gpu)
+    monkeypatch.setattr(activation_offload, "_leaves", as_on_a_gpu)
     made, inputs = layer(), torch.randn(2, 4, 5)
     ours = inputs.clone().requires_grad_()
     divided = Divided(made)

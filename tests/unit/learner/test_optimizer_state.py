@@ -7,7 +7,7 @@ import weakref
 import torch
 from torch import Tensor, nn
 
-from learner.backends.optim import MasterOptimizer
+from learner.backends.optimizer import MasterOptimizer
 from learner.config import TrainSection
 
 

@@ -16,7 +16,7 @@ from broker.errors import ConfigError, UserError, WireError
 from broker.settings.registry import resolve
 from learner.backends import BACKENDS
 from learner.backends.base import Backend
-from learner.backends.optim import lr_factor
+from learner.backends.optimizer import lr_factor
 from learner.backends.torch import TorchBackend
 from learner.config import AlgorithmSection, TrainSection
 from rlearner_text.config import ModelSection

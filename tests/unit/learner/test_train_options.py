@@ -11,8 +11,8 @@ from torch_backend_kit import backend, gradient, samples, save_model
 from broker.errors import ConfigError
 from broker.settings.runspec import validate
 from learner import backends
-from learner.backends import offload
-from learner.backends.models import compiling
+from learner.backends import activation_offload
+from learner.backends.models import block_compilation
 from learner.config import AlgorithmSection, TrainSection
 
 NAMES = ("actor/pg_loss", "actor/grad_norm", "actor/entropy")
@@ -59,7 +59,7 @@ def test_offloaded_activations_make_the_same_steps_and_weights_stay(tmp_path, mo
         pytest.importorskip("peft", reason="LoRA needs the extra rlearner[lora]")
     path = save_model(tmp_path)
     _, expected = five(path, **more)
-    leaves, seen = offload._leaves, {"moved": 0, "bytes": 0}
+    leaves, seen = activation_offload._leaves, {"moved": 0, "bytes": 0}
 
     def as_on_a_gpu(tensor):
         class Seen:
@@ -74,7 +74,7 @@ def test_offloaded_activations_make_the_same_steps_and_weights_stay(tmp_path, mo
 
     trainer = backend(path, train=settings(activation_offload=True, **more))
     weights = {p.untyped_storage().data_ptr() for p in trainer.policy.module.parameters()}
-    monkeypatch.setattr(offload, "_leaves", as_on_a_gpu)
+    monkeypatch.setattr(activation_offload, "_leaves", as_on_a_gpu)
     agree([trainer.update(samples(seed)) for seed in range(5)], expected)
     assert seen["moved"] > 20
     assert seen["bytes"] > 1e5
@@ -102,8 +102,8 @@ def test_compile_without_a_compiler_or_blocks_is_refused(tmp_path, monkeypatch):
     module = backend(path).policy.module
     module._no_split_modules = []
     with pytest.raises(ConfigError, match=r"train.compile: True is not allowed; false: Qwen3ForCausalLM names no blocks"):
-        compiling.compile_blocks(module, torch.device("cpu"))
-    monkeypatch.setattr(compiling.shutil, "which", lambda _: None)
+        block_compilation.compile_blocks(module, torch.device("cpu"))
+    monkeypatch.setattr(block_compilation.shutil, "which", lambda _: None)
     with pytest.raises(ConfigError, match=r"train.compile: True is not allowed; false: on a CPU it needs a C\+\+ compiler"):
         backend(path, train=settings(compile=True))
 

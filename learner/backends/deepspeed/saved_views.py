@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from learner.backends import offload
+from learner.backends import activation_offload
 
 
 @dataclass(frozen=True)
@@ -42,17 +42,17 @@ def save_views_as_places(offloaded: bool) -> AbstractContextManager[Any]:
     """Around a forward pass, save views of gathered weights as places.
 
     Args:
-        offloaded: whether activations go to host memory, see ``learner.backends.offload``.
+        offloaded: whether activations go to host memory, see ``learner.backends.activation_offload``.
     """
 
     def pack(tensor: Tensor) -> Any:
         place = _place(tensor)
         if place is not None:
             return place
-        return offload.pack(tensor) if offloaded else tensor
+        return activation_offload.pack(tensor) if offloaded else tensor
 
     def unpack(packed: Any) -> Tensor:
-        return packed.view() if isinstance(packed, SavedView) else offload.unpack(packed)
+        return packed.view() if isinstance(packed, SavedView) else activation_offload.unpack(packed)
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from learner.backends.models.compiling import blocks_of, check_compiler
+from learner.backends.models.block_compilation import blocks_of, check_compiler
 from learner.backends.models.policy import PolicyModel
-from learner.backends.optim import MasterOptimizer, lr_factor
+from learner.backends.optimizer import MasterOptimizer, lr_factor
 from learner.config import DeepspeedSection, TrainSection
 
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")

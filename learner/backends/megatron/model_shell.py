@@ -10,7 +10,7 @@ from torch import Tensor
 
 from broker.errors import ConfigError
 from learner.backends.megatron.architecture import DecoderArchitecture, architecture_of, check_sizes
-from learner.backends.megatron.files import WeightFiles
+from learner.backends.megatron.weight_files import WeightFiles
 from learner.config import MegatronSection
 from rlearner_text.config import ModelSection, check_model_path
 from rlearner_text.transformers_import import import_transformers
