@@ -32,6 +32,7 @@ from typing import Any, Final
 from bench.engine import Requests, make_model, make_requests, measurable
 from bench.support.other_load import NEVER_QUIET, OtherLoad
 from bench.support.paired import interval, median
+from bench.support.server_bare import asked
 from bench.support.server_http import KEY, StreamedServer, add_tokenizer
 from broker.channel import carriers
 from broker.channel.carriers import ChannelClient
@@ -46,17 +47,6 @@ from broker.system.entry import EXIT_USER_ERROR
 START_S: Final = 600.0
 CONTEXT: Final = 512
 RUN: Final = "bench-server"
-
-
-def asked(requests: Requests, turn: str) -> list[wire.GenerateRequest]:
-    """The same requests under other names."""
-    return [
-        wire.GenerateRequest(
-            request_id=f"{turn}-{index}", conversation_id=f"{turn}-{index}", token_ids=wire.column(prompt, "<i4"), deadline_s=600.0,
-            sampling=wire.SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True),
-        )
-        for index, (prompt, length) in enumerate(requests)
-    ]  # fmt: skip
 
 
 class BareEngine:

@@ -11,8 +11,21 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from broker.contract import wire
+
 Run = Callable[[str], Awaitable[list[list[int]]]]
 CONTEXT = 512
+
+
+def asked(requests: list[tuple[list[int], int]], turn: str) -> list[wire.GenerateRequest]:
+    """The same requests under other names."""
+    return [
+        wire.GenerateRequest(
+            request_id=f"{turn}-{index}", conversation_id=f"{turn}-{index}", token_ids=wire.column(prompt, "<i4"), deadline_s=600.0,
+            sampling=wire.SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True),
+        )
+        for index, (prompt, length) in enumerate(requests)
+    ]  # fmt: skip
 
 
 async def vllm_arm(folder: str, requests: list[tuple[list[int], int]], threads: int) -> tuple[Run, Callable[[], None]]:
@@ -53,7 +66,6 @@ async def vllm_arm(folder: str, requests: list[tuple[list[int], int]], threads: 
 
 async def hf_arm(folder: str, requests: list[tuple[list[int], int]], threads: int) -> tuple[Run, Callable[[], None]]:
     """HFEngine, called directly."""
-    from bench.server import asked
     from rollout.config import RolloutSection
     from rollout.engines.base import EngineConfig
     from rollout.engines.hf.engine import HFEngine

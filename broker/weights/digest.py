@@ -10,7 +10,7 @@ cancelling amounts at the corners of a rectangle go unseen, which no lost, repea
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -77,8 +77,3 @@ def combine(bucket_digests: Sequence[bytes]) -> str:
     for digest in bucket_digests:
         hasher.update(digest)
     return hasher.hexdigest()
-
-
-def digest_all(num_buckets: int, bucket: Callable[[int], Tensor]) -> str:
-    """Hex digest over ``bucket(0) … bucket(num_buckets - 1)``."""
-    return combine([digest_bucket(bucket(index)) for index in range(num_buckets)])

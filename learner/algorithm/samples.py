@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -99,15 +98,3 @@ def from_trajectory(
         reward=trajectory.reward,
         temperature=temperature,
     )
-
-
-def from_group(group: wire.Group, advantages: Sequence[Array], *, temperature: float = 1.0) -> list[TrainSample]:
-    """Return one sample per trajectory, in the group's order; greedy baselines have no trained tokens.
-
-    Args:
-        group: scored.
-        advantages: one array per trajectory, from an estimator of ``learner.algorithm.advantages``.
-        temperature: of the domain's sampling.
-    """
-    pairs = zip(group.trajectories, advantages, strict=True)
-    return [from_trajectory(one, values, group=group.ticket, temperature=temperature, trained=not one.greedy) for one, values in pairs]

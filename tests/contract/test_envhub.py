@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from envhub_world import KIT, LAKE, World
+from recorded_frames import read_frames
 from waits import until
 
 from broker.contract import codec, wire
@@ -20,7 +21,6 @@ from broker.jetstream.bus import Bus
 from broker.jetstream.core_messages import watch_metrics
 from broker.runtime.presence import Roster
 from broker.runtime.process import Stop
-from envhub.episodes.frames import read_frames
 from envhub.service import serve
 
 

@@ -9,13 +9,14 @@ from typing import Any
 import envhub_kit
 import pytest
 from PIL import Image
+from recorded_frames import read_frames
 
 from broker.errors import ConfigError, DataError, UserError
 from envhub import cli
 from envhub.config import check, data_digests
 from envhub.demos import write_demonstrations
 from envhub.envs.base import NotSupported, Observation, StepResult
-from envhub.episodes.frames import first_frame, frame, read_frames
+from envhub.episodes.frames import first_frame, frame
 from envhub.episodes.render import outcome, write_gif
 
 

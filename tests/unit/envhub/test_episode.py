@@ -11,11 +11,11 @@ from pathlib import Path
 import envhub_kit
 import pytest
 from envhub_kit import Scripted, domain, write_tokenizer
+from recorded_frames import read_frames
 
 from broker.contract import checks
 from envhub.domain import Domain
 from envhub.envs.base import Environment
-from envhub.episodes.frames import read_frames
 from envhub.episodes.runners import EpisodeLimits, EpisodeRunners
 from envhub.servers.generate import mix
 from envhub.task import EpisodeFailed, EpisodeResult, EpisodeTask

@@ -23,7 +23,8 @@ def test_what_the_stages_take():
     assert "did you mean 'train.deepspeed.stage'?" in refused({"backend": "deepspeed", "deepspeed": {"stages": 1}})
     line = "train.deepspeed.offload_param: True is not allowed; false with train.deepspeed.stage 2: only stage 3 divides weights"
     assert refused({"backend": "deepspeed", "deepspeed": {"offload_param": True}}) == line
-    line = f"train.optimizer_offload: True is not allowed; unset with train.backend deepspeed; {', '.join(SUPPORTED_OPTIONS['optimizer_offload'])} take it"
+    able = ", ".join(SUPPORTED_OPTIONS["optimizer_offload"])
+    line = f"train.optimizer_offload: True is not allowed; unset with train.backend deepspeed; {able} take it"
     assert refused({"backend": "deepspeed", "optimizer_offload": True}) == line
     for option in ({"activation_offload": True}, {"compile": True, "deepspeed": {"stage": 3}}):
         assert validate({"domains": {"lake": LAKE}, "train": {"backend": "deepspeed", **option}})

@@ -2,7 +2,12 @@ import numpy as np
 import pytest
 
 from broker.contract import codec, wire
-from learner.algorithm.samples import TrainSample, from_group
+from learner.algorithm.samples import TrainSample, from_trajectory
+
+
+def from_group(group, advantages, *, temperature=1.0):
+    pairs = zip(group.trajectories, advantages, strict=True)
+    return [from_trajectory(one, values, group=group.ticket, temperature=temperature, trained=not one.greedy) for one, values in pairs]
 
 
 def group(*, mask, versions, reward=1.5):
