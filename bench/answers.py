@@ -90,7 +90,7 @@ async def measure(num_workers: int, every: int) -> dict[str, float]:
             ordinary = [
                 AnswerPair(f"{n} apples and 1 more.\n#### {n + 1}", f"{n}+1\n#### {n + 1:,}", True) for n in range(ORDINARY // every)
             ]
-            ordinary[::2] = [AnswerPair(f"So it is $\\boxed{{{n}}}$.", str(n), True) for n in range(len(ordinary[::2]))]
+            ordinary[::2] = [AnswerPair(f"It is $\\boxed{{{n}}}$.", str(n), True) for n in range(len(ordinary[::2]))]
             started = time.monotonic()
             outcomes += await judge(workers, ordinary, 8 * num_workers)
             per_s = len(ordinary) / (time.monotonic() - started)

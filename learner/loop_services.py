@@ -77,18 +77,18 @@ async def open_services(
         written: step of the newest checkpoint, -1 if there is none.
     """
     bus, stop = member.bus, member.stop
-    beside = (stop, shown.say_waiting)
+    shared = (stop, shown.say_waiting)
     patience = _patience(folder, stop, shown)
     lines = folder / "metrics.jsonl"
     transcripts = TranscriptFactory(config, folder)
     showcase = EpisodeShowcase(trackers, section(config, "trackers", TrackersSection), transcripts, folder)
-    book = await patience.in_thread(MetricsWriter, bus, roster, ledger, trackers, showcase, lines, ledger.state.version, *beside)
+    book = await patience.in_thread(MetricsWriter, bus, roster, ledger, trackers, showcase, lines, ledger.state.version, *shared)
     stack.callback(book.close)
-    records = await patience.in_thread(LedgerRecorder, folder, ledger, section(config, "samples", SamplesSection), *beside)
+    records = await patience.in_thread(LedgerRecorder, folder, ledger, section(config, "samples", SamplesSection), *shared)
     stack.callback(records.close)
     checkpoints = section(config, "checkpoint", CheckpointSection)
     saver = CheckpointSaver(
-        folder / "checkpoints", checkpoints, bus, ledger, training, records, watch, *beside, written, lambda: gate.pressed
+        folder / "checkpoints", checkpoints, bus, ledger, training, records, watch, *shared, written, lambda: gate.pressed
     )
     limit_gib = section(config, "broker", BrokerSection).store_max_gib
     gate = StoreGate(bus, ledger, limit_gib, PRIVATE_STORE_GIB, shown.say_waiting, saver.relieve)

@@ -168,7 +168,7 @@ class LearnerService:
         model_path = await self._model_path()
         trackers = await open_trackers(stack, self.config, self.folder, self.bus.run, self.stop, self.shown)
         recovery = await self._take_over(stack, model_path, rebase=rebase)
-        self.resumed = await recovery.mend()
+        self.resumed = await recovery.recover()
         appending = self._append_rules()
         if self.ledger.state.position or await self.bus.last_seq(SAMPLES):
             self.member.spawn(appending)  # if the store is full, the log must be trimmed first
@@ -331,21 +331,21 @@ class LearnerService:
 
     async def run(self) -> None:
         """Run the loop, write the last checkpoint and announce the end of the run."""
-        ledger, roster, beside = self.ledger, self.roster, self.services
+        ledger, roster, services = self.ledger, self.roster, self.services
         giveup = FailureMonitor(section(self.config, "failures", FailuresSection), self.train.groups_per_step, domains(self.config))
         loop = TrainingLoop(
             self.bus,
             ledger,
             self.training,
-            beside.issuer,
-            beside.evaluator,
-            beside.book,
-            beside.records,
+            services.issuer,
+            services.evaluator,
+            services.book,
+            services.records,
             self.stop,
             resumed=self.resumed,
             offer=self._offer,
             fleet_values=self._values_beside,
-            checkpoint=beside.saver.at_boundary,
+            checkpoint=services.saver.at_boundary,
             checkpoint_every=1,
             giveup=giveup,
             epoch=self.watch.epoch,
@@ -364,7 +364,7 @@ class LearnerService:
             await self.watch.refuse_if_fenced()  # a learner that took over may have trimmed the log: report that
             raise
         self.watch.refuse_if_seen_fenced()
-        await beside.saver.finish(loop.boundary)
+        await services.saver.finish(loop.boundary)
         if done:
             await self.watch.put(ALL_DONE)
             self.shown.say("done")

@@ -211,7 +211,7 @@ def _integers() -> Iterator[AnswerPair]:
             f"#### {n}.",
             f"#### {n}.00",
             f"\\boxed{{{n}}}",
-            f"So it is $\\boxed{{{n}}}$.",
+            f"It is $\\boxed{{{n}}}$.",
             f"The answer is {n}.",
         ]
         forms += [

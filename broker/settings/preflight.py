@@ -18,11 +18,11 @@ class PreflightFinding:
         status: ``missing``: the configuration cannot run without it. ``warning``: it can, and something will go wrong sooner
             or later. ``absent``: optional, and nothing here asks for it.
         found: what is there, in a few words.
-        mend: the command, or the setting, that changes it; empty where nothing need be done.
+        remedy: the command, or the setting, that changes it; empty where nothing need be done.
     """
 
     area: str
     name: str
     status: Status
     found: str
-    mend: str = ""
+    remedy: str = ""

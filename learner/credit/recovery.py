@@ -121,7 +121,7 @@ class Recovery:
             "if that has lost its store, --rebase continues with the open tickets counted dead"
         )
 
-    async def mend(self) -> RecoveryResult:
+    async def recover(self) -> RecoveryResult:
         """Resume, with a rebase if ``look`` has found a loss; only for the holder of the run."""
         lost = self._ledger.lose({entry.number for entry in self._missing})
         if self._lost:

@@ -30,8 +30,8 @@ def table(findings: Sequence[PreflightFinding], subject: str) -> str:
         lines.append(area)
         for finding in (one for one in findings if one.area == area):
             lines.append(f"  {_MARKS[finding.status]:<8} {finding.name:<{wide}}  {finding.found}".rstrip())
-            if finding.mend:
-                lines.append(f"  {'':<8} {'':<{wide}}  -> {finding.mend}")
+            if finding.remedy:
+                lines.append(f"  {'':<8} {'':<{wide}}  -> {finding.remedy}")
     return "\n".join([*lines, "", verdict(findings, subject)])
 
 

@@ -143,19 +143,19 @@ def _devices(gpus: Sequence[GpuInfo], problem: str, needs: MachineRequirements, 
         ]
     if not count:
         wanted = "missing" if needs.num_gpus or needs.cuda else "absent"
-        mend = "rlearner doctor … train.device=auto rollout.engine=hf  # or a machine with an NVIDIA GPU" if wanted == "missing" else ""
-        return [PreflightFinding("gpu", "GPUs", "missing" if mend else "absent", "no NVIDIA GPU on this machine", mend)]
+        remedy = "rlearner doctor … train.device=auto rollout.engine=hf  # or a machine with an NVIDIA GPU" if wanted == "missing" else ""
+        return [PreflightFinding("gpu", "GPUs", "missing" if remedy else "absent", "no NVIDIA GPU on this machine", remedy)]
     result = []
     if count < needs.num_gpus:
-        mend = f"rlearner start … train.ranks={count}  # or smaller sizes in rollout.engine_args"
-        result.append(PreflightFinding("gpu", "GPUs", "missing", f"{count}, but the configuration needs {needs.num_gpus}", mend))
+        remedy = f"rlearner start … train.ranks={count}  # or smaller sizes in rollout.engine_args"
+        result.append(PreflightFinding("gpu", "GPUs", "missing", f"{count}, but the configuration needs {needs.num_gpus}", remedy))
     for gpu in gpus:
         said = f"{gpu.name}, {gpu.total_mib / 1024:.0f} GiB, driver {gpu.driver}, compute capability {gpu.capability}"
         taken = gpu.total_mib and gpu.used_mib > MOST_USED * gpu.total_mib
         if taken:
             said += f"; {gpu.used_mib / 1024:.1f} GiB in use by other processes"
-        mend = "nvidia-smi --query-compute-apps=pid,used_memory,name --format=csv  # stop those, or see --gpus" if taken else ""
-        result.append(PreflightFinding("gpu", f"GPU {gpu.index}", "warning" if taken else "ok", said, mend))
+        remedy = "nvidia-smi --query-compute-apps=pid,used_memory,name --format=csv  # stop those, or see --gpus" if taken else ""
+        result.append(PreflightFinding("gpu", f"GPU {gpu.index}", "warning" if taken else "ok", said, remedy))
     return result
 
 
@@ -163,11 +163,11 @@ def _cuda(gpus: Sequence[GpuInfo], torch: TorchBuild, needs: MachineRequirements
     if not torch.cuda:
         plain = torch.version.partition("+")[0]
         said = f"torch {torch.version} is built without CUDA"
-        mend = f"pip install --force-reinstall torch=={plain}  # the CUDA build; in the source folder: make setup TORCH=torch=={plain}"
+        remedy = f"pip install --force-reinstall torch=={plain}  # the CUDA build; in the source folder: make setup TORCH=torch=={plain}"
         if needs.cuda:
-            return PreflightFinding("gpu", "CUDA", "missing", said, mend)
+            return PreflightFinding("gpu", "CUDA", "missing", said, remedy)
         return (
-            PreflightFinding("gpu", "CUDA", "warning", f"{said}, so the GPUs stay idle", mend)
+            PreflightFinding("gpu", "CUDA", "warning", f"{said}, so the GPUs stay idle", remedy)
             if count
             else PreflightFinding("gpu", "CUDA", "absent", said)
         )

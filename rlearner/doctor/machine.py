@@ -133,20 +133,22 @@ def _disk(machine: MachineResources, needs: MachineRequirements, weights: tuple[
     said = f"{machine.disk_free / GIB:.1f} GiB free in {machine.disk_of}"
     if machine.disk_free >= needed:
         return PreflightFinding("machine", name, "ok", said)
-    mend = f"df -h {machine.disk_of}  # free space there, or choose another disk with run.dir=FOLDER"
+    remedy = f"df -h {machine.disk_of}  # free space there, or choose another disk with run.dir=FOLDER"
     if size and machine.disk_free < needed - SPARE_BYTES:
         checkpoints = f"{needs.checkpoints} checkpoints with their optimizer need about {needed / GIB:.1f} GiB"
-        return PreflightFinding("machine", name, "missing", f"{said}; {checkpoints}", mend)
-    return PreflightFinding("machine", name, "warning", f"{said}; a run needs about {needed / GIB:.1f} GiB", mend)
+        return PreflightFinding("machine", name, "missing", f"{said}; {checkpoints}", remedy)
+    return PreflightFinding("machine", name, "warning", f"{said}; a run needs about {needed / GIB:.1f} GiB", remedy)
 
 
 def _shm(size: int | None, needs: MachineRequirements) -> PreflightFinding:
-    mend = "mount -o remount,size=8G /dev/shm  # as root; start a container with --shm-size=8g"
+    remedy = "mount -o remount,size=8G /dev/shm  # as root; start a container with --shm-size=8g"
     if size is None:
         return PreflightFinding(
-            "machine", "/dev/shm", "warning" if needs.shared_memory else "absent", "not there", mend if needs.shared_memory else ""
+            "machine", "/dev/shm", "warning" if needs.shared_memory else "absent", "not there", remedy if needs.shared_memory else ""
         )
     said = f"{size / GIB:.2f} GiB"
     if size >= SHM_BYTES or not needs.shared_memory:
         return PreflightFinding("machine", "/dev/shm", "ok", said)
-    return PreflightFinding("machine", "/dev/shm", "warning", f"{said}; processes that share a model over NCCL or gloo may need more", mend)
+    return PreflightFinding(
+        "machine", "/dev/shm", "warning", f"{said}; processes that share a model over NCCL or gloo may need more", remedy
+    )

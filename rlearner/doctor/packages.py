@@ -151,14 +151,14 @@ def _tool(area: str, name: str, project: ProjectRequirements, asked_by: str, fou
         versions = there or {one.name: said for one, _, said in judged}
         return PreflightFinding(area, name, "ok", ", ".join(f"{one} {at}" for one, at in versions.items()))
     what = ", ".join(bad) or f"{' or '.join(alternatives)} not installed"
-    mend = project.install(extra) if extra else f"{sys.executable} -m pip install {alternatives[0]}"
+    remedy = project.install(extra) if extra else f"{sys.executable} -m pip install {alternatives[0]}"
     if not gpus and project.folder is not None:
-        mend = WITHOUT_GPU.get(name, mend)
+        remedy = WITHOUT_GPU.get(name, remedy)
     if name in AFTER:
-        mend += f" && {sys.executable} -m {AFTER[name]}"
+        remedy += f" && {sys.executable} -m {AFTER[name]}"
     if asked_by:
-        return PreflightFinding(area, name, "missing", f"{what}; required by {asked_by}", mend)
-    return PreflightFinding(area, name, "absent", what, mend)
+        return PreflightFinding(area, name, "missing", f"{what}; required by {asked_by}", remedy)
+    return PreflightFinding(area, name, "absent", what, remedy)
 
 
 def program_findings(programs: Mapping[str, str], which: Callable[[str], str | None] = shutil.which) -> list[PreflightFinding]:

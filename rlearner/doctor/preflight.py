@@ -75,7 +75,7 @@ def weights_overrides(config: dict[str, Any]) -> list[str]:
     """
     if config["train"].get("weights_backend") not in (None, "auto"):
         return []
-    return [finding.mend for finding in gpus(requirements_of(config)) if finding.name == "weights" and finding.status == "missing"]
+    return [finding.remedy for finding in gpus(requirements_of(config)) if finding.name == "weights" and finding.status == "missing"]
 
 
 def learner_findings(config: dict[str, Any]) -> list[PreflightFinding]:
@@ -115,4 +115,4 @@ def require_fleet(config: dict[str, Any]) -> None:
 
 def format_finding(finding: PreflightFinding) -> str:
     """Format a finding in one line, with the command or setting that fixes it after the arrow."""
-    return f"{finding.name}: {finding.found}{f' -> {finding.mend}' if finding.mend else ''}"
+    return f"{finding.name}: {finding.found}{f' -> {finding.remedy}' if finding.remedy else ''}"

@@ -48,7 +48,7 @@ async def replay_run(options: argparse.Namespace) -> int:
                 if out is not None:
                     out.write(made)
                 if changed:
-                    say(check.beside(made, SHOWN))
+                    say(check.compared_with(made, SHOWN))
                 else:
                     say(check.step(made, await work.save(scratch) if made.step in check.kept else None))
                 if out is not None and made.step == last:

@@ -91,7 +91,7 @@ class ReplayComparison:
         self.steps.append({"step": made.step, "differences": found, "values": made.values})
         return f"step {made.step}: " + (f"differs: {'; '.join(found)}" if found else f"identical: {text}")
 
-    def beside(self, made: ReplayedStep, names: Sequence[str]) -> str:
+    def compared_with(self, made: ReplayedStep, names: Sequence[str]) -> str:
         """Return a line with some numbers of a counterfactual step next to the run's.
 
         Raises:

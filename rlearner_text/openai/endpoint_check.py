@@ -29,8 +29,8 @@ def check_endpoint(key: str, base_url: str, api_key_env: str, *, named: bool, ne
     return _finding(key, "ok", f"{base_url} answers")
 
 
-def _finding(key: str, status: Status, found: str, mend: str = "") -> PreflightFinding:
-    return PreflightFinding("endpoints", key, status, found, mend)
+def _finding(key: str, status: Status, found: str, remedy: str = "") -> PreflightFinding:
+    return PreflightFinding("endpoints", key, status, found, remedy)
 
 
 async def _ask(base_url: str, key: str) -> tuple[int, str]:

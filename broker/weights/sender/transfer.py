@@ -146,7 +146,7 @@ def lead(
 
 
 def _own_digest(staged: StagedVersion, watch: WaitMonitor, timeout_s: float) -> str:
-    """Return the digest of the bytes; it is computed while they are packed, so it is ready soon after.
+    """Return the digest of the bytes; it is computed while they are packed, and ready soon after.
 
     Raises:
         TransferFailed: they could not be packed, or neither they nor the digest came on for so long.

@@ -51,7 +51,7 @@ class DividedPolicy(PolicyModel):
 
 
 class ScaledAdamW(torch.optim.AdamW):
-    """AdamW that multiplies gradients by ``factor()`` first, and makes no update if that is None."""
+    """AdamW that multiplies gradients by ``factor()`` first, and makes no update if the factor is None."""
 
     factor: Callable[[], float | None]
 

@@ -42,7 +42,7 @@ class PolicyModel:
         self.module = load_model(path, model, device).requires_grad_(trainable)
         self.head = self.module.get_output_embeddings()
         if self.head is None:
-            raise ConfigError("model.path", path, f"{type(self.module).__name__} has no output embeddings, so it is no language model")
+            raise ConfigError("model.path", path, f"{type(self.module).__name__} has no output embeddings: not a language model")
         self.unpackable = enable_packing(self.module, device) if packing else "it was not asked to"
         self._head_rows = int(self.head.weight.shape[0])  # a sharded weight has no rows later
         self._plain_head = self._head_is_plain()

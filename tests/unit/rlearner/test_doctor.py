@@ -34,16 +34,16 @@ PIP = f"{sys.executable} -m pip install"
 
 def test_the_exit_code_and_the_last_line_count_what_is_missing() -> None:
     fine, warning = PreflightFinding("a", "x", "ok", "1"), PreflightFinding("a", "y", "warning", "2", "do")
-    missing = PreflightFinding("b", "z", "missing", "3", "mend it")
+    missing = PreflightFinding("b", "z", "missing", "3", "remedy it")
     assert [exit_code(one) for one in ([], [fine, warning], [fine, missing])] == [0, 0, 1]
     assert verdict([fine, warning], "c.yaml") == "c.yaml can run; 1 warning"
     assert verdict([fine, missing], "c.yaml") == "c.yaml lacks 1: z"
     assert table([fine, missing, warning], "c.yaml").splitlines() == [
-        "a", "  ok       x  1", "  WARNING  y  2", "              -> do", "b", "  MISSING  z  3", "              -> mend it", "",
+        "a", "  ok       x  1", "  WARNING  y  2", "              -> do", "b", "  MISSING  z  3", "              -> remedy it", "",
         "c.yaml lacks 1: z; 1 warning",
     ]  # fmt: skip
     told = json.loads(as_json([fine, missing], "c.yaml"))
-    assert (told["can_run"], told["missing"], told["findings"][1]["mend"]) == (False, ["z"], "mend it")
+    assert (told["can_run"], told["missing"], told["findings"][1]["remedy"]) == (False, ["z"], "remedy it")
 
 
 def test_what_a_configuration_needs() -> None:
@@ -89,13 +89,15 @@ def test_an_engine_that_is_started_from_another_environment() -> None:
     (there,) = program_findings(other.programs, lambda name: name)
     (gone,) = program_findings(other.programs, lambda name: None)
     assert (there.status, there.found) == ("ok", "/opt/python")
-    assert (gone.status, gone.found, gone.mend) == ("missing", "program '/opt/python' not found", "rollout.engine_args.command=[…]")
+    assert (gone.status, gone.found, gone.remedy) == ("missing", "program '/opt/python' not found", "rollout.engine_args.command=[…]")
 
 
 def test_without_a_gpu_vllm_is_another_package(tmp_path: Path) -> None:
     project = ProjectRequirements((), {"vllm": parsed(["vllm"])}, tmp_path)
-    mends = [next(one.mend for one in tool_findings(project, {}, found_in({}), gpus=gpus) if one.name == "vllm") for gpus in (True, False)]
-    assert mends == [f"{PIP} -e '{tmp_path}[vllm]'", "make vllm-env  # vLLM's CPU build, in a separate environment"]
+    remedies = [
+        next(one.remedy for one in tool_findings(project, {}, found_in({}), gpus=gpus) if one.name == "vllm") for gpus in (True, False)
+    ]
+    assert remedies == [f"{PIP} -e '{tmp_path}[vllm]'", "make vllm-env  # vLLM's CPU build, in a separate environment"]
 
 
 def found_in(versions: dict[str, str]) -> Any:
@@ -107,7 +109,7 @@ def test_packages_of_the_base_are_named_when_missing_or_too_old() -> None:
         PreflightFinding("python", "torch", "ok", "2.13.0+cpu"), PreflightFinding("python", "numpy", "ok", "2.1"),
     ]  # fmt: skip
     old, gone = base_findings(PROJECT, found_in({"torch": "2.8.0"}))
-    assert (old.status, old.found, old.mend) == ("missing", "2.8.0 is installed, >=2.9 is required", f"{PIP} 'rlearner'")
+    assert (old.status, old.found, old.remedy) == ("missing", "2.8.0 is installed, >=2.9 is required", f"{PIP} 'rlearner'")
     assert (gone.status, gone.found) == ("missing", "not installed")
 
 
@@ -125,7 +127,7 @@ def test_an_engine_that_is_asked_for_must_be_there_and_the_extra_is_named() -> N
     assert one("parquet", {}, pyarrow="21.0").status == "ok"
     gem = one("gem", {"domains.g.env": "gem"}, reasoning_gym="0.1.20", nltk="3.9")
     assert gem.found == "reasoning-gym 0.1.20 is installed, >=0.1.23 is required; required by domains.g.env"
-    assert gem.mend == f"{PIP} 'rlearner[gem]' && {sys.executable} -m pip install --no-deps gem-llm"
+    assert gem.remedy == f"{PIP} 'rlearner[gem]' && {sys.executable} -m pip install --no-deps gem-llm"
     assert "dev" not in {finding.name for finding in tool_findings(PROJECT, {}, found_in({}))}
 
 
@@ -159,7 +161,7 @@ def test_a_torch_without_cuda_and_a_driver_that_is_too_old() -> None:
     assert parse_torch("__version__ = '2.13.0'\ncuda: Optional[str] = '13.0'\n") == TorchBuild("2.13.0", "13.0")
     gpu = GpuInfo(0, "T4", 15360, 0, "535.10", "7.5")
     plain = gpu_findings([gpu], "", TorchBuild("2.13.0+cpu", ""), MachineRequirements())[1]
-    assert (plain.status, plain.mend.partition("  #")[0]) == ("warning", "pip install --force-reinstall torch==2.13.0")
+    assert (plain.status, plain.remedy.partition("  #")[0]) == ("warning", "pip install --force-reinstall torch==2.13.0")
     assert gpu_findings([gpu], "", TorchBuild("2.13.0+cpu", ""), MachineRequirements(cuda=True))[1].status == "missing"
     old = gpu_findings([gpu], "", TorchBuild("2.13.0", "13.0"), MachineRequirements(cuda=True))[1]
     assert (old.status, "needs driver 580.65 or newer, not 535.10" in old.found) == ("missing", True)
@@ -191,7 +193,7 @@ def test_weights_that_nccl_cannot_carry() -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "why", "mend"),
+    ("engine", "why", "remedy"),
     [
         ("hf", "train.weights_backend=ipc: CUDA IPC was not run on a GPU before this release", "train.weights_backend=shared"),
         (
@@ -201,10 +203,10 @@ def test_weights_that_nccl_cannot_carry() -> None:
         ),
     ],
 )
-def test_weights_by_cuda_ipc_are_to_be_tried_first(engine: str, why: str, mend: str) -> None:
+def test_weights_by_cuda_ipc_are_to_be_tried_first(engine: str, why: str, remedy: str) -> None:
     needed = requirements_of({"rollout": {"engine": engine}, "train": {"backend": "torch", "device": "auto", "weights_backend": "ipc"}})
     found = gpu_findings([GpuInfo(0, "H100", 81559, 0, "580.65.06", "9.0")], "", TorchBuild("2.13.0", "13.0", "2.27.7"), needed)
-    assert [(one.status, one.found, one.mend.partition("  #")[0]) for one in found if one.name == "weights"] == [("warning", why, mend)]
+    assert [(one.status, one.found, one.remedy.partition("  #")[0]) for one in found if one.name == "weights"] == [("warning", why, remedy)]
     assert gpu_findings([], "", TorchBuild("2.13.0", "13.0"), needed)[0].status == "missing"  # a GPU is asked for
 
 
@@ -226,8 +228,8 @@ def test_limits_of_the_machine() -> None:
 
     assert one("memory", MachineRequirements()).found == "12.0 of 24.0 GiB free"
     assert one("open files", MachineRequirements(nofile=1024)).status == "ok"
-    assert one("open files", MachineRequirements(nofile=2304)).mend == "ulimit -n 2304"
-    assert one("open files", MachineRequirements(nofile=9000)).mend.startswith("echo '* - nofile 9000' >> /etc/security/limits.conf")
+    assert one("open files", MachineRequirements(nofile=2304)).remedy == "ulimit -n 2304"
+    assert one("open files", MachineRequirements(nofile=9000)).remedy.startswith("echo '* - nofile 9000' >> /etc/security/limits.conf")
     assert one("open files", MachineRequirements(nofile=9000), nofile=(-1, -1)).found == "unlimited open files, at most unlimited"
     # 3 checkpoints of a model of 8 GiB in bfloat16: 4 Gi parameters, 12 bytes each beside the weights, and 2 GiB to spare
     assert one("disk", MachineRequirements(checkpoints=3), (8 * GIB, 2), disk_free=168 * GIB - 1).status == "missing"
@@ -293,7 +295,7 @@ def test_an_address_is_asked_and_a_taken_port_found() -> None:
         thread.join()
         (taken,) = port_findings(MachineRequirements(ports={"rollout.http_port": port}))
         assert (taken.status, taken.found) == ("missing", f"port {port} on 127.0.0.1 is already in use")
-        assert taken.mend.startswith("rollout.http_port=0")
+        assert taken.remedy.startswith("rollout.http_port=0")
     assert read_server_info(url) == (None, "Connection refused")
     (free,) = port_findings(MachineRequirements(ports={"rollout.http_port": port}))
     assert (free.status, free.found) == ("ok", f"port {port} on 127.0.0.1 is free")
@@ -313,13 +315,13 @@ def test_an_address_is_asked_and_a_taken_port_found() -> None:
 )
 def test_the_sandbox_probe_names_the_command(problem: str, command: str) -> None:
     asked = judge(problem, "", MachineRequirements(sandbox=True))
-    assert (asked.status, asked.mend) == ("missing", command)
+    assert (asked.status, asked.remedy) == ("missing", command)
     assert judge(problem, "", MachineRequirements()).status == "absent"
 
     def fails() -> None:
         raise UserError(problem)
 
-    assert sandbox_findings(MachineRequirements(sandbox=True), fails)[0].mend == command
+    assert sandbox_findings(MachineRequirements(sandbox=True), fails)[0].remedy == command
     assert sandbox_findings(MachineRequirements(), lambda: None)[0].status == "ok"
 
 

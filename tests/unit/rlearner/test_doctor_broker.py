@@ -27,11 +27,11 @@ def test_a_cluster_is_asked_server_by_server() -> None:
         thread.join()
     (found,) = address_findings(MachineRequirements(), {"RL_BROKER": f"nats://me:secret@127.0.0.1:{port},127.0.0.1:1"})
     assert (found.status, found.found) == ("missing", f"127.0.0.1:{port},127.0.0.1:1 of RL_BROKER: Connection refused")
-    assert found.mend.startswith(f"broker serve --port {port} ")
+    assert found.remedy.startswith(f"broker serve --port {port} ")
 
 
 @pytest.mark.parametrize("url", ["nats://h:port", "nats://[h", "h:4222", "nats://"])
 def test_an_address_that_is_none(url: str) -> None:
     (found,) = address_findings(MachineRequirements(), {"RL_BROKER": url})
-    assert (found.status, found.mend) == ("missing", "export RL_BROKER=nats://127.0.0.1:4222")
+    assert (found.status, found.remedy) == ("missing", "export RL_BROKER=nats://127.0.0.1:4222")
     assert found.found == f"RL_BROKER: {url} is no address of a broker; write nats://host:port, several of a cluster with commas"

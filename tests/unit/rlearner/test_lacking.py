@@ -113,7 +113,7 @@ def test_what_trains_and_is_not_installed(train: dict[str, Any], extra: str, key
     (found,) = [one for one in preflight.learner_findings({"train": train}) if one.name == extra]
     assert "; required by " in found.found
     assert found.found.endswith(key)
-    assert f"[{extra}]'" in found.mend
+    assert f"[{extra}]'" in found.remedy
 
 
 def test_the_first_missing_thing_is_refused_in_one_line() -> None:
