@@ -13,7 +13,7 @@ from envhub.domain import load_domains
 from envhub.envs.agent import PYTHON, AgentArgs, AgentEnvironment
 
 
-def look(config: dict[str, Any]) -> list[PreflightFinding]:
+def preflight_findings(config: dict[str, Any]) -> list[PreflightFinding]:
     """Whether the programs of ``env: agent`` find what they import.
 
     Args:

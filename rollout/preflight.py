@@ -10,7 +10,7 @@ from rollout.config import RolloutSection
 from rollout.engines.args import OpenAIArgs
 
 
-def check_preflight(config: dict[str, Any]) -> list[PreflightFinding]:
+def preflight_findings(config: dict[str, Any]) -> list[PreflightFinding]:
     """Check hub models, and the endpoint of the engine ``openai``, whose server exits if the endpoint is not available.
 
     Args:

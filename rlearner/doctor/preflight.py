@@ -16,7 +16,7 @@ from rlearner.doctor.references import reference_findings
 from rlearner.doctor.requirements import MachineRequirements, requirements_of
 
 # Each role's own checks, by name, as roles do not import each other.
-ROLES: Final = ("rollout.preflight:check_preflight", "envhub.preflight:look", "rewardhub.preflight:preflight_findings")
+ROLES: Final = ("rollout.preflight:preflight_findings", "envhub.preflight:preflight_findings", "rewardhub.preflight:preflight_findings")
 OTHERS: Final = ("rollout.", "domains.")  # settings whose packages the learner does not need
 
 Look = Callable[[], list[PreflightFinding]]

@@ -19,7 +19,7 @@ def test_a_hub_name_that_leads_nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
     config = {"model": {"path": "Nobody/Nothing"}, "rollout": {"policy": "judge", "model_path": str(tmp_path)}}
-    (found,) = rollout_looks.check_preflight(config)
+    (found,) = rollout_looks.preflight_findings(config)
     assert (found.name, found.status) == ("model.path", "missing")
     assert preflight.format_finding(found) == (
         "model.path: Nobody/Nothing: no such folder here, not in the hub's cache, and the hub cannot be reached "
@@ -27,7 +27,7 @@ def test_a_hub_name_that_leads_nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path
     )
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path))
-    assert [finding.status for finding in rollout_looks.check_preflight(config)] == ["ok"]
+    assert [finding.status for finding in rollout_looks.preflight_findings(config)] == ["ok"]
 
 
 @pytest.mark.parametrize("name", ["a b/c", "a/b/c", "a/", "-a/b", "a/b.", "C:\\m"])

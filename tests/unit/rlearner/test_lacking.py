@@ -136,18 +136,24 @@ def test_what_an_agents_program_imports(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("")
     script = tmp_path / "play.py"
     script.write_text("import json\nimport beside\nimport no_such_package.inner\n")
-    (found,) = envhub_looks.look(agent(command=["python", str(script)]))
+    (found,) = envhub_looks.preflight_findings(agent(command=["python", str(script)]))
     assert found == PreflightFinding(
         "agents", "domains.a.env_args", "missing", f"{script} imports no_such_package, not installed",
         f"{sys.executable} -m pip install no_such_package",
     )  # fmt: skip
-    assert [one.status for one in envhub_looks.look(agent(command=[sys.executable, "play.py"], cwd=str(tmp_path)))] == ["missing"]
-    assert [one.status for one in envhub_looks.look(agent(function=f"{script}:play"))] == ["missing"]
+    assert [one.status for one in envhub_looks.preflight_findings(agent(command=[sys.executable, "play.py"], cwd=str(tmp_path)))] == [
+        "missing"
+    ]
+    assert [one.status for one in envhub_looks.preflight_findings(agent(function=f"{script}:play"))] == ["missing"]
     script.write_text("import json\nimport beside\n")
-    assert [one.status for one in envhub_looks.look(agent(command=["python", str(script)]))] == ["ok"]
+    assert [one.status for one in envhub_looks.preflight_findings(agent(command=["python", str(script)]))] == ["ok"]
     script.write_text("import (\n")
-    assert [one.status for one in envhub_looks.look(agent(command=["python", str(script)]))] == ["missing"]
-    assert envhub_looks.look(agent(command=["ls"])) == envhub_looks.look({"domains": {"d": {"env": "frozenlake"}}}) == []
+    assert [one.status for one in envhub_looks.preflight_findings(agent(command=["python", str(script)]))] == ["missing"]
+    assert (
+        envhub_looks.preflight_findings(agent(command=["ls"]))
+        == envhub_looks.preflight_findings({"domains": {"d": {"env": "frozenlake"}}})
+        == []
+    )
 
 
 class _Models(BaseHTTPRequestHandler):
@@ -194,7 +200,7 @@ def test_the_endpoint_of_the_engine_openai_must_be_there(endpoint: str, monkeypa
 
     def asked(url: str) -> list[str]:
         section = {"engine": "openai", "policy": "judge", "engine_args": {"base_url": url}}
-        return [one.status for one in rollout_looks.check_preflight({"rollout": section})]
+        return [one.status for one in rollout_looks.preflight_findings({"rollout": section})]
 
     assert (asked(endpoint), asked("http://127.0.0.1:9/v1")) == (["ok"], ["missing"])
-    assert rollout_looks.check_preflight({"rollout": {"engine": "hf"}}) == []
+    assert rollout_looks.preflight_findings({"rollout": {"engine": "hf"}}) == []
