@@ -66,11 +66,11 @@ def config(folder: Path) -> dict[str, Any]:
                 "max_staleness": 1,
                 "micro_batch_tokens": 512,
                 "num_threads": 1,
-                "backend": f"{HERE / 'simulated.py'}:Backend",
+                "backend": f"{HERE / 'support' / 'simulated.py'}:SlowBackend",
             },
             "checkpoint": {"every_steps": 1},
             "trackers": {"use": []},
-            "rollout": {"engine": f"{HERE / 'simulated.py'}:Engine", "max_context_tokens": 64, "num_threads": 1},
+            "rollout": {"engine": f"{HERE / 'support' / 'simulated.py'}:SlowEngine", "max_context_tokens": 64, "num_threads": 1},
             "envhub": {"n": 64},
             "rewardhub": {"workers": 1},
         }

@@ -76,12 +76,12 @@ def times_slower(tap: Path) -> float:
 @pytest.mark.timeout(480 + 3 * STEPS * STEP_S)
 async def test_a_learner_a_hundred_times_slower_than_the_hubs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RL_SIMULATED_STEP_S", str(STEP_S))
-    plugin = chaos.ROOT / "bench" / "simulated.py"
+    plugin = chaos.ROOT / "bench" / "support" / "simulated.py"
     longer: dict[str, Any] = {"max_context_tokens": 640, "sampling": {"max_tokens": MAX_TOKENS}, "group_size": 8}
     values = chaos.config(tmp_path, "slow", steps=STEPS, pace_s=0.0)["domains"]
     sections: dict[str, Any] = {
-        "train": {"backend": f"{plugin}:Backend", "micro_batch_tokens": 8192},
-        "rollout": {"engine": f"{plugin}:Instant", "max_context_tokens": 640},
+        "train": {"backend": f"{plugin}:SlowBackend", "micro_batch_tokens": 8192},
+        "rollout": {"engine": f"{plugin}:InstantEngine", "max_context_tokens": 640},
         "checkpoint": {"every_steps": 1},
         "domains": {"sums": values["sums"] | longer},
     }

@@ -51,12 +51,12 @@ async def until(w: World, holds: Any) -> None:
 
 @pytest.mark.timeout(480)
 async def test_the_store_is_full_in_the_middle_of_a_step(tmp_path: Path) -> None:
-    plugin = chaos.ROOT / "bench" / "simulated.py"
+    plugin = chaos.ROOT / "bench" / "support" / "simulated.py"
     longer: dict[str, Any] = {"max_context_tokens": 640, "sampling": {"max_tokens": MAX_TOKENS}, "group_size": 8}
     values = chaos.config(tmp_path, "full", steps=STEPS, pace_s=0.02)["domains"]
     sections: dict[str, Any] = {
         "train": {"micro_batch_tokens": 8192},
-        "rollout": {"engine": f"{plugin}:Instant", "max_context_tokens": 640},
+        "rollout": {"engine": f"{plugin}:InstantEngine", "max_context_tokens": 640},
         "checkpoint": {"every_steps": 0, "every_minutes": 0},  # only a store that fills up asks for one
         "broker": {"store_max_gib": LIMIT_MIB / 1024},
         "domains": {"sums": values["sums"] | longer},

@@ -26,7 +26,7 @@ from broker.runtime.presence import Roster, census
 from broker.settings import runspec
 
 ROOT = Path(__file__).parents[2]
-FUNCTIONS = str(ROOT / "tests" / "unit" / "reward_functions.py")
+FUNCTIONS = str(ROOT / "tests" / "kit" / "reward_functions.py")
 CONFIG: dict[str, Any] = {
     "domains": {
         "qa": {
