@@ -52,7 +52,7 @@ async def answer(bus: Bus, delivery: Delivery) -> None:
     ticket = delivery.message
     assert isinstance(ticket, wire.EvalTicket)
     own = fleet.trajectory(0, 1.0, ticket.min_version, ticket.number)
-    made = fleet.made_up.group(ticket, [own], eval_step=ticket.eval_step, policy=ticket.policy)
+    made = fleet.made_up_hub.group(ticket, [own], eval_step=ticket.eval_step, policy=ticket.policy)
     await bus.publish(EVALS, made, ticket=ticket.number)
     await delivery.ack()
 
