@@ -267,7 +267,7 @@ async def test_the_event_loop_goes_on_while_large_groups_are_read(bus: Bus, monk
         here.append(len(data))
         return decode(data, *types)
 
-    monkeypatch.setattr(wire, "decode", watched)
+    monkeypatch.setattr(codec, "decode", watched)
     loop = asyncio.get_running_loop()
     longest, going = 0.0, True
 
