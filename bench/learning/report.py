@@ -40,7 +40,7 @@ def _cell(row: Mapping[str, float] | None) -> str:
 def write(docs: Path, figures: Mapping[str, Any], curves: Mapping[str, Sequence[Sequence[float]]]) -> None:
     """Put the tables between their marks in docs/learning.md, and draw docs/learning.png."""
     page = docs / "learning.md"
-    text = page.read_text(encoding="utf-8") if page.exists() else f"# Seen to learn\n\n![](learning.png)\n\n{BEGIN}\n{END}\n"
+    text = page.read_text(encoding="utf-8") if page.exists() else f"# Learning curves\n\n![](learning.png)\n\n{BEGIN}\n{END}\n"
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     page.write_text(f"{before}{BEGIN}\n\n{tables(figures)}\n\n{END}{after}", encoding="utf-8")
