@@ -24,7 +24,7 @@ def parser() -> argparse.ArgumentParser:
     )
     on_each = "GPUs for reward models, one process of each model per GPU: 4-7, or 0,2, or cpu, or auto (%(default)s)"
     result.add_argument("--gpus", default="auto", metavar="LIST", help=on_each)
-    result.add_argument("--workers", type=count, default=None, metavar="N", help="worker processes (the run's rewardhub.worker_pool)")
+    result.add_argument("--workers", type=count, default=None, metavar="N", help="worker processes (the run's rewardhub.workers)")
     process.add_join_options(result)
     return complete(result, EXAMPLES)
 
